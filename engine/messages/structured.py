@@ -40,8 +40,8 @@ class StructuredOutputsParams(
     "schema", "end"}, ...], "triggers": [...]}`` as a dict or as text.
 
     For the schemas among them: ``disable_any_whitespace`` writes none between tokens of JSON,
-    ``whitespace_pattern`` is what may stand there, ``disable_additional_properties`` allows only
-    properties that a schema names. Names are vLLM's.
+    ``whitespace_pattern`` is what stands there, each time (a regular expression; ``""`` is none),
+    ``disable_additional_properties`` allows only properties that a schema names. Names are vLLM's.
 
     ``backend``: the library that compiles it. ``guidance`` is llguidance, ``xgrammar`` is optional,
     for ``json``, ``json_object`` and ``grammar`` in GBNF; ``auto`` is llguidance, and xgrammar for
@@ -84,25 +84,41 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     is_closed: bool = False  # only properties that a schema names
     whitespace: str | None = None
     backend: Backend = "auto"
+    is_as_trained: bool = False  # one space after commas and colons, and no other whitespace
+    is_lenient: bool = False  # keywords that cannot be enforced are passed over
+    parts: tuple[Grammar, ...] = ()  # that a grammar names: @part_0, @part_1, ...
+
+
+class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
+    """A grammar with parts that are forms of their own, by the names ``@part_0`` and so on."""
+
+    parts: tuple[Grammar, ...] = ()
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
     """As ``AddRequest.grammar`` has it. Raises ``RequestError`` if it is too long."""
+    return msgspec.json.encode(form_of(params)).decode()
+
+
+def form_of(params: StructuredOutputsParams) -> Grammar:
+    """The same as a struct. Raises what ``grammar_of`` does."""
     kind, text = _text_of(params)  # checked again: it may have been changed since
-    if len(text) > MAX_GRAMMAR_CHARS:
+    parts = params.parts if isinstance(params, ComposedForm) else ()
+    if (size := len(text) + sum(len(part.text) for part in parts)) > MAX_GRAMMAR_CHARS:
         raise RequestError(
-            f"the {kind} of structured_outputs has {len(text)} characters, the limit is "
+            f"the {kind} of structured_outputs has {size} characters, the limit is "
             f"{MAX_GRAMMAR_CHARS}"
         )
-    grammar = Grammar(
+    return Grammar(
         kind,
         text,
-        params.disable_any_whitespace,
+        # No whitespace may stand between tokens: two ways to say it.
+        params.disable_any_whitespace or params.whitespace_pattern == "",
         params.disable_additional_properties,
-        params.whitespace_pattern,
+        params.whitespace_pattern or None,
         params.backend,
+        parts=parts,
     )
-    return msgspec.json.encode(grammar).decode()
 
 
 def grammar_from(text: str) -> Grammar:
@@ -132,7 +148,7 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
     if params.whitespace_pattern is not None:
         _check_type("whitespace_pattern", params.whitespace_pattern, str)
         _check_characters("whitespace_pattern", params.whitespace_pattern)
-        if params.disable_any_whitespace:
+        if params.disable_any_whitespace and params.whitespace_pattern:
             raise RequestError(
                 f"whitespace_pattern is {params.whitespace_pattern!r:.80} and "
                 "disable_any_whitespace is True: leave one of them out"
@@ -140,7 +156,7 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
     if kind in ("json", "json_object", "structural_tag"):
         return
     for name in OF_JSON:
-        if getattr(params, name):
+        if getattr(params, name) not in (None, False):
             raise RequestError(
                 f"structured_outputs has {name} with {kind}, but it is for json, json_object and "
                 "structural_tag: leave it out"
@@ -162,7 +178,7 @@ def _check_backend(params: StructuredOutputsParams, kind: Kind) -> None:
             f"structured_outputs has backend 'xgrammar' with {kind}, but it is offered for "
             f"{', '.join(OF_XGRAMMAR)}: leave backend out"
         )
-    if params.whitespace_pattern is not None:
+    if params.whitespace_pattern:
         raise RequestError(
             f"whitespace_pattern is {params.whitespace_pattern!r:.80}, which is not offered with "
             "backend 'xgrammar': leave one of them out"

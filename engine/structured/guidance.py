@@ -11,7 +11,6 @@ runs. It is made for the first grammar that comes, so that an engine without any
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -25,18 +24,16 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from engine.messages.finite import without_endless
 from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
 from engine.structured import xgrammars
 from engine.structured.decide import Compiled, GrammarError, Matcher
-from engine.structured.schemas import SchemaError, as_given, prepared
-from engine.structured.tags import SpecialOf, lark_of, none_special
+from engine.structured.schemas import SchemaError, as_given
+from engine.structured.sources import sources_of
 from engine.structured.xgrammars import INSTALL, XGrammars
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-    from llguidance._lib import JsonCompileOptions
 
 logger = logging.getLogger("engine.structured")
 
@@ -46,16 +43,9 @@ _GLANCE = 0.05  # seconds between two looks at whether a compilation is late
 # The library calls itself for each rule or reference that a chain of them goes through; too deep
 # a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
 STACK_BYTES = 512 << 20
-MAX_RULES = 5_000  # of a grammar, whose compiling takes time by their square or more
 # Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
 MAX_LEXER_STATES = 50_000
-# Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
-# number of them writes some hundred, now and then, and never comes to an end.
-WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
-# Where only one text can follow, the library would allow its tokenizer's tokens for it and no
-# others. What other tokens spell is as right, and the model says how likely each is.
-UNFORCED = '%llguidance {"no_forcing": true}\n'
 # Stretches of text whose tokens the library knows beforehand; others it looks for one by one. The
 # shorter ones save a quarter, of strings in JSON with few characters left to them.
 _OF_STRINGS = r'[^"\\\x00-\x1F\x7F]'
@@ -152,7 +142,7 @@ class GuidanceCompiler:
             if form.backend == "xgrammar":
                 self._hand_over(compilation, form, "", tokenizer)
                 return
-            matcher = matcher_of(form, tokenizer)
+            matchers = matchers_of(form, tokenizer)
         except BaseException as error:  # the library may panic, which is no Exception
             why = GrammarError(reason(error))
             if isinstance(error, msgspec.MsgspecError) or form.backend != "auto":
@@ -161,7 +151,7 @@ class GuidanceCompiler:
                 self._hand_over(compilation, form, str(why), tokenizer)
         else:
             compilation.future.set_result(
-                lambda: GuidanceMatcher(matcher.deep_copy(), tokenizer, eos)
+                lambda: followed([each.deep_copy() for each in matchers], tokenizer, eos)
             )
 
     def _is_given_up(self, compilation: GuidanceCompilation) -> bool:
@@ -323,6 +313,35 @@ class GuidanceMatcher:
         _check_one(self._matcher)
 
 
+class JointMatcher:
+    """A ``Matcher``: what all of several allow."""
+
+    def __init__(self, first: Matcher, others: Sequence[Matcher]) -> None:
+        self._first = first
+        self._others = others
+
+    def num_allowed(self, tokens: Sequence[int]) -> int:
+        found = self._first.num_allowed(tokens)
+        for each in self._others:
+            found = min(found, each.num_allowed(tokens[:found]))
+        return found
+
+    def advance(self, tokens: Sequence[int]) -> None:
+        for each in (self._first, *self._others):
+            each.advance(tokens)
+
+    def fill(self, masks: Column, drafts: Sequence[int]) -> None:
+        self._first.fill(masks, drafts)
+        for each in self._others:
+            own: Column = np.zeros_like(masks)
+            each.fill(own, drafts)
+            masks &= own
+
+    def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
+        tokens = self._first.forced(recent, most)
+        return tokens[: self.num_allowed(tokens)]
+
+
 def _fill_one(matcher: LLMatcher, words: Column) -> None:
     matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
 
@@ -351,7 +370,8 @@ def _check(form: Grammar) -> str:
     refusal = ""
     if form.backend != "xgrammar":
         try:
-            refusal = LLMatcher.validate_grammar(source_of(form), limits=limits())
+            told = (LLMatcher.validate_grammar(e, limits=limits()) for e in sources_of(form))
+            refusal = next(filter(None, told), "")
         except BaseException as error:  # the library may panic, which is no Exception
             refusal = reason(error)
         if not refusal:
@@ -386,15 +406,24 @@ def serve(waiting: SimpleQueue[Callable[[], None] | None]) -> None:
         work()
 
 
-def matcher_of(form: Grammar, tokenizer: LLTokenizer) -> LLMatcher:
-    """The library's own, at the beginning of the grammar. Raises what is wrong with it."""
+def matchers_of(form: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
+    """The library's own, at the beginning of the grammar: all of them hold. Raises what is wrong
+    with it."""
     from llguidance import LLMatcher
 
-    source = source_of(form, partial(special_of, tokenizer))
-    matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
-    if matcher.is_error():
-        raise GrammarError(_words(matcher.get_error()))
-    return matcher
+    found = []
+    for source in sources_of(form, partial(special_of, tokenizer)):
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
+        if matcher.is_error():
+            raise GrammarError(_words(matcher.get_error()))
+        found.append(matcher)
+    return found
+
+
+def followed(matchers: Sequence[LLMatcher], tokenizer: LLTokenizer, eos: Eos) -> Matcher:
+    """Follows all of them together."""
+    first, *others = (GuidanceMatcher(each, tokenizer, eos) for each in matchers)
+    return JointMatcher(first, others) if others else first
 
 
 def other_source(form: Grammar, refusal: str, *, is_installed: bool) -> Any:
@@ -469,53 +498,6 @@ def limits() -> LLParserLimits:
     )
 
 
-def of_schema(schema: Any, grammar: Grammar, name: str) -> dict[str, Any]:
-    """A schema as a grammar by name among others. Raises ``SchemaError``."""
-    from llguidance import LLMatcher
-
-    options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
-    if grammar.is_dense:
-        options = {"whitespace_flexible": False}
-    schema = without_endless(schema, is_closed=grammar.is_closed)
-    text = json_text(prepared(schema, grammar.is_closed))
-    made = LLMatcher.grammar_from_json_schema(text, overrides=options)
-    (asked,) = msgspec.json.decode(made)["grammars"]
-    return {**asked, "name": name}
-
-
-def source_of(grammar: Grammar, special_of: SpecialOf = none_special) -> str:
-    """The grammar as the library reads it. special_of: the special token that a text is. Raises
-    ``GrammarError``."""
-    from llguidance import LLMatcher, grammar_from
-
-    if grammar.kind in ("json", "json_object"):
-        is_any = grammar.kind == "json_object"
-        schema = {"type": "object"} if is_any else msgspec.json.decode(grammar.text)
-        start = {"lark_grammar": f"start: @asked\n{UNFORCED}"}
-        return json_text({"grammars": [start, of_schema(schema, grammar, "asked")]})
-    if grammar.kind == "structural_tag":
-        tags = msgspec.json.decode(grammar.text)
-        start = {"lark_grammar": f"{lark_of(tags, special_of)}\n{UNFORCED}"}
-        schemas = [
-            of_schema(structure["schema"], grammar, f"of_{number}")
-            for number, structure in enumerate(tags["structures"])
-        ]
-        return json_text({"grammars": [start, *schemas]})
-    if grammar.kind in ("regex", "choice"):
-        expression = grammar.text
-        if grammar.kind == "choice":
-            expression = "|".join(map(_quoted, msgspec.json.decode(grammar.text)))
-        made = LLMatcher.grammar_from_regex(expression)
-        (asked,) = msgspec.json.decode(made)["grammars"]
-        return f"{asked['lark_grammar']}\n{UNFORCED}"
-    if (count := len(re.findall(r"^\s*[?!]?[\w-]+[^:\n]*:", grammar.text, re.M))) > MAX_RULES:
-        raise GrammarError(f"the grammar has {count} rules, the limit is {MAX_RULES}")
-    try:
-        return f"{grammar_from('grammar', grammar.text)}\n{UNFORCED}"
-    except ValueError as error:
-        raise GrammarError(str(error)) from error
-
-
 def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GuidanceCompiler:
     """The compiler for a model. read_tokenizer: its tokenizer.json, called when the first grammar
     comes; ``None`` if it has none."""
@@ -533,15 +515,6 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
 
     other = XGrammars(vocab_size) if xgrammars.is_installed() else None
     return GuidanceCompiler(make, other=other)
-
-
-def json_text(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _quoted(text: str) -> str:
-    """Matches the text itself in a regular expression of Rust's."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)
 
 
 def _words(error: str) -> str:

@@ -4,7 +4,7 @@ enforces in part is said in words that it enforces wholly, what says nothing is 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import EngineError
@@ -46,17 +46,21 @@ _IDLE: dict[str, tuple[Any, ...]] = {
 }
 
 
+Why = Callable[[Any, dict[str, Any]], str | None]  # what speaks against a keyword's value
+
+
 class SchemaError(EngineError):
     """A schema asks for what cannot be enforced."""
 
 
-def prepared(schema: Any, is_closed: bool) -> Any:
+def prepared(schema: Any, is_closed: bool, *, is_lenient: bool = False) -> Any:
     """The schema for the library. Raises ``SchemaError`` that names the keyword.
 
-    is_closed: no properties but those that it names.
+    is_closed: no properties but those that it names; is_lenient: what cannot be enforced is left
+    out.
     """
     _check_size(schema)
-    return _prepared(schema, is_closed)
+    return _prepared(schema, is_closed, {} if is_lenient else _REFUSED)
 
 
 def _check_size(schema: Any) -> None:
@@ -78,27 +82,27 @@ def _check_size(schema: Any) -> None:
         waiting.extend(item for item in each if isinstance(item, list | dict))
 
 
-def _prepared(schema: Any, is_closed: bool) -> Any:
+def _prepared(schema: Any, is_closed: bool, refused: Mapping[str, Why]) -> Any:
     if isinstance(schema, list):
-        return [_prepared(item, is_closed) for item in schema]
+        return [_prepared(item, is_closed, refused) for item in schema]
     if not isinstance(schema, dict):
         return schema
     found: dict[str, Any] = {}
     for key, value in schema.items():
-        if key in _REFUSED and (why := _REFUSED[key](value, schema)):
+        if key in refused and (why := refused[key](value, schema)):
             raise SchemaError(f"{key} is {value!r:.80}, which {why}")
-        if any(type(value) is type(idle) and value == idle for idle in _IDLE.get(key, ())):
+        if _is_idle(key, value):
             continue
         if key in _BY_NAME and isinstance(value, dict):
             is_by_pattern = key == "patternProperties"
             named = {
                 (_of_rust(name) if is_by_pattern else name): each for name, each in value.items()
             }
-            found[key] = {name: _prepared(each, is_closed) for name, each in named.items()}
+            found[key] = {name: _prepared(each, is_closed, refused) for name, each in named.items()}
         elif key == "pattern" and isinstance(value, str):
             found[key] = _of_rust(value)
         else:
-            found[key] = value if key in _VALUES else _prepared(value, is_closed)
+            found[key] = value if key in _VALUES else _prepared(value, is_closed, refused)
     name = found.get("format")
     if isinstance(name, str) and name in _MORE_OF_FORMAT:
         found["allOf"] = [*found.get("allOf", []), _MORE_OF_FORMAT[name]]
@@ -107,6 +111,12 @@ def _prepared(schema: Any, is_closed: bool) -> Any:
     ):
         found.setdefault("additionalProperties", False)
     return found
+
+
+def _is_idle(key: str, value: Any) -> bool:
+    """Whether it allows everything; options of the library, too, are left out."""
+    idle = _IDLE.get(key, ())
+    return key == "x-guidance" or any(type(value) is type(e) and value == e for e in idle)
 
 
 def _of_rust(pattern: str) -> str:
@@ -155,7 +165,7 @@ def _why_properties(value: Any, schema: dict[str, Any]) -> str | None:
     return None
 
 
-_REFUSED: dict[str, Callable[[Any, dict[str, Any]], str | None]] = {
+_REFUSED: dict[str, Why] = {
     "x-guidance": _why_options,
     "divisibleBy": _of_draft_3("use multipleOf"),
     "disallow": _of_draft_3("use type"),

@@ -20,8 +20,9 @@ def none_special(text: str) -> int | None:
     return None
 
 
-def lark_of(asked: dict[str, Any], special_of: SpecialOf) -> str:
-    """Lark's notation; the schema of the n-th structure is the grammar ``of_n`` beside it.
+def lark_of(asked: dict[str, Any], special_of: SpecialOf, name: str = "of") -> str:
+    """Lark's notation; the schema of the n-th structure is the grammar ``of_n`` next to it, if this
+    is the name.
 
     special_of: the special token that a text is, if it is one: then a model writes that token.
     """
@@ -30,7 +31,7 @@ def lark_of(asked: dict[str, Any], special_of: SpecialOf) -> str:
     for number, structure in enumerate(structures):
         trigger = trigger_of(structure, asked["triggers"])
         rest = _text(structure["begin"][len(trigger) :])
-        body = f"{rest} @of_{number} {_text(structure['end'])}"
+        body = f"{rest} @{name}_{number} {_text(structure['end'])}"
         token = special_of(trigger)
         if token is not None:
             rules.append(f"tag_{number}: TEXT <[{token}]> {body}")

@@ -357,3 +357,21 @@ def test_a_schema_without_an_end_is_refused_before_anything_runs(engine: LLMEngi
         asked = SamplingParams(seed=seed, max_tokens=60, structured_outputs=form)
         (found,) = answers(engine, [asked])
         assert found.finish_reason == "stop" and "kind" not in json.loads(found.text)
+
+
+def test_whitespace_is_what_its_pattern_says(engine: LLMEngine) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"n": {"type": "integer", "maximum": 9, "minimum": -9}, "on": {"enum": [1]}},
+        "required": ["n", "on"],
+        "additionalProperties": False,
+    }
+    for pattern in ("[ ]{1,2}", "\n", ""):
+        form = StructuredOutputsParams(json=schema, whitespace_pattern=pattern)
+        between = f"(?:{pattern})"
+        tokens = ["{", '"n"', ":", "-?[0-9]", ",", '"on"', ":", "1", "}"]
+        whole = re.compile(between.join(tokens))
+        for seed in range(3):
+            asked = SamplingParams(seed=seed, max_tokens=60, structured_outputs=form)
+            (found,) = answers(engine, [asked])
+            assert found.finish_reason == "stop" and whole.fullmatch(found.text), found.text

@@ -160,15 +160,15 @@ def test_grammars_that_are_late_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) 
     """What keeps the threads busy is not compiled again and again, and what all have given up
     waiting for is not compiled at all; the next who asks is served."""
     made, go_on = [], Event()
-    real = guidance.source_of
+    real = guidance.sources_of
 
-    def source_of(form: Any, *rest: Any) -> str:
+    def sources_of(form: Any, *rest: Any) -> list[str]:
         made.append(form.text)
         if form.kind == "regex":
             go_on.wait(60)
         return real(form)
 
-    monkeypatch.setattr(guidance, "source_of", source_of)
+    monkeypatch.setattr(guidance, "sources_of", sources_of)
     tokenizer = tokenizer_of_the_box()
     compiler = GuidanceCompiler(lambda eos: tokenizer, max_seconds=0.05)
     slow = [grammar(regex=text) for text in ("a+", "b+")]

@@ -1,0 +1,164 @@
+"""A form in the words of llguidance: grammars by name, of which the first one is followed.
+
+Where ``whitespace_pattern`` is given there are two such texts, both of which hold. The library may
+leave out whitespace wherever it may stand; so the second says nothing of values, only that between
+two tokens of JSON stands what the pattern demands.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from engine.messages.finite import without_endless
+from engine.messages.structured import Grammar
+from engine.structured.decide import GrammarError
+from engine.structured.schemas import prepared
+from engine.structured.tags import SpecialOf, lark_of, none_special
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
+
+MAX_RULES = 5_000  # of a grammar, whose compiling takes time by their square or more
+# Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
+# number of them writes some hundred, now and then, and never comes to an end.
+WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
+# Where only one text can follow, the library would allow its tokenizer's tokens for it and no
+# others. What other tokens spell is as right, and the model says how likely each is.
+UNFORCED = '%llguidance {"no_forcing": true}\n'
+JSON_TOKEN = (
+    r'"(\\(.|\n)|[^"\\])*"|-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|[{}\[\]:,]'
+)
+# As models are trained to write JSON: a space after commas and colons, and no other.
+AS_TRAINED: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+
+Named = dict[str, Any]  # a grammar with its name
+
+
+def sources_of(form: Grammar, special_of: SpecialOf = none_special) -> list[str]:
+    """The form as the library reads it, in one text or in two that both hold. special_of: the
+    special token that a text is. Raises ``GrammarError``."""
+    found = [_source(list(_grammars(form, "asked", special_of)))]
+    if any(each.whitespace is not None for each in (form, *form.parts)):
+        found.append(_source(list(_grammars(form, "asked", special_of, is_spacing=True))))
+    return found
+
+
+def _source(grammars: Sequence[Named]) -> str:
+    first, *others = grammars
+    if first.get("lark_grammar") is None:
+        first, others = {"lark_grammar": f"start: @{first['name']}\n"}, [*grammars]
+    start = f"{first['lark_grammar']}\n{UNFORCED}"
+    return json_text({"grammars": [{"lark_grammar": start}, *others]})
+
+
+def _grammars(
+    form: Grammar, name: str, special_of: SpecialOf, *, is_spacing: bool = False
+) -> Iterator[Named]:
+    """The grammar by this name, and those that it names.
+
+    is_spacing: where a pattern for whitespace is given, it is all that is enforced.
+    """
+
+    def of_value(schema: Any, name: str) -> Named:
+        if is_spacing and form.whitespace is not None:
+            return {"lark_grammar": _spacing(form.whitespace), "name": name}
+        return of_schema(schema, form, name)
+
+    if form.kind == "json_object":
+        yield of_value({"type": "object"}, name)
+    elif form.kind == "json":
+        yield of_value(msgspec.json.decode(form.text), name)
+    elif form.kind == "structural_tag":
+        tags = msgspec.json.decode(form.text)
+        yield {"lark_grammar": lark_of(tags, special_of, name), "name": name}
+        for number, structure in enumerate(tags["structures"]):
+            yield of_value(structure["schema"], f"{name}_{number}")
+    elif form.kind in ("regex", "choice"):
+        yield {"lark_grammar": _of_expression(form), "name": name}
+    else:
+        yield {"lark_grammar": _of_grammar(form.text), "name": name}
+        for number, part in enumerate(form.parts):
+            yield from _grammars(part, f"part_{number}", special_of, is_spacing=is_spacing)
+
+
+def of_schema(schema: Any, form: Grammar, name: str) -> Named:
+    """A schema as a grammar by name among others. Raises ``SchemaError``."""
+    from llguidance import LLMatcher
+
+    options: JsonCompileOptions = {"whitespace_pattern": form.whitespace or WHITESPACE}
+    if form.is_dense:
+        options = {"whitespace_flexible": False}
+    elif form.is_as_trained:
+        options = {**AS_TRAINED}
+    if form.is_lenient:
+        options = {**options, "lenient": True, "coerce_one_of": True}
+    schema = without_endless(schema, is_closed=form.is_closed)
+    text = json_text(prepared(schema, form.is_closed, is_lenient=form.is_lenient))
+    made = LLMatcher.grammar_from_json_schema(text, overrides=options)
+    (asked,) = msgspec.json.decode(made)["grammars"]
+    return {**asked, "name": name}
+
+
+def _spacing(pattern: str) -> str:
+    """Tokens of JSON with this between each two. Raises ``GrammarError`` for what is none."""
+    from llguidance import LLMatcher
+
+    both = [{"pattern": f"^(?:{pattern})$"}, {"pattern": "^[ \\t\\n\\r]*$"}]
+    text = LLMatcher.grammar_from_json_schema({"type": "string", "allOf": both})
+    if LLMatcher.validate_grammar(text):
+        raise GrammarError(
+            f"whitespace_pattern is {pattern!r:.80}, must be a regular expression that spaces, "
+            "tabs or new lines match"
+        )
+    slashed = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", "\\n")
+    empty = " |" if _may_be_empty(pattern) else ""
+    return (
+        f"start: TOKEN (between TOKEN)*\nTOKEN: /{JSON_TOKEN}/\n"
+        f"between: SPACE{empty}\nSPACE: /({slashed})/ & /[ \\t\\n\\r]+/\n"
+    )
+
+
+def _may_be_empty(pattern: str) -> bool:
+    try:
+        return re.fullmatch(pattern, "") is not None
+    except re.error:  # in Rust's dialect it may mean something
+        return True
+
+
+def _of_expression(form: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    expression = form.text
+    if form.kind == "choice":
+        expression = "|".join(map(_quoted, msgspec.json.decode(form.text)))
+    (asked,) = msgspec.json.decode(LLMatcher.grammar_from_regex(expression))["grammars"]
+    found: str = asked["lark_grammar"]
+    return found
+
+
+def _of_grammar(text: str) -> str:
+    from llguidance import grammar_from
+
+    if (count := len(re.findall(r"^\s*[?!]?[\w-]+[^:\n]*:", text, re.M))) > MAX_RULES:
+        raise GrammarError(f"the grammar has {count} rules, the limit is {MAX_RULES}")
+    try:
+        return grammar_from("grammar", text)
+    except ValueError as error:
+        raise GrammarError(str(error)) from error
+
+
+def json_text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _quoted(text: str) -> str:
+    """Matches the text itself in a regular expression of Rust's."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)
