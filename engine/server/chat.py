@@ -13,6 +13,7 @@ from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.asked import ChatRequest
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
+from engine.server.speech.answer import AnswerReader
 from engine.server.speech.events import (
     CallArguments,
     CallBegin,
@@ -21,7 +22,6 @@ from engine.server.speech.events import (
     Thinking,
     ToolCall,
 )
-from engine.server.speech.turns import Turn
 
 
 class Choice:
@@ -155,7 +155,7 @@ class Chat(OpenAIAnswer):
         return choice
 
 
-def chat_reason(completion: CompletionOutput, turn: Turn) -> str | None:
+def chat_reason(completion: CompletionOutput, turn: AnswerReader) -> str | None:
     """Why the answer has ended. Raises ``ApiError`` for an end that is no answer."""
     reason = reason_of(completion)
     return "tool_calls" if reason == "stop" and turn.calls else reason

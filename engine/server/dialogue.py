@@ -14,11 +14,12 @@ from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams
 from engine.server.asked import ChatRequest
 from engine.server.errors import ApiError
+from engine.server.speech.answer import AnswerReader
 from engine.server.speech.events import Event
 from engine.server.speech.forms import form_behind_thinking, form_with_tools
 from engine.server.speech.generic import in_words, takes_system
 from engine.server.speech.tools import tools_of
-from engine.server.speech.turns import Speech, Turn
+from engine.server.speech.turns import Speech
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import Tokenizer
 
@@ -93,7 +94,7 @@ class Said(NamedTuple):
 
     completion: CompletionOutput
     events: list[Event]
-    turn: Turn
+    turn: AnswerReader
     output: RequestOutput
 
 
@@ -112,7 +113,7 @@ class Dialogue:
         self._messages = [plain_message(message) for message in asked.messages]
         self._tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         self._prompt: TextPrompt = {}
-        self._turns: dict[int, Turn] = {}
+        self._turns: dict[int, AnswerReader] = {}
         self.num_thinking_tokens = 0
 
     async def open(self, name: str) -> Reader:

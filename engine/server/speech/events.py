@@ -42,6 +42,10 @@ class CallEnd(NamedTuple):
     """The call that is open has all its arguments; one that the answer breaks off has no end."""
 
 
+class PartEnd(NamedTuple):
+    """Between readers alone: a message ends, and what follows stands on a line of its own."""
+
+
 Event = Text | Thinking | CallBegin | CallArguments | CallEnd
 
 

@@ -1,18 +1,20 @@
 # ruff: noqa: RUF001  (DeepSeek's markers have a vertical line of their own)
 """How families of models write thinking and tool calls.
 
-Each is a response template, the format in which tokenizers describe themselves
-(``response_template`` in tokenizer_config.json, read by transformers' ``ResponseParser``): a field
-is a part of the answer, between what opens and what closes it. A model whose tokenizer brings one
-needs no family. The others are known by what their chat template writes.
+A family is known by what its chat template writes. Each names the reader of its calls and the
+markers that this reader knows, and the form in which calls are written when they are forced.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-NOWHERE = "\ue000\ue001\ue002"  # an anchor that no prompt has: each answer is read from its start
+from engine.server.speech.calls import CallReader, CallSyntax
+from engine.server.speech.harmony import HarmonyCalls
+from engine.server.speech.named_calls import DeepSeekCalls, MistralCalls
+from engine.server.speech.object_calls import ObjectCalls
+from engine.server.speech.tagged_calls import GlmCalls, QwenCoderCalls
 
 
 @dataclass(frozen=True)
@@ -37,55 +39,39 @@ class Family:
 
     name: str
     signs: tuple[str, ...]  # all of them are in the chat template
-    fields: dict[str, dict[str, Any]]
+    reader: type[CallReader]
+    syntax: CallSyntax
     calls: Calls
     thinking: tuple[str, str] | None = None
     short_ids: bool = False  # nine letters and digits is all that their templates take
 
-    def template(self, *, thinks: bool) -> dict[str, Any]:
-        """thinks: whether the model does; some of its relatives may."""
-        fields = {k: v for k, v in self.fields.items() if thinks or k != "thinking"}
-        return {"version": 1, "start_anchor": NOWHERE, "fields": fields}
+    @property
+    def markers(self) -> tuple[str, ...]:
+        """All that their answers have."""
+        return (*self.syntax.openers, *self.syntax.closers, *self.syntax.inner)
 
 
 THINK = ("<think>", "</think>")
-THINKING = {"open": THINK[0], "close": THINK[1]}
-NAMED = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
-LAX = {"content": "json", "content_args": {"allow_non_json": True}, "repeats": True}
-CONTENT: dict[str, Any] = {}
 GENERIC = "generic"
 """The family of a chat template that writes no calls that are known here: the tools are listed in
 the system's text, and calls are plain text in the form that is shown there (``generic.py``)."""
-GENERIC_FIELD = {"open": "<tool_call>", "close": "</tool_call>", **LAX}
 GENERIC_CALLS = Calls("<tool_call>\n", "\n</tool_call>")
-
+OBJECTS = CallSyntax(("<tool_call>",), ("</tool_call>",), bare="start")
+DEEPSEEK = CallSyntax(
+    ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>"),
+    ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>"),
+    ("<｜tool▁sep｜>",),
+)
 FAMILIES = (
     Family(
         "gpt-oss",
         ("<|channel|>", "<|start|>"),
-        {
-            "thinking": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis<\|message\|>",
-                "close": ["<|end|>", "<|return|>"],
-                "repeats": True,
-                "join": "\n",
-            },
-            "tool_calls": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>commentary to=functions\."
-                r"(?P<name>[\w.-]+)[^<]*?(?:<\|constrain\|>\w+)?<\|message\|>",
-                "close": ["<|call|>", "<|end|>", "<|return|>"],
-                **LAX,
-                "transform": NAMED,
-            },
-            "content": {
-                "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)\s*"
-                r"(?:<\|constrain\|>\w+)?<\|message\|>",
-                "close": ["<|end|>", "<|return|>"],
-                "repeats": True,
-                "join": "\n",
-            },
-            "rest": {},
-        },
+        HarmonyCalls,
+        CallSyntax(
+            ("<|start|>", "<|channel|>"),
+            ("<|end|>", "<|return|>", "<|call|>"),
+            ("<|message|>", "<|constrain|>"),
+        ),
         Calls(
             "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
             "",
@@ -96,18 +82,8 @@ FAMILIES = (
     Family(
         "deepseek",
         ("<｜tool▁calls▁begin｜>", "```json"),
-        {
-            "thinking": THINKING,
-            "tool_calls": {
-                "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>function"
-                r"<｜tool▁sep｜>(?P<name>[\w.-]+)\n```json\n",
-                "close_pattern": r"\n```\s*<｜tool▁call▁end｜>",
-                **LAX,
-                "transform": NAMED,
-            },
-            "after": {"open": "<｜tool▁calls▁end｜>"},
-            "content": CONTENT,
-        },
+        DeepSeekCalls,
+        DEEPSEEK,
         Calls(
             "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
             "\n```<｜tool▁call▁end｜>",
@@ -120,18 +96,8 @@ FAMILIES = (
     Family(
         "deepseek-v3.1",
         ("<｜tool▁calls▁begin｜>",),
-        {
-            "thinking": THINKING,
-            "tool_calls": {
-                "open_pattern": r"\s*(?:<｜tool▁calls▁begin｜>)?\s*<｜tool▁call▁begin｜>"
-                r"(?P<name>[\w.-]+)<｜tool▁sep｜>",
-                "close": "<｜tool▁call▁end｜>",
-                **LAX,
-                "transform": NAMED,
-            },
-            "after": {"open": "<｜tool▁calls▁end｜>"},
-            "content": CONTENT,
-        },
+        DeepSeekCalls,
+        DEEPSEEK,
         Calls(
             "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
             "<｜tool▁call▁end｜>",
@@ -145,57 +111,32 @@ FAMILIES = (
     Family(
         "glm",
         ("<tool_call>", "<arg_key>"),
-        {
-            "thinking": THINKING,
-            "tool_calls": {
-                "open_pattern": r"\s*<tool_call>\s*(?P<name>[\w.-]+)\s*",
-                "close": "</tool_call>",
-                "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r"<arg_key>(?P<key>.*?)</arg_key>\s*"
-                    r"<arg_value>(?P<value>.*?)</arg_value>"
-                },
-                "repeats": True,
-                "transform": NAMED,
-            },
-            "content": CONTENT,
-        },
+        GlmCalls,
+        CallSyntax(
+            ("<tool_call>",),
+            ("</tool_call>",),
+            ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ),
         Calls("<tool_call>{name}\n", "</tool_call>", "pairs"),
         THINK,
     ),
     Family(
         "qwen-coder",
         ("<tool_call>", "<function="),
-        {
-            "thinking": THINKING,
-            "tool_calls": {
-                "open_pattern": r"\s*<tool_call>\s*<function=(?P<name>[\w.-]+)>\s*",
-                "close": "</tool_call>",
-                "content": "xml-inline",
-                "content_args": {
-                    "tag_pattern": r"<parameter=(?P<key>[^>]+)>\n?(?P<value>.*?)\n?</parameter>"
-                },
-                "repeats": True,
-                "transform": NAMED,
-            },
-            "content": CONTENT,
-        },
+        QwenCoderCalls,
+        CallSyntax(
+            ("<tool_call>", "<function="),
+            ("</function>", "</tool_call>"),
+            ("<parameter=", "</parameter>"),
+        ),
         Calls("<tool_call>\n<function={name}>\n", "</function>\n</tool_call>", "xml"),
         THINK,
     ),
     Family(
         "mistral",
         ("[TOOL_CALLS]", "[ARGS]"),
-        {
-            "thinking": {"open": "[THINK]", "close": "[/THINK]"},
-            "tool_calls": {
-                "open_pattern": r"\[TOOL_CALLS\](?P<name>[\w.-]+)(?:\[CALL_ID\][^\[{]*)?\[ARGS\]",
-                "close_pattern": r"(?=\[TOOL_CALLS\])",
-                **LAX,
-                "transform": NAMED,
-            },
-            "content": CONTENT,
-        },
+        MistralCalls,
+        CallSyntax(("[TOOL_CALLS]",), (), ("[ARGS]", "[CALL_ID]")),
         Calls("[TOOL_CALLS]{name}[ARGS]", "", "arguments", between=""),
         ("[THINK]", "[/THINK]"),
         short_ids=True,
@@ -203,44 +144,31 @@ FAMILIES = (
     Family(
         "mistral-v3",
         ("[TOOL_CALLS]",),
-        {"tool_calls": {"open": "[TOOL_CALLS]", **LAX}, "content": CONTENT},
+        MistralCalls,
+        CallSyntax(("[TOOL_CALLS]",)),
         Calls("", "", before="[TOOL_CALLS] [", between=", ", after="]"),
         short_ids=True,
     ),
     Family(
         "hermes",  # Qwen 2.5 and 3 too
         ("<tool_call>",),
-        {
-            "thinking": THINKING,
-            "tool_calls": {"open": "<tool_call>", "close": "</tool_call>", **LAX},
-            "content": CONTENT,
-        },
+        ObjectCalls,
+        OBJECTS,
         Calls("<tool_call>\n", "\n</tool_call>"),
         THINK,
     ),
     Family(
         "llama3-json",
         ('"parameters"', "<|start_header_id|>"),
-        {
-            "tool_calls": {
-                "open_pattern": r'\A\s*(?:<\|python_tag\|>)?\s*(?=\{\s*"(?:name|type)")',
-                **LAX,
-            },
-            "content": CONTENT,
-        },
+        ObjectCalls,
+        CallSyntax(("<|python_tag|>",), bare="line"),
         Calls("", "", key="parameters", between="; "),
     ),
     *(
-        Family(
-            GENERIC,
-            signs,
-            {"thinking": THINKING, "tool_calls": GENERIC_FIELD, "content": CONTENT},
-            GENERIC_CALLS,
-            THINK,
-        )
+        Family(GENERIC, signs, ObjectCalls, OBJECTS._replace(bare="line"), GENERIC_CALLS, THINK)
         for signs in (THINK[:1], THINK[1:])
     ),
-    Family(GENERIC, (), {"tool_calls": GENERIC_FIELD, "content": CONTENT}, GENERIC_CALLS),
+    Family(GENERIC, (), ObjectCalls, OBJECTS._replace(bare="line"), GENERIC_CALLS),
 )
 TOOL_FAMILIES = tuple(dict.fromkeys(family.name for family in FAMILIES))
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import re
 from collections import deque
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from engine.text.detokenizer import Detokenizer
@@ -23,14 +24,14 @@ FIRST = 0xD800
 
 
 class Markers:
-    """The markers of a response template, as one tokenizer has them."""
+    """The markers of a family's answers, as one tokenizer has them."""
 
-    def __init__(self, tokenizer: Tokenizer, template: dict[str, Any]) -> None:
+    def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
+        """texts: the markers, those too that are no tokens."""
         self.tokenizer = tokenizer
-        texts = list(_strings(template["fields"]))
         added = tokenizer.added_tokens
         # The longest first: one marker may begin another.
-        known = sorted((t for t in added if any(_is_in(t, s) for s in texts)), key=len)[::-1]
+        known = sorted({*texts} & added.keys(), key=len, reverse=True)
         self._signs = {text: chr(FIRST + n) for n, text in enumerate(known)}
         self._texts = {ord(sign): text for text, sign in self._signs.items()}
         self.signs = {added[text].token_id: sign for text, sign in self._signs.items()}
@@ -38,7 +39,11 @@ class Markers:
         self.special = {t.token_id for t in added.values() if t.special} - self.signs.keys()
         """Other tokens that are no text."""
         self.names = {token.token_id: text for text, token in added.items()}
-        self.template = _replaced(template, self._signs)
+
+    def in_template(self, template: dict[str, Any]) -> dict[str, Any]:
+        """A response template with its markers as they are read."""
+        replaced: dict[str, Any] = _replaced(template, self._signs)
+        return replaced
 
     def has(self, text: str) -> bool:
         """Whether this marker is a token."""
@@ -124,6 +129,12 @@ class MarkedText:
             text, self._at = text[cut.end - self._at :], cut.end
         self._at += len(text)
         return "".join(parts) + text
+
+
+def markers_in(tokenizer: Tokenizer, template: dict[str, Any]) -> list[str]:
+    """Tokens that a response template names, as they are or in a pattern."""
+    texts = list(_strings(template["fields"]))
+    return [each for each in tokenizer.added_tokens if any(_is_in(each, text) for text in texts)]
 
 
 def _strings(value: Any) -> Any:

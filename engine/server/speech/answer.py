@@ -1,0 +1,246 @@
+"""The answer of one sequence, read as events: thinking, text, tool calls.
+
+    text of the engine ──> MarkedText ──> a family's reader ──> events of an AnswerReader
+
+All answers are made of these events, whole ones too, so that a stream and its end are the same.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import Any, Protocol
+
+from engine.messages.requests import CompletionOutput
+from engine.server.speech.events import (
+    CallArguments,
+    CallBegin,
+    CallEnd,
+    Event,
+    PartEnd,
+    Text,
+    Thinking,
+    ToolCall,
+)
+from engine.server.speech.harmony import HarmonyReading
+from engine.server.speech.markers import MarkedText, Markers
+from engine.server.speech.source import Source
+from engine.server.speech.text_reading import TextReading
+
+
+class Reading(Protocol):
+    """Reads the text of one answer, in which markers are characters of their own."""
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is thinking, as far as one can know."""
+
+    def read(self, text: str) -> Iterable[Event | PartEnd]:
+        """What is new with the next piece."""
+
+    def end(self, *, is_cut: bool) -> Iterable[Event | PartEnd]:
+        """What is left when nothing follows; is_cut: the model had more to write."""
+
+
+class FamilyReading:
+    """Read as a family writes."""
+
+    def __init__(self, source: Source, reading: TextReading | HarmonyReading) -> None:
+        self._source = source
+        self._reading = reading
+        self._steps = reading.run()
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._reading.is_thinking
+
+    def read(self, text: str) -> Iterator[Event | PartEnd]:
+        self._source.feed(text)
+        return self._new()
+
+    def end(self, *, is_cut: bool) -> Iterator[Event | PartEnd]:
+        self._source.end(is_cut=is_cut)
+        return self._new()
+
+    def _new(self) -> Iterator[Event | PartEnd]:
+        for event in self._steps:
+            if event is None:
+                return
+            yield event
+
+
+class ThinkingCounter:
+    """Counts tokens between two markers."""
+
+    def __init__(self, begin: int, end: int, is_thinking: bool) -> None:
+        self._begin, self._end, self._is_thinking = begin, end, is_thinking
+
+    def count(self, token_ids: list[int]) -> int:
+        num = 0
+        for token in token_ids:
+            if token in (self._begin, self._end):
+                self._is_thinking = token == self._begin
+            else:
+                num += self._is_thinking
+        return num
+
+
+class AnswerReader(ABC):
+    """What one sequence has written so far."""
+
+    def __init__(self) -> None:
+        # In parts: a text that grows by a token would be copied for each.
+        self._content: list[str] = []
+        self._thinking: list[str] = []
+        self.calls: list[ToolCall] = []
+        self._is_left_out = False  # the call that is open
+        self.num_thinking: int | None = 0
+        """Tokens of thinking; ``None`` if they cannot be counted."""
+
+    @property
+    def content(self) -> str:
+        return "".join(self._content)
+
+    @property
+    def thinking(self) -> str:
+        return "".join(self._thinking)
+
+    @property
+    def is_thinking(self) -> bool:
+        """Whether what comes next is thinking, as far as one can know."""
+        return False
+
+    def read(self, completion: CompletionOutput, max_calls: int | None = None) -> list[Event]:
+        """What is new; calls beyond the limit are left out."""
+        events: list[Event] = []
+        for event in _joined(self._read(completion)):
+            if isinstance(event, Text):
+                self._content.append(event.text)
+            elif isinstance(event, Thinking):
+                self._thinking.append(event.text)
+            elif not self._keep(event, max_calls):
+                continue
+            events.append(event)
+        return events
+
+    def _keep(self, event: CallBegin | CallArguments | CallEnd, max_calls: int | None) -> bool:
+        """Whether it belongs to a call that is within the limit."""
+        if isinstance(event, CallBegin):
+            self._is_left_out = max_calls is not None and len(self.calls) >= max_calls
+            if not self._is_left_out:
+                self.calls.append(ToolCall(event.id, event.name))
+        elif isinstance(event, CallArguments) and not self._is_left_out:
+            self.calls[-1].parts.append(event.text)
+        return not self._is_left_out
+
+    @abstractmethod
+    def _read(self, completion: CompletionOutput) -> Iterator[Event]:
+        """What is new."""
+
+
+class PlainAnswer(AnswerReader):
+    """All of it is text."""
+
+    def _read(self, completion: CompletionOutput) -> Iterator[Event]:
+        if completion.text:
+            yield Text(completion.text)
+
+
+class StructuredAnswer(AnswerReader):
+    """Taken apart; without the white space between the parts of an answer."""
+
+    def __init__(
+        self,
+        marked: MarkedText,
+        markers: Markers,
+        reading: Reading,
+        counter: ThinkingCounter | None,
+    ) -> None:
+        super().__init__()
+        self._marked = marked
+        self._markers = markers
+        self._reading = reading
+        self._counter = counter
+        if counter is None:
+            self.num_thinking = None
+        self._part: type | None = Text  # the kind of event that goes on
+        self._is_first = True  # part
+        self._has_begun = False  # the part has more than white space
+        self._spaces = ""  # of the part so far: left out if nothing of it follows
+        self._is_closed = False  # what follows is another part, of the same kind too
+        self._kinds: set[type] = set()  # those of which there is some
+
+    @property
+    def is_thinking(self) -> bool:
+        return self._reading.is_thinking
+
+    def _read(self, completion: CompletionOutput) -> Iterator[Event]:
+        if self._counter is not None and self.num_thinking is not None:
+            self.num_thinking += self._counter.count(completion.token_ids)
+        text = self._marked.read(completion.token_ids, completion.text)
+        reason = completion.finish_reason
+        if reason is not None:
+            text += self._marked.flush()
+        if text:
+            yield from self._trimmed(self._reading.read(text))
+        if reason is not None:
+            yield from self._trimmed(self._reading.end(is_cut=reason != "stop"))
+            if self._spaces and self._part is Text and (self._has_begun or self._is_first):
+                yield Text(self._spaces)
+
+    def _trimmed(self, events: Iterable[Event | PartEnd]) -> Iterator[Event]:
+        for event in events:
+            if isinstance(event, (Text, Thinking)):
+                yield from self._piece(event)
+            elif isinstance(event, PartEnd):
+                self._is_closed = True
+            else:
+                if isinstance(event, CallBegin):
+                    self._begin(CallBegin)
+                yield event
+
+    def _piece(self, event: Text | Thinking) -> Iterator[Event]:
+        kind, text = type(event), self._markers.plain(event.text)
+        if self._part is not kind or self._is_closed:
+            self._begin(kind)
+        if not self._has_begun:
+            text = self._beginning(kind, text)
+            if not text:
+                return
+        kept = text.rstrip()
+        if not kept:
+            self._spaces += text
+            return
+        text, self._spaces = self._spaces + kept, text[len(kept) :]
+        yield kind(text)
+
+    def _begin(self, kind: type) -> None:
+        self._is_first = self._is_first and kind is self._part and not self._has_begun
+        self._part, self._has_begun, self._spaces, self._is_closed = kind, False, "", False
+
+    def _beginning(self, kind: type, text: str) -> str:
+        """What a part begins with; nothing before it has more than white space."""
+        text, self._spaces = self._spaces + text, ""
+        if not text.strip():
+            self._spaces = text
+            return ""
+        self._has_begun = True
+        if kind is Thinking:
+            text = text.lstrip()
+        elif not self._is_first:
+            text = text.lstrip("\n")
+        if kind in self._kinds:
+            text = "\n" + text
+        self._kinds.add(kind)
+        return text
+
+
+def _joined(events: Iterable[Event]) -> Iterator[Event]:
+    """Pieces of one kind as one event."""
+    for kind, group in groupby(events, type):
+        if kind is CallBegin or kind is CallEnd:
+            yield from group
+            continue
+        pieces: list[Any] = list(group)
+        yield pieces[0] if len(pieces) == 1 else kind("".join(each.text for each in pieces))

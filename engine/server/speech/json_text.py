@@ -1,0 +1,322 @@
+"""JSON as models write it, read as it comes and given on as valid JSON text.
+
+What is valid goes through as it is. Mended are: control characters and unescaped quotes inside
+strings, escapes that JSON lacks, halves of characters, single quotes, bare words, Python's
+literals, commas that are missing or too many, brackets that are missing at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Generator
+from typing import Literal
+
+from engine.server.speech.source import Source, Waits
+
+Pieces = Generator[str | None, None, None]
+"""Pieces of JSON text; ``None``: more is needed."""
+
+OPENERS = {"}": "{", "]": "["}
+CLOSERS = {"{": "}", "[": "]"}
+RUN = re.compile("[^\"'\\\\\x00-\x1f\ud800-\udfff]+")  # of a string, goes through
+HALVES = re.compile("[\ud800-\udfff]")
+BARE = re.compile('[^,\\[\\]{}"<`\n\ud800-\udfff]+')  # numbers, literals, words without quotes
+BARE_KEY = re.compile(r"[\w$-]+")
+NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
+UNICODE = re.compile(r"\\u([0-9a-fA-F]{4})")
+PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
+PART_OF_ESCAPE = re.compile(
+    r"\\(?:u[0-9a-fA-F]{0,3})?|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?"
+)
+NEXT_KEY = re.compile(r'"[^"\\\n]{1,64}"\s*:')
+LONGEST_KEY = 80
+WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false"}
+NO_NUMBERS = ("None", "NaN", "nan", "Infinity", "-Infinity", "undefined")
+WORDS |= dict.fromkeys(NO_NUMBERS, "null")
+VALUE_BEGINS = "\"'[{-0123456789tfnTFN"
+
+
+def as_it_is(text: str) -> str:
+    return text
+
+
+class JsonText:
+    """Reads one value."""
+
+    def __init__(
+        self,
+        source: Source,
+        plain: Callable[[str], str] = as_it_is,
+        ends: tuple[str, ...] = (),
+    ) -> None:
+        """plain: how markers look; ends: what may stand after the value."""
+        self.end: Literal["whole", "mended", "cut"] = "whole"
+        """``mended``: it breaks off, and was closed; ``cut``: it breaks off as it is."""
+        self._source = source
+        self._plain = plain
+        self._ends = ends
+        self._stack: list[str] = []
+        self._held = ""  # a comma, a key, white space: given on with what follows
+        self._is_after_value = False
+        self._has_comma = False
+        self._is_in_string = self._is_in_key = False
+        self._is_broken = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a string has no end."""
+        return self._is_in_string
+
+    def read(self) -> Pieces:
+        """The value that stands here."""
+        yield from self._value()
+        while self._stack and not self._is_broken:
+            yield from self._next()
+        if not self._is_broken:
+            return
+        if self._source.is_cut or (self._is_in_string and not self._is_in_key):
+            self.end = "cut"
+            yield self._take_held()
+        else:
+            self.end = "mended"
+            yield "".join(CLOSERS[each] for each in reversed(self._stack))
+
+    def string(self, *, is_key: bool) -> Pieces:
+        """The string that stands here, with its quotes."""
+        source = self._source
+        quote = source.text[source.at]
+        source.at += 1
+        self._is_in_string, self._is_in_key = True, is_key
+        yield '"'
+        while True:
+            run = RUN.match(source.text, source.at)
+            if run is not None:
+                source.at = run.end()
+                yield run[0]
+            char = yield from source.peek()
+            if not char:
+                self._is_broken = True
+                return
+            if char == "\\":
+                yield from self._escape()
+            elif char == quote and (yield from self._closes(is_key)):
+                source.at += 1
+                break
+            else:
+                source.at += 1
+                yield self._escaped(char)
+        self._is_in_string = False
+        yield '"'
+
+    def text(self, *, is_key: bool) -> Generator[None, None, str | None]:
+        """The string that stands here as it is meant; ``None`` if it has no end."""
+        parts = []
+        for piece in self.string(is_key=is_key):
+            if piece is None:
+                yield None
+            else:
+                parts.append(piece)
+        return None if self._is_in_string else decoded("".join(parts)[1:-1])
+
+    def _value(self) -> Pieces:
+        char = yield from self._space()
+        if char and char in "{[":
+            self._source.at += 1
+            self._stack.append(char)
+            self._is_after_value = False
+            yield self._take_held() + char
+            return
+        if char and char in "\"'":
+            yield self._take_held()
+            yield from self.string(is_key=False)
+        elif char and char in ",}" and self._held:  # a key without a value
+            yield self._take_held() + "null"
+        else:
+            yield from self._word()
+        self._is_after_value = True
+
+    def _word(self) -> Pieces:
+        """A number, a literal, or what should have been a string."""
+        source, size = self._source, 0
+        while True:
+            match = BARE.match(source.text, source.at + size)
+            size = size if match is None else match.end() - source.at
+            if source.at + size < len(source.text) or source.is_ended:
+                break
+            yield None
+        word = source.text[source.at : source.at + size].rstrip()
+        if not word:
+            self._is_broken = True
+            return
+        source.at += len(word)
+        if source.is_cut and source.at == len(source.text):
+            self._held += word
+            self._is_broken = True
+            return
+        is_json = NUMBER.fullmatch(word)
+        told = word if is_json else WORDS.get(word) or json.dumps(word, ensure_ascii=False)
+        yield self._take_held() + told
+
+    def _next(self) -> Pieces:
+        """What follows in the innermost array or object."""
+        char = yield from self._space()
+        if char and char in "}]":
+            yield from self._close(char)
+        elif char == ",":
+            self._source.at += 1
+            if self._is_after_value and not self._has_comma:
+                self._has_comma = True
+                self._held += char
+        elif not char or not (yield from self._begins(char)):
+            self._is_broken = True
+        elif self._stack[-1] == "[":
+            yield from self._value()
+        else:
+            yield from self._member(char)
+
+    def _begins(self, char: str) -> Waits[bool]:
+        """Whether an element or a member begins here; with the comma before it."""
+        is_array = self._stack[-1] == "["
+        if self._is_after_value and not self._has_comma:
+            if char not in (VALUE_BEGINS if is_array else "\"'"):
+                return False
+            self._held = f", {self._held.lstrip()}"
+        return is_array or char in "\"'" or bool(BARE_KEY.match(char))
+        yield
+
+    def _member(self, char: str) -> Pieces:
+        source = self._source
+        if char in "\"'":
+            for piece in self.string(is_key=True):
+                if piece is None:
+                    yield None
+                else:
+                    self._held += piece
+            if self._is_in_string:
+                return
+        else:
+            key = yield from source.match(BARE_KEY)
+            assert key is not None
+            self._held += json.dumps(key[0], ensure_ascii=False)
+        char = yield from self._space()
+        if char != ":":
+            self._is_broken = True
+            return
+        source.at += 1
+        self._held += ":"
+        yield from self._value()
+
+    def _close(self, char: str) -> Pieces:
+        """Brackets that were forgotten inside of this one are closed too."""
+        if OPENERS[char] not in self._stack:
+            self._is_broken = True
+            return
+        self._source.at += 1
+        closed = "" if self._has_comma else self._take_held()
+        self._held, self._has_comma = "", False
+        while True:
+            bracket = CLOSERS[self._stack.pop()]
+            closed += bracket
+            if bracket == char:
+                break
+        self._is_after_value = True
+        yield closed
+
+    def _space(self) -> Waits[str]:
+        """White space is held; the character after it."""
+        source = self._source
+        while True:
+            char = yield from source.peek()
+            if not char or not char.isspace():
+                return char
+            begin = source.at
+            while source.at < len(source.text) and source.text[source.at].isspace():
+                source.at += 1
+            self._held += "".join(
+                each if each in " \t\r\n" else " " for each in source.text[begin : source.at]
+            )
+
+    def _take_held(self) -> str:
+        held, self._held = self._held, ""
+        self._has_comma = False
+        return held
+
+    def _closes(self, is_key: bool) -> Waits[bool]:
+        """Whether the quote that stands here ends the string: what follows says so."""
+        source = self._source
+        char, offset = yield from source.look(1)
+        if not char:
+            return True
+        if (yield from source.standing(offset, self._ends)):
+            return True
+        if is_key:
+            return char in ":,}]\"'"
+        if char in "}]":
+            return True
+        if char == ",":
+            following, _ = yield from source.look(offset + 1)
+            is_array = bool(self._stack) and self._stack[-1] == "["
+            return not following or following in (VALUE_BEGINS if is_array else "\"'") + "]}"
+        if char == '"':  # a comma was forgotten, or this is no end
+            while len(source.text) - source.at - offset < LONGEST_KEY and not source.is_ended:
+                if NEXT_KEY.match(source.text, source.at + offset):
+                    break
+                yield None
+            return NEXT_KEY.match(source.text, source.at + offset) is not None
+        return False
+
+    def _escape(self) -> Pieces:
+        source = self._source
+        while PART_OF_ESCAPE.fullmatch(source.text, source.at):
+            if source.is_ended:
+                source.at = len(source.text)
+                return
+            yield None
+        char = source.text[source.at + 1]
+        if char in '"\\/bfnrt':
+            yield source.take(source.at + 2)
+        elif char == "u":
+            yield self._unicode()
+        elif char == "'":
+            source.at += 2
+            yield char
+        else:
+            source.at += 1
+            yield "\\\\"
+
+    def _unicode(self) -> str:
+        """Halves of characters become U+FFFD."""
+        source = self._source
+        first = UNICODE.match(source.text, source.at)
+        if first is None:
+            source.at += 1
+            return "\\\\"
+        if not HALVES.match(chr(int(first[1], 16))):
+            return source.take(first.end())
+        pair = PAIR.match(source.text, source.at)
+        if pair is not None:
+            return source.take(pair.end())
+        source.at = first.end()
+        return "\ufffd"
+
+    def _escaped(self, char: str) -> str:
+        text = HALVES.sub("\ufffd", self._plain(char))
+        return json.dumps(text, ensure_ascii=False)[1:-1]
+
+
+def decoded(text: str) -> str:
+    """The inside of a JSON string as it is meant."""
+    return str(json.loads(f'"{text}"'))
+
+
+def mended(text: str) -> str | None:
+    """A whole text as one JSON value; ``None`` if it is none, or more follows."""
+    source = Source()
+    source.feed(text)
+    source.end(is_cut=False)
+    value = JsonText(source)
+    parts = [piece for piece in value.read() if piece]
+    if value.end != "whole" or source.text[source.at :].strip():
+        return None
+    return "".join(parts)

@@ -1,0 +1,163 @@
+"""Calls whose arguments stand between tags, one by one: those of Qwen-Coder and GLM."""
+
+from __future__ import annotations
+
+import re
+from abc import abstractmethod
+from collections.abc import Iterable
+from typing import Any
+
+from engine.server.speech.events import CallArguments, CallEnd
+from engine.server.speech.object_calls import ObjectCalls
+from engine.server.speech.source import Steps, Waits
+from engine.server.speech.tagged_values import TaggedValue, Tags, json_of, quoted
+
+CALL, CALL_END = "<tool_call>", "</tool_call>"
+FUNCTION, FUNCTION_END = "<function=", "</function>"
+PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+KEY, KEY_END = "<arg_key>", "</arg_key>"
+VALUE, VALUE_END = "<arg_value>", "</arg_value>"
+ATTRIBUTE = re.compile(r"[^<>\n]*")
+NOT_A_KEY = re.compile("[^<\n\ud800-\udfff]*")
+
+
+class TaggedCalls(ObjectCalls):
+    """What both have in common. A value is a text where the tool's schema has one, and JSON
+    elsewhere if it can be read so. An end tag inside a value ends it only where another tag, or
+    nothing, follows."""
+
+    trailing = ()
+
+    def __init__(self, *how: Any, **more: Any) -> None:
+        super().__init__(*how, **more)
+        self._tags = self._made_tags()
+
+    def following(self) -> Steps[bool]:
+        return False
+        yield
+
+    @abstractmethod
+    def _made_tags(self) -> Tags:
+        """The tags around values."""
+
+    @abstractmethod
+    def _key(self) -> Waits[str | None]:
+        """Read the name of the next argument, up to its value; ``None`` if there is none."""
+
+    @abstractmethod
+    def _next_keys(self, names: Iterable[str]) -> Iterable[str]:
+        """What follows the tag of another argument that has one of these names."""
+
+    def tagged(self, name: str) -> Steps[None]:
+        """A call with the arguments that stand here."""
+        types, before = self.tools[name], "{"
+        yield self.begin(name)
+        while (key := (yield from self._key())) is not None:
+            yield CallArguments(f"{before}{quoted(key)}: ")
+            before = ", "
+            value = TaggedValue(self.source, self._tags, self.markers.plain, self._next_keys(types))
+            for piece in json_of(value, types.get(key, [])):
+                if piece is None:
+                    yield None
+                elif piece:
+                    yield CallArguments(piece)
+            if value.is_cut:
+                return
+        if self.source.is_cut and self.source.at == len(self.source.text):
+            yield CallArguments("{" if before == "{" else "")
+            return
+        yield CallArguments("{}" if before == "{" else "}")
+        yield CallEnd()
+
+    def _any_arguments(self, name: str, first: tuple[str, ...], *, is_marked: bool) -> Steps[bool]:
+        """The call, if its arguments begin here; first: what they may begin with."""
+        char = yield from self.source.skip_space()
+        if (yield from self.source.standing(0, (*first, *self.closers))):
+            yield from self.tagged(name)
+            return True
+        if char == "{":
+            return (yield from self.arguments(name))
+        if is_marked and (yield from self.is_over()):
+            yield from self.whole(name)
+            return True
+        return False
+
+
+class QwenCoderCalls(TaggedCalls):
+    """``<tool_call><function=weather><parameter=city>Rome</parameter></function></tool_call>``;
+    without ``<tool_call>`` too."""
+
+    def attempt(self) -> Steps[bool]:
+        source, read = self.source, self.markers.read
+        is_marked = bool((yield from source.accept(read(CALL))))
+        char = yield from source.skip_space()
+        if is_marked and char and char in "{[`":
+            return (yield from self.value(is_marked=True))
+        if not (yield from source.accept(read(FUNCTION))):
+            return False
+        name = yield from self.read_name()
+        if name is None or not (yield from source.accept(">")):
+            return False
+        return (yield from self._any_arguments(name, (read(PARAMETER),), is_marked=is_marked))
+
+    def _made_tags(self) -> Tags:
+        read = self.markers.read
+        call, call_end, function = read(CALL), read(CALL_END), read(FUNCTION)
+        end, parameter = read(FUNCTION_END), read(PARAMETER)
+        others = {
+            end: (call_end, call, function),
+            call_end: (call, function),
+            call: (function,),
+            parameter: (),
+        }
+        return Tags(
+            read(PARAMETER_END), (parameter, end, call_end, call, function), others, has_lines=True
+        )
+
+    def _key(self) -> Waits[str | None]:
+        source = self.source
+        yield from source.skip_space()
+        if not (yield from source.accept(self.markers.read(PARAMETER))):
+            return None
+        key = yield from source.match(ATTRIBUTE)
+        yield from source.accept(">")
+        return "" if key is None else key[0].strip().strip("\"'")
+
+    def _next_keys(self, names: Iterable[str]) -> Iterable[str]:
+        return (f"{name}>" for name in names)
+
+
+class GlmCalls(TaggedCalls):
+    """``<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>``."""
+
+    def attempt(self) -> Steps[bool]:
+        source = self.source
+        yield from source.accept(*self.openers)
+        char = yield from source.skip_space()
+        if char and char in "{[`":
+            return (yield from self.value(is_marked=True))
+        name = yield from self.read_name()
+        if name is None:
+            return False
+        first = (self.markers.read(KEY),)
+        return (yield from self._any_arguments(name, first, is_marked=True))
+
+    def _made_tags(self) -> Tags:
+        read = self.markers.read
+        call, call_end, key = read(CALL), read(CALL_END), read(KEY)
+        others = {call_end: (call,), key: ()}
+        return Tags(read(VALUE_END), (key, call_end, call), others, has_lines=False)
+
+    def _key(self) -> Waits[str | None]:
+        source, read = self.source, self.markers.read
+        yield from source.skip_space()
+        if not (yield from source.accept(read(KEY))):
+            return None
+        key = yield from source.match(NOT_A_KEY)
+        yield from source.accept(read(KEY_END))
+        yield from source.skip_space()
+        yield from source.accept(read(VALUE))
+        return "" if key is None else key[0].strip()
+
+    def _next_keys(self, names: Iterable[str]) -> Iterable[str]:
+        return (f"{name}{self.markers.read(KEY_END)}" for name in names)

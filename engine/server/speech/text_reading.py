@@ -1,0 +1,126 @@
+"""Answers in which thinking and calls stand between markers, and all else is text."""
+
+from __future__ import annotations
+
+from engine.server.speech.calls import CallReader
+from engine.server.speech.events import Text, Thinking
+from engine.server.speech.source import Literals, Source, Steps
+
+BARE = ("{", "[", "```")  # what calls without a marker begin with
+
+
+class TextReading:
+    """Reads one answer, all but those of gpt-oss."""
+
+    def __init__(
+        self,
+        source: Source,
+        calls: CallReader | None,
+        thinking: tuple[str, str] | None,
+        *,
+        is_thinking: bool,
+        thinks_first: bool,
+    ) -> None:
+        """thinking: what opens and closes it, as it stands in the text; is_thinking: whether it has
+        begun; thinks_first: whether it can begin at the start only."""
+        self._source = source
+        self._calls = calls
+        self._open, close = thinking or ("", "")
+        self._thinks_first = thinks_first
+        self.is_thinking = is_thinking
+        openers = calls.openers if calls is not None else ()
+        bare = BARE if calls is not None and calls.bare != "never" else ()
+        self._starts = Literals((self._open, *openers, *bare))
+        self._close = Literals((close,))
+        self._is_blank = True  # the text of the answer so far
+        self._is_line_blank = True  # the line so far
+
+    def run(self) -> Steps[None]:
+        while True:
+            if self.is_thinking:
+                yield from self._think()
+            found = yield from self._plain_text()
+            if not found:
+                return
+            if found == self._open:
+                yield from self._begin_thinking()
+            elif self._calls is not None:
+                yield from self._try(self._calls, found)
+
+    def _think(self) -> Steps[None]:
+        source = self._source
+        while True:
+            match = self._close.search(source)
+            end = self._close.safe_end(source) if match is None else match.start()
+            if end > source.at:
+                yield Thinking(source.take(end))
+            if match is not None:
+                source.at = match.end()
+                self.is_thinking = False
+                return
+            if source.is_ended:
+                return
+            yield None
+
+    def _plain_text(self) -> Steps[str]:
+        """Text up to what may be more than that, which is returned; nothing at the end."""
+        source = self._source
+        while True:
+            match = self._starts.search(source)
+            end = self._starts.safe_end(source) if match is None else match.start()
+            if end > source.at:
+                yield self._text(end)
+            if match is not None:
+                return match[0]
+            if source.is_ended:
+                return ""
+            yield None
+
+    def _begin_thinking(self) -> Steps[None]:
+        source = self._source
+        if self._thinks_first and not self._is_blank:
+            yield self._text(source.at + len(self._open))
+            return
+        source.at += len(self._open)
+        self.is_thinking = True
+
+    def _try(self, calls: CallReader, found: str) -> Steps[None]:
+        source = self._source
+        if found in BARE and not self._may_be_bare(calls):
+            yield self._text(source.at + len(found))
+            return
+        source.hold()
+        if not (yield from calls.attempt()):
+            source.give_back()
+            yield self._text(source.at + 1)
+            return
+        source.mark = None
+        self._is_blank, self._is_line_blank = False, True
+        yield from self._after_calls(calls)
+
+    def _may_be_bare(self, calls: CallReader) -> bool:
+        return self._is_line_blank if calls.bare == "line" else self._is_blank
+
+    def _after_calls(self, calls: CallReader) -> Steps[None]:
+        """Leave out what closes a call; read those that follow without a marker."""
+        source = self._source
+        while True:
+            source.hold()
+            yield from source.skip_space()
+            if (yield from source.accept(*calls.closers, *calls.trailing)):
+                source.mark = None
+                continue
+            source.give_back()
+            source.hold()
+            if not (yield from calls.following()):
+                source.give_back()
+                return
+            source.mark = None
+
+    def _text(self, end: int) -> Text:
+        text = self._source.take(end)
+        line = text.rpartition("\n")[2]
+        blank = not line.strip()
+        self._is_line_blank = blank and (self._is_line_blank or len(line) < len(text))
+        self._is_blank = self._is_blank and blank and not text.strip()
+        return Text(text)
