@@ -200,17 +200,20 @@ def _template_variables(values: object) -> dict[str, Any]:
     if values is None:
         return {}
     if not isinstance(values, dict):
-        raise RequestTypeError(f"chat_template_kwargs is {values!r:.80}, must be a dict")
+        message = f"chat_template_kwargs is {values!r:.80}, must be a dict"
+        raise RequestTypeError(message, param="chat_template_kwargs")
     for name in ("messages", "chat_template", "add_generation_prompt", "tools"):
         if name in values:
-            raise RequestError(f"chat_template_kwargs has {name!r}, which chat() takes itself")
+            message = f"chat_template_kwargs has {name!r}, which chat() takes itself"
+            raise RequestError(message, param="chat_template_kwargs")
     return values
 
 
 def _items(name: str, value: object) -> list[Any]:
     """What was given, as a list. Raises ``RequestTypeError`` if it is not several things."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
-        raise RequestTypeError(f"{name} is {value!r:.80} ({type(value).__name__}), must be a list")
+        message = f"{name} is {value!r:.80} ({type(value).__name__}), must be a list"
+        raise RequestTypeError(message, param=name)
     return list(value)
 
 
@@ -220,11 +223,13 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
     values = _items(name, value)
     if len(values) != count:
         raise RequestError(
-            f"{name} has {len(values)} entries for {count} prompts; give one each or one for all"
+            f"{name} has {len(values)} entries for {count} prompts; give one each or one for all",
+            param=name,
         )
     for item in values:
         if not isinstance(item, kind):
-            raise RequestTypeError(f"{name} has {item!r:.80}, must have {kind.__name__} only")
+            message = f"{name} has {item!r:.80}, must have {kind.__name__} only"
+            raise RequestTypeError(message, param=name)
     return values
 
 

@@ -136,7 +136,8 @@ class InputProcessor:
         """
         if not isinstance(request_id, str):
             raise RequestTypeError(
-                f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}"
+                f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}",
+                param="request_id",
             )
         arrival_time = self._arrival(options)
         params = _own_params(params)
@@ -190,12 +191,14 @@ class InputProcessor:
         if self._tokenizer is None:
             raise RequestError(
                 "structured_outputs is given, but the engine has no tokenizer to know the texts of "
-                "tokens by: leave skip_tokenizer_init out"
+                "tokens by: leave skip_tokenizer_init out",
+                param="structured_outputs",
             )
         if not self._limits.eos_token_ids:
             raise RequestError(
                 "structured_outputs is given, but neither the model's configuration nor its "
-                "tokenizer names a token that ends text: set eos_token_id in config.json"
+                "tokenizer names a token that ends text: set eos_token_id in config.json",
+                param="structured_outputs",
             )
         grammar = grammar_of(params.structured_outputs)
         check_finite(grammar)
@@ -209,17 +212,19 @@ class InputProcessor:
         if not isinstance(prompt, Mapping):
             raise RequestTypeError(
                 "a prompt is a str, a list of token ids or a dict with one of them, got "
-                f"{type(prompt).__name__}"
+                f"{type(prompt).__name__}",
+                param="prompt",
             )
         unknown = prompt.keys() - PROMPT_KEYS
         if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise RequestError(
                 f"a prompt dict has 'prompt' or 'prompt_token_ids' and may have 'cache_salt', got "
-                f"the keys {sorted(map(str, prompt))}"
+                f"the keys {sorted(map(str, prompt))}",
+                param="prompt",
             )
         for key, value in prompt.items():
             if key != "prompt_token_ids" and not isinstance(value, str | None):
-                raise RequestTypeError(f"{key} must be a str, got {value!r:.80}")
+                raise RequestTypeError(f"{key} must be a str, got {value!r:.80}", param=key)
         return prompt
 
     def _checked_ids(self, parts: TextPrompt, num_kept: int | None, ahead: Ahead) -> list[int]:
@@ -232,11 +237,13 @@ class InputProcessor:
         if num_kept is not None:
             token_ids = _last(token_ids, limit - 1 if num_kept < 0 else num_kept)
         if not token_ids:
-            raise RequestError("the prompt is empty; it must have at least one token")
+            message = "the prompt is empty; it must have at least one token"
+            raise RequestError(message, param="prompt")
         if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
             raise RequestError(
-                f"token id {wrong} is out of the model's vocabulary; ids are 0..{vocab_size - 1}"
+                f"token id {wrong} is out of the model's vocabulary; ids are 0..{vocab_size - 1}",
+                param="prompt" if ids is None else "prompt_token_ids",
             )
         if len(token_ids) >= limit:
             raise too_long(f"{len(token_ids)}", limit)
@@ -250,7 +257,8 @@ class InputProcessor:
             if getattr(params, name):
                 raise RequestError(
                     f"{name}={getattr(params, name)!r} needs a tokenizer, and the engine has none "
-                    "(skip_tokenizer_init); use stop_token_ids or logit_bias with ids"
+                    "(skip_tokenizer_init); use stop_token_ids or logit_bias with ids",
+                    param=name,
                 )
 
     def _arrival(self, options: RequestOptions) -> float:
@@ -262,7 +270,8 @@ class InputProcessor:
         if asked > now:
             raise RequestError(
                 f"arrival_time is {asked!r:.80}, but the engine's clock (time.monotonic, not "
-                f"time.time) says {now:.3f}; read that one, or leave arrival_time out"
+                f"time.time) says {now:.3f}; read that one, or leave arrival_time out",
+                param="arrival_time",
             )
         return asked
 
@@ -308,7 +317,11 @@ class InputProcessor:
         found = []
         for word in params.bad_words:
             for text in (word.lstrip(), " " + word.lstrip()):
-                ids = self._tokenizer.encode(text, add_special_tokens=False)
+                try:
+                    ids = self._tokenizer.encode(text, add_special_tokens=False)
+                except RequestError as error:
+                    error.param = "bad_words"
+                    raise
                 if ids and ids not in found:
                     found.append(ids)
         return found
@@ -332,14 +345,16 @@ def check_option_types(options: RequestOptions) -> None:
         kind, wanted = OPTION_KINDS[name]
         is_wrong = isinstance(value, int | float) and not is_finite(value)
         if is_wrong or not isinstance(value, kind):
-            raise RequestTypeError(f"{name} is {value!r:.80}, must be {wanted}")
+            raise RequestTypeError(f"{name} is {value!r:.80}, must be {wanted}", param=name)
     priority = options.get("priority", 0)
     if not -(2**63) <= priority < 2**63:
-        raise RequestError(f"priority is {priority}, must be {OPTION_KINDS['priority'][1]}")
+        message = f"priority is {priority}, must be {OPTION_KINDS['priority'][1]}"
+        raise RequestError(message, param="priority")
     for name in ("timeout", "queue_timeout", "tbt"):
         seconds = options.get(name)
         if isinstance(seconds, int | float) and seconds <= 0:
-            raise RequestError(f"{name} is {seconds!r:.80}, must be {OPTION_KINDS[name][1]}")
+            message = f"{name} is {seconds!r:.80}, must be {OPTION_KINDS[name][1]}"
+            raise RequestError(message, param=name)
 
 
 def _seconds_after(arrival_time: float, seconds: float | None) -> float | None:
@@ -351,7 +366,8 @@ def _own_params(params: SamplingParams | None) -> SamplingParams:
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
-        raise RequestTypeError(f"params must be SamplingParams, got {type(params).__name__}")
+        message = f"params must be SamplingParams, got {type(params).__name__}"
+        raise RequestTypeError(message, param="params")
     return msgspec.structs.replace(params)
 
 
@@ -366,7 +382,8 @@ def _whole_numbers(ids: list[int]) -> list[int]:
     except (TypeError, OverflowError) as error:
         items = ids if isinstance(ids, Iterable) else ()
         wrong = next((i for i in items if not isinstance(i, int)), ids)
-        raise RequestTypeError(f"prompt_token_ids must be integers, got {wrong!r:.80}") from error
+        message = f"prompt_token_ids must be integers, got {wrong!r:.80}"
+        raise RequestTypeError(message, param="prompt_token_ids") from error
 
 
 def derive_seed(seed: int, number: int) -> int:
@@ -429,10 +446,12 @@ class PromptEncoder:
         if self._tokenizer is None:
             raise RequestError(
                 "the engine has no tokenizer (skip_tokenizer_init): pass token ids, as "
-                '{"prompt_token_ids": [...]}'
+                '{"prompt_token_ids": [...]}',
+                param="prompt",
             )
         if not isinstance(text, str):
-            raise RequestTypeError(f"prompt must be a str, got {type(text).__name__}")
+            message = f"prompt must be a str, got {type(text).__name__}"
+            raise RequestTypeError(message, param="prompt")
         fewest, limit = self._fewest_tokens(text), self._max_model_len
         if fewest >= limit and not is_cut:
             raise too_long(f"{len(text)} characters, at least {fewest}", limit)

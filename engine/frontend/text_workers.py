@@ -130,7 +130,8 @@ class PromptTask(Task):
     def death(self, how: str) -> RequestError:
         return RequestError(
             f"the tokenizer process {how} over {self._what!r:.80}, {MAX_DEATHS} times; "
-            "this input cannot be tokenised"
+            "this input cannot be tokenised",
+            param="prompt",
         )
 
 
@@ -477,7 +478,9 @@ class TextWorker:
             self.started.set_exception(EngineDeadError(message))
         self.num_failed_starts = self.num_idle_deaths = 0
         self._down_until = time.monotonic() + self._retry_seconds
-        self.refusal = RefusedError(message, retry_after=self._retry_seconds)
+        self.refusal = RefusedError(
+            message, retry_after=self._retry_seconds, code="text_processes_down"
+        )
         self._queue.refuse_if_down()
 
 

@@ -154,14 +154,16 @@ def check_params_for_vocab(params: SamplingParams, vocab_size: int) -> None:
             if not 0 <= token < vocab_size:
                 raise RequestError(
                     f"{field} has token id {token}, must be in [0, {vocab_size - 1}]: "
-                    f"the model's vocabulary has {vocab_size} tokens"
+                    f"the model's vocabulary has {vocab_size} tokens",
+                    param=field,
                 )
     for field in ("logprobs", "prompt_logprobs"):
         value = getattr(params, field)
         if value is not None and value > vocab_size:
             raise RequestError(
                 f"{field} is {value}, must be at most {vocab_size}, the size of the model's "
-                "vocabulary (-1 asks for all of it)"
+                "vocabulary (-1 asks for all of it)",
+                param=field,
             )
 
 
@@ -183,22 +185,31 @@ def _is_whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _refuse_type(field: str, value: object, wanted: str) -> NoReturn:
-    raise RequestTypeError(f"{field} is {value!r} ({type(value).__name__}), must be {wanted}")
+def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoReturn:
+    """what: of the field is wrong, "an entry of" say."""
+    raise RequestTypeError(
+        f"{what} {field} is {value!r} ({type(value).__name__}), must be {wanted}".lstrip(),
+        param=field,
+    )
 
 
-def _check_real(limits: Range, value: Any) -> None:
+def _check_real(limits: Range, value: Any, of: str = "") -> None:
+    """of: the part of the field that it is, "of token 5" say."""
     if type(value) not in (int, float):  # exactly: no bool, and NumPy's own do not travel
-        _refuse_type(limits.field, value, f"a Python number {limits}")
+        raise RequestTypeError(
+            f"{limits.field}{of} is {value!r} ({type(value).__name__}), must be a Python number "
+            f"{limits}",
+            param=limits.field,
+        )
     if not math.isfinite(value) or not limits.holds(value):
-        raise RequestError(f"{limits.field} is {value}, must be {limits}")
+        raise RequestError(f"{limits.field}{of} is {value}, must be {limits}", param=limits.field)
 
 
 def _check_whole(limits: Range, value: Any) -> None:
     if not _is_whole(value):
         _refuse_type(limits.field, value, f"a whole number {limits}")
     if not limits.holds(value):
-        raise RequestError(f"{limits.field} is {value}, must be {limits}")
+        raise RequestError(f"{limits.field} is {value}, must be {limits}", param=limits.field)
 
 
 def _check_choices(params: SamplingParams) -> None:
@@ -208,7 +219,8 @@ def _check_choices(params: SamplingParams) -> None:
             _refuse_type(field, value, "True or False")
     if params.output_kind not in OUTPUT_KINDS:
         raise RequestError(
-            f"output_kind is {params.output_kind!r}, must be one of: {', '.join(OUTPUT_KINDS)}"
+            f"output_kind is {params.output_kind!r}, must be one of: {', '.join(OUTPUT_KINDS)}",
+            param="output_kind",
         )
 
 
@@ -216,18 +228,21 @@ def _check_lists(params: SamplingParams) -> None:
     for field in ("stop", "bad_words"):
         for word in _listed(params, field):
             if not isinstance(word, str):
-                _refuse_type(f"an entry of {field}", word, "a string")
+                _refuse_type(field, word, "a string", "an entry of")
             if not word:
-                raise RequestError(f"{field} has an empty string, must have non-empty ones only")
+                message = f"{field} has an empty string, must have non-empty ones only"
+                raise RequestError(message, param=field)
     for field in ("stop_token_ids", "allowed_token_ids"):
         for token in _listed(params, field):
             if not _is_whole(token):
-                _refuse_type(f"an entry of {field}", token, "a token id (a whole number)")
+                _refuse_type(field, token, "a token id (a whole number)", "an entry of")
             if token < 0:
-                raise RequestError(f"{field} has token id {token}, must be at least 0")
+                message = f"{field} has token id {token}, must be at least 0"
+                raise RequestError(message, param=field)
     if params.allowed_token_ids == []:
         raise RequestError(
-            "allowed_token_ids is [], must name at least one token (None allows all of them)"
+            "allowed_token_ids is [], must name at least one token (None allows all of them)",
+            param="allowed_token_ids",
         )
 
 
@@ -248,10 +263,11 @@ def _check_logit_bias(logit_bias: Any) -> None:
     limits = Range("logit_bias", -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     for token, bias in logit_bias.items():
         if not _is_whole(token):
-            _refuse_type("a key of logit_bias", token, "a token id (a whole number)")
+            _refuse_type("logit_bias", token, "a token id (a whole number)", "a key of")
         if token < 0:
-            raise RequestError(f"logit_bias has token id {token}, must be at least 0")
-        _check_real(limits._replace(field=f"logit_bias of token {token}"), bias)
+            message = f"logit_bias has token id {token}, must be at least 0"
+            raise RequestError(message, param="logit_bias")
+        _check_real(limits, bias, f" of token {token}")
 
 
 def _check_extra_args(extra_args: Any) -> None:
@@ -261,7 +277,7 @@ def _check_extra_args(extra_args: Any) -> None:
         _refuse_type("extra_args", extra_args, "a dict with strings as keys")
     for key in extra_args:
         if not isinstance(key, str):
-            _refuse_type("a key of extra_args", key, "a string")
+            _refuse_type("extra_args", key, "a string", "a key of")
 
 
 def _check_structured(params: SamplingParams) -> None:
@@ -273,7 +289,8 @@ def _check_structured(params: SamplingParams) -> None:
     if params.ignore_eos:
         raise RequestError(
             "ignore_eos is True with structured_outputs: a text that follows a grammar ends where "
-            "the grammar does; leave ignore_eos out"
+            "the grammar does; leave ignore_eos out",
+            param="ignore_eos",
         )
 
 
@@ -281,21 +298,25 @@ def _check_combinations(params: SamplingParams) -> None:
     if params.n > 1 and params.is_greedy:
         raise RequestError(
             f"n is {params.n} with temperature {params.temperature}: greedy sampling has one "
-            "answer; set n=1 or a higher temperature"
+            "answer; set n=1 or a higher temperature",
+            param="n",
         )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
         raise RequestError(
-            f"min_tokens is {params.min_tokens}, must be at most max_tokens ({params.max_tokens})"
+            f"min_tokens is {params.min_tokens}, must be at most max_tokens ({params.max_tokens})",
+            param="min_tokens",
         )
     if params.stop and not params.detokenize:
         raise RequestError(
             f"stop is {params.stop} with detokenize=False: stop strings are found in text; "
-            "set detokenize=True or use stop_token_ids"
+            "set detokenize=True or use stop_token_ids",
+            param="stop",
         )
     if params.prompt_logprobs_start and params.prompt_logprobs is None:
         raise RequestError(
             f"prompt_logprobs_start is {params.prompt_logprobs_start} without prompt_logprobs; "
-            "set prompt_logprobs as well"
+            "set prompt_logprobs as well",
+            param="prompt_logprobs_start",
         )
 
 

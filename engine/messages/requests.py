@@ -290,29 +290,35 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
     if len(request.request_id) > MAX_ID_CHARS:
         raise RequestError(
             f"request_id {request.request_id!r:.80} has {len(request.request_id)} characters, the "
-            f"limit is {MAX_ID_CHARS}"
+            f"limit is {MAX_ID_CHARS}",
+            param="request_id",
         )
     if not request.prompt_token_ids:
-        raise RequestError(f"request {request.request_id!r:.80} has an empty prompt")
+        message = f"request {request.request_id!r:.80} has an empty prompt"
+        raise RequestError(message, param="prompt_token_ids")
     _check_ids("prompt_token_ids", request.prompt_token_ids, vocab_size)
     _check_ids("eos_token_ids", request.eos_token_ids, vocab_size)
     for word in request.bad_words_ids:
         _check_ids("bad_words_ids", word, vocab_size)
     if not 1 <= request.max_tokens <= INT32_MAX:
-        raise RequestError(f"max_tokens is {request.max_tokens}, must be in 1..{INT32_MAX}")
+        message = f"max_tokens is {request.max_tokens}, must be in 1..{INT32_MAX}"
+        raise RequestError(message, param="max_tokens")
     for name in ("priority", "seed"):
         if getattr(request, name) not in INT64:
-            raise RequestError(f"{name} is {getattr(request, name)}, must be a number of 64 bits")
+            message = f"{name} is {getattr(request, name)}, must be a number of 64 bits"
+            raise RequestError(message, param=name)
     for name, part in FEATURES.items():
         if getattr(request, name) and part not in capabilities:
             raise RequestError(
                 f"{name} is {getattr(request, name)!r:.80}, which takes the capability {part!r}; "
-                f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave it out"
+                f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave it out",
+                param=name,
             )
     if request.params.structured_outputs is not None:
         raise RequestError(
             "params.structured_outputs is set, which a core does not read: send "
-            "engine.messages.structured.grammar_of(structured_outputs) as grammar"
+            "engine.messages.structured.grammar_of(structured_outputs) as grammar",
+            param="structured_outputs",
         )
     check_params_for_vocab(request.params, vocab_size)
 
@@ -332,7 +338,8 @@ def as_request_ids(request_id: object) -> list[str]:
     ids: list[str] = list(request_id) if several else [request_id]  # type: ignore[list-item,call-overload]
     for item in ids:
         if not isinstance(item, str):
-            raise RequestTypeError(f"request_id must be a str or several, got {item!r:.80}")
+            message = f"request_id must be a str or several, got {item!r:.80}"
+            raise RequestTypeError(message, param="request_id")
     return ids
 
 
@@ -342,12 +349,14 @@ def check_times(add: AddRequest) -> None:
         time = getattr(add, name)
         if time is not None and not is_finite(time):
             raise RequestError(
-                f"{name} of request {add.request_id!r} is {time!r:.80}, must be a finite number"
+                f"{name} of request {add.request_id!r} is {time!r:.80}, must be a finite number",
+                param=name,
             )
     if add.tbt is not None and not (is_finite(add.tbt) and add.tbt > 0):
         raise RequestError(
             f"tbt of request {add.request_id!r} is {add.tbt!r:.80}, must be a finite number of "
-            "seconds above 0"
+            "seconds above 0",
+            param="tbt",
         )
 
 
@@ -356,7 +365,8 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
         wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise RequestError(
             f"{name} has token id {wrong}, must be in [0, {vocab_size - 1}]: the model's "
-            f"vocabulary has {vocab_size} tokens"
+            f"vocabulary has {vocab_size} tokens",
+            param=name,
         )
 
 

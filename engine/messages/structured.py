@@ -107,7 +107,8 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
     if (size := len(text) + sum(len(part.text) for part in parts)) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             f"the {kind} of structured_outputs has {size} characters, the limit is "
-            f"{MAX_GRAMMAR_CHARS}"
+            f"{MAX_GRAMMAR_CHARS}",
+            param="structured_outputs",
         )
     return Grammar(
         kind,
@@ -128,6 +129,14 @@ def grammar_from(text: str) -> Grammar:
 
 def _text_of(params: StructuredOutputsParams) -> tuple[Kind, str]:
     """What was given, and its text. Raises ``RequestError`` if it cannot be asked for."""
+    try:
+        return _checked_text(params)
+    except RequestError as error:
+        error.param = "structured_outputs"
+        raise
+
+
+def _checked_text(params: StructuredOutputsParams) -> tuple[Kind, str]:
     if params.json_object is False:
         params.json_object = None
     given = [kind for kind in KINDS if getattr(params, kind) is not None]

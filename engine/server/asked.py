@@ -12,13 +12,15 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine.errors import RequestError
 from engine.frontend.prompt import RequestOptions
 from engine.messages.params import SamplingParams
 from engine.messages.structured import StructuredOutputsParams
+from engine.near import did_you_mean
+from engine.server.diagnosis import read_from
 from engine.server.errors import ApiError
 
 MAX_ID_DIGITS = 10  # of a token
+FORMS = ("text", "json_object", "json_schema")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -139,7 +141,8 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 param="response_format",
             )
         if self.structured_outputs is not None:
-            return _converted("structured_outputs", self.structured_outputs)
+            form = self.structured_outputs
+            return read_from(form, StructuredOutputsParams, "structured_outputs")
         return None if self.response_format is None else form_of(self.response_format)
 
 
@@ -185,25 +188,26 @@ def read(body: bytes, kind: type[T]) -> T:
         try:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
-            if "got `null`" not in str(error):
-                raise
-            given = msgspec.json.decode(body)
-            if not isinstance(given, dict):
-                raise
-        # A field that is null was not given.
-        told = {name: value for name, value in given.items() if value is not None}
-        return msgspec.json.decode(msgspec.json.encode(told), type=kind)
-    except msgspec.ValidationError as error:
-        message, _, place = str(error).partition(" - at `$")
-        field = place.rstrip("`").lstrip(".") or None
-        if "unknown field" in message:
-            field = message.split("`")[1]
-            message = f"{field} is not supported: leave it out"
-        raise ApiError(400, f"{field}: {message}" if field else message, param=field) from error
+            given = _untyped(body, error)
+        if isinstance(given, dict):  # a field that is null was not given
+            given = {name: value for name, value in given.items() if value is not None}
+        return read_from(given, kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _no_json(body, str(error)) from error
     except RecursionError as error:
         raise ApiError(400, "the body has too many levels: nest it less") from error
+
+
+def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
+    """The same without a type. Raises ``ApiError`` for a number that no type has, which ``error``
+    has found."""
+    try:
+        return msgspec.json.decode(body)
+    except msgspec.ValidationError:
+        message, _, place = str(error).partition(" - at `$")
+        field = place.rstrip("`").lstrip(".") or None
+        about = f"{field}: {message}" if field else message
+        raise ApiError(400, about, param=field, code="invalid_value") from error
 
 
 def _no_json(body: bytes, why: str) -> ApiError:
@@ -236,21 +240,13 @@ def form_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
     about = response_format.get("json_schema")
     if kind == "json_schema" and isinstance(about, dict) and isinstance(about.get("schema"), dict):
         return StructuredOutputsParams(json=about["schema"])
+    near = did_you_mean(kind, FORMS) if isinstance(kind, str) and kind not in FORMS else ""
     raise ApiError(
         400,
         f"response_format is {response_format!r:.80}, must have type text, json_object, or "
-        "json_schema with json_schema.schema",
+        f"json_schema with json_schema.schema{near}",
         param="response_format",
     )
-
-
-def _converted(name: str, value: dict[str, Any]) -> StructuredOutputsParams:
-    try:
-        return msgspec.convert(value, StructuredOutputsParams)
-    except msgspec.ValidationError as error:
-        if isinstance(error.__cause__, RequestError):
-            raise error.__cause__ from error
-        raise ApiError(400, f"{name}: {error}", param=name) from error
 
 
 def _bias(asked: dict[str, float] | None) -> dict[int, float] | None:

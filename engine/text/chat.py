@@ -70,7 +70,8 @@ def render_chat(template: str, messages: Messages, values: dict[str, Any]) -> st
 def chat_values(messages: Messages, values: dict[str, Any]) -> dict[str, Any]:
     """All that a template sees, as plain data. Raises ``RequestError`` for an invalid chat."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
-        raise RequestTypeError(f"a conversation must be a list of messages, got {messages!r:.100}")
+        message = f"a conversation must be a list of messages, got {messages!r:.100}"
+        raise RequestTypeError(message, param="messages")
     chat = [_plain_message(message) for message in messages]
     try:
         return {**plain(values), "messages": chat}
@@ -91,13 +92,14 @@ def _refusal(error: Exception) -> RequestError:
     # Which error Python raises depends on how deep the recursion was.
     is_endless = isinstance(error, RecursionError)
     why = "nested too deeply, or calling itself for ever" if is_endless else str(error)
-    return RequestError(f"the chat template refuses this conversation: {why}")
+    return RequestError(f"the chat template refuses this conversation: {why}", param="messages")
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(message, Mapping) or "role" not in message:
         raise RequestError(
-            f'a message must be {{"role": ..., "content": ...}}, got {message!r:.100}'
+            f'a message must be {{"role": ..., "content": ...}}, got {message!r:.100}',
+            param="messages",
         )
     copy: dict[str, Any] = plain(message)
     reasoning = next((copy[n] for n in REASONING_NAMES if copy.get(n) is not None), None)

@@ -101,12 +101,14 @@ class Tokenizer:
         except (TypeError, UnicodeError) as error:
             raise RequestTypeError(
                 f"{text!r:.80} is no text that can be tokenised: it must be a str without lone "
-                "surrogates (half a character, as a wrongly decoded file has)"
+                "surrogates (half a character, as a wrongly decoded file has)",
+                param="prompt",
             ) from error
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # the library raises plain Exception, or worse
-            raise RequestError(f"{text!r:.80} cannot be tokenised: {error}") from error
+            message = f"{text!r:.80} cannot be tokenised: {error}"
+            raise RequestError(message, param="prompt") from error
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
         """``encode`` of each, on all processors. Raises anything if one of them is wrong."""
@@ -176,7 +178,8 @@ class Tokenizer:
     def _template(self, asked: str | None, has_tools: bool) -> str:
         if asked is not None:
             if not isinstance(asked, str):
-                raise RequestTypeError(f"chat_template is {asked!r:.80}, must be a str")
+                message = f"chat_template is {asked!r:.80}, must be a str"
+                raise RequestTypeError(message, param="chat_template")
             return self.templates.get(asked, asked)
         name = "tool_use" if has_tools and "tool_use" in self.templates else "default"
         if name not in self.templates:

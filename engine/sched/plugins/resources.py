@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from engine.errors import RequestError
 from engine.messages.requests import AddRequest
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.plugins import answers
@@ -50,16 +51,16 @@ class Resources:
         self._parked: dict[Request, Resource] = {}  # which resource parked it
         self._orphans: list[Request] = []
 
-    def objection(self, add: AddRequest) -> str | None:
-        """Why some resource could never serve such a request."""
+    def check(self, add: AddRequest) -> None:
+        """Raise ``RequestError`` for a request that some resource could never serve."""
         if self._asleep:
             self._awaken(add)
         for own in self._own["objection"]:
             answer: str | None
             answer = self._ask(own, "objection", None, add, wrong=answers.wrong_objection)
             if answer:
-                return answer
-        return None
+                message = f"request {add.request_id!r}: {answer}"
+                raise RequestError(message, param=own.resource.serves or None)
 
     def added(self, req: Request) -> None:
         self._tell("added", req)

@@ -166,7 +166,8 @@ class OraclePredictor:
         if not isinstance(known, int) or isinstance(known, bool) or known < 1:
             raise RequestError(
                 f"request {req.request_id!r} has hints['output_tokens'] = {known!r}, must be a "
-                "positive integer for the 'oracle' predictor; set it or choose another predictor"
+                "positive integer for the 'oracle' predictor; set it or choose another predictor",
+                param="hints",
             )
         return bounded(req, known)
 

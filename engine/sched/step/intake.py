@@ -69,8 +69,7 @@ class Intake:
             raise in_use(add.request_id)
         check_times(add)
         check_can_run(add, self.config, self._kv)
-        if objection := self.settler.resources.objection(add):
-            raise RequestError(f"request {add.request_id!r}: {objection}")
+        self.settler.resources.check(add)
         config, waiting = self.config, self._roster.num_queued
         if config.max_waiting_requests is not None and waiting >= config.max_waiting_requests:
             self._refuse(f"{waiting} requests wait already (max_waiting_requests)")
@@ -110,7 +109,8 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
     if not 0 < num_prompt < config.max_model_len:
         raise RequestError(
             f"prompt has {num_prompt} tokens, must have 1 to {config.max_model_len - 1} "
-            "(max_model_len less one for the output)"
+            "(max_model_len less one for the output)",
+            param="prompt_token_ids",
         )
     # The KV of the last token is never needed.
     longest = min(num_prompt + add.max_tokens, config.max_model_len) - 1
@@ -119,7 +119,8 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
         raise RequestError(
             f"request {add.request_id!r} may grow to {longest} tokens = {needed} KV blocks, "
             f"but the whole pool has {kv.num_usable}; lower max_tokens or raise "
-            "num_kv_blocks"
+            "num_kv_blocks",
+            param="max_tokens",
         )
 
 

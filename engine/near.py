@@ -1,0 +1,74 @@
+"""Names that were probably meant. One that was not meant misleads, so few are near."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+MOST = 2  # names in a hint
+MOST_SLIPS = 3
+LEAST_PREFIX = 4  # characters that may stand for the rest of a name
+
+
+def near_names(name: str, known: Iterable[str]) -> list[str]:
+    """The known names of which ``name`` is a slip of the keyboard or the beginning: the
+    nearest of them.
+
+    Case and what separates words do not count. A word of which a half or more is different is
+    another word: ``data_parallel_size`` is not near ``tensor_parallel_size``.
+    """
+    typed = _words(name)
+    if not typed:
+        return []
+    found = []
+    for other in dict.fromkeys(known):
+        meant = _words(other)
+        num = _num_slips("".join(typed), "".join(meant))
+        if num <= _most_slips("".join(meant)) and _are_same_words(typed, meant):
+            found.append((num, other))
+    if not found and len(name) >= LEAST_PREFIX:
+        longer = [each for each in dict.fromkeys(known) if each.lower().startswith(name.lower())]
+        return longer if len(longer) == 1 else []
+    fewest = min((num for num, _ in found), default=0)
+    return [other for num, other in found if num == fewest][:MOST]
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown name: ``; did you mean 'top_p'?``, or nothing."""
+    near = near_names(name, known)
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[\W_]+", name.lower()) if word]
+
+
+def _most_slips(meant: str) -> int:
+    if len(meant) < 4:
+        return 0
+    return 1 if len(meant) < 6 else 2 if len(meant) < 14 else MOST_SLIPS
+
+
+def _are_same_words(typed: list[str], meant: list[str]) -> bool:
+    if len(typed) != len(meant):  # a separator was left out, or typed too often
+        return True
+    return all(
+        a == b or 2 * _num_slips(a, b) < max(len(a), len(b))
+        for a, b in zip(typed, meant, strict=True)
+    )
+
+
+def _num_slips(typed: str, meant: str) -> int:
+    """Letters that are missing, too many, wrong or swapped with the next one."""
+    if abs(len(typed) - len(meant)) > MOST_SLIPS:
+        return MOST_SLIPS + 1
+    rows: list[list[int]] = [[*range(len(meant) + 1)]]
+    for i, letter in enumerate(typed, 1):
+        row = [i]
+        for j, other in enumerate(meant, 1):
+            row.append(min(rows[-1][j] + 1, row[-1] + 1, rows[-1][j - 1] + (letter != other)))
+            is_swapped = i > 1 and j > 1 and (letter, typed[i - 2]) == (meant[j - 2], other)
+            if is_swapped:
+                row[j] = min(row[j], rows[-2][j - 2] + 1)
+        rows.append(row)
+    return rows[-1][-1]
