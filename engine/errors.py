@@ -49,11 +49,27 @@ class RequestError(EngineError, ValueError):
 class RequestTypeError(RequestError, TypeError):
     """A request with an argument of the wrong type."""
 
+    code = "invalid_type"
+
 
 class PromptTooLongError(RequestError):
-    """A prompt that leaves no room for output."""
+    """A prompt that leaves no room for output: ``length`` ("5000 tokens") with ``limit``, the most
+    tokens of a prompt with its output. Both are empty where only the text is known."""
 
     code = "context_length_exceeded"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        length: str = "",
+        limit: int = 0,
+    ) -> None:
+        super().__init__(message, param=param, code=code)
+        self.length = length
+        self.limit = limit
 
 
 class RefusedError(RequestError):

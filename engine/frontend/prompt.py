@@ -246,7 +246,7 @@ class InputProcessor:
                 param="prompt" if ids is None else "prompt_token_ids",
             )
         if len(token_ids) >= limit:
-            raise too_long(f"{len(token_ids)}", limit)
+            raise too_long(f"{len(token_ids)} tokens", limit)
         return token_ids
 
     def _check_params(self, params: SamplingParams) -> None:
@@ -454,7 +454,7 @@ class PromptEncoder:
             raise RequestTypeError(message, param="prompt")
         fewest, limit = self._fewest_tokens(text), self._max_model_len
         if fewest >= limit and not is_cut:
-            raise too_long(f"{len(text)} characters, at least {fewest}", limit)
+            raise too_long(f"at least {fewest} tokens", limit, f"{len(text)} characters, ")
         begun = self._begin(text) if ahead is None else ahead
         if begun is not None:
             with suppress(WireError):  # too long to travel: it is refused here soon enough
@@ -508,12 +508,15 @@ class PromptEncoder:
         return 0 if most_chars is None else -(-len(text) // most_chars)
 
 
-def too_long(num_tokens: str, limit: int) -> RequestError:
-    """The error for a prompt that leaves no room for output."""
+def too_long(length: str, limit: int, before: str = "") -> RequestError:
+    """The error for a prompt of so many tokens, which leaves no room for output."""
     return PromptTooLongError(
-        f"the prompt is too long: it has {num_tokens} tokens, but max_model_len is {limit}, prompt "
+        f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
         "and at least one output token together; shorten the prompt, have it shortened by "
-        "truncate_prompt_tokens=-1, or raise max_model_len"
+        "truncate_prompt_tokens=-1, or raise max_model_len",
+        param="prompt",
+        length=length,
+        limit=limit,
     )
 
 

@@ -26,7 +26,6 @@ KINDS: dict[str, type[EngineError]] = {
         EngineError,
         ModelError,
         PolicyError,
-        PromptTooLongError,
         RefusedError,
         RequestError,
         RequestTypeError,
@@ -43,10 +42,12 @@ class CoreTraceback(Exception):
 
 
 def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Failure:
-    """An error as data; one that is not the engine's own becomes a ``default``."""
-    if type(error).__name__ not in KINDS:
-        return Failure(default.__name__, plain_text(f"{type(error).__name__}: {error}"))
-    failure = Failure(type(error).__name__, plain_text(str(error)))
+    """An error as data; one that is not the engine's own becomes a ``default``. A prompt that is
+    too long is known by its code."""
+    kind = RequestError if isinstance(error, PromptTooLongError) else type(error)
+    if kind.__name__ not in KINDS:
+        return Failure(default.__name__, plain_text(f"{kind.__name__}: {error}"))
+    failure = Failure(kind.__name__, plain_text(str(error)))
     if not isinstance(error, RequestError):
         return failure
     retry_after = error.retry_after if isinstance(error, RefusedError) else None
@@ -62,6 +63,8 @@ def error_of(failure: Failure) -> EngineError:
     param, code = failure.param, failure.code
     if issubclass(kind, RefusedError):
         return kind(failure.message, failure.retry_after, param=param, code=code)
+    if kind is RequestError and code == PromptTooLongError.code:
+        kind = PromptTooLongError
     if issubclass(kind, RequestError):
         return kind(failure.message, param=param, code=code)
     return kind(failure.message)

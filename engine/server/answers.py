@@ -13,6 +13,7 @@ import msgspec
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput, code_of
 from engine.server.asked import Asked
+from engine.server.blame import in_words_of
 from engine.server.errors import as_api_error, error_of_end
 from engine.server.streams import DONE, event_of
 
@@ -125,7 +126,7 @@ class OpenAIAnswer(Answer):
         return usage + DONE
 
     def failure(self, error: BaseException) -> bytes:
-        return event_of(as_api_error(error).body()) + DONE
+        return event_of(in_words_of(self.asked, as_api_error(error)).body()) + DONE
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         options = self.asked.stream_options

@@ -14,8 +14,10 @@ from starlette.routing import Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
+from engine.config.near import did_you_mean
 from engine.server.answers import Answer
 from engine.server.asked import ChatRequest, CompletionRequest, read
+from engine.server.blame import KEY as ASKED
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
@@ -171,7 +173,7 @@ class Api:
     # -- helpers
 
     async def _read(self, request: Request, kind: type[A]) -> A:
-        asked = read(await self._bodies.read(request), kind)
+        asked = request.scope[ASKED] = read(await self._bodies.read(request), kind)
         check_limits(asked, self._limits)
         self._check_model(asked.model)  # type: ignore[attr-defined]
         return asked
@@ -190,9 +192,11 @@ class Api:
     def _check_model(self, name: str | None) -> None:
         """``None``: the request names no model, and need not."""
         if name is not None and not self._names.has(name):
+            listed = self._names.listed
+            near = did_you_mean(name, listed) if len(listed) > 1 else ""
             raise ApiError(
                 404,
-                f"model is {name!r:.80}, there are: {', '.join(self._names.listed)}",
+                f"model is {name!r:.80}, there are: {', '.join(listed)}{near}",
                 param="model",
                 code="model_not_found",
             )

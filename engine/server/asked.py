@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import re
 import time
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
+from engine.config.near import did_you_mean
 from engine.frontend.prompt import RequestOptions
 from engine.messages.params import SamplingParams
 from engine.messages.structured import StructuredOutputsParams
-from engine.near import did_you_mean
 from engine.server.diagnosis import read_from
 from engine.server.errors import ApiError
 
@@ -146,8 +146,20 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return None if self.response_format is None else form_of(self.response_format)
 
 
+FORM = ("structured_outputs", "response_format")
+
+
 class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
+
+    called: ClassVar = {
+        "grammar": FORM,
+        "hints": ("hints", "expected_tokens"),
+        "prompt_token_ids": ("prompt",),
+        "structured_outputs": FORM,
+    }
+    """Names of fields here, by those that the engine has for them; of several the one that was
+    given is meant."""
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -159,6 +171,15 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
 class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions``."""
 
+    called: ClassVar = {
+        "grammar": (*FORM, "tools"),
+        "hints": ("hints", "expected_tokens"),
+        "logprobs": ("top_logprobs", "logprobs"),
+        "max_tokens": ("max_completion_tokens", "max_tokens"),
+        "prompt": ("messages",),
+        "prompt_token_ids": ("messages",),
+        "structured_outputs": (*FORM, "tools"),
+    }
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None

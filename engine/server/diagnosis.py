@@ -7,8 +7,8 @@ from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 
 import msgspec
 
+from engine.config.near import did_you_mean
 from engine.errors import RequestError
-from engine.near import did_you_mean
 from engine.server.errors import ApiError
 
 SAME = (

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from engine.errors import (
     ConfigError,
     EngineDeadError,
+    PromptTooLongError,
     RefusedError,
     RequestError,
 )
@@ -39,6 +40,18 @@ TEXT_OF_END: dict[ErrorCode, str] = {
 """What a client reads of it where the engine has no text, or one for the operator alone."""
 FOR_OPERATORS: tuple[ErrorCode, ...] = ("aborted", "core_died")
 
+CODES = {
+    400: "invalid_request",
+    403: "forbidden",
+    404: "not_found",
+    405: "method_not_allowed",
+    408: "request_timeout",
+    409: "conflict",
+    413: "request_too_large",
+    431: "headers_too_large",
+    500: "internal_error",
+}
+"""Of errors that have no code of their own, by status."""
 FOR_NOW = (429, 503)
 RETRY_SECONDS = 1.0  # that they tell if nothing better is known
 
@@ -64,7 +77,9 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code
+        self.code = code or CODES.get(status)
+        if code is None and param is not None and status == 400:
+            self.code = "invalid_value"
         if retry_after is None and status in FOR_NOW:
             retry_after = RETRY_SECONDS
         self.retry_after = retry_after
@@ -117,6 +132,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return ApiError(
             503, str(error), param=error.param, code=error.code, retry_after=retry_after
         )
+    if isinstance(error, PromptTooLongError):
+        return ApiError(400, _too_long(error), param=error.param, code=error.code)
     if isinstance(error, RequestError):
         return ApiError(400, str(error), param=error.param, code=error.code)
     if isinstance(error, ConfigError):  # without a tokenizer
@@ -126,11 +143,24 @@ def as_api_error(error: BaseException) -> ApiError:
     return ApiError(500, "the server failed; its log says why")
 
 
+def _too_long(error: PromptTooLongError) -> str:
+    """Clients know this error by words of OpenAI ("maximum context length is 4096 tokens") and
+    of Anthropic ("prompt is too long: 5000 tokens > 4095 maximum"), and cut their conversation."""
+    if not error.length:
+        return str(error)
+    return (
+        f"This model's maximum context length is {error.limit} tokens, prompt and at least one "
+        f"output token together. However, the prompt is too long: {error.length} > "
+        f"{error.limit - 1} maximum; shorten it, or raise --max-model-len of the server"
+    )
+
+
 def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
     """The error for a request that ended with this code; ``text``: what the engine says of it."""
     if text is None or code in FOR_OPERATORS:
         text = TEXT_OF_END.get(code, "the request failed")
-    return ApiError(STATUS_OF_END[code], text, code=code)
+    param = "grammar" if code == "invalid_grammar" else None
+    return ApiError(STATUS_OF_END[code], text, param=param, code=code)
 
 
 def log_unforeseen(error: BaseException) -> None:

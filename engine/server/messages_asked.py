@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -16,9 +16,23 @@ TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 assert set(TOOL_CHOICES.values()) == set(CHOICES)
 
 
+FORM = ("output_format", "output_config", "tools")
+
+
 class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/messages``, and, without ``max_tokens``, its ``count_tokens``."""
 
+    called: ClassVar = {
+        "grammar": FORM,
+        "max_completion_tokens": ("max_tokens",),
+        "parallel_tool_calls": ("tool_choice",),
+        "prompt": ("messages",),
+        "prompt_token_ids": ("messages",),
+        "response_format": FORM,
+        "stop": ("stop_sequences",),
+        "structured_outputs": FORM,
+        "user": ("metadata",),
+    }
     model: str
     messages: list[dict[str, Any]]
     max_tokens: int | None = None

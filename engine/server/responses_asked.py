@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import msgspec
 
@@ -32,6 +32,18 @@ class ObfuscationOptions(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/responses``."""
 
+    called: ClassVar = {
+        "grammar": ("text.format", "tools"),
+        "logprobs": ("top_logprobs",),
+        "max_completion_tokens": ("max_output_tokens",),
+        "max_tokens": ("max_output_tokens",),
+        "messages": ("input",),
+        "prompt": ("input",),
+        "prompt_token_ids": ("input",),
+        "reasoning_effort": ("reasoning.effort",),
+        "response_format": ("text.format", "tools"),
+        "structured_outputs": ("text.format", "tools"),
+    }
     model: str
     input: str | list[dict[str, Any]]
     instructions: str | None = None

@@ -90,7 +90,7 @@ TO_CORE: dict[str, Any] = {
     "credit": Credit(128),
     "bye": Bye(),
 }
-TOO_LONG = Failure("PromptTooLongError", "no", None, "prompt", "context_length_exceeded")
+TOO_LONG = Failure("RequestError", "no", None, "prompt", "context_length_exceeded")
 TO_CLIENT: dict[str, Any] = {
     "welcome": Welcome(PROTOCOL_VERSION, 0, "", 256, 2048, 1000, [2], 400, 16, 1.5, "/models/tiny"),
     "submitted": Submitted(0, 1.5),

@@ -107,7 +107,7 @@ def test_errors_keep_class_code_and_field_on_the_wire(error: EngineError) -> Non
 @pytest.mark.parametrize(
     ("error", "status", "code", "param"),
     [
-        (RequestError("wrong", param="top_p"), 400, None, "top_p"),
+        (RequestError("wrong", param="top_p"), 400, "invalid_value", "top_p"),
         (PromptTooLongError("long", param="prompt"), 400, "context_length_exceeded", "prompt"),
         (RefusedError("full"), 503, "queue_full", None),
         (RefusedError("it ends", code="shutting_down"), 503, "shutting_down", None),

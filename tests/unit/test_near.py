@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.near import did_you_mean, near_names
+from engine.config.near import did_you_mean, near_names
 
 FIELDS = (
     "model", "max_tokens", "n", "stop", "stream", "seed", "temperature", "top_p", "top_k", "min_p",

@@ -7,7 +7,7 @@ from enum import Enum
 from heapq import heapify, heappop, heappush
 
 from engine.config.sched import SchedulerConfig
-from engine.errors import RefusedError, RequestError
+from engine.errors import PromptTooLongError, RefusedError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest, check_times, in_use
 from engine.sched.policy import Defer, Refuse
@@ -107,7 +107,7 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
     """Raise ``RequestError`` for a request that could never finish, not even alone."""
     num_prompt = len(add.prompt_token_ids)
     if not 0 < num_prompt < config.max_model_len:
-        raise RequestError(
+        raise (PromptTooLongError if num_prompt else RequestError)(
             f"prompt has {num_prompt} tokens, must have 1 to {config.max_model_len - 1} "
             "(max_model_len less one for the output)",
             param="prompt_token_ids",

@@ -11,6 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
+from engine.server.blame import KEY as ASKED
+from engine.server.blame import in_words_of
 from engine.server.errors import ApiError, as_api_error, error_response
 from engine.server.streams import Streaming
 
@@ -49,7 +51,7 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
         except ClientDisconnect:  # with nobody to read this
             answer = Response(b"", 400)
         except Exception as error:
-            told = as_api_error(error)
+            told = in_words_of(request.scope.get(ASKED), as_api_error(error))
             if told.status == 500:
                 logger.exception("%s %s failed", request.method, request.scope["path"])
             answer = error_response(told, request.scope["path"])

@@ -1,0 +1,229 @@
+"""Errors name the field that the client has sent, in each API, and the value once."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from engine.errors import PromptTooLongError, RequestError, RequestTypeError
+from engine.messages.params import SamplingParams, check_params_for_vocab
+from engine.messages.structured import StructuredOutputsParams
+from engine.server.asked import ChatRequest, CompletionRequest, read
+from engine.server.blame import in_words_of
+from engine.server.errors import ApiError, as_api_error
+from engine.server.messages_asked import MessagesRequest
+from engine.server.responses_asked import ResponsesRequest
+
+TEXT, CHAT, RESPONSE, MESSAGE = (
+    (CompletionRequest, {"model": "m", "prompt": "x"}),
+    (ChatRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
+    (ResponsesRequest, {"model": "m", "input": "x"}),
+    (MessagesRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
+)
+APIS: tuple[tuple[Any, dict[str, Any]], ...] = (TEXT, CHAT, RESPONSE, MESSAGE)
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+
+
+def wrong(api: tuple[Any, dict[str, Any]], **fields: Any) -> ApiError:
+    kind, good = api
+    with pytest.raises(ApiError) as told:
+        read(json.dumps({**good, **fields}).encode(), kind)
+    return told.value
+
+
+# -- of the engine
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"temperature": 3.0}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"top_k": -7}, "top_k"),
+        ({"n": 0}, "n"),
+        ({"n": True}, "n"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": [""]}, "stop"),
+        ({"stop": [5]}, "stop"),
+        ({"stop": 5}, "stop"),
+        ({"stop_token_ids": ["a"]}, "stop_token_ids"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"logit_bias": {5: 500.0}}, "logit_bias"),
+        ({"logit_bias": {"a": 1.0}}, "logit_bias"),
+        ({"logit_bias": {5: "a"}}, "logit_bias"),
+        ({"extra_args": {5: 1}}, "extra_args"),
+        ({"output_kind": "all"}, "output_kind"),
+        ({"ignore_eos": 1}, "ignore_eos"),
+        ({"min_tokens": 20}, "min_tokens"),
+        ({"stop": ["a"], "detokenize": False}, "stop"),
+        ({"prompt_logprobs_start": 3}, "prompt_logprobs_start"),
+        ({"structured_outputs": "{}"}, "structured_outputs"),
+    ],
+    ids=str,
+)
+def test_parameters_are_named(fields: dict[str, Any], param: str) -> None:
+    with pytest.raises(RequestError) as told:
+        SamplingParams(**fields)
+    assert told.value.param == param and param in str(told.value)
+    is_type = isinstance(told.value, RequestTypeError)
+    assert told.value.code == ("invalid_type" if is_type else None)
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"regex": ""}, {"json": "{"}, {"choice": [5]}, {"backend": "x", "regex": "a"}]
+)
+def test_forms_are_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as told:
+        StructuredOutputsParams(**fields)
+    assert told.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize(
+    "fields", [{"stop_token_ids": [7]}, {"allowed_token_ids": [7]}, {"logprobs": 8}]
+)
+def test_parameters_that_the_vocabulary_lacks_are_named(fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError) as told:
+        check_params_for_vocab(SamplingParams(**fields), 7)
+    assert told.value.param in fields
+
+
+# -- of the body
+
+
+@pytest.mark.parametrize("api", APIS, ids=lambda api: api[0].__name__)
+def test_an_unknown_field_is_named_with_what_was_meant(api: Any) -> None:
+    error = wrong(api, temprature=1)
+    assert (error.status, error.code, error.param) == (400, "unknown_parameter", "temprature")
+    assert error.message.count("temprature") == 1 and "did you mean 'temperature'?" in error.message
+    assert "did you mean" not in wrong(api, num_beams=4).message
+
+
+@pytest.mark.parametrize(
+    ("api", "typed", "meant"),
+    [
+        (TEXT, "max_completion_tokens", "max_tokens"),
+        (RESPONSE, "max_tokens", "max_output_tokens"),
+        (RESPONSE, "messages", "input"),
+        (MESSAGE, "stop", "stop_sequences"),
+        (MESSAGE, "instructions", "system"),
+        (CHAT, "stop_sequences", "stop"),
+    ],
+)
+def test_a_field_of_another_api_is_named_as_this_one_has_it(
+    api: Any, typed: str, meant: str
+) -> None:
+    assert wrong(api, **{typed: "x"}).message.endswith(f"did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
+    ("api", "fields", "param", "code"),
+    [
+        (TEXT, {"n": "two"}, "n", "invalid_type"),
+        (TEXT, {"stop": ["a", 3]}, "stop[1]", "invalid_type"),
+        (TEXT, {"prompt": [[5, "a"]]}, "prompt[0][1]", "invalid_type"),
+        (TEXT, {"logit_bias": {"5": "x"}}, "logit_bias.5", "invalid_type"),
+        (TEXT, {"stream_options": {"include_usge": True}}, "stream_options.include_usge",
+         "unknown_parameter"),
+        (CHAT, {"messages": "x"}, "messages", "invalid_type"),
+        (CHAT, {"messages": ["x"]}, "messages[0]", "invalid_type"),
+        (CHAT, {"messages": None}, "messages", "missing_required_parameter"),
+        (RESPONSE, {"truncation": "disable"}, "truncation", "invalid_value"),
+        (RESPONSE, {"text": {"formt": {}}}, "text.formt", "unknown_parameter"),
+        (MESSAGE, {"max_tokens": 1.5}, "max_tokens", "invalid_type"),
+    ],
+)  # fmt: skip
+def test_the_path_to_what_is_wrong_is_given(
+    api: Any, fields: dict[str, Any], param: str, code: str
+) -> None:
+    error = wrong(api, **fields)
+    assert (error.status, error.param, error.code) == (400, param, code)
+    assert param in error.message
+
+
+def test_a_value_is_shown_once() -> None:
+    for error in (wrong(TEXT, n="twofold"), wrong(RESPONSE, truncation="twofold")):
+        assert error.message.count("twofold") == 1
+    assert "y" * 100 not in wrong(TEXT, n="y" * 5000).message
+    assert len(wrong(TEXT, **{"z" * 5000: 1}).message) < 300
+
+
+def test_choices_are_listed_and_the_near_one_is_meant() -> None:
+    message = wrong(RESPONSE, truncation="disable").message
+    assert "auto, disabled" in message and message.endswith("did you mean 'disabled'?")
+    assert "did you mean" not in wrong(RESPONSE, truncation="twofold").message
+
+
+# -- in the words of each API
+
+
+@pytest.mark.parametrize(
+    ("api", "given", "engine", "param"),
+    [
+        (TEXT, {}, "prompt_token_ids", "prompt"),
+        (TEXT, {"max_tokens": 0}, "max_tokens", "max_tokens"),
+        (TEXT, {"structured_outputs": {}}, "structured_outputs", "structured_outputs"),
+        (TEXT, {"response_format": SCHEMA}, "structured_outputs", "response_format"),
+        (CHAT, {"max_tokens": 0}, "max_tokens", "max_tokens"),
+        (CHAT, {"max_completion_tokens": 0}, "max_tokens", "max_completion_tokens"),
+        (CHAT, {}, "prompt", "messages"),
+        (CHAT, {"top_logprobs": 5}, "logprobs", "top_logprobs"),
+        (CHAT, {"tools": []}, "grammar", "tools"),
+        (CHAT, {"response_format": SCHEMA, "tools": []}, "grammar", "response_format"),
+        (RESPONSE, {"max_output_tokens": 0}, "max_tokens", "max_output_tokens"),
+        (RESPONSE, {}, "messages", "input"),
+        (RESPONSE, {"text": {}}, "response_format", "text.format"),
+        (MESSAGE, {"max_tokens": 0}, "max_completion_tokens", "max_tokens"),
+        (MESSAGE, {}, "stop", "stop_sequences"),
+        (MESSAGE, {}, "temperature", "temperature"),
+        (MESSAGE, {}, "min_tokens", None),
+    ],
+)
+def test_fields_are_called_as_the_client_has_them(
+    api: Any, given: dict[str, Any], engine: str, param: str | None
+) -> None:
+    kind, good = api
+    asked = read(json.dumps({**good, **given}).encode(), kind)
+    error = RequestError(f"{engine} is -5, must be at least 1", param=engine)
+    told = in_words_of(asked, as_api_error(error))
+    assert told.param == param
+    assert told.message == f"{param or engine} is -5, must be at least 1"
+
+
+def test_other_fields_in_a_message_are_called_so_too() -> None:
+    kind, good = RESPONSE
+    asked = kind(**good, min_tokens=20, max_output_tokens=5)
+    with pytest.raises(RequestError) as told:
+        SamplingParams(min_tokens=20, max_tokens=5)
+    message = in_words_of(asked, as_api_error(told.value)).message
+    assert message == "min_tokens is 20, must be at most max_output_tokens (5)"
+
+
+def test_words_that_are_no_fields_stay() -> None:
+    asked = CHAT[0](**CHAT[1])
+    error = PromptTooLongError("x", param="prompt", length="9 tokens", limit=8)
+    told = in_words_of(asked, as_api_error(error))
+    assert told.param == "messages" and "the prompt is too long" in told.message
+
+
+# -- a prompt that is too long, as clients tell it apart
+
+LITELLM = "this model's maximum context length is"
+"""In `litellm.litellm_core_utils.exception_mapping_utils`, of the lower-cased text."""
+LANGCHAIN = "prompt is too long"
+"""In `langchain_anthropic.chat_models` and `langchain_openai.chat_models.base`."""
+CODE = "context_length_exceeded"
+"""In `langchain_openai.chat_models.base`, of the whole error."""
+
+
+@pytest.mark.parametrize("length", ["5000 tokens", "at least 5000 tokens"])
+def test_clients_know_a_prompt_that_is_too_long(length: str) -> None:
+    error = as_api_error(PromptTooLongError("x", param="prompt", length=length, limit=4096))
+    for body in (error.body().decode(), json.dumps(error.anthropic())):
+        assert LITELLM in body.lower() and LANGCHAIN in body
+        assert (
+            f"{length} > 4095 maximum" in body and "maximum context length is 4096 tokens" in body
+        )
+    assert CODE in error.body().decode()
+    assert error.message.count("5000") == 1 and "--max-model-len" in error.message
