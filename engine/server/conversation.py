@@ -1,0 +1,223 @@
+"""The messages of a conversation in one plain form, whichever API they came by.
+
+A message is a role and one text; one of the assistant may have tool calls with arguments as
+objects, and what was thought before it. Consecutive turns of one role are one turn, metadata of
+clients is left out, and roles that nobody knows are refused. ``adapt`` fits the result to a model's
+chat template.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from engine.server.errors import ApiError
+from engine.text.chat import REASONING_NAMES
+
+Message = dict[str, Any]
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+SYSTEM_ROLES = ("system", "developer")  # the newer name, which templates do not know
+TURNS = ("user", "assistant")
+TEXT_PARTS = (
+    "text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal",
+)  # fmt: skip
+METADATA = re.compile(r"(?:\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z))+\n*", re.IGNORECASE)
+"""Lines at the beginning of a system text that a client writes for its own service. They change
+with every request, so that no prefix would ever be found cached."""
+
+
+def plain_messages(given: Iterable[Message], param: str = "messages") -> list[Message]:
+    """The conversation in plain form. Raises ``ApiError`` for what is none."""
+    messages: list[Message] = []
+    for each in given:
+        message = plain_message(each, param)
+        if message is not None:
+            messages.append(message)
+    _name_old_calls(messages)
+    return joined_turns(messages)
+
+
+def plain_message(message: Message, param: str = "messages") -> Message | None:
+    """One message; ``None`` if it holds nothing but metadata. Raises ``ApiError``."""
+    role = known_role(message.get("role"), ROLES, param)
+    plain = {key: value for key, value in message.items() if value is not None}
+    content = message.get("content")
+    if role in SYSTEM_ROLES:
+        plain["content"] = system_text(content, param)
+        plain["role"] = "system"
+        return plain if plain["content"] or not plain_content(content, param) else None
+    plain["content"] = plain_content(content, param) or _refusal_of(message)
+    if role == "function":
+        plain["role"] = "tool"
+    if role == "assistant":
+        _add_calls(plain, param)
+    return plain
+
+
+def known_role(role: Any, known: Sequence[str], param: str) -> str:
+    """Raises ``ApiError`` for any other."""
+    if not isinstance(role, str) or role not in known:
+        raise ApiError(
+            400, f"{param} has the role {role!r:.40}, must be one of: {', '.join(known)}",
+            param=param,
+        )  # fmt: skip
+    return role
+
+
+def system_text(content: Any, param: str = "messages", between: str = "") -> str:
+    """The text of a system message without metadata, which may begin it or one of its parts."""
+    if not isinstance(content, list):
+        return without_metadata(plain_content(content, param))
+    texts = [plain_content([part], param) for part in content]
+    return between.join(kept for text in texts if (kept := without_metadata(text)) or not text)
+
+
+def without_metadata(text: str) -> str:
+    found = METADATA.match(text)
+    return text if found is None else text[found.end() :]
+
+
+def plain_content(content: Any, param: str = "messages") -> str:
+    """The text of a message, whole or in parts. Raises ``ApiError`` that names ``param``."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise ApiError(
+            400,
+            f"a message's content is {content!r:.80}, must be a text or parts of one",
+            param=param,
+        )
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
+            kind = part.get("type") if isinstance(part, dict) else part
+            raise ApiError(
+                400,
+                f"{param} has a part of type {kind!r:.40}, which is not supported yet: only "
+                "text is",
+                param=param,
+            )
+    return "".join(
+        text_of(part, "refusal" if part["type"] == "refusal" else "text", param) for part in content
+    )
+
+
+def text_of(part: dict[str, Any], name: str, param: str) -> str:
+    """This field of a part, which must be a text."""
+    text = part.get(name)
+    if not isinstance(text, str):
+        raise ApiError(
+            400, f"{param} has a part whose {name} is {text!r:.40}, must be a text", param=param
+        )
+    return text
+
+
+def joined_turns(messages: Iterable[Message], *, whoever: bool = False) -> list[Message]:
+    """Consecutive turns of the user, or of the assistant, as one; whoever: of users of different
+    names too."""
+    turns: list[Message] = []
+    for message in messages:
+        last = turns[-1] if turns else None
+        is_same = (
+            last is not None
+            and message["role"] == last["role"]
+            and message["role"] in TURNS
+            and (whoever or message.get("name") == last.get("name"))
+        )
+        if last is not None and is_same:
+            turns[-1] = _joined(last, message)
+        else:
+            turns.append(message)
+    return turns
+
+
+def _joined(first: Message, second: Message) -> Message:
+    """Both in one; texts go before calls."""
+    whole = {**first, **second, "content": with_text(first, second["content"])["content"]}
+    calls = [*first.get("tool_calls", []), *second.get("tool_calls", [])]
+    if calls:
+        whole["tool_calls"] = calls
+    thoughts = [thought for each in (first, second) if (thought := thought_of(each))]
+    if thoughts:
+        whole = {key: value for key, value in whole.items() if key not in REASONING_NAMES}
+        whole["reasoning_content"] = "\n".join(thoughts)
+    return whole
+
+
+def with_text(message: Message, text: str, between: str = "\n") -> Message:
+    """The message with a text added to its end."""
+    return {**message, "content": between.join(filter(None, [message["content"], text]))}
+
+
+def thought_of(message: Message) -> str:
+    """What the model thought before a message."""
+    found = next((message[name] for name in REASONING_NAMES if message.get(name)), "")
+    return found if isinstance(found, str) else ""
+
+
+def think(message: Message, text: str) -> None:
+    """Add to what the model thought before a message."""
+    before = message.get("reasoning_content")
+    message["reasoning_content"] = text if before is None else f"{before}\n{text}"
+
+
+def last_answer(messages: list[Message]) -> Message:
+    """The message of the assistant at the end, a new one if there is none."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def _refusal_of(message: Message) -> str:
+    refusal = message.get("refusal")
+    return refusal if isinstance(refusal, str) else ""
+
+
+def _add_calls(message: Message, param: str) -> None:
+    calls = message.get("tool_calls", [])
+    if not isinstance(calls, list):
+        raise ApiError(400, f"tool_calls is {calls!r:.80}, must be a list", param=param)
+    old = message.pop("function_call", None)  # OpenAI's older form, without ids
+    if old is not None:
+        calls = [*calls, {"type": "function", "function": old}]
+    message.pop("tool_calls", None)
+    if calls:
+        message["tool_calls"] = [_plain_call(call, param) for call in calls]
+
+
+def _plain_call(call: Any, param: str) -> dict[str, Any]:
+    function = call.get("function") if isinstance(call, dict) else None
+    if isinstance(call, dict) and call.get("type") == "custom":
+        custom = call.get("custom")
+        if isinstance(custom, dict):
+            function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
+            call = {"id": call.get("id"), "type": "function"}
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ApiError(
+            400,
+            f"tool_calls has {call!r:.80}, must have a function with name and arguments",
+            param=param,
+        )
+    arguments = function.get("arguments") or {}
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _name_old_calls(messages: list[Message]) -> None:
+    """Give ids to calls without one, and to their results, in order."""
+    waiting: list[str] = []
+    number = 0
+    for message in messages:
+        for call in message.get("tool_calls", []):
+            if call.get("id") is None:
+                call["id"] = f"call_{number:024d}"
+                number += 1
+                waiting.append(call["id"])
+        if message["role"] == "tool" and message.get("tool_call_id") is None and waiting:
+            message["tool_call_id"] = waiting.pop(0)
