@@ -2,9 +2,9 @@
 
 Templates differ: some take one system message, at the beginning, or none at all; some want user and
 assistant by turns, call ids of nine letters, one call at a time. What a template does not take it
-refuses, or silently leaves out. So a template is tried, once, with small conversations made of words
-that it cannot know: for each ``Trait`` the mildest ``Way`` is chosen with which nothing is refused
-and nothing is lost. A conversation that a template takes as it is stays as it is.
+refuses, or silently leaves out. So a template is tried once, with small conversations made of words
+that it cannot know: for each ``Trait`` the mildest way is chosen with which nothing is refused and
+nothing is lost. A conversation that a template takes as it is stays as it is.
 """
 
 from __future__ import annotations
@@ -97,9 +97,9 @@ def strictest(messages: Messages) -> Messages:
 @lru_cache(maxsize=16)
 def adapter_of(tokenizer: Tokenizer, chat_template: str | None, has_tools: bool) -> Adapter:
     """chat_template: instead of the model's own."""
-    options = {} if chat_template is None else {"chat_template": chat_template}
     tools = [TOOL] if has_tools else None
-    return Adapter(partial(tokenizer.apply_chat_template, tools=tools, **options))
+    render = partial(tokenizer.apply_chat_template, chat_template=chat_template, tools=tools)
+    return Adapter(render)
 
 
 def _after(ways: Iterable[Way], messages: Messages) -> Messages:
@@ -324,7 +324,12 @@ def _assistant(word: str, *called: str, **about: str) -> Message:
         }
         for word in called
     ]
-    return {"role": "assistant", "content": word, **({"tool_calls": calls} if calls else {}), **about}
+    return {
+        "role": "assistant",
+        "content": word,
+        **({"tool_calls": calls} if calls else {}),
+        **about,
+    }
 
 
 def _result(word: str, called: str) -> Message:
@@ -381,4 +386,10 @@ OF_OPEN_CALLS = Trait(
 OF_FIRST_CALLS = Trait(
     ([_assistant("", A), _result(B, A), _assistant(C), _user(D)],), (as_it_is, with_user_first)
 )
-TRAITS = (OF_SYSTEM, *OF_TURNS, *OF_TOOLS, OF_FIRST_CALLS, OF_OPEN_CALLS)  # those last that part what others join
+TRAITS = (
+    OF_SYSTEM,
+    *OF_TURNS,
+    *OF_TOOLS,
+    OF_FIRST_CALLS,
+    OF_OPEN_CALLS,
+)  # those last that part what others join

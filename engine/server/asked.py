@@ -185,7 +185,8 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     chat_template_kwargs: dict[str, Any] | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
     # of no effect: nothing is stored, there is one tier, and prefixes are cached anyway

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
+from functools import partial
 from typing import Any, NamedTuple
 
 from engine.async_engine import AsyncLLMEngine
+from engine.errors import RefusedError, RequestError
 from engine.frontend.prompt import TextPrompt
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams
+from engine.server.adapt import adapter_of, strictest
 from engine.server.asked import ChatRequest
+from engine.server.conversation import Message, plain_messages
 from engine.server.errors import ApiError
 from engine.server.speech.answer import AnswerReader
 from engine.server.speech.events import Event
 from engine.server.speech.forms import form_behind_thinking, form_with_tools
-from engine.server.speech.generic import in_words, takes_system
+from engine.server.speech.generic import in_words
 from engine.server.speech.tools import tools_of
 from engine.server.speech.turns import Speech
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import Tokenizer
 
-TEXT_PARTS = (
-    "text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal",
-)  # fmt: skip
 OWN_FIELDS = (
     "add_generation_prompt",
     "chat_template",
@@ -56,16 +56,44 @@ class ChatModel:
             made = self._speech
         return Voice(self, await asyncio.shield(made))
 
-    async def render(self, messages: list[dict[str, Any]], **options: Any) -> TextPrompt:
-        """The prompt of a conversation. What a message says is plain text, whatever it looks like.
-        Raises ``RequestError`` if the template refuses it."""
+    async def render(
+        self, messages: list[Message], *, continues: bool = False, **options: Any
+    ) -> TextPrompt:
+        """The prompt of a conversation, adapted to the chat template. What a message says is plain
+        text, whatever it looks like.
+
+        ``options`` are those of ``Tokenizer.apply_chat_template``; continues: the prompt ends with
+        the text of the last message. Raises ``RequestError`` if the template refuses it.
+        """
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
+        if (await self.voice()).speech.is_generic:
+            messages = in_words(messages, options.pop("tools", None) or [])
         tokenizer = self.engine.get_tokenizer()
-        if has_special_tokens(tokenizer, messages, options.get("tools")):
-            prompt: TextPrompt = await asyncio.to_thread(
-                render_plainly, tokenizer, messages, options
-            )
+        adapter = adapter_of(tokenizer, self.chat_template, bool(options.get("tools")))
+        adapted = adapter.adapt(messages)
+        if adapted is None:
+            await asyncio.to_thread(adapter.learn)
+            adapted = adapter.adapt(messages) or messages
+        try:
+            return await self._fill(adapted, options, continues=continues)
+        except RefusedError:
+            raise
+        except RequestError as error:
+            other = strictest(adapted)
+            if other != adapted:
+                with contextlib.suppress(RequestError):
+                    return await self._fill(other, options, continues=continues)
+            raise error
+
+    async def _fill(
+        self, messages: list[Message], options: dict[str, Any], *, continues: bool
+    ) -> TextPrompt:
+        """The chat template with these messages."""
+        tokenizer = self.engine.get_tokenizer()
+        if continues or has_special_tokens(tokenizer, messages, options.get("tools")):
+            render = partial(render_plainly, continues=continues)
+            prompt: TextPrompt = await asyncio.to_thread(render, tokenizer, messages, options)
             return prompt
         return await self.engine.render_chat(messages, **options)
 
@@ -79,14 +107,6 @@ class Voice(NamedTuple):
     @property
     def tokenizer(self) -> Tokenizer | None:
         return self.model.engine.tokenizer
-
-    def in_words(
-        self, messages: list[dict[str, Any]], tools: list[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """A conversation for a chat template that knows no tools."""
-        tokenizer = self.model.engine.get_tokenizer()
-        has_system = not tools or takes_system(tokenizer, self.model.chat_template)
-        return in_words(messages, tools, has_system=has_system)
 
 
 class Said(NamedTuple):
@@ -110,7 +130,8 @@ class Dialogue:
         limits = (asked.max_completion_tokens, asked.max_tokens)
         most = next((limit for limit in limits if limit is not None), None)
         self._params = asked.sampling(max_tokens=most, logprobs=num_logprobs)
-        self._messages = [plain_message(message) for message in asked.messages]
+        self._messages = plain_messages(asked.messages)
+        self._begun = begun_answer(asked, self._messages)
         self._tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
         self._prompt: TextPrompt = {}
         self._turns: dict[int, AnswerReader] = {}
@@ -118,9 +139,10 @@ class Dialogue:
 
     async def open(self, name: str) -> Reader:
         """Ask the model; name: of the request."""
-        prompt = self._prompt = await self.prompt()
+        prompt = await self.prompt()
+        self._prompt = self._as_read(prompt)
         params = self._params
-        params.structured_outputs = self._form(prompt["prompt"])
+        params.structured_outputs = self._form(self._prompt["prompt"])
         if self._voice.speech.reader(has_tools=self._tools is not None) is not None:
             params.skip_special_tokens = False  # markers may be special
             params.output_kind = "delta"
@@ -155,16 +177,27 @@ class Dialogue:
         variables = dict(asked.chat_template_kwargs or {})
         if asked.reasoning_effort is not None:
             variables.setdefault("reasoning_effort", asked.reasoning_effort)
-        variables["add_generation_prompt"] = asked.add_generation_prompt
-        messages, told = self._messages, self._tools.told if self._tools else []
-        if self._voice.speech.is_generic:
-            messages = self._voice.in_words(messages, told)
-        elif told:
-            variables["tools"] = told
-        prompt = await self._voice.model.render(messages, **variables)
+        is_begun = self._begun is not None
+        variables["add_generation_prompt"] = not is_begun and (
+            asked.add_generation_prompt is not False
+        )
+        if self._tools is not None:
+            variables["tools"] = self._tools.told
+        model = self._voice.model
+        prompt = await model.render(self._messages, continues=is_begun, **variables)
         if asked.cache_salt is not None:
             prompt["cache_salt"] = asked.cache_salt
         return prompt
+
+    def _as_read(self, prompt: TextPrompt) -> TextPrompt:
+        """The prompt for who reads the answer. Of an answer that is begun only the markers of
+        thinking matter: whether it thinks, or has thought."""
+        thinking = self._voice.speech.thinking
+        if self._begun is None or thinking is None:
+            return prompt
+        begin, end = thinking
+        is_thinking = self._begun.rfind(begin) > self._begun.rfind(end)
+        return {**prompt, "prompt": begin if is_thinking else end}
 
     def _form(self, prompt: str) -> StructuredOutputsParams | None:
         form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
@@ -197,91 +230,28 @@ def check_asked(asked: ChatRequest) -> None:
         )
     if not asked.messages:
         raise ApiError(400, "messages is [], must have at least one message", param="messages")
-
-
-def plain_message(message: dict[str, Any]) -> dict[str, Any]:
-    """As chat templates read it: content as one text, arguments of tool calls as objects. Raises
-    ``ApiError`` for what is no text."""
-    if not isinstance(message.get("role"), str):
+    if asked.continue_final_message and asked.add_generation_prompt:
         raise ApiError(
             400,
-            f"messages has the role {message.get('role')!r:.40}, must be a text as user",
+            "continue_final_message and add_generation_prompt are both true: leave one of them out",
+            param="continue_final_message",
+        )
+
+
+def begun_answer(asked: ChatRequest, messages: list[Message]) -> str | None:
+    """The text of the last message if the model is to go on with it; ``None`` where a new message
+    is to be written, as after an empty one, which is taken away."""
+    if not asked.continue_final_message:
+        return None
+    last = messages[-1]
+    if last.get("tool_calls"):
+        raise ApiError(
+            400,
+            "the last message has tool calls, which cannot be continued: leave them out, or add "
+            "their results",
             param="messages",
         )
-    plain = {**message, "content": plain_content(message.get("content"))}
-    if plain.get("role") == "developer":  # OpenAI's newer name; templates know the older one
-        plain["role"] = "system"
-    calls = plain.get("tool_calls")
-    if calls is None:
-        plain.pop("tool_calls", None)
-        return plain
-    if not isinstance(calls, list):
-        raise ApiError(400, f"tool_calls is {calls!r:.80}, must be a list", param="messages")
-    plain["tool_calls"] = [_plain_call(call) for call in calls]
-    return plain
-
-
-def plain_content(content: Any, param: str = "messages") -> str:
-    """The text of a message, whole or in parts. Raises ``ApiError`` that names ``param``."""
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise ApiError(
-            400,
-            f"a message's content is {content!r:.80}, must be a text or parts of one",
-            param=param,
-        )
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
-            kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(
-                400,
-                f"{param} has a part of type {kind!r:.40}, which is not supported yet: only "
-                "text is",
-                param=param,
-            )
-    return "".join(
-        text_of(part, "refusal" if part["type"] == "refusal" else "text", param) for part in content
-    )
-
-
-def text_of(part: dict[str, Any], name: str, param: str) -> str:
-    """This field of a part, which must be a text."""
-    text = part.get(name)
-    if not isinstance(text, str):
-        raise ApiError(
-            400, f"{param} has a part whose {name} is {text!r:.40}, must be a text", param=param
-        )
-    return text
-
-
-def said_last(messages: list[dict[str, Any]], *, calls: bool = False) -> dict[str, Any]:
-    """The message of the model at the end, a new one if there is none. What is no call begins a
-    new one behind calls."""
-    last = messages[-1] if messages else None
-    if last is None or last["role"] != "assistant" or ("tool_calls" in last and not calls):
-        messages.append({"role": "assistant", "content": ""})
-    return messages[-1]
-
-
-def think(message: dict[str, Any], text: str) -> None:
-    """Add to what the model thought before a message."""
-    before = message.get("reasoning_content")
-    message["reasoning_content"] = text if before is None else f"{before}\n{text}"
-
-
-def _plain_call(call: Any) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(
-            400,
-            f"tool_calls has {call!r:.80}, must have a function with name and arguments",
-            param="messages",
-        )
-    arguments = function.get("arguments") or {}
-    if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so
-            arguments = json.loads(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    if last["role"] == "assistant" and not last["content"] and len(messages) > 1:
+        messages.pop()
+        return None
+    return str(last["content"])

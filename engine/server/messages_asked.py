@@ -7,11 +7,12 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.server.asked import ChatRequest
-from engine.server.dialogue import said_last, text_of, think
+from engine.server.conversation import known_role, last_answer, system_text, text_of, think
 from engine.server.errors import ApiError
 from engine.server.speech.tools import CHOICES
 
 Message = dict[str, Any]
+ROLES = ("user", "assistant", "system")
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 assert set(TOOL_CHOICES.values()) == set(CHOICES)
 
@@ -73,16 +74,12 @@ def chat_of(asked: MessagesRequest) -> ChatRequest:
     """The same as a request for chat completions. Raises ``ApiError``."""
     if not asked.messages:
         raise ApiError(400, "messages is [], must have at least one message", param="messages")
-    if asked.messages[-1].get("role") == "assistant":
-        raise ApiError(
-            400,
-            "the last message is the assistant's: an answer that is begun is not supported yet",
-            param="messages",
-        )
+    messages = messages_of(asked)
     choice, is_single = _choice(asked.tool_choice)
     user = (asked.metadata or {}).get("user_id")
     return ChatRequest(
-        messages=messages_of(asked),
+        messages=messages,
+        continue_final_message=is_begun(messages),
         max_completion_tokens=asked.max_tokens,
         stop=asked.stop_sequences,
         top_k=asked.top_k or 0,
@@ -100,19 +97,15 @@ def messages_of(asked: MessagesRequest) -> list[Message]:
     """As chat templates read them: results of tools are messages of their own."""
     messages: list[Message] = []
     if asked.system:
-        messages.append({"role": "system", "content": _text_of(asked.system, "system")})
+        messages += _of_system(asked.system, "system")
     for message in asked.messages:
-        role, content = message.get("role"), message.get("content")
-        if role not in ("user", "assistant", "system"):
-            raise ApiError(
-                400,
-                f"messages has the role {role!r:.40}, must be user or assistant",
-                param="messages",
-            )
-        if isinstance(content, str):
+        role, content = known_role(message.get("role"), ROLES, "messages"), message.get("content")
+        if role == "system":
+            messages += _of_system(content, "messages")
+        elif isinstance(content, str):
             messages.append({"role": role, "content": content})
         elif isinstance(content, list):
-            messages += _of_assistant(content) if role == "assistant" else _of_user(role, content)
+            messages += _of_assistant(content) if role == "assistant" else _of_user(content)
         else:
             raise ApiError(
                 400,
@@ -122,7 +115,37 @@ def messages_of(asked: MessagesRequest) -> list[Message]:
     return messages
 
 
-def _of_user(role: str, blocks: list[Any]) -> list[Message]:
+def is_begun(messages: list[Message]) -> bool:
+    """Whether the last turn is the assistant's, with which the answer goes on. Raises ``ApiError``
+    as Anthropic does for one that ends with white space."""
+    last = messages[-1]
+    if last["role"] != "assistant":
+        return False
+    if last["content"] != last["content"].rstrip():
+        raise ApiError(
+            400,
+            "the last message is the assistant's and ends with white space, after which a model "
+            "cannot go on well: take the white space away",
+            param="messages",
+        )
+    return True
+
+
+def _of_system(content: Any, param: str) -> list[Message]:
+    """No message if there is nothing but metadata of the client."""
+    if isinstance(content, list):
+        for block in content:
+            if not isinstance(block, dict) or block.get("type") != "text":
+                raise _unsupported(block.get("type") if isinstance(block, dict) else block, param)
+    elif not isinstance(content, str):
+        raise ApiError(
+            400, f"{param} has the content {content!r:.40}, must be a text or blocks", param=param
+        )
+    text = system_text(content, param, between="\n")
+    return [{"role": "system", "content": text}] if text else []
+
+
+def _of_user(blocks: list[Any]) -> list[Message]:
     results, texts = [], []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else block
@@ -137,23 +160,22 @@ def _of_user(role: str, blocks: list[Any]) -> list[Message]:
             )
         else:
             raise _unsupported(kind)
-    said = [{"role": role, "content": "\n".join(texts)}] if texts or not results else []
+    said = [{"role": "user", "content": "\n".join(texts)}] if texts or not results else []
     return [*results, *said]
 
 
 def _of_assistant(blocks: list[Any]) -> list[Message]:
-    """What follows a call is a message of its own."""
     messages: list[Message] = []
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else block
         if kind == "text":
-            said_last(messages)["content"] += text_of(block, "text", "messages")
+            last_answer(messages)["content"] += text_of(block, "text", "messages")
         elif kind == "thinking":
-            think(said_last(messages), text_of(block, "thinking", "messages"))
+            think(last_answer(messages), text_of(block, "thinking", "messages"))
         elif kind == "tool_use":
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             call = {"id": block.get("id"), "type": "function", "function": function}
-            said_last(messages, calls=True).setdefault("tool_calls", []).append(call)
+            last_answer(messages).setdefault("tool_calls", []).append(call)
         elif kind != "redacted_thinking":
             raise _unsupported(kind)
     return messages or [{"role": "assistant", "content": ""}]

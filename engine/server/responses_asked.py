@@ -7,10 +7,11 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from engine.server.asked import ChatRequest
-from engine.server.dialogue import plain_content, said_last, think
+from engine.server.conversation import known_role, last_answer, plain_content, think
 from engine.server.errors import ApiError
 
 MAX_ITEMS = 4096
+ROLES = ("user", "assistant", "system", "developer")
 Message = dict[str, Any]
 
 
@@ -129,18 +130,15 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
 def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
     kind = item.get("type", "message")
     if kind == "message":
-        content, role = plain_content(item.get("content"), "input"), item.get("role")
-        if not isinstance(role, str):
-            raise ApiError(400, f"input has an item without a role: {item!r:.80}", param="input")
-        if role != "assistant":
+        role, content = known_role(item.get("role"), ROLES, "input"), item.get("content")
+        if role == "assistant":
+            last_answer(messages)["content"] += plain_content(content, "input")
+        else:
             messages.append({"role": role, "content": content})
-            return
-        said = said_last(messages)
-        said["content"] += content
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
-        said_last(messages, calls=True).setdefault("tool_calls", []).append(call)
+        last_answer(messages).setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         content = plain_content(item.get("output"), "input")
         call_id = item.get("call_id")
@@ -148,7 +146,7 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
     elif kind == "reasoning":
         text = plain_content(item.get("content") or item.get("summary") or "", "input")
         if text:
-            think(said_last(messages), text)
+            think(last_answer(messages), text)
     else:
         raise ApiError(
             400,

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from engine.async_engine import AsyncLLMEngine
-from engine.server.dialogue import OWN_FIELDS, ChatModel, plain_message
+from engine.server.conversation import plain_messages
+from engine.server.dialogue import OWN_FIELDS, ChatModel
 from engine.server.errors import ApiError
 from engine.server.logprobs import TokenNames
 
@@ -107,5 +108,4 @@ async def _rendered(model: ChatModel, asked: TokenizeRequest) -> Any:
             param="chat_template_kwargs",
         )
     variables["add_generation_prompt"] = asked.add_generation_prompt
-    messages = [plain_message(message) for message in asked.messages or []]
-    return await model.render(messages, **variables)
+    return await model.render(plain_messages(asked.messages or []), **variables)

@@ -11,12 +11,14 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any
 
+from engine.errors import RequestError
 from engine.text.chat import Messages, plain
 from engine.text.tokenizer import Tokenizer
 
+NOTHING = re.compile(r"(?!)")
 GUARDS = [chr(number) for number in range(0xE000, 0xF8FF)]  # private use: no text has them all
 
 
@@ -28,19 +30,30 @@ def has_special_tokens(tokenizer: Tokenizer, messages: Messages, tools: Any = No
     return any(pattern.search(text) for text in _texts([list(messages), tools]))
 
 
-def render_plainly(tokenizer: Tokenizer, messages: Messages, options: dict[str, Any]) -> Any:
+def render_plainly(
+    tokenizer: Tokenizer, messages: Messages, options: dict[str, Any], *, continues: bool = False
+) -> Any:
     """``prompt`` and ``prompt_token_ids`` of a conversation whose texts are nothing but text.
 
-    ``options`` are those of ``Tokenizer.apply_chat_template``, whose errors it raises.
+    ``options`` are those of ``Tokenizer.apply_chat_template``, whose errors it raises. continues:
+    the prompt ends with the content of the last message, which the model is to go on with.
     """
-    pattern = _pattern(tokenizer)
-    assert pattern is not None
+    pattern = _pattern(tokenizer) or NOTHING
     given: dict[str, Any] = {"messages": list(messages), "tools": options.get("tools")}
     seen = set("".join(_texts(given)))
-    guard = next(char for char in GUARDS if char not in seen)
+    guard, end = islice((char for char in GUARDS if char not in seen), 2)
     guarded = _replaced(plain(given), pattern, guard)
     options = {**options, "tools": guarded["tools"]}
+    if continues:
+        guarded["messages"][-1]["content"] += end
     text = tokenizer.apply_chat_template(guarded["messages"], **options)
+    if continues:
+        text, found, _ = text.rpartition(end)
+        if not found:
+            raise RequestError(
+                "the chat template leaves the last message out, so it cannot be continued",
+                param="messages",
+            )
     token_ids: list[int] = []
     for has_guard, parts in groupby(_split(pattern, text), key=lambda part: guard in part):
         part = "".join(parts)

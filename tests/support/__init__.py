@@ -22,6 +22,7 @@ A core in a process, and its clients
   served: A server in a process of its own, as users start it.
   openai_events: Streamed events as they are on the wire, for checks by the types of clients.
   chat_templates: Chat templates that write tool calls and thinking as families of models do.
+  turn_templates: Chat templates that refuse or lose turns as families of models do.
   raw_http: Bytes to a server and what it says to them, where no client would send such bytes.
   schema_fuzz: schemathesis over the document of a running server, in a process of its own.
   core_clients: Every kind of client of a core, for tests that hold for all.

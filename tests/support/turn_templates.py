@@ -1,4 +1,4 @@
-# ruff: noqa: RUF001  (DeepSeek's markers have a vertical line of their own)
+# ruff: noqa: E501, RUF001  (templates; DeepSeek's markers have a vertical line of their own)
 """Chat templates for tests that refuse or lose turns in the manner of model families.
 
 Short, and written for the tests: each has the checks and the omissions of its family, not its
@@ -14,7 +14,9 @@ ALTERNATE = (
 )
 GEMMA_2 = (
     "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}"
-    "{% endif %}{% set ns = namespace(n=0) %}{% for m in messages %}" + ALTERNATE + "<start_of_turn>"
+    "{% endif %}{% set ns = namespace(n=0) %}{% for m in messages %}"
+    + ALTERNATE
+    + "<start_of_turn>"
     "{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}<end_of_turn>\n"
     "{% endfor %}{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
 )
@@ -50,7 +52,8 @@ MISTRAL_V3 = (
     "of an initial optional system message!') }}{% endif %}{% endfor %}"
 )
 MAGISTRAL = (
-    MISTRAL_HEAD + "{% if system is defined %}[SYSTEM_PROMPT]{{ system }}[/SYSTEM_PROMPT]{% endif %}"
+    MISTRAL_HEAD
+    + "{% if system is defined %}[SYSTEM_PROMPT]{{ system }}[/SYSTEM_PROMPT]{% endif %}"
     "{% if tools %}[AVAILABLE_TOOLS]{{ tools | tojson }}[/AVAILABLE_TOOLS]{% endif %}"
     "{% for m in rest %}{% if m.role == 'user' %}[INST]{{ m.content }}[/INST]"
     "{% elif m.role == 'assistant' %}{% if not m.content and not m.tool_calls %}"

@@ -8,7 +8,8 @@ import pytest
 from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
 
-from engine.server.speech.generic import call_text, in_words, takes_system
+from engine.server.adapt import adapter_of
+from engine.server.speech.generic import call_text, in_words
 from engine.text.tokenizer import RustBackend, Tokenizer
 
 TURN = "<|{{ m.role }}|>{{ m.content }}\n"
@@ -46,11 +47,14 @@ SYSTEM = {"role": "system", "content": "Be brief"}
 
 
 def rendered(name: str, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> str:
-    tokenizer = Tokenizer(RustBackend(RustTokenizer(models.BPE())), {}, {"default": ""})
-    tokenizer.templates["default"] = template = TEMPLATES[name]
-    has_system = takes_system(tokenizer, None)
-    assert has_system == takes_system(tokenizer, template) == (name == "every role")
-    return tokenizer.apply_chat_template(in_words(messages, tools, has_system=has_system))
+    tokenizer = Tokenizer(
+        RustBackend(RustTokenizer(models.BPE())), {}, {"default": TEMPLATES[name]}
+    )
+    adapter = adapter_of(tokenizer, None, False)
+    adapter.learn()
+    adapted = adapter.adapt(in_words(messages, tools))
+    assert adapted is not None
+    return tokenizer.apply_chat_template(adapted)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -72,13 +76,6 @@ def test_a_conversation_with_calls_goes_on_without_tools(name: str) -> None:
     assert "<tools>" not in text and text.endswith("Shorter\n")
 
 
-def test_tools_without_words_of_the_system_and_a_first_word_of_the_assistant() -> None:
-    messages = [{"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Ho"}]
-    found = in_words(messages, [TOOL], has_system=False)
-    assert [each["role"] for each in found] == ["user", "assistant", "user"]
-    assert "weather" in found[0]["content"]
-
-
 def test_words_alone_stay_as_they_are() -> None:
     messages = [SYSTEM, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]
-    assert in_words(messages, [], has_system=True) == messages
+    assert in_words(messages, []) == messages
