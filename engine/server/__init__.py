@@ -11,6 +11,8 @@ readers      those who do not read what they asked for
 
 asked        what completions and chats may ask, as structs; what that means for the engine
 completions  texts behind prompts
+conversation messages in one plain form, whichever API they came by
+adapt        conversations as a model's chat template takes them
 dialogue     a conversation that goes on by an answer: what the next three share
 chat         chat completions
 responses    OpenAI's newer form, and those that are stored (responses_asked: what may be asked)

@@ -322,7 +322,7 @@ def test_message_events_are_of_the_clients_types(server: Served) -> None:
     ("asked", "message"),
     [
         ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only custom ones"),
-        ({"messages": [*ASK, {"role": "assistant", "content": "I"}]}, "the last message"),
+        ({"messages": [*ASK, {"role": "assistant", "content": "I "}]}, "ends with white space"),
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
         ({"extra_body": {"mcp_servers": []}}, "mcp_servers is not supported"),
