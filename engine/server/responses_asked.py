@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from engine.server.asked import ChatRequest
-from engine.server.conversation import known_role, last_answer, plain_content, think
+from engine.server.conversation import known_role, last_answer, plain_content, plain_message, think
 from engine.server.errors import ApiError
 
 MAX_ITEMS = 4096
@@ -133,8 +133,8 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
         role, content = known_role(item.get("role"), ROLES, "input"), item.get("content")
         if role == "assistant":
             last_answer(messages)["content"] += plain_content(content, "input")
-        else:
-            messages.append({"role": role, "content": content})
+        elif plain := plain_message({"role": role, "content": content}, "input"):
+            messages.append(plain)
     elif kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         call = {"id": item.get("call_id"), "type": "function", "function": function}
