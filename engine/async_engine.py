@@ -68,6 +68,7 @@ class AsyncLLMEngine:
         # Of the thread alone.
         self._live: dict[str, Stream] = {}
         self._observers: list[Observer] = []
+        self._on_death: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
         atexit.register(self.shutdown)
@@ -177,6 +178,18 @@ class AsyncLLMEngine:
         with self._changed:
             self._check_alive()
             self._command(partial(self._observe, observer))
+
+    def on_death(self, callback: Callable[[], object]) -> None:
+        """Have ``callback`` called once the engine has died, by its thread; at once if it has."""
+        with self._changed:
+            self._on_death = callback
+            is_dead = self._death is not None
+        if is_dead:
+            callback()
+
+    def end_restarts(self) -> None:
+        """Start no core again that dies from now on: the engine is about to end."""
+        self._session.client.end_restarts()
 
     def measure(self) -> Latencies:
         """Histograms of what steps bring, counted from the first call on; any thread may read."""
@@ -454,19 +467,19 @@ class AsyncLLMEngine:
             batch[0][0].post(Delivery(batch))
 
     def _die(self, cause: BaseException | None) -> None:
-        if cause is None:
-            death = EngineDeadError("the engine was shut down")
-        elif isinstance(cause, EngineDeadError):
-            death = cause
-        else:
-            death = EngineDeadError(f"the engine core has died: {type(cause).__name__}: {cause}")
-            death.__cause__ = cause
+        death = death_by(cause)
         with self._changed:
             self._death = death
             streams, commands = list(self._open), self._commands
             self._commands = deque()
+            is_unexpected = cause is not None and not self._is_closing
+            on_death = self._on_death
         for stream in streams:
             stream.post(partial(stream.fail, death))
+        if is_unexpected:
+            log_death(death)
+            if on_death is not None:
+                on_death()
         self._session.shutdown()
         for command in commands:  # the core refuses them now, and the tasks that wait get the error
             with contextlib.suppress(Exception):
@@ -505,10 +518,32 @@ class Delivery:
                 stream.fail(error)
 
 
+def death_by(cause: BaseException | None) -> EngineDeadError:
+    """The error of an engine whose thread has ended; ``None``: it was shut down."""
+    if cause is None:
+        return EngineDeadError("the engine was shut down")
+    if isinstance(cause, EngineDeadError):
+        return cause
+    death = EngineDeadError(f"the engine core has died: {type(cause).__name__}: {cause}")
+    death.__cause__ = cause
+    return death
+
+
+def log_death(death: EngineDeadError) -> None:
+    """One line with the cause; with its traceback where no other process has printed it."""
+    cause = death.__cause__
+    is_here = cause is not None and cause.__traceback__ is not None
+    logger.critical("%s", death, exc_info=cause if is_here else None)
+
+
 def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:
+    """Raises ``EngineDeadError`` as well: who only asks for health, again and again, must not keep
+    the thread from noticing that the core has died."""
     if not future.set_running_or_notify_cancel():
         return
     try:
         future.set_result(function())
     except Exception as error:
         future.set_exception(error)
+        if isinstance(error, EngineDeadError):
+            raise

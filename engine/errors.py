@@ -5,6 +5,7 @@
     │   └── ModelError                  a model directory that is missing, damaged or not supported
     ├── RequestError (ValueError)       a request that can never be served as it was asked
     │   └── RefusedError                a good request that is not taken now: try again later
+    │       └── RestartingError         the core has died and is being started again
     ├── WireError (ValueError)          bytes that are no message, or a value that cannot travel
     ├── PolicyError (RuntimeError)      a scheduling policy or resource broke its contract
     └── EngineDeadError (RuntimeError)  the core has died; carries the cause
@@ -90,6 +91,12 @@ class RefusedError(RequestError):
     ) -> None:
         super().__init__(message, param=param, code=code)
         self.retry_after = retry_after
+
+
+class RestartingError(RefusedError):
+    """No core is there to take a request: one that died is being started again."""
+
+    code = "core_restarting"
 
 
 class WireError(EngineError, ValueError):

@@ -30,7 +30,8 @@ FAULTS = {
     "client": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage"),
     "parent": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise"),
     "server": ("SIGKILL", "SIGSTOP", "SIGTERM"),
-    "served_core": ("SIGKILL", "SIGSTOP", "SIGTERM"),
+    "served_core": ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGSEGV"),
+    "restarted_core": ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGSEGV"),
     "tokenizer": TEXT_FAULTS,
     "detokenizer": TEXT_FAULTS,
     "ngram": ("SIGKILL", "SIGSTOP", "SIGTERM"),  # cores with a model, grammars and such drafts
@@ -40,8 +41,8 @@ NEVER = {  # what cannot happen then: steps without work, messages of who has sa
     *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
     *(
         (target, fault, "handshake")  # there is no stream yet; see tests/e2e/test_server_load.py
-        for target in ("server", "served_core")
-        for fault in ("SIGKILL", "SIGSTOP", "SIGTERM")
+        for target in ("server", "served_core", "restarted_core")
+        for fault in ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGSEGV")
     ),
     ("core", "garbage", "handshake"),
     ("client", "garbage", "handshake"),

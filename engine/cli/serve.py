@@ -144,8 +144,7 @@ def run(parsed: argparse.Namespace) -> int:
         tls=Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
     )
     _take_model(parsed)
-    serve(core_apart(engine_args(parsed, "info"), parsed), options)
-    return 0
+    return serve(core_apart(engine_args(parsed, "info"), parsed), options)
 
 
 def _take_model(parsed: argparse.Namespace) -> None:
@@ -176,11 +175,8 @@ def _given(parsed: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
 
 
 def core_apart(args: EngineArgs, parsed: argparse.Namespace) -> EngineArgs:
-    """Unless told otherwise the core has a process of its own: it would share Python's lock with
-    the streams. One of several that dies takes none of the others with it."""
-    chosen: dict[str, bool] = {}
-    if "multiprocess" not in parsed and args.core_address is None:
-        chosen["multiprocess"] = True
-    if "survive_core_death" not in parsed:
-        chosen["survive_core_death"] = True
-    return replace(args, **chosen)  # type: ignore[arg-type]
+    """The core has a process of its own unless an option says otherwise: it would share Python's
+    lock with the streams."""
+    if "multiprocess" in parsed or args.core_address is not None:
+        return args
+    return replace(args, multiprocess=True)

@@ -44,6 +44,7 @@ FOREIGN: dict[str, str] = {
     "(Limits(max_seqs=...), as sarathi does)",
     "log_stats": "statistics are made when they are asked for; disable_log_stats=True leaves the "
     "line about them out of the log",
+    "survive_core_death": "set on_core_death: other cores always go on without one that has died",
     "num_gpu_blocks_override": "set num_kv_blocks",
     "scheduler_reserve_full_isl": "a request starts only if its whole prompt fits, always; "
     "watermark says how many blocks it is to leave free",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 from engine.config.check import check_range, check_types
 from engine.config.env import DECODE_POLL_TIMEOUT, decode_poll_timeout
 from engine.config.option import FRONT_END, STARTER
 from engine.errors import ConfigError
 
+OnCoreDeath = Literal["exit", "restart", "stay"]
 MAX_CORES = 64
 MAX_POLL_MS = 2**31 - 1  # what a poll takes
 MAX_DIGITS = 20  # far more of them Python does not even convert
@@ -27,9 +29,11 @@ class CoreOptions:
     core_address: str | None = field(default=None, metadata=FRONT_END)
     """Use the core that runs at this address, as metronome core printed it; give the model it has,
     for its tokenizer. Addresses of several cores, divided by commas, share the work."""
-    survive_core_death: bool = field(default=False, metadata=FRONT_END)
-    """If one of several cores dies, go on with the others; its requests end with an error. If not,
-    all is over."""
+    on_core_death: OnCoreDeath = field(default="exit", metadata=FRONT_END)
+    """What follows when a core dies; its requests end with an error, other cores go on. exit: when
+    the last has died, the engine is dead and metronome serve ends with status 1. restart: a dead
+    core is started again, at most 5 times in 10 minutes, and then as exit. stay: as exit, but
+    metronome serve goes on and answers 503."""
     core_ready_timeout: float = field(default=600.0, metadata=STARTER)
     """Seconds the core's process may take to load the model."""
     core_hang_timeout: float = field(default=300.0, metadata=FRONT_END)
@@ -59,6 +63,11 @@ class CoreConfig(CoreOptions):
             raise ConfigError(
                 f"core_address is {self.core_address!r} and multiprocess is True: use the core "
                 "that runs there, or start one; set only one of them"
+            )
+        if self.on_core_death == "restart" and not self.multiprocess:
+            raise ConfigError(
+                "on_core_death is 'restart', which takes cores in processes that this engine "
+                "starts: set multiprocess=True without core_address, or choose 'exit' or 'stay'"
             )
         addresses = self.core_addresses
         if not all(addresses) or len(set(addresses)) < len(addresses) or len(addresses) > MAX_CORES:

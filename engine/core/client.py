@@ -71,6 +71,10 @@ class CoreClient(Protocol):
         """Any thread may ask."""
         return NumCores(1, 1)
 
+    def end_restarts(self) -> None:
+        """Start no core again that dies from now on; any thread may call it."""
+        return None
+
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler, ``None`` if it keeps none."""
         stats: SchedulerStats | None = self.call("stats")

@@ -9,6 +9,7 @@ A line alone is not enough: a fork of either process holds it open after that pr
 from __future__ import annotations
 
 import atexit
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker as resource_tracker
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -33,10 +35,13 @@ from engine.errors import ConfigError, EngineDeadError
 CLOSE_SECONDS = 2.0  # that a child has to end when it is asked to; it is killed then
 KILL_SECONDS = 5.0  # from SIGKILL to the end, which only the system can delay
 EXIT_SECONDS = 0.5  # from the end of a child's line to its exit code
+LATE_SECONDS = 30.0  # from the start of a child to a line in the log that it is not ready yet
 END = b"end"
 NO_VALUES: Mapping[str, str] = MappingProxyType({})
 
 Line = Connection
+
+logger = logging.getLogger("engine.core")
 
 
 class Report(msgspec.Struct, array_like=True, frozen=True):
@@ -82,6 +87,7 @@ class Child:
                 """Readable once the process has ended; valid until ``close``."""
             failing.pop_all()
         self._asked = Asked()
+        self._num_oom_kills = oom_kills()
         self._lock = threading.Lock()  # on the process: only one may wait for its end
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
         self._end = weakref.finalize(
@@ -101,7 +107,17 @@ class Child:
         Raises ``EngineDeadError`` if it ends before, or has not said anything after ``timeout``
         seconds; it is then ended.
         """
-        ready = multiprocessing.connection.wait([self.line, self.pidfd], timeout)
+        sources: list[Connection | int] = [self.line, self.pidfd]
+        ready = multiprocessing.connection.wait(sources, min(timeout, LATE_SECONDS))
+        if not ready and timeout > LATE_SECONDS:
+            logger.warning(
+                "the process of the %s is not ready after %g s; it is given up after %g s "
+                "(core_ready_timeout)",
+                self._process.name,
+                LATE_SECONDS,
+                timeout,
+            )
+            ready = multiprocessing.connection.wait(sources, timeout - LATE_SECONDS)
         with suppress(EOFError, OSError):
             if self.line in ready:
                 return msgspec.msgpack.decode(self.line.recv_bytes(), type=Report)
@@ -132,8 +148,15 @@ class Child:
         if code is None:  # other code has reaped it, or the user's program ignores SIGCHLD
             return "ended"
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by {_name_of(-code)}{self._why_killed(-code)}"
         return f"exited with status {code}"
+
+    def _why_killed(self, number: int) -> str:
+        """A guess: the system kills by this signal when memory is short."""
+        if number != signal.SIGKILL or self._num_oom_kills is None:
+            return ""
+        num = oom_kills()
+        return "" if num in (None, self._num_oom_kills) else ", as the system does out of memory"
 
     def ask_to_end(self) -> None:
         """Ask it to end, without waiting; ``close`` must still be called."""
@@ -180,6 +203,24 @@ def _end(
             process.close()
         os.close(pidfd)
         at_end()
+
+
+def oom_kills() -> int | None:
+    """Processes that the system has killed for lack of memory since it runs, if it tells."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return None
+    counts = [int(line.split()[1]) for line in lines if line.startswith("oom_kill ")]
+    return counts[0] if counts else None
+
+
+def _name_of(number: int) -> str:
+    """SIGKILL or the like; signals of the real-time range have no name of their own."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def _dispose(process: SpawnProcess) -> None:

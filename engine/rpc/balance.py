@@ -61,6 +61,11 @@ class Balancer:
             self.end(name)
         return names
 
+    def restore(self, core: int) -> None:
+        """Choose this core again: it is new, and has nothing cached."""
+        self._here.append(core)
+        self._seen = {each: place for each, place in self._seen.items() if place != core}
+
     def _fair(self, beginnings: list[int]) -> int:
         """The core with most of the prompt cached, unless too busy; else that with least work."""
         least = min(self.loads[core] for core in self._here)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import time
@@ -9,6 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from engine.assets import BOX_MODEL
@@ -25,7 +27,10 @@ from engine.rpc.failures import KINDS, death_of
 from engine.rpc.gpus import environments_of
 from engine.rpc.host import ORPHANED, EngineCoreHost
 from engine.rpc.many_client import ManyCoresClient, shut_down
+from engine.rpc.restarts import Start, Starting
 from engine.rpc.zmq_client import EngineCoreClient
+
+logger = logging.getLogger("engine.core")
 
 Build = Callable[[EngineConfig], InprocClient]
 
@@ -40,7 +45,7 @@ def open_core(config: EngineConfig) -> CoreClient:
         return attach_cores(config, addresses)
     if addresses:
         return attach_core(config, addresses[0])
-    if config.core.data_parallel_size > 1:
+    if config.core.data_parallel_size > 1 or config.core.on_core_death == "restart":
         return start_cores(config, build_core)
     if config.core.multiprocess:
         return start_core(config, build_core)
@@ -60,26 +65,32 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
     """``data_parallel_size`` cores, each in a process of its own with its share of the machine, or
     with a GPU of its own. Raises ``ConfigError`` if there are too few."""
     num_cores = config.core.data_parallel_size
-    own = share_of(config, num_cores)
-    environments = environments_of(config.device, num_cores)
+    own = share_of(config, num_cores) if num_cores > 1 else config
+    environments = [NO_VALUES] if num_cores == 1 else environments_of(config.device, num_cores)
+
+    def start(index: int) -> Starting:
+        child, address = spawn(own, build, environments[index])
+        return Starting(child, partial(meet, own, child, address))
+
     with ExitStack() as failing:
-        spawned = []
-        for environment in environments:  # all load at once
-            child, address = spawn(own, build, environment)
-            failing.callback(child.close)
-            spawned.append((child, address))
-        return many(config, failing, (meet(own, *each) for each in spawned))
+        starting = []
+        for index in range(num_cores):  # all load at once
+            starting.append(start(index))
+            failing.callback(starting[-1].child.close)
+        restarts = config.core.on_core_death == "restart"
+        clients = (each.meet() for each in starting)
+        return many(failing, clients, start if restarts else None)
 
 
 def many(
-    config: EngineConfig, failing: ExitStack, clients: Iterator[EngineCoreClient]
+    failing: ExitStack, clients: Iterator[EngineCoreClient], start: Start | None = None
 ) -> ManyCoresClient:
     """One client of all these. If one fails, those before it are shut down by ``failing``."""
     known: list[EngineCoreClient] = []
     failing.callback(shut_down, known)
     for client in clients:
         known.append(client)
-    together = ManyCoresClient(known, survives=config.core.survive_core_death)
+    together = ManyCoresClient(known, start=start)
     failing.pop_all()
     return together
 
@@ -122,6 +133,7 @@ def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClie
             raise start_error(report)
         client = EngineCoreClient(address, child=child, hang_timeout=config.core.core_hang_timeout)
         failing.pop_all()
+    logger.info("the engine core at %s is ready (process %d)", address.data, child.pid)
     return client
 
 
@@ -154,7 +166,7 @@ def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
 def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresClient:
     """A client of several cores that run already; they stay when the client leaves."""
     with ExitStack() as failing:
-        return many(config, failing, (attach_core(config, address) for address in addresses))
+        return many(failing, (attach_core(config, address) for address in addresses))
 
 
 def start_error(report: Report) -> EngineError:

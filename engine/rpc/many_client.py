@@ -6,15 +6,15 @@ import logging
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import zmq
 
 from engine.core.client import CoreClient, NumCores
-from engine.errors import ConfigError, EngineDeadError
+from engine.errors import ConfigError, EngineDeadError, RestartingError
+from engine.ipc import sockets
 from engine.messages.requests import (
     AddRequest,
     CoreOutputs,
@@ -24,41 +24,53 @@ from engine.messages.requests import (
 )
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import Balancer
+from engine.rpc.joined import JOINED, CountersOfTheDead, first_of, sum_of
+from engine.rpc.restarts import Outcome, Restarts, Start
 from engine.rpc.zmq_client import STEP_SECONDS, EngineCoreClient
 
 logger = logging.getLogger("engine.core")
 
 
 class ManyCoresClient(CoreClient):
-    """Cores that share the work. If one dies, all are dead, and the error names it; or, if the
-    client ``survives`` that, its requests end with an error, and the others go on.
+    """Cores that share the work. If one dies, its requests end with an error, and the others go on;
+    if ``start`` is given, it is started again. Once none is left all is over.
 
     A request goes to the core that ``Balancer`` chooses and stays there; utilities are called on
-    all cores. Raises ``ConfigError`` for cores that do not run the same model.
+    all cores. While all of them are being started again, requests are refused. Raises
+    ``ConfigError`` for cores that do not run the same model.
     """
 
-    def __init__(self, cores: Sequence[EngineCoreClient], *, survives: bool = False) -> None:
+    def __init__(self, cores: Sequence[EngineCoreClient], *, start: Start | None = None) -> None:
         self._cores = list(cores)
         self._alive = list(range(len(self._cores)))
-        self._survives = survives
         self._lost: list[CoreOutputs] = []  # ends of requests whose core died
-        _check_alike(self._cores)
+        check_alike(self._cores)
         self.decided = self._cores[0].decided  # as do all the others
         self.id_prefix = _prefix_of(self._cores)
         self._death: EngineDeadError | None = None
+        self._over: EngineDeadError | None = None  # no core will come any more
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
+        self._counters = CountersOfTheDead()
+        self._paused: tuple[Any, ...] | None = None  # what ``pause`` was called with
         self._poller = zmq.Poller()
+        self._waker: sockets.Waker | None = None  # a client that starts no cores has always some
+        self._restarts: Restarts | None = None
+        if start is not None:
+            self._waker = sockets.Waker()
+            self._poller.register(self._waker.fd, zmq.POLLIN)
+            self._restarts = Restarts(start, self._waker.wake)
         for core in self._cores:
-            for each in core.sources:
-                self._poller.register(each, zmq.POLLIN)
+            self._watch(core)
 
     @property
     def pids(self) -> list[int]:
         """Processes of those cores that are our own, for tools that watch them."""
-        return [pid for core in self._cores for pid in core.pids]
+        return [pid for index in self._alive for pid in self._cores[index].pids]
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         self.check_alive()
+        if not self._alive:
+            return {place: self._restarting() for place in range(len(requests))}
         errors: dict[int, Exception] = {}
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
         for place, request in enumerate(requests):
@@ -86,14 +98,19 @@ class ManyCoresClient(CoreClient):
         batches = self._take()
         if not batches:
             self._poller.poll(round(1000 * STEP_SECONDS))
+            if self._waker is not None:
+                self._waker.clear()
             batches = self._take()
         return batches
 
     def wake(self) -> None:
+        if self._waker is not None:
+            self._waker.wake()
         for index in self._alive:
             self._cores[index].wake()
 
     def check_alive(self) -> None:
+        self._join()
         for index in list(self._alive):
             with self._named(index):
                 self._cores[index].check_alive()
@@ -106,20 +123,41 @@ class ManyCoresClient(CoreClient):
         return NumCores(len(self._alive), len(self._cores))
 
     def latest_stats(self) -> SchedulerStats | None:
-        told = []
+        known = []
         for index in list(self._alive):
             with self._named(index):
-                told.append(self._cores[index].latest_stats())
-        return sum_of(told)
+                stats = self._cores[index].latest_stats()
+                self._counters.note(index, stats)
+                known.append(stats)
+        return self._counters.add_to(sum_of(known))
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a utility on all cores. Returns their answers as one: the sum of statistics, all
-        traces, True if all said so; else the answer of the first core."""
+        traces, True if all said so; else the answer of the first core.
+
+        Raises ``RestartingError`` while all of them are being started again."""
         self.check_alive()
-        return JOINED.get(name, first_of)(self._of_all(name, *args))
+        if name in ("pause", "resume"):
+            self._paused = args if name == "pause" else None
+        answers = self._of_all(name, *args)
+        if not answers:
+            if name in ("pause", "resume"):  # a core that comes back is paused, or not
+                return None
+            raise self._restarting()
+        answer = JOINED.get(name, first_of)(answers)
+        return self._counters.add_to(answer) if name == "stats" else answer
+
+    def end_restarts(self) -> None:
+        if self._restarts is not None:
+            self._restarts.stop()
 
     def shutdown(self) -> None:
+        self._over = self._over or EngineDeadError("the engine was shut down")
+        if self._restarts is not None:
+            self._restarts.close()
         shut_down(self._cores)
+        if self._waker is not None:
+            self._waker.close()
 
     def _add_to(
         self, core: int, requests: Sequence[AddRequest], places: list[int]
@@ -135,28 +173,40 @@ class ManyCoresClient(CoreClient):
         answers = []
         for index in list(self._alive):
             with self._named(index):
-                answers.append(self._cores[index].call(name, *args))
+                answer = self._cores[index].call(name, *args)
+                if name == "stats":
+                    self._counters.note(index, answer)
+                answers.append(answer)
         return answers
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:
-        """The error of a core that died, naming the core. None if the others go on without it."""
+        """Raises the error of a core that died, naming the core, if it was the last one. Else the
+        others go on without it, or it is started again."""
         try:
             yield
         except EngineDeadError as error:
             which = f"core {index} of {len(self._cores)} at {self._cores[index].address.data}"
-            death = EngineDeadError(f"{which}: {error}")
-            if not self._survives or self._alive == [index]:
-                raise death from error.__cause__
-            if index in self._alive:
-                self._go_on_without(index, death)
+            death = f"{which}: {error}"
+            if index not in self._alive:
+                return
+            if self._alive == [index] and not self._is_restarting:
+                if self._restarts is None:
+                    raise EngineDeadError(death) from error.__cause__
+                if (why_not := self._restarts.why_not(index)) is not None:
+                    death = f"{death}; it is not started again: {why_not}"
+                    raise EngineDeadError(death) from error.__cause__
+            self._go_on_without(index, death)
 
-    def _go_on_without(self, index: int, death: EngineDeadError) -> None:
+    def _go_on_without(self, index: int, death: str) -> None:
+        core = self._cores[index]
         self._alive.remove(index)
-        for source in self._cores[index].sources:
+        for source in core.sources:
             self._poller.unregister(source)
         names = self._balancer.remove(index)
-        logger.error("%s; its %d requests fail, the other cores go on", death, len(names))
+        self._counters.bury(index)
+        what = self._start_again(index, core)
+        logger.error("%s; its %d unfinished requests end with an error%s", death, len(names), what)
         message = f"the core that ran this request has died: {death}"
         ends = [
             Finished(place, "error", message=message, code="core_died")
@@ -165,10 +215,78 @@ class ManyCoresClient(CoreClient):
         nothing = [0] * len(names)
         self._lost.append(CoreOutputs(names, [], nothing, time.monotonic(), finished=ends))
 
+    def _start_again(self, index: int, dead: EngineCoreClient | None) -> str:
+        """Start a core again, if it may be. Returns what happens next, for the log."""
+        num = len(self._cores)
+        rest = f"; {len(self._alive)} of {num} cores go on" if num > 1 else ""
+        if self._restarts is None:
+            return rest
+        if (why_not := self._restarts.why_not(index)) is not None:
+            return f"; it is not started again: {why_not}{rest}"
+        number = self._restarts.begin(index, dead)
+        return f"; it is started again ({number} of {self._restarts.most} times){rest}"
+
+    @property
+    def _is_restarting(self) -> bool:
+        return self._restarts is not None and self._restarts.is_pending
+
+    def _restarting(self) -> RestartingError:
+        seconds = 1.0 if self._restarts is None else self._restarts.seconds_left
+        return RestartingError("the core has died and is being started again", seconds)
+
+    def _join(self) -> None:
+        """Take in cores that were started again. Raises ``EngineDeadError`` if none is left."""
+        if self._over is not None:
+            raise EngineDeadError(str(self._over)) from self._over.__cause__
+        if self._restarts is None or not self._restarts.is_pending:
+            return
+        for outcome in self._restarts.take():
+            try:
+                self._welcome(outcome)
+            except (EngineDeadError, ConfigError) as error:
+                which = f"core {outcome.core} of {len(self._cores)}"
+                what = self._start_again(outcome.core, None)
+                logger.error("%s could not be started again: %s%s", which, error, what)
+                if not self._alive and not self._is_restarting:
+                    self._over = EngineDeadError(f"{which} could not be started again: {error}")
+                    raise self._over from error.__cause__
+
+    def _welcome(self, outcome: Outcome) -> None:
+        """Raises what kept it from being started, ``ConfigError`` if it is not like the others."""
+        core, index = outcome.client, outcome.core
+        if core is None:
+            raise outcome.error or EngineDeadError("it has ended")
+        try:
+            check_alike([self._cores[index], core])
+            if self._paused is not None:
+                core.call("pause", *self._paused)
+        except BaseException:
+            core.shutdown()
+            raise
+        self._cores[index] = core
+        self._alive = sorted([*self._alive, index])
+        self._balancer.restore(index)
+        self._watch(core)
+        logger.warning(
+            "core %d of %d serves again, started in %.1f s (process %s)",
+            index,
+            len(self._cores),
+            outcome.seconds,
+            ", ".join(map(str, core.pids)),
+        )
+
+    def _watch(self, core: EngineCoreClient) -> None:
+        for each in core.sources:
+            self._poller.register(each, zmq.POLLIN)
+
     def _take(self) -> list[CoreOutputs]:
         """Outputs that have come. The death of a core is raised once they were read."""
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
+        try:
+            self._join()
+        except EngineDeadError as error:
+            self._death = error
         batches = self._take_from_all()
         if self._death is not None:  # the last look: what was there already may have hidden more
             batches += self._take_from_all()
@@ -207,7 +325,7 @@ def _prefix_of(cores: Sequence[EngineCoreClient]) -> str:
     return f"clients-{secrets.token_hex(8)}/"
 
 
-def _check_alike(cores: Sequence[EngineCoreClient]) -> None:
+def check_alike(cores: Sequence[EngineCoreClient]) -> None:
     """Raise ``ConfigError`` unless a request means the same to all of these."""
     first = cores[0]
     for core in cores[1:]:
@@ -219,45 +337,3 @@ def _check_alike(cores: Sequence[EngineCoreClient]) -> None:
                     f"{core.address.data}; cores that share the work must run the same model with "
                     "the same options"
                 )
-
-
-def first_of(answers: list[Any]) -> Any:
-    """The answer of the first core: all answer alike."""
-    return answers[0]
-
-
-def traces_of(answers: list[list[str] | None]) -> list[str] | None:
-    """The traces of all cores; ``None`` if a profile was started."""
-    return [path for answer in answers for path in answer or ()] or None
-
-
-def sum_of(stats: Sequence[SchedulerStats | None]) -> SchedulerStats | None:
-    """Statistics of several schedulers as those of one; ``None`` if one keeps none."""
-    known = [each for each in stats if each is not None]
-    if len(known) < len(stats):
-        return None
-    summed = {
-        field.name: _sum([getattr(each, field.name) for each in known])
-        for field in msgspec.structs.fields(SchedulerStats)
-    }
-    return SchedulerStats(**{**summed, "kv_usage": summed["kv_usage"] / len(known)})
-
-
-def _sum(values: list[Any]) -> Any:
-    if isinstance(values[0], str):
-        return "; ".join(filter(None, values))
-    if not isinstance(values[0], dict):
-        return sum(values)
-    total: defaultdict[str, float] = defaultdict(float)
-    for each in values:
-        for key, value in each.items():
-            total[key] += value
-    return dict(total)
-
-
-JOINED: dict[str, Callable[[list[Any]], Any]] = {
-    "reset_prefix_cache": all,
-    "stats": sum_of,
-    "profile": traces_of,
-}
-"""How the answers of several cores are joined, by utility."""

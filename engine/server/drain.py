@@ -49,13 +49,14 @@ class Drain:
         finally:
             self.num_open -= 1
 
-    def begin(self) -> None:
-        """Refuse requests from now on."""
+    def begin(self, timeout: float | None = None) -> None:
+        """Refuse requests from now on, and start no core again. ``timeout``: instead of that which
+        the server was given."""
+        timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         self.is_begun = True
-        self._until = time.monotonic() + self._timeout
-        logger.warning(
-            "the server is ending: %d open requests have %g s", self.num_open, self._timeout
-        )
+        self._until = time.monotonic() + timeout
+        self._engine.end_restarts()
+        logger.warning("the server is ending: %d open requests have %g s", self.num_open, timeout)
 
     def hurry(self) -> None:
         """Do not wait any longer for open requests."""

@@ -22,7 +22,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.async_engine import AsyncLLMEngine
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, RestartingError
 from engine.messages.requests import FinishedRequest
 from engine.messages.stats import SchedulerStats
 from engine.observe.histograms import (
@@ -274,7 +274,7 @@ class Metrics(Collector):
             async with asyncio.timeout(STATS_SECONDS):
                 self._stats = await self._engine.stats()
             self._is_up = True
-        except (TimeoutError, EngineDeadError):
+        except (TimeoutError, EngineDeadError, RestartingError):
             self._is_up = False
         return self._stats
 

@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
+from engine.config.core import OnCoreDeath
 from engine.errors import ConfigError
 from engine.frontend.session import Session
 from engine.server.app import make_app
@@ -39,6 +40,8 @@ if TYPE_CHECKING:  # OpenTelemetry is optional
 logger = logging.getLogger("engine.server")
 BACKLOG = 2048  # connections that wait to be accepted
 END_SECONDS = 0.5  # for the last bytes to leave, and for the engine's last step
+DEATH_SECONDS = 2.0  # for the errors of open requests to leave, when the engine has died
+DEAD = 1  # exit status when the engine has died
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUEUE_PER_SEAT = 8  # requests that may wait for each that may run, and at least
 MIN_QUEUE = 256
@@ -111,8 +114,9 @@ class ServerOptions:
                 raise ConfigError(f"{name} is {value}, must be a number of seconds above 0")
 
 
-def serve(args: EngineArgs, options: ServerOptions) -> None:
-    """Serve until SIGINT or SIGTERM; then requests that are open go on to their ends.
+def serve(args: EngineArgs, options: ServerOptions) -> int:
+    """Serve until SIGINT or SIGTERM; then requests that are open go on to their ends. Returns the
+    exit status: 1 if the engine has died, unless ``on_core_death`` is ``stay``.
 
     The address is bound before the model is loaded, and listens once it is. Raises ``ConfigError``
     for an address that cannot be bound.
@@ -134,7 +138,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> None:
             server = Server(_uvicorn_config(drain, options), drain, listening, names.first)
             readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(server, readers))
+                runner.run(_serve(server, readers, engine, args.on_core_death))
+            return server.status
         finally:
             engine.shutdown(END_SECONDS)
             if tracing is not None:
@@ -186,6 +191,8 @@ class Server(uvicorn.Server):
         """name: of the model, for the log."""
         super().__init__(config)
         self._drain = drain
+        self.status = 0
+        """Exit status of the process."""
         self._listening = listening
         self._name = name
 
@@ -195,6 +202,7 @@ class Server(uvicorn.Server):
 
     def on_signal(self) -> None:
         """The first drains, the second aborts what is open, a third ends the process."""
+        self.status = 0  # it was to end, whatever else has happened
         if not self.should_exit:
             self._drain.begin()
             self.should_exit = True
@@ -202,6 +210,14 @@ class Server(uvicorn.Server):
         self._drain.hurry()
         for number in SIGNALS:
             asyncio.get_running_loop().remove_signal_handler(number)
+
+    def on_death(self) -> None:
+        """The engine has died: end with status 1, once the requests that are open know."""
+        if not self.should_exit:
+            logger.error("no core is left: the server ends with status %d", DEAD)
+            self.status = DEAD
+            self._drain.begin(DEATH_SECONDS)
+            self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen at the sockets that are bound, and log where. Connections have the send buffer of
@@ -236,10 +252,21 @@ class Server(uvicorn.Server):
         return [each for each in transports if each.get_write_buffer_size()]
 
 
-async def _serve(server: Server, readers: SlowReaders) -> None:
+async def _serve(
+    server: Server, readers: SlowReaders, engine: AsyncLLMEngine, on_core_death: OnCoreDeath
+) -> None:
     loop = asyncio.get_running_loop()
     for number in SIGNALS:
         loop.add_signal_handler(number, server.on_signal)
+
+    def end() -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(server.on_death)
+
+    def stay() -> None:
+        logger.error("no core is left: requests are answered with 503")
+
+    engine.on_death(stay if on_core_death == "stay" else end)
     watching = asyncio.create_task(readers.watch())
     await server.serve()
     watching.cancel()

@@ -26,6 +26,8 @@ SAMPLE = (
     "parent/SIGKILL/handshake",
     "parent/raise/decode",
     "served_core/SIGSTOP/decode",
+    "restarted_core/SIGKILL/decode",
+    "restarted_core/SIGTERM/draining",
     "server/SIGKILL/decode",
     "ngram/SIGKILL/decode",
     "draft_model/SIGKILL/decode",
@@ -34,7 +36,7 @@ SAMPLE = (
 
 
 @pytest.mark.behaviour(110, 116)
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(120)
 @pytest.mark.parametrize("cell", SAMPLE)
 def test_everybody_knows_in_time_and_nothing_is_left(cell: str) -> None:
     outcome = run_cell(Cell(*cell.split("/")))

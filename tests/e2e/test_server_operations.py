@@ -408,8 +408,9 @@ def drafting() -> Iterator[Served]:
 
 @pytest.fixture
 def split() -> Iterator[Served]:
-    """With a core in a process of its own."""
-    with served(*OPTIONS, "--multiprocess", "--health-timeout", "0.5") as made:
+    """With a core in a process of its own, which may die."""
+    options = ("--multiprocess", "--health-timeout", "0.5", "--on-core-death", "stay")
+    with served(*OPTIONS, *options) as made:
         yield made
 
 

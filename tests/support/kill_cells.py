@@ -405,21 +405,43 @@ def _hit_drafting(cell: Cell, scene: Scene, outcome: Outcome) -> None:
 
 
 def _hit_served_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
-    """Each stream is told, /health says so, and the server still ends in order."""
+    """Each stream is told, and the server ends by itself, with a status that says so."""
     with kill_server.streaming(cell.phase) as it:
         core = it.core()
-        scene.kill(core, signal.Signals[cell.fault])
-        limit = kill_server.HANG_SECONDS + 1.0 if cell.fault == "SIGSTOP" else DEATH_SECONDS
-        if cell.fault == "SIGTERM":
-            limit = WORK_SECONDS
-        outcome.within(it.read_on(limit + 10.0), limit, "the end of the streams")
-        outcome.check(not it.not_told(), f"not told: {it.not_told()}")
+        tree = scene.tree(it.pid)
+        _kill_under_streams(cell, scene, it, outcome)
+        status = it.server.process.wait(30.0)
+        wanted = 0 if cell.phase == "draining" else 1
+        outcome.check(status == wanted, f"exit status {status}")
+        gone = wait_until(lambda: not scene.alive([*tree, core]), 10.0)
+        outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
+
+
+def _hit_restarted_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
+    """Each stream is told, and new ones are served by a new core; none comes while it drains."""
+    with kill_server.streaming(cell.phase, "--on-core-death", "restart") as it:
+        core = it.core()
+        _kill_under_streams(cell, scene, it, outcome)
         if cell.phase != "draining":
-            outcome.within(wait_until(lambda: not it.is_healthy(), 10.0), limit, "its sickness")
+            back = wait_until(it.is_served, kill_server.BACK_SECONDS)
+            outcome.within(back, kill_server.BACK_SECONDS, "a new core")
+            outcome.check(it.is_healthy(), "the server is not well")
+            outcome.check(it.core() != core, "the core is the same")
         tree = scene.tree(it.pid)
         outcome.check(it.server.end() == 0, "the server did not end in order")
         gone = wait_until(lambda: not scene.alive([*tree, core]), 10.0)
         outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
+
+
+def _kill_under_streams(
+    cell: Cell, scene: Scene, it: kill_server.Streaming, outcome: Outcome
+) -> None:
+    scene.kill(it.core(), signal.Signals[cell.fault])
+    limit = kill_server.HANG_SECONDS + 1.0 if cell.fault == "SIGSTOP" else DEATH_SECONDS
+    if cell.fault == "SIGTERM":
+        limit = WORK_SECONDS
+    outcome.within(it.read_on(limit + 10.0), limit, "the end of the streams")
+    outcome.check(not it.not_told(), f"not told: {it.not_told()}")
 
 
 def _hit_server(cell: Cell, scene: Scene, outcome: Outcome) -> None:
@@ -447,6 +469,7 @@ HITS: dict[str, Callable[[Cell, Scene, Outcome], None]] = {
     "parent": _hit_parent,
     "server": _hit_server,
     "served_core": _hit_served_core,
+    "restarted_core": _hit_restarted_core,
     "tokenizer": _hit_text,
     "detokenizer": _hit_text,
     **dict.fromkeys(kill_drafts.DRAFTS, _hit_drafting),

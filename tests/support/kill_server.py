@@ -18,6 +18,7 @@ from support.served import Served, served
 
 HANG_SECONDS = 2.0
 TREE_SECONDS = 3.5  # to the end of all processes: the core has a model to let go of
+BACK_SECONDS = 60.0  # to a new core in place of one that died
 NAME = "box"
 OPTIONS = ("--num-threads", "1", "--max-model-len", "1024", "--served-model-name", NAME)
 SHAPE = Shape(NAME, num_prompt=16, num_tokens=300)
@@ -64,6 +65,19 @@ class Streaming:
             return bool(json.loads(answer.read())["cores_alive"])
         return False
 
+    def is_served(self) -> bool:
+        """Whether a new request is answered as it should be."""
+        body = json.dumps({"model": NAME, "prompt": "x", "max_tokens": 2}).encode()
+        asked = urllib.request.Request(
+            f"{self.server.url}/v1/completions", body, {"Content-Type": "application/json"}
+        )
+        with (
+            suppress(urllib.error.URLError, OSError),
+            urllib.request.urlopen(asked, timeout=10.0) as answer,
+        ):
+            return bool(json.loads(answer.read())["choices"])
+        return False
+
     def core(self) -> int:
         """The process of its core."""
         tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
@@ -78,9 +92,9 @@ class Streaming:
 
 
 @contextmanager
-def streaming(phase: str) -> Iterator[Streaming]:
+def streaming(phase: str, *options: str) -> Iterator[Streaming]:
     hang = ("--core-hang-timeout", str(HANG_SECONDS))
-    with served(*OPTIONS, *hang) as server, Load("127.0.0.1", server.port) as load:
+    with served(*OPTIONS, *hang, *options) as server, Load("127.0.0.1", server.port) as load:
         yield Streaming(server, load, phase)
 
 

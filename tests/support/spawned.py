@@ -86,6 +86,20 @@ class TellingGpus(FakeBuild):
         return super().__call__(config, clock=clock)
 
 
+@dataclass(frozen=True)
+class FailsWhileMarked(FakeBuild):
+    """Cannot be built while a file exists."""
+
+    mark: str = ""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        if Path(self.mark).exists():
+            raise ValueError("the weights are gone")
+        return super().__call__(config, clock=clock)
+
+
 class ScriptedWorker(DigestWorker):
     """The digest worker, with what ``FakeBuild`` says happening in its steps."""
 

@@ -10,8 +10,8 @@ from support.simulate import make_request
 from engine.config.args import EngineArgs
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import MIN_LEAD_TOKENS, Balancer
+from engine.rpc.joined import sum_of
 from engine.rpc.launch import share_of
-from engine.rpc.many_client import sum_of
 
 SYSTEM = list(range(64))  # what several prompts begin with: 4 blocks
 

@@ -15,6 +15,9 @@ class Engine:
     def __init__(self) -> None:
         self.given_up: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
 
+    def end_restarts(self) -> None:
+        pass
+
     def give_up(self, error: Exception) -> int:
         if self.given_up.done():
             return 0

@@ -1,4 +1,4 @@
-"""Several cores behind one client, as scripts: what is read before a death is told."""
+"""Several cores behind one client, as scripts: what is read before a death and counted after it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address
 from engine.messages.requests import CoreOutputs
+from engine.messages.stats import SchedulerStats
 from engine.rpc.many_client import ManyCoresClient
 
 
@@ -18,10 +19,25 @@ class ScriptedCore:
     decided = SimpleNamespace(max_model_len=64, vocab_size=9, eos_token_ids=[], block_size=16)
     id_prefix = ""
     sources = ()
+    stats: SchedulerStats
 
     def __init__(self, name: str, script: list[list[int] | EngineDeadError]) -> None:
         self.address = Address(f"ipc:///{name}", b"")
         self._script = script
+
+    def fail(self, error: EngineDeadError) -> None:
+        self._script = [error]
+
+    def check_alive(self) -> None:
+        if self._script and isinstance(self._script[0], EngineDeadError):
+            raise self._script[0]
+
+    def call(self, name: str, *args: object) -> SchedulerStats:
+        self.check_alive()
+        return self.stats
+
+    def latest_stats(self) -> SchedulerStats:
+        return self.call("stats")
 
     def take(self) -> list[CoreOutputs]:
         found = self._script.pop(0) if self._script else []
@@ -32,12 +48,36 @@ class ScriptedCore:
 
 
 @pytest.mark.parametrize("first_to_die", [0, 1])
-def test_a_death_is_told_when_all_that_had_come_was_read(first_to_die: int) -> None:
+def test_the_last_death_is_raised_when_all_that_had_come_was_read(first_to_die: int) -> None:
     """A look at a core brings what was read before, and only the next one what came since."""
-    living = ScriptedCore("living", [[1], [2, 3]])
+    last = ScriptedCore("last", [[1], [2, 3], EngineDeadError("it fell over, too")])
     dying = ScriptedCore("dying", [EngineDeadError("it fell over")])
-    client = ManyCoresClient([dying, living] if first_to_die == 0 else [living, dying])
-    assert [batch.token_ids for batch in client.step()] == [[1], [2], [3]]
+    client = ManyCoresClient([dying, last] if first_to_die == 0 else [last, dying])
+    tokens: list[int] = []
     for _ in range(2):
-        with pytest.raises(EngineDeadError, match=f"core {first_to_die} of 2 .* it fell over"):
-            client.step()
+        with pytest.raises(
+            EngineDeadError, match=f"core {1 - first_to_die} of 2 .* it fell over, too"
+        ):
+            for _ in range(9):
+                tokens += [token for batch in client.step() for token in batch.token_ids]
+    assert tokens == [1, 2, 3]
+
+
+def test_counts_of_a_core_that_died_stay_in_the_sums() -> None:
+    """Totals that go back look like a counter that began anew, and rates jump."""
+    dying, living = (ScriptedCore(name, []) for name in ("dying", "living"))
+    dying.stats, living.stats = stats_of(7, 3), stats_of(5, 2)
+    client = ManyCoresClient([dying, living])
+    both = client.call("stats")
+    assert both is not None and (both.num_steps, both.num_running) == (12, 5)
+    dying.fail(EngineDeadError("it fell over"))
+    living.stats = stats_of(6, 1)
+    one = client.call("stats")
+    assert one is not None and (one.num_steps, one.num_running) == (13, 1)
+    assert one.kv_usage == living.stats.kv_usage
+    latest = client.latest_stats()
+    assert latest is not None and latest.num_steps == 13
+
+
+def stats_of(num_steps: int, num_running: int) -> SchedulerStats:
+    return SchedulerStats(num_running, 0, 0, 0.25, 0, 0, 0, 0, num_steps, 0)
