@@ -30,6 +30,7 @@ from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
 from engine.kv.tables import FULL
 from engine.messages.step import CAPABILITIES, PARTS
+from engine.messages.structured import Grammar
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
@@ -38,7 +39,7 @@ from engine.spec.ngram import NgramProposer
 from engine.spec.payoff import Payoff
 from engine.spec.worth import Worth
 from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness, beside
-from engine.structured.guidance import CheckedOnly, guidance_of
+from engine.structured.guidance import CheckedOnly, fault_of, guidance_of
 
 if TYPE_CHECKING:
     from engine.worker.feature import Feature
@@ -360,3 +361,8 @@ def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:
 
         return FastHasher(seed)
     return Sha256Hasher()
+
+
+def fault_of_grammar(form: Grammar) -> str:
+    """What a core would refuse in a grammar, looked at where this runs; "" if nothing."""
+    return fault_of(form)

@@ -78,17 +78,24 @@ def check_finite(grammar: str) -> None:
     that ends."""
     if not any(key in grammar for key in REFERENCES):
         return  # nothing comes back to itself
-    form = grammar_from(grammar)
-    try:
-        found = msgspec.json.decode(form.text)
-    except (ValueError, RecursionError):  # the compiler says what is wrong
-        return
+    whole = grammar_from(grammar)
+    for form in (whole, *whole.parts):
+        if form.kind not in ("json", "structural_tag"):
+            continue
+        try:
+            found = msgspec.json.decode(form.text)
+        except (ValueError, RecursionError):  # the compiler says what is wrong
+            continue
+        _check_form(found, form)
+
+
+def _check_form(found: Any, form: Grammar) -> None:
     if form.kind == "json":
         _refuse("the json of structured_outputs", found, form)
-    elif form.kind == "structural_tag":
-        for number, each in enumerate(found["structures"]):
-            what = f"the schema of structures[{number}] in structural_tag of structured_outputs"
-            _refuse(what, each["schema"], form)
+        return
+    for number, each in enumerate(found["structures"]):
+        what = f"the schema of structures[{number}] in structural_tag of structured_outputs"
+        _refuse(what, each["schema"], form)
 
 
 def _refuse(what: str, schema: Any, form: Grammar) -> None:

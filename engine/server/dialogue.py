@@ -19,7 +19,7 @@ from engine.server.conversation import Message, plain_messages
 from engine.server.errors import ApiError
 from engine.server.speech.answer import AnswerReader
 from engine.server.speech.events import Event
-from engine.server.speech.forms import form_behind_thinking, form_with_tools
+from engine.server.speech.forms import form_of_answer
 from engine.server.speech.generic import in_words
 from engine.server.speech.tools import tools_of
 from engine.server.speech.turns import Speech
@@ -142,7 +142,7 @@ class Dialogue:
         prompt = await self.prompt()
         self._prompt = self._as_read(prompt)
         params = self._params
-        params.structured_outputs = self._form(self._prompt["prompt"])
+        params.structured_outputs = await self._form(self._prompt["prompt"])
         if self._voice.speech.reader(has_tools=self._tools is not None) is not None:
             params.skip_special_tokens = False  # markers may be special
             params.output_kind = "delta"
@@ -199,19 +199,12 @@ class Dialogue:
         is_thinking = self._begun.rfind(begin) > self._begun.rfind(end)
         return {**prompt, "prompt": begin if is_thinking else end}
 
-    def _form(self, prompt: str) -> StructuredOutputsParams | None:
+    async def _form(self, prompt: str) -> StructuredOutputsParams | None:
+        """Raises ``ApiError`` for schemas of tools that cannot be enforced."""
         form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
-        demanded = None if tools is None else form_with_tools(speech, tools, prompt)
-        if form is None:
-            return demanded
-        if demanded is not None:
-            raise ApiError(
-                400,
-                "a form of the text and tools that must be called, or are strict, are both given: "
-                "leave one of them out",
-                param="response_format",
-            )
-        return form_behind_thinking(speech, form, prompt)
+        if tools is None:
+            return form_of_answer(speech, tools, form, prompt)
+        return await asyncio.to_thread(form_of_answer, speech, tools, form, prompt)
 
 
 def check_asked(asked: ChatRequest) -> None:

@@ -365,22 +365,16 @@ class CheckedOnly:
 
 def _check(form: Grammar) -> str:
     """Raises ``GrammarError`` for what a compiler would refuse that has the same libraries."""
-    from llguidance import LLMatcher
-
     refusal = ""
     if form.backend != "xgrammar":
-        try:
-            told = (LLMatcher.validate_grammar(e, limits=limits()) for e in sources_of(form))
-            refusal = next(filter(None, told), "")
-        except BaseException as error:  # the library may panic, which is no Exception
-            refusal = reason(error)
+        refusal = _refusal(form)
         if not refusal:
             return ""
         if form.backend == "guidance":
-            raise GrammarError(_words(refusal))
-    other_source(form, _words(refusal), is_installed=xgrammars.is_installed())
+            raise GrammarError(refusal)
+    other_source(form, refusal, is_installed=xgrammars.is_installed())
     if wrong := xgrammars.wrong_in(form):
-        raise of_both(_words(refusal), wrong)
+        raise of_both(refusal, wrong)
     return ""
 
 
@@ -475,8 +469,27 @@ def special_of(tokenizer: LLTokenizer, text: str) -> int | None:
     return tokens[0] if is_one else None
 
 
-def elsewhere(work: Callable[[], str]) -> str:
-    """What it returns or raises, in such a thread."""
+def fault_of(form: Grammar) -> str:
+    """What llguidance refuses in a grammar; "" if it takes it, by any tokenizer."""
+    try:
+        return elsewhere(partial(_refusal, form), timeout=MAX_SECONDS)
+    except TimeoutError:
+        return f"it was not compiled within {MAX_SECONDS:g} seconds: make it smaller"
+
+
+def _refusal(form: Grammar) -> str:
+    from llguidance import LLMatcher
+
+    try:
+        told = [LLMatcher.validate_grammar(each, limits=limits()) for each in sources_of(form)]
+    except BaseException as error:  # the library may panic, which is no Exception
+        return reason(error)
+    return next(filter(None, map(_words, told)), "")
+
+
+def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
+    """What it returns or raises, in such a thread. Raises ``TimeoutError`` after so many seconds;
+    the work then goes on for nobody."""
     future: Future[str] = Future()
 
     def run() -> None:
@@ -486,7 +499,7 @@ def elsewhere(work: Callable[[], str]) -> str:
             future.set_exception(GrammarError(str(error)))
 
     started(run)
-    return future.result()
+    return future.result(timeout)
 
 
 def limits() -> LLParserLimits:

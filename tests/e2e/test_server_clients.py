@@ -81,6 +81,50 @@ def test_a_tool_that_must_be_called(client: Any, choice: Any) -> None:
     assert final.finish_reason == "tool_calls" and streamed.id.startswith("call_")
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_tools_and_a_form_of_the_text(client: Any, strict: bool) -> None:
+    tool = {"type": "function", "function": {**TOOL["function"], "strict": strict}}
+    schema = {"type": "object", "properties": {"ok": {"enum": [True]}}, "required": ["ok"]}
+    form = {"name": "answer", "schema": {**schema, "additionalProperties": False}}
+    asked = {"model": MODEL, "messages": ASK, "tools": [tool], "extra_body": UNTHOUGHT}
+    asked["response_format"] = {"type": "json_schema", "json_schema": form}
+    for seed in range(3):
+        choice = client.chat.completions.create(**asked, seed=seed, parallel_tool_calls=False)
+        message = choice.choices[0].message
+        if message.tool_calls:
+            (call,) = message.tool_calls
+            check(json.loads(call.function.arguments))
+            assert message.content is None
+        else:
+            assert json.loads(message.content) == {"ok": True}
+    forced = client.chat.completions.create(
+        **asked, seed=1, tool_choice={"type": "function", "function": {"name": "weather"}}
+    )
+    (call,) = forced.choices[0].message.tool_calls
+    check(json.loads(call.function.arguments))
+
+
+BROKEN = {"type": "object", "properties": {"x": {"$ref": "https://example.org/x.json"}}}
+
+
+def test_a_schema_that_cannot_be_enforced(client: Any) -> None:
+    asked = {"model": MODEL, "messages": ASK, "extra_body": UNTHOUGHT, "seed": 1}
+    broken = {"name": "broken", "parameters": BROKEN}
+    tools = [{"type": "function", "function": broken}, TOOL]
+    choice = {"type": "function", "function": {"name": "weather"}}
+    called = client.chat.completions.create(tools=tools, tool_choice=choice, **asked)
+    check(json.loads(called.choices[0].message.tool_calls[0].function.arguments))
+    required = client.chat.completions.create(
+        tools=tools[:1], tool_choice="required", max_tokens=60, **asked
+    )
+    assert required.choices[0].finish_reason in ("tool_calls", "length")
+    for stream in (False, True):
+        strict = [{"type": "function", "function": {**broken, "strict": True}}, TOOL]
+        with pytest.raises(openai.BadRequestError, match="tool broken, which is strict") as told:
+            client.chat.completions.create(tools=strict, stream=stream, **asked)
+        assert told.value.param == "tools"
+
+
 def test_the_result_of_a_tool_goes_back(client: Any) -> None:
     asked = {"model": MODEL, "tools": [TOOL, OTHER], "max_tokens": 8}
     call = {"name": "weather", "arguments": '{"city": "Rome", "days": 1}'}
@@ -104,14 +148,6 @@ def test_the_result_of_a_tool_goes_back(client: Any) -> None:
         ({"tools": [{"type": "function", "function": {"name": "?"}}]}, "named '\\?'"),
         ({"tools": [TOOL], "tool_choice": "weather"}, "tool_choice is 'weather'"),
         ({"tool_choice": "required"}, "without tools"),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
-            "are both given",
-        ),
     ],
 )
 def test_wrong_tools(client: Any, asked: Any, message: str) -> None:

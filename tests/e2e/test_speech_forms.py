@@ -12,7 +12,7 @@ import pytest
 
 from engine import LLM, SamplingParams
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES
-from engine.server.speech.forms import form_with_tools
+from engine.server.speech.forms import form_of_answer
 from engine.server.speech.tools import tools_of
 from engine.server.speech.turns import Speech
 
@@ -56,7 +56,7 @@ def test_a_forced_call_follows_its_schema(llm: LLM, name: str, is_strict: bool) 
     function = {"name": "weather", "parameters": PARAMETERS, "strict": is_strict}
     tools = tools_of([{"type": "function", "function": function}], "required", False)
     assert tools is not None
-    form = form_with_tools(speech, tools, "")
+    form = form_of_answer(speech, tools, None, "")
     params = SamplingParams(
         max_tokens=400, seed=1, skip_special_tokens=False, structured_outputs=form
     )

@@ -40,7 +40,10 @@ class Bench:
 
         By llguidance, unless the fields say otherwise.
         """
-        params = StructuredOutputsParams(**{"backend": "guidance", **fields})
+        return self.compiled_form(StructuredOutputsParams(**{"backend": "guidance", **fields}))
+
+    def compiled_form(self, params: StructuredOutputsParams) -> GuidanceCompilation:
+        """Raises what ``compiled`` does."""
         grammar = grammar_of(params)
         check_finite(grammar)
         compilation = self._compiler.submit(grammar, self.eos)
@@ -53,6 +56,16 @@ class Bench:
         data = text.encode()
         if all(byte in self._bytes for byte in data):
             yield [self._bytes[byte] for byte in data]
+
+    def takes(self, params: StructuredOutputsParams, text: str) -> bool:
+        """Whether this is a whole text of the form."""
+        compilation = self.compiled_form(params)
+        found = {
+            self.num_accepted(compilation.wait(), tokens) == len(tokens) + 1
+            for tokens in self.tokenisations(text)
+        }
+        assert len(found) == 1, "it depends on how the text is cut into tokens"
+        return found.pop()
 
     def num_accepted(self, matcher: Matcher, tokens: Sequence[int]) -> int:
         """How many of the tokens and of the end behind them the masks let pass, one by one."""

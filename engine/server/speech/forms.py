@@ -1,5 +1,5 @@
 """Grammars that make a model write what a request demands: a tool call, strict arguments, or a
-form of the answer behind free thinking. In the notation of Lark that llguidance reads."""
+form of the answer after free thinking. In the notation of Lark that llguidance reads."""
 
 from __future__ import annotations
 
@@ -8,45 +8,72 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from engine.messages.structured import StructuredOutputsParams
+from engine.messages.structured import (
+    ComposedForm,
+    Grammar,
+    StructuredOutputsParams,
+    form_of,
+)
+from engine.server.speech.enforced import (
+    enforceable,
+    is_too_large,
+    schema_of_arguments,
+    unenforced,
+)
 from engine.server.speech.families import Calls
 from engine.server.speech.markers import Markers
 from engine.server.speech.tools import Tool, Tools, kinds_of
 from engine.server.speech.turns import Speech
 
-# As models are trained to write JSON: a space behind commas and colons, and no other.
-WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-DEFINITIONS: tuple[str, ...] = ("$defs", "definitions")
+VALUES = ("enum", "const", "default", "examples")  # keywords with values, which are no schemas
 ANY = "/(?s:.*)/"
+JSON_FIRST = "/\\s*\\{(?s:.*)/"
+ANY_OBJECT = {"type": "object"}
 
 
-def form_with_tools(speech: Speech, tools: Tools, prompt: str) -> StructuredOutputsParams | None:
-    """What the tools of a request demand; ``None``: nothing."""
-    if tools.choice != "required" and not tools.has_strict:
-        return None
+def form_of_answer(
+    speech: Speech, tools: Tools | None, text: StructuredOutputsParams | None, prompt: str
+) -> StructuredOutputsParams | None:
+    """What an answer must be: calls, text in a form, or one of both; ``None``: anything.
+
+    tools: those that may be called; text: the form of an answer in words. Raises ``ApiError`` if
+    the schema of a strict tool cannot be enforced.
+    """
+    if tools is None or (tools.choice == "auto" and text is None and not tools.has_strict):
+        return None if text is None else _after_thinking(speech, text, prompt)
+    tools = enforceable(tools)
+    form = _with_calls(speech, tools, text, prompt)
+    if any(not tool.is_strict and tool.is_enforced for tool in tools.all) and is_too_large(form):
+        form = _with_calls(speech, unenforced(tools), text, prompt)
+    return form
+
+
+def _with_calls(
+    speech: Speech, tools: Tools, text: StructuredOutputsParams | None, prompt: str
+) -> ComposedForm:
     reader, calls = speech.reader(has_tools=True), speech.calls
     assert reader is not None
     rules = Rules(reader.markers)
-    names = [rules.add("call", _call(rules, calls, tool)) for tool in tools.all]
-    call = rules.add("calls", " | ".join(names))
-    if tools.choice == "required":
-        many = rules.many(call, calls, is_single=tools.is_single)
-        return rules.params(rules.thinking(speech, prompt) + many)
-    return rules.params(_strict(rules, calls, call, is_single=tools.is_single))
+    bodies = {tool.name: rules.add("body", _body(rules, calls, tool)) for tool in tools.all}
+    if tools.choice == "auto" and text is None:
+        return rules.form(_strict(rules, calls, bodies, is_single=tools.is_single))
+    call = rules.calls(calls.begin, bodies)
+    first = " ".join(filter(None, [rules.text(calls.before), call]))
+    answer = rules.many(first, call, calls, is_single=tools.is_single)
+    if tools.choice == "auto" and text is not None:
+        answer = f"({answer} | {rules.part(form_of(text))})"
+    return rules.form([*rules.thinking(speech, prompt), answer])
 
 
-def form_behind_thinking(
-    speech: Speech, form: StructuredOutputsParams, prompt: str
+def _after_thinking(
+    speech: Speech, text: StructuredOutputsParams, prompt: str
 ) -> StructuredOutputsParams:
-    """The same form of an answer before which the model may think, where it is one that thinks."""
+    """The same form of a text before which the model may think, where it is one that thinks."""
     reader = speech.reader(has_tools=False)
     if reader is None or speech.thinking is None or speech.has_thought(prompt):
-        return form
-    body = _body(form)
-    if body is None:
-        return form
+        return text
     rules = Rules(reader.markers)
-    return rules.params([*rules.thinking(speech, prompt), rules.add("answer", body)])
+    return rules.form([*rules.thinking(speech, prompt), rules.part(form_of(text))])
 
 
 class Rules:
@@ -55,6 +82,7 @@ class Rules:
     def __init__(self, markers: Markers) -> None:
         self._markers = markers
         self._rules: list[str] = []
+        self._parts: list[Grammar] = []
 
     def add(self, name: str, body: str, attribute: str = "") -> str:
         """The name of a new rule."""
@@ -70,10 +98,14 @@ class Rules:
         added = self._markers.tokenizer.added_tokens
         return text in added and added[text].special
 
+    def part(self, form: Grammar) -> str:
+        """The name of a form of its own."""
+        self._parts.append(form)
+        return f"@part_{len(self._parts) - 1}"
+
     def json(self, schema: Any, *, is_strict: bool) -> str:
         """is_strict: a keyword that cannot be enforced is an error."""
-        how = WRITTEN if is_strict else {**WRITTEN, "lenient": True, "coerce_one_of": True}
-        return "%json " + json.dumps({**schema, "x-guidance": how})
+        return self.part(schema_of_arguments(schema, is_strict=is_strict))
 
     def thinking(self, speech: Speech, prompt: str) -> list[str]:
         """Free text until thinking ends: if it has begun, and else if the model wants to."""
@@ -83,44 +115,54 @@ class Rules:
         if self.is_special(end):
             rest = f"{ANY} {self.text(end)} /\\n*/"
         else:
-            rest = self.add("rest", f"/(?s:.*){in_regex(end)}\\n*/", "[lazy]")
+            rest = f"{self.until(end)} /\\n*/"
         if speech.is_thinking(prompt):
             return [rest]
         return [self.add("thinking", f"{self.text(begin)} {rest}") + "?"]
 
-    def many(self, call: str, calls: Calls, *, is_single: bool) -> list[str]:
-        """One call, or several."""
-        parts = [self.text(calls.before), call]
-        if calls.between is not None and not is_single:
-            parts.append(f"({self.text(calls.between)} {call})*")
-        return [part for part in [*parts, self.text(calls.after)] if part]
+    def until(self, text: str) -> str:
+        """The name of a rule for all up to the next such text, with it."""
+        return self.add("until", f"/(?s:.*){in_regex(text)}/", "[lazy]")
 
-    def params(self, start: list[str]) -> StructuredOutputsParams:
+    def calls(self, begin: str, bodies: dict[str, str]) -> str:
+        """The name of a rule for one call: begin, with a name for ``{name}``, and its body."""
+        each = (
+            f"{self.text(begin.replace('{name}', name))} {body}" for name, body in bodies.items()
+        )
+        return self.add("call", " | ".join(each))
+
+    def many(self, first: str, call: str, calls: Calls, *, is_single: bool) -> str:
+        """One call, or several; first: the first of them, with what comes before it."""
+        more = "" if calls.between is None or is_single else self.text(calls.between)
+        parts = [first, f"({more} {call})*" if calls.between is not None and not is_single else ""]
+        return " ".join(part for part in [*parts, self.text(calls.after)] if part)
+
+    def form(self, start: list[str]) -> ComposedForm:
+        """start: the parts of the answer, in their order."""
         grammar = "\n".join([f"start: {' '.join(start)}", *self._rules]) + "\n"
-        return StructuredOutputsParams(grammar=grammar, backend="guidance")
+        return ComposedForm(grammar=grammar, backend="guidance", parts=tuple(self._parts))
 
 
-def _call(rules: Rules, calls: Calls, tool: Tool) -> str:
-    """How one tool is called."""
-    begin = rules.text(calls.begin.replace("{name}", tool.name))
+def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
+    """What follows the beginning of a call of this tool."""
     if calls.form == "arguments":
-        body = [rules.json(tool.parameters, is_strict=tool.is_strict)]
+        schema = tool.parameters if tool.is_enforced else ANY_OBJECT
+        body = [rules.json(schema, is_strict=tool.is_strict)]
     elif calls.form == "object":
         body = [rules.json(_object(calls, tool), is_strict=tool.is_strict)]
     else:
         body = list(_tagged(rules, calls, tool))
-    parts = [begin, *body, rules.text(calls.end)]
-    # A schema ends its line.
-    return " ".join(rules.add("part", part) if "%json" in part else part for part in parts)
+    return " ".join([*body, rules.text(calls.end)])
 
 
 def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
     """References inside the tool's schema point to its root, which moves."""
+    arguments = _moved(tool.parameters, f"#/properties/{calls.key}")
     return {
         "type": "object",
         "properties": {
             "name": {"const": tool.name},
-            calls.key: _moved(tool.parameters, f"#/properties/{calls.key}"),
+            calls.key: arguments if tool.is_enforced else ANY_OBJECT,
         },
         "required": ["name", calls.key],
         "additionalProperties": False,
@@ -128,13 +170,15 @@ def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
+    """The schema with references to where its root is now; one that has a name of its own keeps
+    them, since they start there."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
         return schema
-    moved = {key: _moved(value, root) for key, value in schema.items()}
+    moved = {k: v if k in VALUES else _moved(v, root) for k, v in schema.items()}
     reference = moved.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
+    if reference == "#" or (isinstance(reference, str) and reference.startswith("#/")):
         moved["$ref"] = root + reference[1:]
     return moved
 
@@ -142,59 +186,55 @@ def _moved(schema: Any, root: str) -> Any:
 def _tagged(rules: Rules, calls: Calls, tool: Tool) -> Iterator[str]:
     """Arguments between tags, those that are required always, in the order of the schema."""
     required = tool.parameters.get("required", [])
-    for name, schema in tool.parameters["properties"].items():
+    for name in tool.parameters["properties"]:
         if calls.form == "xml":
             begin, end = f"<parameter={name}>\n", "\n</parameter>\n"
         else:
             begin, end = f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"
-        value = _value(rules, tool, schema, end)
+        value = _value(rules, tool, name, end)
         whole = rules.add("argument", f"{rules.text(begin)} {value}")
         yield whole if name in required else f"{whole}?"
 
 
-def _value(rules: Rules, tool: Tool, schema: Any, end: str) -> str:
+def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
     """Texts stand there as they are, all else as JSON."""
-    found = kinds_of(schema, tool.parameters)
+    found = kinds_of(tool.parameters["properties"][name], tool.parameters)
     if found.values:
         told = [each if isinstance(each, str) else json.dumps(each) for each in found.values]
         return f"({' | '.join(map(json.dumps, told))}) {rules.text(end)}"
-    if found.types and "string" not in found.types:
-        # With the definitions that it may refer to; where they are is where they were.
-        whole = {**tool.parameters, **schema} if isinstance(schema, dict) else {}
-        kept = {key: whole[key] for key in (*DEFINITIONS, *schema) if key in whole}
-        body = rules.json(kept, is_strict=tool.is_strict)
-        return f"{rules.add('value', body)} {rules.text(end)}"
-    return rules.add("value", f"/(?s:.*){in_regex(end)}/", "[lazy]")
+    if tool.is_enforced and found.types and "string" not in found.types:
+        at = "#/$defs/arguments"
+        place = name.replace("~", "~0").replace("/", "~1")
+        definitions = {"arguments": _moved(tool.parameters, at)}
+        whole = {"$ref": f"{at}/properties/{place}", "$defs": definitions}
+        body = rules.json(whole, is_strict=tool.is_strict)
+        return f"{body} {rules.text(end)}"
+    return rules.until(end)
 
 
-def _strict(rules: Rules, calls: Calls, call: str, *, is_single: bool) -> list[str]:
-    """Free text in which no call begins, and calls."""
-    opener = re.match(r"<[^>]*>|\[[A-Z_]+\]|", calls.before or calls.begin)
-    assert opener is not None
-    free = ANY
-    if opener[0] and not rules.is_special(opener[0]):
-        free = rules.add("FREE", f"{ANY} & ~/(?s:.*){in_regex(opener[0])}(?s:.*)/")
-    many = " ".join(rules.many(call, calls, is_single=is_single))
-    return [free, f"({many} {free})" + ("?" if is_single else "*")]
+def _strict(rules: Rules, calls: Calls, bodies: dict[str, str], *, is_single: bool) -> list[str]:
+    """Free text in which nothing begins like a call, and calls."""
+    call = rules.calls(calls.begin, bodies)
+    found = re.match(r"<[^>]*>|\[[A-Z_]+\]|", calls.before or calls.begin)
+    opener = found[0] if found else ""
+    whole = " ".join(filter(None, [rules.text(calls.before), call]))
+    if not opener:  # a call begins as any JSON, and stands alone
+        many = rules.many(whole, call, calls, is_single=is_single)
+        return [f"({many} | {rules.add('FREE', f'{ANY} & ~{JSON_FIRST}')})"]
+    if rules.is_special(opener):
+        many = rules.many(whole, call, calls, is_single=is_single)
+        return [ANY, f"({many} {ANY})" + ("?" if is_single else "*")]
+    # Letters: as soon as they are written, the text goes on as a call.
+    free = rules.add("FREE", f"{ANY} & ~/(?s:.*){in_regex(opener)}(?s:.*)/")
+    before, begin = calls.before.removeprefix(opener), calls.begin
+    if not calls.before:
+        begin = begin.removeprefix(opener)
+    opened = f"{rules.until(opener)} {rules.text(before)} {rules.calls(begin, bodies)}"
+    many = rules.many(opened, call, calls, is_single=is_single)
+    return [f"({many})" + ("?" if is_single else "*"), free]
 
 
 def in_regex(text: str) -> str:
     """The text inside an expression between slashes."""
     special = {"\n": "\\n", "/": "\\/"}
     return "".join(special.get(char) or re.escape(char) for char in text)
-
-
-def _body(form: StructuredOutputsParams) -> str | None:
-    """The form as a rule; ``None`` for those that are written otherwise."""
-    if form.disable_any_whitespace or form.disable_additional_properties or form.whitespace_pattern:
-        return None
-    if form.json is not None:
-        schema = json.loads(form.json) if isinstance(form.json, str) else form.json
-        return "%json " + json.dumps(schema)
-    if form.json_object:
-        return '%json {"type": "object"}'
-    if form.choice is not None:
-        return " | ".join(json.dumps(choice) for choice in form.choice)
-    if form.regex is not None:
-        return "/" + re.sub(r"(?<!\\)/", r"\\/", form.regex) + "/"
-    return None

@@ -23,6 +23,7 @@ class Tool(NamedTuple):
     parameters: dict[str, Any]  # JSON schema
     is_strict: bool  # its arguments follow the schema whatever the model likes
     told: dict[str, Any]  # as chat templates see it
+    is_enforced: bool = True  # no: the schema cannot be, and any arguments will do
 
 
 class Kinds(NamedTuple):
