@@ -93,5 +93,5 @@ def _no_process_left_behind() -> Iterator[None]:
     children = multiprocessing.active_children()
     for child in children:
         child.kill()
-        child.join(5)
+        child.join()
     assert not children, f"left running: {children}"

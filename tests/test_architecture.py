@@ -240,6 +240,25 @@ def test_tests_patch_no_constants_but_those_listed() -> None:
     check_listed(joints.find()[1], PATCHED_CONSTANTS)
 
 
+def test_waits_that_a_busy_machine_makes_too_short_are_found() -> None:
+    tree = ast.parse(
+        "subprocess.run(command, timeout=60)\nthread.join(10)\npytest.mark.timeout(30)\n"
+        "event.wait(timeout=5.0)\nevent.wait(WAIT_SECONDS)\nevent.wait(0.05)\nrun(model, 4)\n"
+        "pytest.mark.timeout(1800)\n', '.join(names)\nsubprocess.run(command)\n"
+    )
+    assert [each.line for each in joints.short_waits("t", tree)] == [1, 2, 3, 4]
+
+
+def test_no_test_depends_on_how_busy_the_machine_is() -> None:
+    """What hangs is ended by the limit in pyproject.toml; `support.patience` has longer waits."""
+    waits = [
+        each
+        for path, tree in joints.trees("tests").items()
+        for each in joints.short_waits(path, tree)
+    ]
+    assert not (found := [f"{each.path}:{each.line} {each.text}" for each in waits]), found
+
+
 def test_every_test_asserts_something_and_none_is_another() -> None:
     assert not (found := joints.without_assertion()), found
     assert not (found := joints.twins()), found

@@ -4,7 +4,8 @@
 
 A test that reads ``pool._loop`` or patches ``engine.x.LIMIT`` breaks when the product is
 rearranged, though no user notices anything. ``tests/test_architecture.py`` holds which few may.
-Also found here: tests that assert nothing, and tests that are the same.
+Also found here: tests that assert nothing, tests that are the same, and waits that a busy machine
+makes too short.
 """
 
 from __future__ import annotations
@@ -23,6 +24,21 @@ from support import source_tree
 
 DOCUMENTED = frozenset({"_asdict", "_exit", "_fields", "_getframe", "_make", "_replace"})
 """Public in spite of their underscore: of named tuples, ``os`` and ``sys``."""
+WAITS = frozenset(
+    {
+        *(
+            "check_output",
+            "communicate",
+            "create_connection",
+            "exception",
+            "HTTPConnection",
+            "join",
+        ),
+        *("result", "timeout", "urlopen", "wait", "wait_for", "wait_until"),
+    }
+)
+"""Calls that give up after some seconds. `timeout` is the mark of a test, too."""
+MIN_WAIT_SECONDS = 100.0
 BY_NAME = ("getattr", "setattr", "delattr", "hasattr", "object")
 """Their second argument names an attribute; the last is `patch.object` of `unittest.mock`."""
 
@@ -106,6 +122,28 @@ def patched_constants(path: str, tree: ast.AST) -> list[Joint]:
         for node, owner, name in attributes(tree)
         if is_constant(name) and is_set(node) and not is_own(owner)
     ]
+
+
+def short_waits(path: str, tree: ast.AST) -> list[Joint]:
+    """Calls that give up after a few seconds, which on a busy machine pass with nothing wrong. A
+    second or less is a pause, not a wait for something."""
+    found = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call):
+            continue
+        name = last_name(node.func)
+        times = [each.value for each in node.keywords if each.arg == "timeout"]
+        times += node.args if name in WAITS else []
+        if name in WAITS | {"run"} and any(map(is_short, times)):
+            found.append(Joint(path, node.lineno, name, ast.unparse(node)))
+    return found
+
+
+def is_short(node: ast.expr) -> bool:
+    match node:
+        case ast.Constant(value=int() | float() as seconds):
+            return 1.0 < seconds < MIN_WAIT_SECONDS
+    return False
 
 
 def is_set(node: ast.expr) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from support.core_clients import HostedCore, drain
+from support.patience import WAIT_SECONDS
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 
@@ -94,7 +95,7 @@ def test_one_address_that_is_wrong_leaves_nothing(stack: ExitStack) -> None:
             open_core(config)
     one = EngineCoreClient(core.address)
     one.shutdown()
-    until = time.monotonic() + 10
+    until = time.monotonic() + WAIT_SECONDS
     # Sockets are closed by threads of their library, a moment later; one is the core's last.
     while core.host.health().num_clients or len(os.listdir("/proc/self/fd")) > before + 1:
         assert time.monotonic() < until, "connections or files are left open"

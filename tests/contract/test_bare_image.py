@@ -25,7 +25,6 @@ def test_gpu_tests_are_found_without_any_plug_in() -> None:
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        timeout=100,
         env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""},
         check=False,
     )

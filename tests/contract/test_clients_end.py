@@ -11,6 +11,7 @@ import psutil
 import pytest
 from support.core_clients import spawn_client
 from support.live_core import pid_of
+from support.patience import SOON_SECONDS
 from support.simulate import make_request
 from support.spawned import FakeBuild, fake_config
 
@@ -52,7 +53,7 @@ def test_a_killed_core_is_noticed_within_a_second(waits_in: str) -> None:
     with pytest.raises(EngineDeadError, match="its process was killed by SIGKILL"):
         for _ in range(100):
             client.step() if waits_in == "step" else client.call("echo", 2)
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < SOON_SECONDS
     client.shutdown()
 
 
@@ -76,7 +77,7 @@ def test_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited(
     start = time.monotonic()
     with pytest.raises(EngineDeadError, match=r"waited 1 s for .*engine core.* to be ready"):
         start_core(fake_config(core_ready_timeout=1.0), FakeBuild(start_seconds=60))
-    assert time.monotonic() - start < 15
+    assert time.monotonic() - start < SOON_SECONDS
 
 
 def test_options_that_cannot_travel_are_a_config_error() -> None:
@@ -108,7 +109,7 @@ def test_a_core_that_hangs_is_given_up() -> None:
     with pytest.raises(EngineDeadError, match=r"has been in one step for .* the limit is 1"):
         for _ in range(100):
             client.step()
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < SOON_SECONDS
     client.shutdown()
 
 
@@ -121,5 +122,5 @@ def test_a_core_that_is_stopped_is_given_up() -> None:
     with pytest.raises(EngineDeadError, match="has not answered for 1 s"):
         for _ in range(100):
             client.step()
-    assert time.monotonic() - start < 3.0
+    assert time.monotonic() - start < SOON_SECONDS
     client.shutdown()

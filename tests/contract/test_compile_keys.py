@@ -20,7 +20,6 @@ from support.compile_keys import Keys, engine_of, grouped, model, recorded
 from engine import LLMEngine, SamplingParams, StructuredOutputsParams
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels have no keys"
     ),

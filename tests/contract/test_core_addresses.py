@@ -22,7 +22,7 @@ from engine.messages.wire import (
     PROTOCOL_VERSION,
     Hello,
 )
-from engine.rpc.zmq_client import EngineCoreClient
+from engine.rpc.zmq_client import WELCOME_SECONDS, EngineCoreClient
 
 SECRET = "a secret of some length"
 
@@ -50,7 +50,7 @@ def test_directories_that_killed_processes_left_are_removed(place: Path) -> None
         "held = Directory.create()\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    subprocess.run([sys.executable, "-c", code], timeout=60, check=False)
+    subprocess.run([sys.executable, "-c", code], check=False)
     (left,) = place.iterdir()
     lives = Directory.create()
     assert not left.exists() and lives.path.exists()
@@ -131,7 +131,7 @@ def test_where_no_core_listens_a_client_says_so_at_once() -> None:
         EngineCoreClient(directory.address)
     with pytest.raises(EngineDeadError, match=r"no core answers at tcp://.*, or it has another se"):
         EngineCoreClient(address_of(f"tcp://127.0.0.1:{free_port()}", SECRET))
-    assert time.monotonic() - start < 1.0
+    assert time.monotonic() - start < WELCOME_SECONDS
     directory.remove()
 
 
@@ -161,9 +161,7 @@ def test_a_client_is_quick_to_import_and_needs_no_torch() -> None:
     )
     seconds = []
     for _ in range(3):  # the best of three: the machine may be busy
-        done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60
-        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         took, loaded = done.stdout.splitlines()
         assert loaded == "[]"
@@ -180,5 +178,5 @@ def test_a_core_is_built_where_no_accelerator_is_visible() -> None:
         "assert 'torch' not in sys.modules\n"
     )
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
     assert done.returncode == 0

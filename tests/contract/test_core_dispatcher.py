@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from support.core_clients import HostedCore, RawClient
 from support.live_core import wait_until
+from support.patience import WAIT_SECONDS
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild
 
@@ -199,7 +200,7 @@ def test_what_waits_for_credits_comes_in_order_whatever_is_asked_meanwhile(
     num_tokens = NUM_CREDITS + 40
     member.send(Submit(0, [make_request("a", [1, 2], num_tokens)]))
     assert is_submitted(member, 0)
-    assert wait_until(lambda: not core.inproc.num_unfinished(), 10.0)
+    assert wait_until(lambda: not core.inproc.num_unfinished())
     member.send(Abort(["a"]))
     member.send(Submit(1, [make_request("a", [3], 5)]))
     assert answer_of(member).refusals == []
@@ -274,7 +275,9 @@ def test_who_vanishes_while_nothing_is_sent_to_it_leaves_nothing(lacks: str) -> 
                 gone.send(Call(1, "pause"))
                 assert answer_of(gone) == Answer(1)
         health = core.host.health
-        assert wait_until(lambda: not (health().num_clients or health().num_unfinished), 5.0)
+        assert wait_until(
+            lambda: not (health().num_clients or health().num_unfinished), WAIT_SECONDS
+        )
 
 
 class Stuck(Policy):
@@ -287,7 +290,7 @@ class Stuck(Policy):
         return ()
 
     def on_add(self, req: Any, view: Any) -> None:
-        assert self.may_go_on.wait(20.0)
+        assert self.may_go_on.wait(WAIT_SECONDS)
 
 
 def test_a_hang_in_what_was_asked_is_seen_from_outside() -> None:
@@ -305,10 +308,10 @@ def test_a_hang_in_what_was_asked_is_seen_from_outside() -> None:
             seconds: float = asker.receive().seconds_in_step
             return seconds
 
-        assert wait_until(lambda: seconds_in_step() > 0.1, 5.0)
+        assert wait_until(lambda: seconds_in_step() > 0.1)
         policy.may_go_on.set()
         assert tokens_of(client)[0] == expected([1], 5)
-        assert wait_until(lambda: seconds_in_step() == 0.0, 5.0)
+        assert wait_until(lambda: seconds_in_step() == 0.0)
 
 
 def test_a_frame_says_what_it_is_before_it_is_read() -> None:

@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 import zmq
 from support.core_clients import HostedCore, RawClient, drain, read
+from support.gated import gated_core
+from support.patience import WAIT_SECONDS
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 from support.wire_frames import HOSTILE, mutated, recorded
 
 from engine.config.core import PollConfig
+from engine.config.engine import EngineConfig
 from engine.errors import EngineDeadError, RefusedError
 from engine.ipc import sockets
 from engine.ipc.address import Address
@@ -138,7 +141,7 @@ def test_a_slow_reader_is_bounded_and_named_and_blocks_nobody(
         name = quick.id_prefix + "quick"
         quick.add(make_request(name, [3], 400))
         assert drain(quick)[0] == {name: expected([3], 400)}
-        until = time.monotonic() + 20
+        until = time.monotonic() + WAIT_SECONDS
         while quick.stats().num_running and time.monotonic() < until:
             time.sleep(0.01)
         assert "bytes of outputs waited for client 0 (sleepy)" in caplog.text
@@ -181,7 +184,7 @@ def test_who_vanishes_without_a_word_leaves_nothing(core: HostedCore) -> None:
         gone.send(Hello(PROTOCOL_VERSION, core.address.token))
         gone.send(Submit(0, [make_request(f"x{i}", [i + 1], 500) for i in range(8)]))
         read_outputs(gone, 1)
-    until = time.monotonic() + 20
+    until = time.monotonic() + WAIT_SECONDS
     while client.stats().num_running and time.monotonic() < until:
         time.sleep(0.01)
     counts = client.stats()
@@ -219,17 +222,17 @@ def control(core: HostedCore) -> RawClient:
 
 
 def test_health_is_told_while_a_step_runs() -> None:
-    with HostedCore(FakeBuild(step_seconds=0.5)) as core, control(core) as asker:
+    with gated_core() as (core, gate), control(core) as asker:
         asker.send(Ping(core.address.token))
         idle = asker.receive()
         assert (idle.state, idle.seconds_in_step, idle.num_unfinished) == ("ready", 0.0, 0)
         client = EngineCoreClient(core.address)
         client.add(make_request("a", [1], 2))
-        time.sleep(0.2)
-        start = time.monotonic()
-        asker.send(Ping(core.address.token))
-        health = asker.receive()
-        assert time.monotonic() - start < 0.25 and health.seconds_in_step > 0.05
+        gate.wait_until_in_step()
+        health = idle
+        while not health.seconds_in_step:
+            asker.send(Ping(core.address.token))
+            health = asker.receive()
         assert (health.num_unfinished, health.num_clients) == (1, 1)
         for wrong in (Ping(b"wrong"), Shutdown(b"wrong"), Shutdown(core.address.token, -1.0)):
             asker.send(wrong)
@@ -237,6 +240,7 @@ def test_health_is_told_while_a_step_runs() -> None:
         for frame in HOSTILE[:17]:
             asker.send_bytes(frame)
             assert isinstance(asker.receive(), Fault)
+        gate.open()
         assert drain(client)[0] == {"a": expected([1], 2)}
         client.shutdown()
 
@@ -287,14 +291,20 @@ def test_silence_is_counted_in_questions_not_by_the_clock() -> None:
 
 def test_a_poll_while_decoding_waits_only_if_asked_to_and_never_before_a_prompt() -> None:
     asked = replace(fake_config(), polling=PollConfig(decode_poll_timeout_ms=20))
-    for config, shortest, longest in ((fake_config(), 0.0, 0.3), (asked, 0.8, 3.0)):
-        with HostedCore(FakeBuild(), config=config) as core:
-            client = EngineCoreClient(core.address)
-            start = time.monotonic()
-            client.add(make_request("a", [1], 50))
-            assert drain(client)[0] == {"a": expected([1], 50)}
-            assert shortest < time.monotonic() - start < longest
-            client.shutdown()
+    assert min(seconds_to_decode_50(fake_config()) for _ in range(5)) < 0.8
+    assert seconds_to_decode_50(asked) > 0.8
+
+
+def seconds_to_decode_50(config: EngineConfig) -> float:
+    """A busy machine adds to them, so the best of several is what counts."""
+    with HostedCore(FakeBuild(), config=config) as core:
+        client = EngineCoreClient(core.address)
+        start = time.monotonic()
+        client.add(make_request("a", [1], 50))
+        assert drain(client)[0] == {"a": expected([1], 50)}
+        seconds = time.monotonic() - start
+        client.shutdown()
+    return seconds
 
 
 def test_a_dead_core_says_why_to_who_reads_late(raw: RawClient) -> None:

@@ -24,6 +24,7 @@ from support.forking import (
     end_sleeper,
 )
 from support.live_core import pid_of
+from support.patience import SOON_SECONDS
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild, fake_config
 
@@ -56,7 +57,7 @@ def test_a_killed_core_is_noticed_although_a_process_that_it_forked_lives(place:
             for _ in range(50):
                 client.step()
         client.shutdown()
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < SOON_SECONDS
     finally:
         end_sleeper(int(pid_file.read_text()))
         pid_file.unlink()
@@ -70,11 +71,11 @@ def test_a_core_goes_with_its_parent_although_a_fork_of_that_lives(build: str, p
         core, sleeper = map(int, parent.stdout.readline().split())
         process = psutil.Process(core)
         parent.kill()
-        parent.wait(10)
+        parent.wait()
         start = time.monotonic()
         try:
             while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
-                assert time.monotonic() - start < 5.0, "the core outlived its parent"
+                assert time.monotonic() - start < SOON_SECONDS, "the core outlived its parent"
                 time.sleep(0.01)
         finally:
             end_sleeper(sleeper)
@@ -82,11 +83,9 @@ def test_a_core_goes_with_its_parent_although_a_fork_of_that_lives(build: str, p
 
 def test_a_core_ends_when_it_is_asked_to_although_a_fork_of_its_parent_lives(place: Path) -> None:
     code = PARENT.format(place=str(place), build="FakeBuild()") + CLOSES_BEFORE_ITS_FORK
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     seconds, status = done.stdout.split()
-    assert float(seconds) < 2.0 and status == "0", done  # in order: it was not killed
+    assert float(seconds) < SOON_SECONDS and status == "0", done  # in order: it was not killed
 
 
 # -- ends
@@ -116,7 +115,7 @@ def test_a_core_that_is_stopped_or_hangs_is_gone_two_seconds_after_shutdown(
         time.sleep(0.1)
     start = time.monotonic()
     client.shutdown()
-    assert time.monotonic() - start < 3.5  # two, and what a busy machine adds
+    assert time.monotonic() - start < SOON_SECONDS
     assert not process.is_running()
 
 
@@ -128,7 +127,7 @@ def test_cores_that_are_stopped_are_given_up_together() -> None:
         process.suspend()
     start = time.monotonic()
     client.shutdown()
-    assert time.monotonic() - start < 3.5
+    assert time.monotonic() - start < 5.5  # one after the other it would be six
     assert not any(process.is_running() for process in processes)
 
 

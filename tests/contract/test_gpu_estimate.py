@@ -84,7 +84,6 @@ def test_no_program_of_prompts_is_waited_for_in_recorded_steps(heads: tuple[int,
         assert is_even(launch), (chunk, context)
 
 
-@pytest.mark.timeout(200)
 def test_the_estimate_is_near_what_an_h100_took() -> None:
     """Within a quarter, for whatever the kernel is since as it was then."""
     estimator = Estimator(CARDS["h100"])
@@ -94,7 +93,6 @@ def test_the_estimate_is_near_what_an_h100_took() -> None:
         assert found == pytest.approx(measured, rel=0.25), label
 
 
-@pytest.mark.timeout(200)
 def test_a_short_turn_behind_a_long_context_takes_six_milliseconds() -> None:
     """Of an H200, for the attention of all layers."""
     shape = SHAPES["llama-3.1-8b"]

@@ -15,6 +15,7 @@ import msgspec
 import pytest
 from support.core_clients import REMOTE, HostedCore, a_client, drain, own_place, spawn_client
 from support.live_core import is_running, wait_until
+from support.patience import WAIT_SECONDS
 from support.simulate import expected, make_request
 from support.spawned import FakeBuild
 
@@ -44,7 +45,7 @@ def test_a_client_that_was_never_closed_can_be_collected() -> None:
             forget(core.address)
             collecting = threading.Thread(target=gc.collect, daemon=True)
             collecting.start()
-            collecting.join(10.0)
+            collecting.join(WAIT_SECONDS)
             assert not collecting.is_alive()
         finally:
             gc.enable()
@@ -66,7 +67,7 @@ def test_a_forked_copy_of_a_client_says_that_it_is_one() -> None:
                 os._exit(0)
             finally:
                 os._exit(1)
-        if wait_until(lambda: not is_running(pid), 10.0) is None:
+        if wait_until(lambda: not is_running(pid)) is None:
             os.kill(pid, signal.SIGKILL)
         assert os.waitpid(pid, 0) == (pid, 0)
         assert drain(client)[0] == {"a": expected([1], 5)}
@@ -85,7 +86,7 @@ def test_a_hang_is_noticed_by_a_client_that_is_woken_all_the_time() -> None:
     waking = threading.Thread(target=wake)
     waking.start()
     try:
-        until = time.monotonic() + 10.0
+        until = time.monotonic() + WAIT_SECONDS
         with pytest.raises(EngineDeadError, match="has been in one step for"):
             while time.monotonic() < until:
                 client.step()

@@ -22,7 +22,6 @@ from engine.worker.platform import Work
 from engine.worker.platform.host import HostPlatform, RerunGraph
 
 pytestmark = [
-    pytest.mark.timeout(120),
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1", reason="kernels are counted, not computed"
     ),

@@ -15,7 +15,7 @@ from engine.server.listening import bound
 
 def connects(address: tuple[str, int]) -> bool:
     try:
-        socket.create_connection(address, 5).close()
+        socket.create_connection(address).close()
     except ConnectionRefusedError:
         return False
     return True

@@ -273,7 +273,7 @@ async def test_a_hundred_streams_with_cancels(
         for task in tasks[::10]:
             await asyncio.sleep(0)
             task.cancel()
-        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
+        results = await asyncio.gather(*tasks, return_exceptions=True)
         cancelled = {
             i for i, each in enumerate(results) if isinstance(each, asyncio.CancelledError)
         }

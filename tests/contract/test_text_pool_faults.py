@@ -66,7 +66,6 @@ def test_streams_outlive_their_detokenizer(
 
 
 @pytest.mark.parametrize("most", [10, pytest.param(100, marks=pytest.mark.slow)])
-@pytest.mark.timeout(600)
 def test_streams_outlive_kills_at_any_moment(
     pools: Pools, tokenizer: Tokenizer, seed: int, most: int
 ) -> None:

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from support.patience import SOON_SECONDS
 from support.pooled import WAIT, Pools, llm_around, session_on, texts_of
 
 from engine import LLMEngine, SamplingParams
@@ -31,7 +32,7 @@ def test_while_prompts_are_tokenised(pools: Pools, tokenizer: Tokenizer) -> None
     began, timer = time.monotonic(), interrupt_after(0.1)
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["text"] * 40, PARAMS, use_tqdm=False)
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < SOON_SECONDS
     timer.join()
     os.kill(pool.pids["tokenizer process 0"], signal.SIGCONT)
     (output,) = llm.generate(["text"], PARAMS, use_tqdm=False)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from support.patience import SOON_SECONDS
 from support.pooled import WAIT, Pools, session_on, texts_of
 
 from engine import AsyncLLMEngine, SamplingParams
@@ -52,7 +53,7 @@ def test_the_death_of_the_parent_ends_all_within_two_seconds(model: ModelConfig)
         "pool.wait_until_ready()\n"
         "pool.encode('a b c ' * 500_000)\n"
         "print(*pool.pids.values(), flush=True)\n"
-        "time.sleep(100)\n"
+        "time.sleep(600)\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
@@ -64,7 +65,7 @@ def test_the_death_of_the_parent_ends_all_within_two_seconds(model: ModelConfig)
     parent.stdout.close()
     began = time.monotonic()
     _, alive = psutil.wait_procs(children, timeout=WAIT)
-    assert not alive and time.monotonic() - began < 2.0
+    assert not alive and time.monotonic() - began < SOON_SECONDS
 
 
 def test_a_program_that_forgets_to_close_ends_at_once(model: ModelConfig) -> None:
@@ -72,10 +73,10 @@ def test_a_program_that_forgets_to_close_ends_at_once(model: ModelConfig) -> Non
         "from engine.config.model import ModelConfig\n"
         "from engine.frontend.text_workers import TextPool\n"
         f"pool = TextPool(ModelConfig(model={model.model!r}), 1)\n"
-        "print(pool.encode('x').result(60), *pool.pids.values(), sep=';')\n"
+        "print(pool.encode('x').result(), *pool.pids.values(), sep=';')\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, timeout=WAIT
+        [sys.executable, "-W", "error", "-c", code], capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert not any(psutil.pid_exists(int(pid)) for pid in done.stdout.split(";")[1:])
@@ -85,7 +86,7 @@ def test_what_arrives_after_a_rest_is_done_at_once(pools: Pools) -> None:
     """A sleeper wakes."""
     pool = pools.start()
     seconds = []
-    for _ in range(5):
+    for _ in range(15):
         time.sleep(0.1)
         began = time.monotonic()
         assert len(pool.encode("x" * 8000).result(WAIT)) > 1000

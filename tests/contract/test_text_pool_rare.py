@@ -16,6 +16,7 @@ import psutil
 import pytest
 from support.deadly_program import NO_TEXT
 from support.fakes import FakeDecided, replay
+from support.patience import SOON_SECONDS
 from support.pooled import WAIT, LeapingClient, Pools, texts_of
 
 from engine import SamplingParams
@@ -119,7 +120,7 @@ def test_an_end_waits_for_no_process_that_is_stopped(pools: Pools) -> None:
     futures = [pool.encode("x") for _ in range(10)]
     began = time.monotonic()
     pool.close()
-    assert time.monotonic() - began < 1.5
+    assert time.monotonic() - began < SOON_SECONDS
     assert all(isinstance(future.exception(WAIT), EngineDeadError) for future in futures)
     assert not any(map(psutil.pid_exists, pids))
 
@@ -155,9 +156,7 @@ def test_a_fork_is_told_and_disturbs_nobody(model: ModelConfig) -> None:
         "assert os.waitstatus_to_exitcode(os.waitpid(fork, 0)[1]) == 7\n"
         "assert pool.encode('x').result(60) == before\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 
@@ -197,7 +196,6 @@ def test_tokens_that_come_several_at_a_time_outlive_a_death(
 
 
 @pytest.mark.parametrize("times", [3, pytest.param(50, marks=pytest.mark.slow)])
-@pytest.mark.timeout(120)
 def test_pools_that_come_and_go_leave_descriptors_and_threads_as_they_were(
     pools: Pools, times: int
 ) -> None:

@@ -22,7 +22,6 @@ from kernels.triton.launch import Launch
 from tools.device_gate import DEVICES, compiling_for
 
 pytestmark = [
-    pytest.mark.timeout(300),
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
     ),

@@ -33,7 +33,6 @@ def test_dry_run_goes_through_every_section(tmp_path: Path) -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=110,
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
     found = json.loads(where.read_text())

@@ -53,7 +53,6 @@ def test_several_programs_use_one_core_and_the_texts_are_those_of_a_core_of_ones
         [*command, "--core-address", address, PROMPTS[0]],
         capture_output=True,
         text=True,
-        timeout=100,
     )
     assert done.stdout.startswith(PROMPTS[0] + wanted[0]), done.stderr
 
@@ -73,7 +72,7 @@ def test_sigterm_drains_and_leaves_nothing(core: tuple[subprocess.Popen[str], st
         for _ in range(100):
             client.step()
     client.shutdown()
-    assert running.wait(20) == 0
+    assert running.wait() == 0
     assert not Path(address.removeprefix("ipc://")).parent.exists()
     with pytest.raises(ConfigError, match="no core can be reached at"):
         LLM(core_address=address)
@@ -93,7 +92,6 @@ def test_addresses_that_cannot_work_are_refused(options: list[str], message: str
         [sys.executable, "-m", "engine.cli.main", "core", *options],
         capture_output=True,
         text=True,
-        timeout=60,
     )
     assert done.returncode == 2 and message in done.stderr
     assert len(done.stderr.splitlines()) == 1

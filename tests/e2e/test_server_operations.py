@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import psutil
 import pytest
+from support.patience import SOON_SECONDS, WAIT_SECONDS
 from support.served import Served, served
 
 openai = pytest.importorskip("openai")
@@ -51,7 +52,7 @@ def ask(
     about = {"Content-Type": "application/json", **headers}
     request = urllib.request.Request(f"{server.url}{path}", data, about, method=method)
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request) as answer:
             return Answer(answer.status, answer.headers, answer.read())
     except urllib.error.HTTPError as error:
         with error:
@@ -62,7 +63,7 @@ def bearer(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"}
 
 
-def eventually(holds: Callable[[], object], seconds: float = 20) -> None:
+def eventually(holds: Callable[[], object], seconds: float = WAIT_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, "it has not come to be"
@@ -104,7 +105,7 @@ def collector() -> Iterator[Collector]:
         thread.start()
         yield made
         made.shutdown()
-        thread.join(10)
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -314,7 +315,7 @@ def test_operations_take_the_admin_key(server: Served, client: Any) -> None:
         assert waits["vllm:num_requests_waiting_by_reason", (("reason", "capacity"),)] == 1
     finally:
         assert post("/resume", **admin).status == 200
-    waiter.join(30)
+    waiter.join()
     assert len(texts) == 1 and ask(server, "/ready").status == 200
     assert ask(server, "/is_paused", **admin).json == {"is_paused": False}
     assert post("/reset_prefix_cache", **admin).status == 200
@@ -325,11 +326,13 @@ def test_operations_take_the_admin_key(server: Served, client: Any) -> None:
 
 def test_keys_are_read_again(server: Served, key_file: Path) -> None:
     def lets_in(key: str) -> bool:
-        statuses = {
-            ask(server, "/v1/models", **bearer(key)).status,
-            ask(server, "/v1/models", **{"x-api-key": key}).status,
-        }
-        assert len(statuses) == 1 and statuses < {200, 401}
+        statuses = {0, 1}
+        while len(statuses) == 2:  # the file may be read between two requests
+            statuses = {
+                ask(server, "/v1/models", **bearer(key)).status,
+                ask(server, "/v1/models", **{"x-api-key": key}).status,
+            }
+        assert statuses < {200, 401}
         return statuses == {200}
 
     assert lets_in(KEY) and lets_in("key-in-file") and lets_in(ADMIN) and not lets_in("another")
@@ -425,7 +428,7 @@ def test_drafts_are_counted_and_no_request_waits_for_spans(drafting: Served) -> 
         began = time.monotonic()
         assert ask(drafting, "/v1/completions", body).status == 200
         took.append(time.monotonic() - began)
-    assert max(took) < 5
+    assert max(took) < SOON_SECONDS
     now = moved(before, scrape(drafting))
     drafted = now["vllm:spec_decode_num_draft_tokens_total"]
     accepted = now["vllm:spec_decode_num_accepted_tokens_total"]
@@ -452,9 +455,9 @@ def ends_unready(server: Served) -> None:
         )
         first = next(stream)
         server.process.terminate()
-        eventually(is_unready, 10)
+        eventually(is_unready)
         assert [first, *stream][-1].choices[0].finish_reason == "length"
-    assert server.process.wait(20) == 0
+    assert server.process.wait() == 0
 
 
 def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
@@ -472,7 +475,7 @@ def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
         for path in ("/health", "/ready"):
             began = time.monotonic()
             answer = ask(split, path)
-            assert time.monotonic() - began < 5
+            assert time.monotonic() - began < SOON_SECONDS
             assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
             assert "not answered within 0.5 s" in answer.json["error"]["message"]
         samples = scrape(split)
@@ -490,7 +493,7 @@ def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
     assert dead.json["error"]["code"] == "engine_dead"
     assert scrape(split)["metronome_engine_up", ()] == 0
     split.process.terminate()
-    assert split.process.wait(10) is not None
+    assert split.process.wait() is not None
 
 
 @pytest.mark.parametrize(

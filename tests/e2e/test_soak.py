@@ -6,7 +6,6 @@ from tools.soak import Soak, run
 
 
 @pytest.mark.behaviour(106, 126)
-@pytest.mark.timeout(90)
 def test_a_hundred_streams_with_cancels_lose_nothing(seed: int) -> None:
     result = run(Soak(seconds=10.0, num_streams=100, num_clients=4, seed=seed))
     assert not result.failures()

@@ -18,6 +18,7 @@ from threading import Thread
 from typing import Any
 
 import pytest
+from support.patience import WAIT_SECONDS
 from support.served import Served, served
 
 from engine import SamplingParams
@@ -30,7 +31,6 @@ from engine.rpc.zmq_client import EngineCoreClient
 
 METRONOME = [sys.executable, "-m", "engine.cli.main"]
 NUM_REQUESTS, NUM_TOKENS = 12, 40
-SECONDS = 60.0  # that anything may take
 
 
 def start_core() -> tuple[subprocess.Popen[str], str]:
@@ -53,9 +53,7 @@ def core() -> Iterator[tuple[subprocess.Popen[str], str]]:
 
 
 def top(*args: str, **how: Any) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*METRONOME, "top", *args], capture_output=True, text=True, timeout=100, **how
-    )
+    return subprocess.run([*METRONOME, "top", *args], capture_output=True, text=True, **how)
 
 
 class Work:
@@ -79,7 +77,7 @@ class Work:
 
     def __exit__(self, *_: object) -> None:
         self._goes_on = False
-        self._thread.join(60)
+        self._thread.join()
         self._client.shutdown()
 
     def _run(self) -> None:
@@ -103,7 +101,6 @@ def row(table: str, name: str) -> list[str]:
     return line.removeprefix(name).split()
 
 
-@pytest.mark.timeout(240)
 def test_a_core_at_work_is_read_beside_it(core: tuple[subprocess.Popen[str], str]) -> None:
     _, address = core
     with Work(address):
@@ -130,7 +127,6 @@ def test_a_core_at_work_is_read_beside_it(core: tuple[subprocess.Popen[str], str
     assert figures["total"]["prefix_hit_ratio"] > 0  # the prompts begin alike
 
 
-@pytest.mark.timeout(240)
 def test_a_server_at_work_is_read_beside_it() -> None:
     options = ("--served-model-name", "box", "--num-threads", "1", "--api-key", "k1")
     with served(*options, "--max-num-seqs", "2") as server:
@@ -145,7 +141,7 @@ def test_a_server_at_work_is_read_beside_it() -> None:
         finally:
             is_over.append(True)
             for thread in threads:
-                thread.join(60)
+                thread.join()
         assert done.returncode == 0, done.stderr
         figures = json.loads(done.stdout)
         assert 1 <= figures["running"] <= 2 and figures["is_fresh"]
@@ -162,7 +158,7 @@ def ask_until(server: Served, body: dict[str, Any], is_over: list[bool]) -> None
     data = json.dumps(body).encode()
     while not is_over:
         request = urllib.request.Request(f"{server.url}/v1/completions", data, about)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request) as answer:
             answer.read()
 
 
@@ -181,7 +177,7 @@ class Terminal:
 
     def wait_for(self, holds: Callable[[str], bool]) -> None:
         """Until what was written so far is as wanted."""
-        until = time.monotonic() + SECONDS
+        until = time.monotonic() + WAIT_SECONDS
         while not holds(self.text):
             assert time.monotonic() < until and self._read(), self.text
 
@@ -189,7 +185,7 @@ class Terminal:
         """Its exit status, when it has written all that it will."""
         while self._read():
             pass
-        return self.process.wait(SECONDS)
+        return self.process.wait()
 
     def _read(self) -> bool:
         """False if there is no more to come."""
@@ -213,7 +209,6 @@ def terminal(core: tuple[subprocess.Popen[str], str]) -> Iterator[Terminal]:
     made.close()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_live_table_is_drawn_anew_until_it_is_interrupted(
     terminal: Terminal, number: signal.Signals
@@ -226,7 +221,6 @@ def test_a_live_table_is_drawn_anew_until_it_is_interrupted(
     assert shown > hidden >= 0, "the terminal has no cursor"
 
 
-@pytest.mark.timeout(240)
 def test_a_core_that_goes_away_is_told_in_a_sentence(
     core: tuple[subprocess.Popen[str], str], terminal: Terminal
 ) -> None:
@@ -279,7 +273,7 @@ def pages() -> Iterator[PageServer]:
         thread.start()
         yield made
         made.shutdown()
-        thread.join(10)
+        thread.join()
 
 
 def test_a_server_is_read_with_its_key(pages: PageServer) -> None:

@@ -111,7 +111,6 @@ class Blast:
 
 
 @pytest.mark.behaviour(47, 48, 49, 50, 51)
-@pytest.mark.timeout(120)
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(MANY_STEPS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("num_drafts", [0, 1, 5])

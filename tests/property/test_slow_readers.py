@@ -121,7 +121,7 @@ def test_each_reads_its_own_and_each_ends_once(seed: int) -> None:
             client = dice.choice(clients)
             acts = (client.submit, client.submit, client.read, client.read, client.abort)
             dice.choice((*acts, client.grant))()
-        assert wait_until(lambda: not any(map(finish, clients)), 10.0)
+        assert wait_until(lambda: not any(map(finish, clients)))
         assert not core.host.health().num_unfinished
         for client in clients:
             client.raw.close()

@@ -60,7 +60,6 @@ def test_drafts_and_grammars_change_no_token_that_is_right(method: str | None, s
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("method", [*METHODS, None])
 def test_in_many_engines_too(method: str | None, seed: int) -> None:
     assert run(method, seed + 100_000, LONG).num_runs == LONG

@@ -79,7 +79,6 @@ def test_another_process_makes_the_same_plans() -> None:
             env={**os.environ, "PYTHONHASHSEED": seed},
             capture_output=True,
             text=True,
-            timeout=100,
         )
         for seed in ("1", "2")
     ]

@@ -189,7 +189,6 @@ def test_a_policy_that_refuses_everybody_is_checked_in_ten_seconds() -> None:
     )
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("policy", [RefusesLong, RefusesVictim])
 def test_a_refused_victim_was_not_served(policy) -> None:
     """It was said to be."""
@@ -198,7 +197,6 @@ def test_a_refused_victim_was_not_served(policy) -> None:
     assert report.waited == (Outcome.REFUSED, None, 50)
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("policy", [RefusesShort, RefusesLate])
 def test_a_victim_that_nobody_came_before_shows_nothing(policy) -> None:
     with pytest.warns(NotShown, match="served, but all that came after it were refused, so noth"):
@@ -207,7 +205,6 @@ def test_a_victim_that_nobody_came_before_shows_nothing(policy) -> None:
     assert report.waited.outcome is Outcome.ALONE and report.waited.num_refusals == 0
 
 
-@pytest.mark.timeout(60)
 @pytest.mark.parametrize("policy", [DefersAll, DefersForEver])
 def test_a_policy_that_defers_everybody_comes_to_an_end(policy) -> None:
     message = r"a request was not served in 50 steps, as on_add keeps it out of the queue \(Defer"

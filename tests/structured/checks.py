@@ -21,7 +21,7 @@ from engine.text.tokenizer import load_tokenizer
 from structured.corpus import NUM, Entry
 
 PROMPT = "An example of what was asked for:\n"
-MAX_BOMB_SECONDS = MAX_SECONDS + 5
+MAX_BOMB_SECONDS = MAX_SECONDS + 60  # a busy machine notices late
 
 
 class Bench:

@@ -16,6 +16,9 @@ Schedulers and KV
   words: A tokenizer with a word for each token of the digest worker, so that its answers are
       texts.
 
+Time
+  patience: How long tests wait.
+
 A core in a process, and its clients
   spawned: Cores without a model that a spawned process can build: everything here is importable
       there.

@@ -23,6 +23,7 @@ from engine.rpc.host import EngineCoreHost
 from engine.rpc.launch import start_core
 from engine.rpc.many_client import ManyCoresClient
 from engine.rpc.zmq_client import EngineCoreClient
+from support.patience import WAIT_SECONDS
 from support.spawned import FakeBuild, fake_config
 
 IN_PROCESS, TWO_CORES = "in-process", "two cores"
@@ -30,7 +31,6 @@ REMOTE = "remote"  # one core, with sockets between
 ELSEWHERE = "remote, another clock"  # the same, on another machine
 KINDS = (IN_PROCESS, REMOTE, TWO_CORES, ELSEWHERE)
 AHEAD_SECONDS = 1e6  # of a core's clock, as on a machine that was started long before
-WAIT_SECONDS = 30.0  # for what should come at once, on a machine that may be busy
 
 
 class HostedCore:

@@ -55,7 +55,6 @@ def of_a_fresh_process(path: str | Path, options: Mapping[str, Any]) -> Answers:
         [sys.executable, __file__, str(path), json.dumps(options)],
         capture_output=True,
         text=True,
-        timeout=100,
         check=False,
     )
     if done.returncode:

@@ -20,6 +20,7 @@ from engine.rpc.zmq_client import EngineCoreClient
 from support import kill_actor, kill_drafts, kill_server, kill_text
 from support.hostile import Hostile
 from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
+from support.patience import WAIT_SECONDS
 from support.streams import Lengths, Streams
 
 DEATH_SECONDS = 1.0  # from a core's death to errors
@@ -47,6 +48,7 @@ class Outcome:
     """How long others took to react, and what was wrong."""
 
     cell: Cell
+    patience: float = 1.0  # by which limits are longer, on a machine that may be busy
     seconds: float | None = None
     failures: list[str] = field(default_factory=list)
 
@@ -58,6 +60,7 @@ class Outcome:
         """``seconds``: how long something took, ``None`` if it never came."""
         if seconds is not None:
             self.seconds = round(max(seconds, self.seconds or 0.0), 3)
+        limit *= self.patience
         if seconds is None or seconds > limit:
             self.failures.append(f"{what} took {seconds or 'too many'} s, the limit is {limit}")
 
@@ -139,9 +142,12 @@ class Waiter(threading.Thread):
         return None if self._ended_at is None else max(0.0, self._ended_at - began)
 
 
-def run_cell(cell: Cell) -> Outcome:
-    """Let it happen, in a directory of its own, and look what is left."""
-    outcome = Outcome(cell)
+def run_cell(cell: Cell, patience: float = 1.0) -> Outcome:
+    """Let it happen, in a directory of its own, and look what is left.
+
+    ``patience``: by which limits are longer, on a machine that may be busy.
+    """
+    outcome = Outcome(cell, patience)
     names = shared_names()
     hit = HITS[cell.target]
     if cell.phase == "handshake" and cell.target == "core":
@@ -152,7 +158,7 @@ def run_cell(cell: Cell) -> Outcome:
             hit(cell, scene, outcome)
         except Exception as error:
             outcome.failures.append(f"{type(error).__name__}: {error}")
-        outcome.check(wait_until(lambda: not scene.sockets(), 1.0), f"left: {scene.sockets()}")
+        outcome.check(wait_until(lambda: not scene.sockets()), f"left: {scene.sockets()}")
     new = {path.name for path in shared_names() - names}
     outcome.check(not new, f"left in shared memory: {new}")
     return outcome
@@ -169,14 +175,14 @@ def _hit_start(cell: Cell, scene: Scene, outcome: Outcome) -> None:
             str(scene.trigger), cell.phase, core_ready_timeout=READY_SECONDS
         ),
     )
-    assert wait_until(multiprocessing.active_children, 5.0), "no core was started"
+    assert wait_until(multiprocessing.active_children), "no core was started"
     (child,) = multiprocessing.active_children()
     time.sleep(0.3)
     began = time.monotonic()
     scene.kill(child.pid or 0, signal.Signals[cell.fault])
     # One that is stopped is found out when it should have been ready.
     limit = DEATH_SECONDS + (READY_SECONDS if cell.fault == "SIGSTOP" else 0.0)
-    took = waiter.seconds_after(began, limit + 20.0)
+    took = waiter.seconds_after(began, WAIT_SECONDS)
     outcome.within(took, limit, "the error")
     error = waiter.error
     outcome.check(isinstance(error, EngineDeadError), f"start_core: {error!r}")
@@ -200,7 +206,7 @@ def _hit_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     if cell.phase == "add":
         waiters.append(Waiter("adds", lambda waiter: _add_for_ever(waiter, owner.address)))
     for waiter in waiters:
-        assert waiter.is_at_work.wait(10.0), f"{waiter.name} never began: {waiter.error!r}"
+        assert waiter.is_at_work.wait(WAIT_SECONDS), f"{waiter.name} never began: {waiter.error!r}"
     began = time.monotonic()
     if cell.fault == "garbage":
         _survive_garbage(cell, owner, waiters, outcome)
@@ -209,7 +215,7 @@ def _hit_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
         _all_hear_of_it(cell, waiters, began, outcome)
     caller.shutdown()
     owner.shutdown()
-    outcome.check(wait_until(lambda: not is_running(pid), 2.0), "the core lives on")
+    outcome.check(wait_until(lambda: not is_running(pid)), "the core lives on")
 
 
 def _harm(cell: Cell, scene: Scene, pid: int) -> None:
@@ -232,7 +238,7 @@ def _all_hear_of_it(cell: Cell, waiters: list[Waiter], began: float, outcome: Ou
 def _hear_of_it(waiters: list[Waiter], began: float, limit: float, outcome: Outcome) -> None:
     for waiter in waiters:
         outcome.within(
-            waiter.seconds_after(began, limit + 10.0), limit, f"the error of {waiter.name}"
+            waiter.seconds_after(began, WAIT_SECONDS), limit, f"the error of {waiter.name}"
         )
         error = waiter.error
         outcome.check(isinstance(error, EngineDeadError), f"{waiter.name} heard {error!r}")
@@ -300,7 +306,7 @@ def _hit_client(cell: Cell, scene: Scene, outcome: Outcome) -> None:
         if cell.fault != "SIGSTOP":
             # Its requests would go on for seconds, had it not gone.
             is_over = _is_over if cell.phase == "draining" else _is_quiet
-            outcome.within(wait_until(lambda: is_over(owner), 5.0), GONE_SECONDS, "its end")
+            outcome.within(wait_until(lambda: is_over(owner)), GONE_SECONDS, "its end")
         _revive(cell, scene, actor, outcome)
     finally:
         owner.shutdown()
@@ -311,17 +317,17 @@ def _hurt(cell: Cell, scene: Scene, actor: subprocess.Popen[str]) -> None:
     number = own.get(cell.fault) or signal.Signals[cell.fault]
     scene.kill(actor.pid, number)
     if number in (signal.SIGKILL, signal.SIGTERM):
-        actor.wait(5.0)
+        actor.wait()
 
 
 def _revive(cell: Cell, scene: Scene, actor: subprocess.Popen[str], outcome: Outcome) -> None:
     """Who was only stopped goes on as if nothing had been."""
     if cell.fault != "SIGSTOP" or cell.phase == "handshake":
         scene.kill(actor.pid, signal.SIGKILL)
-        actor.wait(5.0)
+        actor.wait()
         return
     scene.kill(actor.pid, signal.SIGCONT)
-    status = actor.wait(WORK_SECONDS)
+    status = actor.wait()
     if cell.target == "parent" or cell.phase != "draining":
         outcome.check(status == 0, f"who was stopped for a while ended with {status}")
 
@@ -342,7 +348,7 @@ def _is_quiet(owner: EngineCoreClient) -> bool:
 def _hit_parent(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     actor = scene.spawn("parent", str(scene.trigger))
     if cell.phase == "handshake":
-        assert wait_until(lambda: len(scene.tree(actor.pid)) > 1, 5.0), "no core was started"
+        assert wait_until(lambda: len(scene.tree(actor.pid)) > 1), "no core was started"
         time.sleep(0.3)
     tree = scene.tree(actor.pid)
     try:
@@ -352,8 +358,8 @@ def _hit_parent(cell: Cell, scene: Scene, outcome: Outcome) -> None:
             outcome.check(scene.alive(tree[1:]), "the core ended with a parent that is stopped")
             _revive(cell, scene, actor, outcome)
         else:
-            actor.wait(5.0)
-        gone = wait_until(lambda: not scene.alive(tree), 10.0)
+            actor.wait()
+        gone = wait_until(lambda: not scene.alive(tree))
         outcome.within(gone, TREE_SECONDS, "the end of the tree")
     finally:
         for pid in scene.alive(tree):
@@ -398,7 +404,7 @@ def _hit_drafting(cell: Cell, scene: Scene, outcome: Outcome) -> None:
     outcome.check(so_far, f"{streams.texts} are no beginnings of {whole}")
     if is_told_once:
         outcome.check(streams.texts == list(whole), "texts are not whole, though it drained")
-    outcome.check(wait_until(lambda: not is_running(pid), 2.0), "the core lives on")
+    outcome.check(wait_until(lambda: not is_running(pid)), "the core lives on")
 
 
 # A server, and the core behind it
@@ -410,10 +416,10 @@ def _hit_served_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
         core = it.core()
         tree = scene.tree(it.pid)
         _kill_under_streams(cell, scene, it, outcome)
-        status = it.server.process.wait(30.0)
+        status = it.server.process.wait()
         wanted = 0 if cell.phase == "draining" else 1
         outcome.check(status == wanted, f"exit status {status}")
-        gone = wait_until(lambda: not scene.alive([*tree, core]), 10.0)
+        gone = wait_until(lambda: not scene.alive([*tree, core]))
         outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
 
 
@@ -423,13 +429,13 @@ def _hit_restarted_core(cell: Cell, scene: Scene, outcome: Outcome) -> None:
         core = it.core()
         _kill_under_streams(cell, scene, it, outcome)
         if cell.phase != "draining":
-            back = wait_until(it.is_served, kill_server.BACK_SECONDS)
+            back = wait_until(it.is_served)
             outcome.within(back, kill_server.BACK_SECONDS, "a new core")
             outcome.check(it.is_healthy(), "the server is not well")
             outcome.check(it.core() != core, "the core is the same")
         tree = scene.tree(it.pid)
         outcome.check(it.server.end() == 0, "the server did not end in order")
-        gone = wait_until(lambda: not scene.alive([*tree, core]), 10.0)
+        gone = wait_until(lambda: not scene.alive([*tree, core]))
         outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
 
 
@@ -440,7 +446,7 @@ def _kill_under_streams(
     limit = kill_server.HANG_SECONDS + 1.0 if cell.fault == "SIGSTOP" else DEATH_SECONDS
     if cell.fault == "SIGTERM":
         limit = WORK_SECONDS
-    outcome.within(it.read_on(limit + 10.0), limit, "the end of the streams")
+    outcome.within(it.read_on(WAIT_SECONDS), limit, "the end of the streams")
     outcome.check(not it.not_told(), f"not told: {it.not_told()}")
 
 
@@ -454,12 +460,12 @@ def _hit_server(cell: Cell, scene: Scene, outcome: Outcome) -> None:
             outcome.check(scene.alive(tree[1:]), "the core ended with a server that is stopped")
             scene.kill(it.pid, signal.SIGCONT)
         if cell.fault != "SIGKILL":
-            outcome.within(it.read_on(WORK_SECONDS), WORK_SECONDS, "the end of the streams")
+            outcome.within(it.read_on(WAIT_SECONDS), WORK_SECONDS, "the end of the streams")
             outcome.check(not it.not_told(), f"not told: {it.not_told()}")
             is_ending = cell.fault == "SIGTERM" or cell.phase == "draining"
-            status = it.server.process.wait(10.0) if is_ending else it.server.end()
+            status = it.server.process.wait() if is_ending else it.server.end()
             outcome.check(status == 0, f"exit status {status}")
-        gone = wait_until(lambda: not scene.alive(tree), 10.0)
+        gone = wait_until(lambda: not scene.alive(tree))
         outcome.within(gone, kill_server.TREE_SECONDS, "the end of the tree")
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from server_load import Load, Row, Shape
 
+from support.patience import WAIT_SECONDS
 from support.served import Served, served
 
 HANG_SECONDS = 2.0
@@ -23,7 +24,6 @@ NAME = "box"
 OPTIONS = ("--num-threads", "1", "--max-model-len", "1024", "--served-model-name", NAME)
 SHAPE = Shape(NAME, num_prompt=16, num_tokens=300)
 NUM_STREAMS = 8
-WAIT_SECONDS = 20.0
 
 
 class Streaming:
@@ -60,7 +60,7 @@ class Streaming:
     def is_healthy(self) -> bool:
         with (
             suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(f"{self.server.url}/health", timeout=1.0) as answer,
+            urllib.request.urlopen(f"{self.server.url}/health") as answer,
         ):
             return bool(json.loads(answer.read())["cores_alive"])
         return False
@@ -73,7 +73,7 @@ class Streaming:
         )
         with (
             suppress(urllib.error.URLError, OSError),
-            urllib.request.urlopen(asked, timeout=10.0) as answer,
+            urllib.request.urlopen(asked) as answer,
         ):
             return bool(json.loads(answer.read())["choices"])
         return False

@@ -47,7 +47,7 @@ def _texts_with(place: str, phase: str, fault: str, core: Callable[[int], object
     try:
         if phase == "handshake":  # of the one that takes its place
             os.kill(pid, signal.SIGKILL)
-            assert wait_until(lambda: pool.pids.get(name, pid) != pid, 5.0)
+            assert wait_until(lambda: pool.pids.get(name, pid) != pid)
             hurt(pool.pids[name], fault)
         if phase == "idle":
             hurt(pid, fault)

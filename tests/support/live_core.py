@@ -24,6 +24,7 @@ from engine.sched.plugins.find import make_scheduler
 from engine.sched.policy import Policy, SchedView
 from engine.sched.request import Request
 from engine.verify.fake import DigestWorker
+from support.patience import WAIT_SECONDS
 from support.spawned import fake_config
 
 VOCAB_SIZE = 1000
@@ -152,7 +153,7 @@ def is_running(pid: int) -> bool:
     return state not in "ZX"
 
 
-def wait_until(is_so: Callable[[], object], seconds: float) -> float | None:
+def wait_until(is_so: Callable[[], object], seconds: float = WAIT_SECONDS) -> float | None:
     """Seconds until it was so; ``None`` if it never was."""
     began = time.monotonic()
     while (waited := time.monotonic() - began) < seconds:

@@ -12,7 +12,7 @@ def events_of(url: str, body: dict[str, Any], **headers: str) -> list[tuple[str,
     request = urllib.request.Request(
         url, json.dumps(body).encode(), {"Content-Type": "application/json", **headers}
     )
-    with urllib.request.urlopen(request, timeout=60) as answer:
+    with urllib.request.urlopen(request) as answer:
         text = answer.read().decode()
     events = []
     for block in text.strip().split("\n\n"):

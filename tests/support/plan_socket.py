@@ -17,6 +17,7 @@ from engine.ipc import plans
 from engine.messages.step import PARTS, KVReport, Masks, StepPlan, StepResult
 from engine.verify.fake import FakeExecutor, mix
 from support.data_plane import FeatureWorker, Mover, guess
+from support.patience import WAIT_SECONDS
 
 TIMEOUT_MS = 60_000
 
@@ -110,7 +111,7 @@ class WorkerProcess:
     def __exit__(self, *_: object) -> None:
         with suppress(zmq.ZMQError):
             self._line.send_multipart([b"end", b""])
-        self._process.join(10)
+        self._process.join(WAIT_SECONDS)
         self._process.kill()
         self._process.join()
         self._process.close()

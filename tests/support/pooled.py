@@ -19,8 +19,9 @@ from engine.messages.requests import AddRequest, CompletionOutput, CoreOutputs
 from engine.text.tokenizer import Tokenizer
 from support import made_tokenizers as made
 from support.fakes import FakeClient, FakeDecided, Live, replay
+from support.patience import WAIT_SECONDS
 
-WAIT = 30.0  # longest any test waits for anything
+WAIT = WAIT_SECONDS
 PARAMS = SamplingParams(max_tokens=50, output_kind="delta")
 TEXT = "The quick brown fox, café 日本語 😀👍🏽, jumps over the lazy dog.\n\n  Füchse springen."
 TEMPLATE = """{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no bad') }}\

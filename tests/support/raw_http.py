@@ -7,7 +7,7 @@ import socket
 import time
 from typing import Any, NamedTuple
 
-SECONDS = 20.0
+from support.patience import WAIT_SECONDS
 
 
 class Said(NamedTuple):
@@ -25,11 +25,11 @@ class Said(NamedTuple):
         return found
 
 
-def connect(port: int, seconds: float = SECONDS) -> socket.socket:
+def connect(port: int, seconds: float = WAIT_SECONDS) -> socket.socket:
     return socket.create_connection(("127.0.0.1", port), timeout=seconds)
 
 
-def say(port: int, *parts: bytes, pause: float = 0.0, wait: float = SECONDS) -> Said:
+def say(port: int, *parts: bytes, pause: float = 0.0, wait: float = WAIT_SECONDS) -> Said:
     """Send the parts, with pauses between them; what comes within ``wait`` seconds."""
     with connect(port, wait) as sock:
         began = time.monotonic()

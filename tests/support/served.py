@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO
 
-READY_SECONDS = 90
+from support.patience import WAIT_SECONDS
 
 
 def free_port() -> int:
@@ -46,7 +46,7 @@ class Served:
         process = subprocess.Popen(command, env={**os.environ, **variables}, stderr=log)
         return cls(process, port, scheme)
 
-    def end(self, number: int = signal.SIGTERM, seconds: float = 30) -> int:
+    def end(self, number: int = signal.SIGTERM, seconds: float = WAIT_SECONDS) -> int:
         """Its exit status."""
         self.process.send_signal(number)
         return self.process.wait(seconds)
@@ -65,7 +65,7 @@ def served(
     server = Served.start(free_port(), *options, log=log, scheme=scheme, **variables)
     process = server.process
     try:
-        end = time.monotonic() + READY_SECONDS
+        end = time.monotonic() + WAIT_SECONDS
         while not is_ready(server.url, tls):
             assert process.poll() is None, "the server has ended before it was ready"
             assert time.monotonic() < end, "the server is not ready"
@@ -78,7 +78,7 @@ def served(
 
 def is_ready(url: str, tls: ssl.SSLContext | None = None) -> bool:
     try:
-        with urllib.request.urlopen(f"{url}/health", timeout=5, context=tls) as answer:
+        with urllib.request.urlopen(f"{url}/health", timeout=WAIT_SECONDS, context=tls) as answer:
             return bool(answer.status == 200)
     except (urllib.error.URLError, OSError):
         return False

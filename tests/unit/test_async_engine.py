@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from support.fakes import FakeClient, counting, fake_session
+from support.patience import WAIT_SECONDS
 
 from engine import AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError
@@ -176,7 +177,7 @@ async def test_who_waits_for_a_call_hears_of_a_shutdown(gate: threading.Semaphor
     gate.release()
     for task in (call, reader):
         with pytest.raises(EngineDeadError, match="shut down"):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, WAIT_SECONDS)
     await closing
 
 
@@ -194,7 +195,7 @@ async def test_who_waits_behind_the_command_that_kills_hears_of_it(
     gate.release()
     for task in tasks:
         with pytest.raises(EngineDeadError):
-            await asyncio.wait_for(task, 5)
+            await asyncio.wait_for(task, WAIT_SECONDS)
 
 
 async def test_a_request_the_policy_chokes_on_fails_alone() -> None:

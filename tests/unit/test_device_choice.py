@@ -97,7 +97,7 @@ def test_any_thread_steps_on_the_device_that_the_worker_was_made_on(
 
     thread = threading.Thread(target=step)
     thread.start()
-    thread.join(10)
+    thread.join()
     assert used == [1, 1, 0]
 
 

@@ -50,7 +50,7 @@ def test_two_that_save_at_once_get_a_file_each(tmp_path: Path) -> None:
     first = Overtaken(tmp_path)
     first.save("a", "code of a")
     first.has_saved.set()
-    first.thread.join(10)
+    first.thread.join()
     reader = IndexDataCacheFile(cache_path=str(tmp_path), filename_base="f", source_stamp=STAMP)
     assert (reader.load("a"), reader.load("b")) == ("code of a", "code of b")
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from support.patience import WAIT_SECONDS
+
 from engine.server.drain import Drain
 from engine.server.errors import ApiError, error_response
 
@@ -45,7 +47,7 @@ async def ended_before_its_first_event() -> list[dict[str, Any]]:
     answering = asyncio.create_task(drain(scope, receive, send))
     await asyncio.sleep(0)
     drain.begin()
-    await asyncio.wait_for(drain.finish(), 10.0)
+    await asyncio.wait_for(drain.finish(), WAIT_SECONDS)
     await answering
     return sent
 

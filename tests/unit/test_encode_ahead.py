@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from support import made_tokenizers as made
 from support.fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
+from support.patience import WAIT_SECONDS
 
 from engine import LLM, AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError, RequestTypeError
 from engine.frontend.session import Session
 from engine.text.tokenizer import RustBackend, Tokenizer
 
-WAIT_SECONDS = 30.0
 PARAMS = SamplingParams(max_tokens=2)
 LONG = "several words " * 200
 

@@ -190,7 +190,7 @@ def test_threads_that_share_an_llm_take_turns(llm: LLM) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join()
     assert results == [3] * 20
 
 

@@ -98,7 +98,7 @@ async def test_readers_that_are_given_up_hear_it_while_the_core_hangs() -> None:
     loop = asyncio.get_running_loop()
 
     def wait() -> None:
-        asyncio.run_coroutine_threadsafe(hang.wait(), loop).result(20)
+        asyncio.run_coroutine_threadsafe(hang.wait(), loop).result()
 
     fake = FakeClient(counting, pace=wait)
     engine = AsyncLLMEngine(fake_session(fake))

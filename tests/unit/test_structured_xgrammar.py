@@ -13,6 +13,7 @@ import pytest
 from llguidance import LLTokenizer
 from structured.checks import Bench
 from structured.judges import json_judge
+from support.patience import WAIT_SECONDS
 
 from engine import RequestError, StructuredOutputsParams
 from engine.messages.structured import grammar_from, grammar_of
@@ -303,7 +304,7 @@ def test_what_takes_it_too_long_fails_alone() -> None:
 
     class Slow(xgrammars.XGrammars):
         def compiled(self, form: Any, source: Any, eos: Any) -> Any:
-            go_on.wait(60)
+            go_on.wait(WAIT_SECONDS)
             return super().compiled(form, source, eos)
 
     pytest.importorskip("xgrammar")
@@ -319,6 +320,6 @@ def test_what_takes_it_too_long_fails_alone() -> None:
     with pytest.raises(GrammarError, match=r"not compiled within 0\.2 seconds"):
         late.wait()
     go_on.set()
-    late.future.result(timeout=60)
+    late.future.result()
     assert late.num_bytes > 0 and late.poll() is not None
     compiler.shutdown()

@@ -7,6 +7,7 @@ import tracemalloc
 
 import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from support.patience import SOON_SECONDS
 
 from engine.errors import RequestError
 from engine.text.chat import fill_template, render_chat
@@ -85,7 +86,7 @@ def test_what_would_be_too_large_is_refused(name: str) -> None:
         began = time.monotonic()
         with pytest.raises(RequestError, match="chat template refuses"):
             render_chat(BOMBS[name], CHAT, {})
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < SOON_SECONDS
         assert tracemalloc.get_traced_memory()[1] < 500 << 20
     finally:
         tracemalloc.stop()
@@ -96,7 +97,7 @@ def test_what_would_never_end_is_refused(name: str) -> None:
     began = time.monotonic()
     with pytest.raises(RequestError, match=r"over 0\.2 s, the limit|calling itself"):
         fill_template(ENDLESS[name], {"messages": CHAT}, seconds=0.2)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_SECONDS
 
 
 @pytest.mark.parametrize("source", WAYS_OUT)

@@ -101,10 +101,10 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised() -> None:
     client = FakeClient(counting, FakeDecided(256, vocab_size))
     llm_engine = LLMEngine(fake_session(client, tokenizer))
     huge = "x" * 20_000_000
-    began = time.monotonic()
+    began = time.process_time()
     with pytest.raises(RequestError, match=r"20000000 characters, at least \d+ tokens.*truncate"):
         llm_engine.add_request("a", huge)
-    assert time.monotonic() - began < 1.0
+    assert time.process_time() - began < 1.0
     params = SamplingParams(truncate_prompt_tokens=-1, max_tokens=1)
     llm_engine.add_request("b", huge[:10_000], params)  # its end is wanted
     assert len(llm_engine.step()[0].prompt_token_ids) == 255
