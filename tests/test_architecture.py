@@ -251,12 +251,12 @@ def test_waits_that_a_busy_machine_makes_too_short_are_found() -> None:
 
 def test_no_test_depends_on_how_busy_the_machine_is() -> None:
     """What hangs is ended by the limit in pyproject.toml; `support.patience` has longer waits."""
-    waits = [
-        each
+    found = [
+        f"{each.path}:{each.line} {each.text}: wait WAIT_SECONDS, or without a limit"
         for path, tree in joints.trees("tests").items()
         for each in joints.short_waits(path, tree)
     ]
-    assert not (found := [f"{each.path}:{each.line} {each.text}" for each in waits]), found
+    assert not found, "\n".join(found)
 
 
 def test_every_test_asserts_something_and_none_is_another() -> None:

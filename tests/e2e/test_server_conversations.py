@@ -60,7 +60,7 @@ def post(server: Served, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
     body = json.dumps({"model": MODEL, **sampling, **asked}).encode()
     request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request) as answer:
             return answer.status, json.loads(answer.read())
     except urllib.error.HTTPError as error:
         return error.code, json.loads(error.read())
