@@ -41,7 +41,7 @@ def cores(num: int, build: FakeBuild = SLOW, **core: Any) -> Iterator[ManyCoresC
     finally:
         pids += client.pids
         client.shutdown()
-        assert wait_until(lambda: not any(map(is_running, pids)), 10.0) is not None
+        assert wait_until(lambda: not any(map(is_running, pids))) is not None
 
 
 def until(client: ManyCoresClient, is_so: Callable[[], bool]) -> dict[str, Finished]:

@@ -28,7 +28,7 @@ class Script:
         assert self.restarts.why_not(core) is None
         self._is_done.clear()
         self.restarts.begin(core, SimpleNamespace(shutdown=lambda: None))  # type: ignore[arg-type]
-        assert self.restarts.is_pending and self._is_done.wait(60.0)
+        assert self.restarts.is_pending and self._is_done.wait()
         (outcome,) = self.restarts.take()
         assert not self.restarts.is_pending and outcome.core == core
         return outcome
