@@ -35,6 +35,7 @@ from engine.messages.requests import (
     as_request_ids,
 )
 from engine.messages.stats import SchedulerStats
+from engine.observe.guard import Failures, Guard
 from engine.observe.histograms import Latencies
 from engine.observe.stats_log import TokenCounts
 from engine.text.chat import Messages
@@ -67,7 +68,7 @@ class AsyncLLMEngine:
         self._queue_limits: QueueLimits | None = None
         # Of the thread alone.
         self._live: dict[str, Stream] = {}
-        self._observers: list[Observer] = []
+        self._observers: list[tuple[Observer, Guard]] = []
         self._on_death: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
@@ -153,7 +154,7 @@ class AsyncLLMEngine:
 
     async def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler: running, waiting, KV use, prefix hits."""
-        stats: SchedulerStats | None = await self._call(self._session.client.stats)
+        stats: SchedulerStats | None = await self._call(self._session.stats)
         return stats
 
     async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
@@ -173,7 +174,8 @@ class AsyncLLMEngine:
         left by its reader, but not one that was refused or whose core has died.
 
         It is called by the engine's thread, which does nothing else meanwhile, in the context
-        (``contextvars``) of the task that reads the request. Its errors are logged.
+        (``contextvars``) of the task that reads the request. Its first error is logged, all are
+        counted (``observer_failures``), and nothing else comes of them.
         """
         with self._changed:
             self._check_alive()
@@ -190,6 +192,11 @@ class AsyncLLMEngine:
     def end_restarts(self) -> None:
         """Start no core again that dies from now on: the engine is about to end."""
         self._session.client.end_restarts()
+
+    @property
+    def failures(self) -> Failures:
+        """How often observers on this side of the core have failed. Others may count there."""
+        return self._session.failures
 
     def measure(self) -> Latencies:
         """Histograms of what steps bring, counted from the first call on; any thread may read."""
@@ -441,16 +448,18 @@ class AsyncLLMEngine:
             del self._live[stream.request_id]
 
     def _observe(self, observer: Observer) -> None:
-        self._observers.append(observer)
+        name = getattr(observer, "__qualname__", type(observer).__qualname__)
+        effect = "it is called again for the next request"
+        self._observers.append((observer, Guard(self.failures, name, effect)))
         self._session.outputs.on_finished = self._tell
 
     def _tell(self, finished: FinishedRequest) -> None:
         context = self._live[finished.request_id].context
-        for observer in self._observers:
+        for observer, guard in self._observers:
             try:
                 context.copy().run(observer, finished)
-            except Exception:
-                logger.exception("the observer %r failed", observer)
+            except BaseException as error:  # one that ends this thread ends all requests
+                guard.fail(error)
 
     def _abort(self, request_ids: list[str]) -> None:
         self._deliver(self._session.abort(request_ids))

@@ -77,7 +77,7 @@ class LLMEngine:
 
     def stats(self) -> SchedulerStats | None:
         """Gauges and counters of the scheduler: running, waiting, KV use, prefix hits."""
-        return self.session.client.stats()
+        return self.session.stats()
 
     def token_counts(self) -> TokenCounts:
         """Tokens and finished requests since the engine started."""

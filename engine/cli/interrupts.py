@@ -152,10 +152,14 @@ def _write_line(text: str) -> None:
 class Lossy(io.FileIO):
     """A file whose reader may be gone and whose disk may be full: what it cannot take is lost."""
 
+    num_lost = 0  # writes
+    """The log counts by it."""
+
     def write(self, data: ReadableBuffer) -> int:
         try:
             return super().write(data)
         except OSError:
+            self.num_lost += 1
             return len(memoryview(data))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.config.args import EngineArgs
+from engine.errors import EngineDeadError, EngineError
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
 
@@ -19,5 +20,10 @@ def profiled(engine: LLM | LLMEngine, args: EngineArgs) -> Iterator[None]:
         return
     engine.start_profile()
     yield
-    for path in engine.stop_profile():
-        print(f"trace: {path}", file=sys.stderr)
+    try:
+        for path in engine.stop_profile():
+            print(f"trace: {path}", file=sys.stderr)
+    except EngineDeadError:
+        raise
+    except EngineError as error:  # the work itself is done, and its result is not lost
+        print(f"metronome: no trace: {error}", file=sys.stderr)

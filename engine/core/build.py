@@ -31,6 +31,7 @@ from engine.kv.prefix_index import BlockHasher, Sha256Hasher
 from engine.kv.tables import FULL
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.messages.structured import Grammar
+from engine.observe.guard import Failures, Guard
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
@@ -63,15 +64,16 @@ def build_core(
 
     device = resolve_device(config.device)
     resolved = resolve(config, info, device, products=cpu_products(config.model, info, device))
-    worker = make_worker(resolved, info, computing_halves(resolved, info, drafting))
+    failures = Failures()
+    worker = make_worker(resolved, info, computing_halves(resolved, info, drafting), failures)
     check_capabilities(chosen.resources, worker.capabilities)
     facts = worker.load()
     chosen = with_grammars(chosen, config, worker.capabilities, facts.vocab_size)
     decided = decide(resolved, info, facts, worker.measure, parts_of(chosen.resources))
     log_pool(decided, facts)
     worker.allocate(decided.num_kv_blocks)
-    core = wire(resolved, decided, worker, clock=clock, chosen=chosen)
-    client = InprocClient(core, decided, clock=clock)
+    core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
+    client = InprocClient(core, decided, clock=clock, failures=failures)
     gc.freeze()  # the weights and all that was wired
     return client
 
@@ -118,12 +120,14 @@ def wire(
     *,
     clock: Callable[[], float],
     chosen: Chosen | None = None,
+    failures: Failures | None = None,
 ) -> EngineCore:
-    """A core around an executor, real or fake."""
+    """A core around an executor, real or fake. failures: where those of observers are counted."""
     sched, seed = decided.scheduler, config.model.seed
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
-    kv = make_kv_manager(config, decided, clock=clock)
+    failures = failures or Failures()
+    kv = make_kv_manager(config, decided, clock=clock, failures=failures)
 
     def make(clock: Callable[[], float]) -> SchedulerInterface:
         return make_scheduler(
@@ -133,7 +137,7 @@ def wire(
     scheduler = (
         make(clock)
         if config.step_log is None
-        else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock)
+        else record(config.step_log, describe(sched, config.cache, kv, seed), make, clock, failures)
     )
     return EngineCore(scheduler, executor, sched.num_steps_in_flight)
 
@@ -332,7 +336,7 @@ def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[st
 
 
 def make_kv_manager(
-    config: EngineConfig, decided: Decided, *, clock: Callable[[], float]
+    config: EngineConfig, decided: Decided, *, clock: Callable[[], float], failures: Failures
 ) -> KVManager:
     """The owner of all blocks, with the hash and the listeners that were asked for."""
     cache = config.cache
@@ -341,7 +345,9 @@ def make_kv_manager(
         from engine.core.kv_publisher import KVEventPublisher
 
         publisher = KVEventPublisher(
-            cache.kv_events_endpoint, num_remembered=cache.kv_events_buffer_steps
+            cache.kv_events_endpoint,
+            num_remembered=cache.kv_events_buffer_steps,
+            guard=Guard(failures, "kv_events", "what it could not publish is dropped"),
         )
         logger.info("cache events are published at %s", publisher.endpoint)
         events = EventLog(publisher, block_size=decided.block_size, clock=clock)

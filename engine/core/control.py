@@ -10,6 +10,7 @@ from engine.core.engine_core import Executor
 from engine.errors import ConfigError, EngineError
 from engine.messages.requests import check_plain
 from engine.messages.stats import SchedulerStats
+from engine.observe.guard import Failures, with_failures
 from engine.sched.interface import PauseState, SchedulerInterface
 
 PAUSES = {"new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
@@ -21,14 +22,17 @@ class Utilities:
     An answer is plain values or a message of the protocol.
     """
 
-    def __init__(self, scheduler: SchedulerInterface, executor: Executor[Any]) -> None:
+    def __init__(
+        self, scheduler: SchedulerInterface, executor: Executor[Any], failures: Failures
+    ) -> None:
         self._scheduler = scheduler
+        self._failures = failures
         self._by_name: dict[str, Callable[..., Any]] = {
             "echo": self._echo,
             "reset_prefix_cache": self._reset_prefix_cache,
             "pause": self._pause,
             "resume": self._resume,
-            "stats": self._stats,
+            "stats": self.stats,
         }
         for name in executor.methods:
             if name in self._by_name:
@@ -82,8 +86,9 @@ class Utilities:
         except NotImplementedError as error:
             raise ConfigError(f"the scheduler of this engine knows no pause: {error}") from error
 
-    def _stats(self) -> SchedulerStats | None:
-        return self._scheduler.make_stats()
+    def stats(self) -> SchedulerStats | None:
+        """What the scheduler counts, and how often observers in this process have failed."""
+        return with_failures(self._scheduler.make_stats(), self._failures)
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:

@@ -23,6 +23,7 @@ from engine.messages.requests import (
     with_ends,
 )
 from engine.messages.stats import SchedulerStats
+from engine.observe.guard import Failures
 from engine.sched.interface import StepOutputs
 
 IDLE_SECONDS = 0.001  # between two steps while all requests wait for something
@@ -43,13 +44,15 @@ class InprocClient(CoreClient):
         decided: Decided,
         *,
         clock: Callable[[], float] = time.monotonic,
+        failures: Failures | None = None,
     ) -> None:
+        """failures: of what watches this core, to be reported with its statistics."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
         self._aborted: dict[str, tuple[int, Finished]] = {}  # client and end, told by the next step
         self._cause: BaseException | None = None
-        self._utilities = Utilities(core.scheduler, core.executor)
+        self._utilities = Utilities(core.scheduler, core.executor, failures or Failures())
 
     def add(self, request: AddRequest) -> None:
         core = self._live()
@@ -125,7 +128,8 @@ class InprocClient(CoreClient):
         return self._core.scheduler.get_num_unfinished_requests() + len(self._aborted)
 
     def latest_stats(self) -> SchedulerStats | None:
-        return self._live().scheduler.make_stats()
+        self._live()
+        return self._utilities.stats()
 
     def call(self, name: str, *args: Any) -> Any:
         self._live()

@@ -22,6 +22,7 @@ import zmq
 from engine.errors import ConfigError
 from engine.ipc.address import IPC, Directory
 from engine.messages.kv_events import KVEventBatch
+from engine.observe.guard import Failures, Guard
 
 PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a listener
 END = -1  # the sequence number behind a page
@@ -43,7 +44,14 @@ class KVEventPublisher:
     ``ConfigError`` if the address cannot be had.
     """
 
-    def __init__(self, endpoint: str | None, *, num_remembered: int = 10_000) -> None:
+    def __init__(
+        self,
+        endpoint: str | None,
+        *,
+        num_remembered: int = 10_000,
+        guard: Guard | None = None,
+    ) -> None:
+        self._guard = guard or Guard(Failures(), "kv_events", "it is dropped")
         self._directory: Directory | None = None  # that only this user can enter
         if endpoint is None:
             self._directory = Directory.create()
@@ -61,7 +69,10 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Send and remember; never waits."""
+        """Send and remember. Never waits, never raises: a failure is counted by the guard."""
+        self._guard.run(self._publish, batch)
+
+    def _publish(self, batch: KVEventBatch) -> None:
         payload = self._encoder.encode(batch)
         with self._lock:
             self._past.append((batch.sequence, payload))
@@ -101,15 +112,23 @@ class KVEventPublisher:
         with suppress(zmq.ContextTerminated):
             while True:
                 who, *frames = router.recv_multipart()
-                if len(frames) != 1 or len(frames[0]) != SEQUENCE_BYTES:
-                    continue  # not one of ours
-                start = from_bytes(frames[0])
-                with self._lock:
-                    page = [item for item in self._past if item[0] >= start][:PAGE]
-                for sequence, payload in page:
-                    router.send_multipart([who, to_bytes(sequence), payload])
-                router.send_multipart([who, to_bytes(END), b""])
+                try:
+                    self._resend(router, who, frames)
+                except zmq.ContextTerminated:
+                    raise
+                except Exception as error:  # the next one that asks is answered
+                    self._guard.fail(error)
         router.close(linger=0)
+
+    def _resend(self, router: zmq.Socket[bytes], who: bytes, frames: list[bytes]) -> None:
+        if len(frames) != 1 or len(frames[0]) != SEQUENCE_BYTES:
+            return  # not one of ours
+        start = from_bytes(frames[0])
+        with self._lock:
+            page = [item for item in self._past if item[0] >= start][:PAGE]
+        for sequence, payload in page:
+            router.send_multipart([who, to_bytes(sequence), payload])
+        router.send_multipart([who, to_bytes(END), b""])
 
 
 def _is_served(endpoint: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterable
 from dataclasses import fields
 from importlib.metadata import version
@@ -17,7 +18,8 @@ from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.observe import steplog
-from engine.observe.steplog import FORMAT, Header, PlanCoder, StepLogWriter
+from engine.observe.guard import Failures, Guard
+from engine.observe.steplog import FORMAT, Header, PlanCoder, Record, StepLogWriter
 from engine.sched.interface import (
     FinishedRequest,
     PauseState,
@@ -27,6 +29,7 @@ from engine.sched.interface import (
 )
 
 Clock = Callable[[], float]
+STEP_LOG = "step_log"  # in the counters
 OBJECT = "object of "  # marks an option given as an object: a replay cannot make it again
 
 
@@ -49,11 +52,20 @@ class RecordedClock:
 
 
 def record(
-    path: str | Path, header: Header, make: Callable[[Clock], SchedulerInterface], clock: Clock
+    path: str | Path,
+    header: Header,
+    make: Callable[[Clock], SchedulerInterface],
+    clock: Clock,
+    failures: Failures | None = None,
 ) -> RecordingScheduler:
-    """The scheduler that ``make`` makes, recorded in a file. Raises ``ConfigError``."""
+    """The scheduler that ``make`` makes, recorded in a file. Raises ``ConfigError``.
+
+    failures: where it is counted if the log cannot be written on; the scheduler goes on without.
+    """
     recorded = RecordedClock(clock)
-    return RecordingScheduler(make(recorded), recorded, StepLogWriter(path, header))
+    effect = f"{str(path)!r} ends here and can be replayed up to here"
+    guard = Guard(failures or Failures(), STEP_LOG, effect, stops=True)
+    return RecordingScheduler(make(recorded), recorded, StepLogWriter(path, header), guard)
 
 
 def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: int) -> Header:
@@ -90,18 +102,22 @@ class RecordingScheduler(SchedulerInterface):
     """Stands in for ``inner``. Questions that change nothing are not recorded.
 
     What a resource wakes within a call it will wake again in the replay; a ``wake`` from outside
-    goes through this object.
+    goes through this object. ``guard`` stands before the log: when that fails, recording ends.
     """
 
-    def __init__(self, inner: SchedulerInterface, clock: RecordedClock, log: StepLogWriter) -> None:
+    def __init__(
+        self, inner: SchedulerInterface, clock: RecordedClock, log: StepLogWriter, guard: Guard
+    ) -> None:
         self.inner = inner
         self._clock = clock
         self._log = log
+        self._guard = guard
         self._plans = PlanCoder()
+        atexit.register(self._close)  # before the log closes itself, and may raise
 
     def add_request(self, add: AddRequest) -> object:
         try:
-            self._log.write(steplog.Adding(add))
+            self._write(steplog.Adding(add))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # no plain data
             raise RequestError(
                 f"request {add.request_id!r} cannot be recorded: {error}; give plain data, or "
@@ -110,26 +126,27 @@ class RecordingScheduler(SchedulerInterface):
         try:
             req = self.inner.add_request(add)
         except Exception as error:
-            self._log.write(steplog.Added(self._clock.take(), f"{type(error).__name__}: {error}"))
+            story = f"{type(error).__name__}: {error}"
+            self._record(lambda times: steplog.Added(times, story))
             raise
-        self._log.write(steplog.Added(self._clock.take()))
+        self._record(steplog.Added)
         return req
 
     def schedule(self) -> StepPlan:
         plan = self.inner.schedule()
         for judgement in self.inner.take_judgements():
-            self._log.write(steplog.Judged([], *judgement))
-        self._log.write(self._plans.encode(plan, self._clock.take()))
+            self._guard.run(self._log.write, steplog.Judged([], *judgement))
+        self._record(lambda times: self._plans.encode(plan, times))
         return plan
 
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         outputs = self.inner.update_from_output(plan, result)
-        self._log.write(steplog.settled(plan, result, self._clock.take()))
+        self._record(lambda times: steplog.settled(plan, result, times))
         return outputs
 
     def take_outputs(self) -> StepOutputs:
         outputs = self.inner.take_outputs()
-        self._log.write(steplog.Taken(self._clock.take()))
+        self._record(steplog.Taken)
         return outputs
 
     def finish_requests(
@@ -139,25 +156,42 @@ class RecordingScheduler(SchedulerInterface):
             request_ids = [request_ids]
         names = None if request_ids is None else list(request_ids)
         finished = self.inner.finish_requests(names, reason)
-        self._log.write(steplog.Ended(self._clock.take(), names, reason))
+        self._record(lambda times: steplog.Ended(times, names, reason))
         return finished
 
     def wake(self, request_id: str) -> None:
         self.inner.wake(request_id)
-        self._log.write(steplog.Woken(self._clock.take(), request_id))
+        self._record(lambda times: steplog.Woken(times, request_id))
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         answer = self.inner.reset_prefix_cache(reset_running)
-        self._log.write(steplog.Reset(self._clock.take(), reset_running))
+        self._record(lambda times: steplog.Reset(times, reset_running))
         return answer
 
     def set_pause_state(self, state: PauseState) -> None:
         self.inner.set_pause_state(state)
-        self._log.write(steplog.Paused(self._clock.take(), state.value))
+        self._record(lambda times: steplog.Paused(times, state.value))
 
     def shutdown(self) -> None:
-        self._log.close()
+        self._close()
         self.inner.shutdown()
+
+    def _record(self, make: Callable[[list[float]], Record]) -> None:
+        """Add a record of the readings since the last one."""
+        times = self._clock.take()
+        self._guard.run(lambda: self._log.write(make(times)))
+
+    def _write(self, record: Record) -> None:
+        """Add a record. Raises what the encoder raises for what is no plain data."""
+        if not self._guard.is_stopped:
+            try:
+                self._log.write(record)
+            except OSError as error:
+                self._guard.fail(error)
+
+    def _close(self) -> None:
+        atexit.unregister(self._close)
+        self._guard.run(self._log.close)
 
     # -- questions
 

@@ -26,8 +26,10 @@ from engine.frontend.prompt import InputProcessor, ModelLimits, Submission
 from engine.frontend.text_workers import TextPool
 from engine.hub.fetch import fetched
 from engine.messages.requests import CoreOutputs, RequestOutput
+from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
-from engine.observe.logs import set_up_logging
+from engine.observe.guard import Failures, Guard, with_failures
+from engine.observe.logs import LOST, set_up_logging
 from engine.observe.stats_log import StatsLog
 from engine.rpc.launch import open_core
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -58,6 +60,9 @@ class Session:
         self._pool = pool
         self._batches: deque[CoreOutputs] = deque()  # that have come and are not processed yet
         self.clock = clock
+        self.failures = Failures()
+        """Of what watches on this side of the core."""
+        self._stats_guard = Guard(self.failures, "stats_log", "no figures are logged", stops=True)
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:
             self._stats_log = StatsLog(self.outputs.counts, client.latest_stats, clock)
@@ -151,9 +156,13 @@ class Session:
         outputs += self.outputs.take_texts()
         with suppress(EngineDeadError):  # a later call raises it; these outputs are not lost
             self._stop_in_core()
-            if self._stats_log is not None:
-                self._stats_log.after_step(is_idle=not self.has_unfinished)
+        if self._stats_log is not None:
+            self._stats_guard.run(self._log_stats, self._stats_log)
         return outputs
+
+    def stats(self) -> SchedulerStats | None:
+        """What the scheduler counts, and how often observers have failed."""
+        return with_failures(with_failures(self.client.stats(), self.failures), LOST)
 
     def wake(self) -> None:
         """Let a ``step`` that waits return soon; may be called from any thread."""
@@ -179,6 +188,10 @@ class Session:
         self.client.shutdown()
         if self._pool is not None:
             self._pool.close()
+
+    def _log_stats(self, stats_log: StatsLog) -> None:
+        with suppress(EngineDeadError):
+            stats_log.after_step(is_idle=not self.has_unfinished)
 
     def _step_core(self) -> list[CoreOutputs]:
         """If the core has died, texts of what it did before are not lost: a later call raises."""

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import TextIO
+
+from engine.observe.guard import Failures
 
 ROOT = "engine"
 THROTTLE_SECONDS = 1.0
+LOST = Failures()
+"""Lines of this process that standard error did not take."""
 
 
 def set_up_logging(level: str) -> None:
@@ -15,11 +20,32 @@ def set_up_logging(level: str) -> None:
     logger.setLevel(level.upper())
     if logger.hasHandlers():
         return
-    handler = logging.StreamHandler()
+    handler = LossyHandler()
     handler.setFormatter(
         logging.Formatter("%(levelname)s %(asctime)s %(name)s: %(message)s", "%H:%M:%S")
     )
     logger.addHandler(handler)
+
+
+class LossyHandler(logging.StreamHandler[TextIO]):
+    """Writes to standard error. What that cannot take (a full disk, a closed file) is lost: an
+    error of the log would be an error of what is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, or count that it was lost."""
+        before = self._num_lost
+        super().emit(record)
+        if self._num_lost != before:
+            LOST.add("log")
+
+    @property
+    def _num_lost(self) -> int:
+        """Where standard error is one that raises nothing, but counts itself."""
+        return getattr(getattr(self.stream, "buffer", None), "num_lost", 0)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Count it. Python's own would report it on standard error, which may raise once more."""
+        LOST.add("log")
 
 
 class Throttle:

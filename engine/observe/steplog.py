@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Iterator
+from contextlib import suppress
 from hashlib import blake2b
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 from zlib import crc32
@@ -222,27 +224,57 @@ def result_of(record: Settled, plan: StepPlan) -> StepResult:
 
 
 class StepLogWriter:
-    """Writes records to a new file; one that is there is replaced. Raises ``ConfigError``."""
+    """Writes records to a new file; one that is there is replaced. Raises ``ConfigError``.
+
+    Only whole records reach the file. A disk that takes no more raises ``OSError`` in ``write`` or
+    ``close``, once: the log then ends with the last whole record that there was room for.
+    """
 
     def __init__(self, path: str | Path, header: Header) -> None:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_plain)
-        first = self._frame(header)
+        self._pending = [MAGIC + self._frame(header)]
+        self._num_pending = 0  # bytes
+        self._num_written = 0
         try:
-            self._file: BinaryIO = open(path, "wb", buffering=BUFFER_BYTES)  # noqa: SIM115
+            self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
             raise ConfigError(f"step_log {str(path)!r} cannot be written: {error}") from error
-        self._file.write(MAGIC + first)
         atexit.register(self.close)  # most programs never shut an engine down
 
     def write(self, record: Record) -> None:
         """Add one record. What is no plain data raises what the encoder raises: ``TypeError``,
         ``ValueError``, ``OverflowError`` or ``RecursionError``."""
-        self._file.write(self._frame(record))
+        frame = self._frame(record)
+        self._pending.append(frame)
+        self._num_pending += len(frame)
+        if self._num_pending >= BUFFER_BYTES:
+            self._flush()
 
     def close(self) -> None:
         """Write what is left; harmless when repeated."""
-        self._file.close()
         atexit.unregister(self.close)
+        if not self._file.closed:
+            self._flush()
+            self._file.close()
+
+    def _flush(self) -> None:
+        frames, self._pending, self._num_pending = self._pending, [], 0
+        data, begun = memoryview(b"".join(frames)), self._num_written
+        try:
+            while data:
+                num = self._file.write(data)
+                self._num_written += num
+                data = data[num:]
+        except OSError:
+            with suppress(OSError):  # a device has no length
+                self._file.truncate(self._last_whole(frames, begun))
+            self._file.close()
+            raise
+
+    def _last_whole(self, frames: list[bytes], begun: int) -> int:
+        """Where the last frame ends that was written whole, after ``begun`` bytes of others."""
+        ends = accumulate(map(len, frames), initial=begun)
+        return max(end for end in ends if end <= self._num_written)
 
     def _frame(self, message: Header | Record) -> bytes:
         data = self._encoder.encode(message)

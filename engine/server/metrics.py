@@ -22,9 +22,11 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from engine.async_engine import AsyncLLMEngine
-from engine.errors import EngineDeadError, RestartingError
+from engine.errors import EngineDeadError, EngineError, RestartingError
 from engine.messages.requests import FinishedRequest
 from engine.messages.stats import SchedulerStats
+from engine.observe.guard import PREFIX as FAILURES
+from engine.observe.guard import Guard
 from engine.observe.histograms import (
     NUM_SEQUENCES,
     REQUEST_SECONDS,
@@ -264,6 +266,7 @@ class Metrics(Collector):
         engine.add_observer(self._requests.observe)
         self._stats: SchedulerStats | None = None
         self._is_up = False
+        self._guard = Guard(engine.failures, "metrics", "this page is not answered")
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
@@ -276,12 +279,15 @@ class Metrics(Collector):
             self._is_up = True
         except (TimeoutError, EngineDeadError, RestartingError):
             self._is_up = False
+        except EngineError as error:  # a scheduler of the user's own may not be able to count
+            self._guard.fail(error)
         return self._stats
 
-    async def text(self) -> bytes:
-        """All of it. Written out by another thread: the event loop goes on."""
+    async def text(self) -> bytes | None:
+        """All of it, ``None`` if something in it fails. Written out by another thread: the event
+        loop goes on."""
         await self.stats()
-        return await asyncio.to_thread(generate_latest, self._registry)
+        return await asyncio.to_thread(self._guard.run, generate_latest, self._registry)
 
     def collect(self) -> Iterable[Metric]:
         yield from self._of_server()
@@ -360,8 +366,25 @@ class Metrics(Collector):
             "Tokens of prompts that a step has finished, and new ones.",
             latencies.step_tokens.counted(),
         )
+        yield self._labelled(
+            COUNTER,
+            "metronome_observer_failures",
+            "Failures of what only watches: step log, cache events, profiles, traces, observers.",
+            "observer",
+            self._failures(),
+        )
         for name, (alias, _, doc) in REQUEST_HISTOGRAMS.items():
             yield from self._histogram(name, alias, doc, self._requests.by_name[name].counted())
+
+    def _failures(self) -> dict[str, int]:
+        """By observer, on both sides of the core."""
+        known = {} if self._stats is None else self._stats.counters
+        counters = known | self._engine.failures.counters()
+        return {
+            name.removeprefix(FAILURES): num
+            for name, num in counters.items()
+            if name.startswith(FAILURES)
+        }
 
     def _of_scheduler(self, stats: SchedulerStats) -> Iterator[Metric]:
         for figure in FIGURES:
@@ -394,7 +417,7 @@ class Metrics(Collector):
             "metronome_feature_events",
             "What features have counted, as drafts, grammars and adapters.",
             "event",
-            stats.counters,
+            {k: num for k, num in stats.counters.items() if not k.startswith(FAILURES)},
         )
 
     def _drafts(self, stats: SchedulerStats) -> Iterator[Metric]:

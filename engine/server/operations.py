@@ -83,7 +83,12 @@ class Operations:
 
     async def metrics(self, request: Request) -> ASGIApp:
         """What Prometheus reads."""
-        return Response(await self._metrics.text(), headers={"Content-Type": MEDIA_TYPE})
+        page = await self._metrics.text()
+        if page is None:
+            raise ApiError(
+                500, "the metrics cannot be read; the log says why", code="metrics_failed"
+            )
+        return Response(page, headers={"Content-Type": MEDIA_TYPE})
 
     async def is_paused(self, request: Request) -> ASGIApp:
         """Whether it computes nothing until told to go on."""

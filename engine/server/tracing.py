@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from urllib.parse import urlsplit
 
 from opentelemetry.context import attach, detach
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import SpanKind, StatusCode
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
@@ -21,6 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import ConfigError
 from engine.messages.requests import FinishedRequest
+from engine.observe.guard import Guard
 from engine.server.answers import OURS
 
 SERVICE = "metronome"
@@ -55,7 +57,11 @@ class Tracing:
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # else by its name
             resource = resource.merge(Resource({SERVICE_NAME: SERVICE}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(self._endpoint)))
+        effect = f"spans are dropped while {self._endpoint} does not take them"
+        exporter = Guarded(
+            OTLPSpanExporter(self._endpoint), Guard(engine.failures, "traces", effect)
+        )
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
         engine.add_observer(Spans(self._provider, model))
         return WithParent(app)
 
@@ -65,6 +71,39 @@ class Tracing:
             ending = threading.Thread(target=self._provider.shutdown, daemon=True)
             ending.start()
             ending.join(END_SECONDS)
+
+
+class Guarded(SpanExporter):
+    """An exporter whose collector may be down, slow or broken: that is counted, and logged once."""
+
+    def __init__(self, inner: SpanExporter, guard: Guard) -> None:
+        self._inner = inner
+        self._guard = guard
+        self._words = LastWords()
+        logging.getLogger("opentelemetry").addHandler(self._words)
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        """Called by the thread that sends, never by a request."""
+        result = self._guard.run(self._inner.export, spans)
+        if result is SpanExportResult.FAILURE:
+            self._guard.fail(ConnectionError(self._words.said))
+        return result or SpanExportResult.FAILURE
+
+    def shutdown(self) -> None:
+        self._guard.run(self._inner.shutdown)
+
+    def force_flush(self, timeout_millis: int = 30_000) -> bool:
+        return bool(self._guard.run(self._inner.force_flush, timeout_millis))
+
+
+class LastWords(logging.Handler):
+    """Keeps the last that a library has logged, instead of a line for each failure on standard
+    error: an exporter returns only that it has failed."""
+
+    said = "no answer"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.said = record.getMessage()
 
 
 class Spans:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import itertools
+import logging
 import os
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,7 +14,10 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from engine.errors import ConfigError
+from engine.observe.guard import Failures
 from engine.worker.steps import is_recording
+
+logger = logging.getLogger("engine.worker")
 
 
 class TorchProfiler:
@@ -20,9 +25,11 @@ class TorchProfiler:
 
     A trace is the file ``trace-PID-N.json`` of ``directory``, which is made if it is not there;
     without one nothing can be recorded. Raises ``ConfigError`` if it cannot be written to.
+    failures: where it is counted that a trace could not be written.
     """
 
-    def __init__(self, directory: str | None) -> None:
+    def __init__(self, directory: str | None, failures: Failures | None = None) -> None:
+        self._failures = failures or Failures()
         self._directory = None if directory is None else _writable(Path(directory))
         self._running: profile | None = None
 
@@ -59,11 +66,12 @@ class TorchProfiler:
             raise ConfigError("no profile is being recorded; start one before you stop it")
         ended = self._running
         self.close()
-        path = _free_path(_writable(self._directory))
-        ended.export_chrome_trace(str(path))
-        if not path.exists():  # torch only prints that it failed
-            raise ConfigError(f"the trace could not be written to {path}; is the disk full?")
-        return [str(path)]
+        try:
+            return [str(_written(ended, self._directory))]
+        except ConfigError as error:
+            self._failures.add("profiler")
+            logger.error("%s", error)
+            raise
 
     def close(self) -> None:
         """Stop without a trace; harmless when nothing is being recorded."""
@@ -71,6 +79,33 @@ class TorchProfiler:
             ended, self._running = self._running, None
             atexit.unregister(self.close)
             ended.stop()
+
+
+def _written(recorded: profile, directory: Path) -> Path:
+    path = _free_path(_writable(directory))
+    try:
+        recorded.export_chrome_trace(str(path))
+        if not _is_whole(path):  # torch only prints that it failed
+            raise OSError("it is not whole: the disk may be full")
+    except (OSError, RuntimeError) as error:
+        for left in (path, path.with_name(f"{path.name}.tmp")):
+            with suppress(OSError):
+                left.unlink(missing_ok=True)
+        raise ConfigError(
+            f"the trace could not be written to {path}: {error}; what was recorded is lost"
+        ) from error
+    return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Does it end as JSON does? A trace may be too large to be read for that."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, os.SEEK_END)
+            file.seek(max(0, file.tell() - 64))
+            return file.read().rstrip().endswith(b"}")
+    except OSError:
+        return False
 
 
 def _writable(directory: Path) -> Path:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -41,15 +42,18 @@ _QUICK = 0.05  # seconds of a probe behind a start
 _QUICK_BYTES = 128 << 20
 
 
+Positive = Annotated[float, msgspec.Meta(gt=0)]
+
+
 @dataclass(frozen=True)
 class Ceilings:
     """What a machine does in a second, with so many threads."""
 
     threads: int
-    bytes: float
-    float32: float
+    bytes: Positive
+    float32: Positive
     """Operations."""
-    bfloat16: float
+    bfloat16: Positive
 
     def peak(self, dtype: str) -> float:
         """Operations a second on weights of this type: they may be widened first."""
@@ -118,8 +122,8 @@ def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
     if file is None:
         return None
     try:
-        return Ceilings(**json.loads(file.read_text()))
-    except (OSError, ValueError, TypeError):  # not there, or not what was written
+        return msgspec.json.decode(file.read_bytes(), type=Ceilings)
+    except (OSError, msgspec.MsgspecError):  # not there, or not what was written
         if not is_quiet:
             return None
     found = measured(threads, _QUICK, _QUICK_BYTES, PRODUCTS[:1])

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
+from engine.observe.guard import Failures, Guard
 from engine.sample.edits import WORD, SamplingSpec
 from engine.sample.sampler import Draws, RowMasks, RowScores
 from engine.worker.batches import PlanRows, Staged, draft_tokens
@@ -52,8 +53,11 @@ class Driver:
     """Computes plans with one runner. A step that raises is run again in halves until the culprit
     is alone."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, failures: Failures | None = None) -> None:
         self.runner = runner
+        effect = "no share of it is reported"
+        self.watching = Guard(failures or Failures(), "roofline", effect, stops=True)
+        """Stands between the steps and what is measured of them."""
         self.roofline: Roofline | None = None  # where it is known
         self._measured: list[Measured] = []  # of which no floor was told
         self._measured_seconds = 0.0
@@ -131,7 +135,7 @@ class Driver:
         with section("collect"):
             result = collect(ticket)
         if self.roofline is not None and ticket.plan.num_tokens and not result.errors:
-            self._measure(ticket.plan, result)
+            self.watching.run(self._measure, ticket.plan, result)
         for feature in self.runner.machine.features:
             feature.report(result)
         return result

@@ -127,8 +127,8 @@ def meet_largest(
     count = min(max_num_tokens // num_seqs, max_model_len)
     counts = np.full(num_seqs, count, dtype=np.int32)
     step = Measured(0.0, counts, counts * 0, counts * 0 + 1)
-    if driver.roofline.floor([step]) < LARGEST_SECONDS:
-        with suppress(Exception):
+    with suppress(Exception):
+        if driver.roofline.floor([step]) < LARGEST_SECONDS:
             driver.runner.profile_run(int(counts.sum()), num_seqs)
 
 

@@ -29,6 +29,7 @@ from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import Decoder
 from engine.models.load import AskedAttention, load_model
 from engine.models.model import Model
+from engine.observe.guard import Failures
 from engine.sample.sampler import Sampler
 from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device, takes_tiles
@@ -77,12 +78,14 @@ class ModelWorker:
         info: ModelInfo,
         platform: Platform,
         features: Sequence[Feature] = (),
+        failures: Failures | None = None,
     ) -> None:
+        self._failures = failures or Failures()
         self.config = config
         self.platform = platform
         self._info = info
         self._features = tuple(features)
-        self._profiler = TorchProfiler(config.torch_profiler_dir)
+        self._profiler = TorchProfiler(config.torch_profiler_dir, self._failures)
         self.capabilities = frozenset([*OWN_PARTS, *(feature.part for feature in features)])
         self._kv_dtype = torch.float32
         self._most_mixed = MOST_RECORDED  # tokens of the largest steps with chunks to record
@@ -126,7 +129,7 @@ class ModelWorker:
             machine = make_machine(model, platform, config, self._features)
             for feature in self._features:
                 feature.attach(machine)
-        self._driver = Driver(Runner(machine, sched.max_model_len))
+        self._driver = Driver(Runner(machine, sched.max_model_len), self._failures)
         if is_cpu and model.has_own_products and model.dtype in COMPILED:
             leave_threads_to_kernels()
         return ModelFacts(vocab_size=model.vocab_size, block_bytes=self._block_bytes())
@@ -183,8 +186,13 @@ class ModelWorker:
         if self.platform.shares_memory:
             model, is_quiet = runner.machine.model, seconds < WORTH_SAYING
             if isinstance(model, Decoder):
-                self.driver.roofline = make_roofline(
-                    config.model, self._info, model, self._kv_dtype, is_quiet=is_quiet
+                self.driver.roofline = self.driver.watching.run(
+                    make_roofline,
+                    config.model,
+                    self._info,
+                    model,
+                    self._kv_dtype,
+                    is_quiet=is_quiet,
                 )
             sizes = (sched.max_num_batched_tokens, sched.max_num_seqs, sched.max_model_len)
             meet_largest(self.driver, *sizes)
@@ -317,11 +325,14 @@ def cpu_level() -> str:
 
 
 def make_worker(
-    config: ResolvedConfig, info: ModelInfo, features: Sequence[Feature] = ()
+    config: ResolvedConfig,
+    info: ModelInfo,
+    features: Sequence[Feature] = (),
+    failures: Failures | None = None,
 ) -> ModelWorker:
     """The worker of the device that the configuration asks for. Raises ``ConfigError``."""
     platform = make_platform(resolve_device(config.device))
-    return ModelWorker(config, info, platform, features)
+    return ModelWorker(config, info, platform, features, failures)
 
 
 def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> Recorder | None:

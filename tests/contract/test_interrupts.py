@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.patience import WAIT_SECONDS
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("can_interrupt")]
 
@@ -88,9 +89,9 @@ def run(
         env=about,
         start_new_session=True,
     ) as running:
-        out, err = running.communicate(timeout=200)
+        out, err = running.communicate(timeout=WAIT_SECONDS)
     assert sent.exists(), f"the moment {moment} has not come: {out}{err}"
-    until = time.monotonic() + 30
+    until = time.monotonic() + WAIT_SECONDS
     while _is_there(running.pid):
         assert time.monotonic() < until, f"processes are left behind after: {err}"
         time.sleep(0.05)
@@ -187,11 +188,11 @@ def test_sigterm_leaves_nothing(name: str, receiver: str, tmp_path: Path) -> Non
 def test_a_command_without_standard_streams_runs() -> None:
     """What it opens must not become standard error, to which libraries write."""
     command = f"exec {sys.executable} -c '{RUN}' generate --max-tokens 2 x <&- >&- 2>&-"
-    assert subprocess.run(["sh", "-c", command], timeout=100, check=False).returncode == 0
+    assert subprocess.run(["sh", "-c", command], timeout=WAIT_SECONDS, check=False).returncode == 0
 
 
 def test_an_error_that_nobody_can_read_keeps_its_status() -> None:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-c", RUN, "generate", "--model", "/nowhere", "x"]
-        done = subprocess.run(command, stderr=full, timeout=100, check=False)
+        done = subprocess.run(command, stderr=full, timeout=WAIT_SECONDS, check=False)
     assert done.returncode == 2

@@ -1,0 +1,153 @@
+"""A server of which all that watches fails: its clients see nothing of it, its operator does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+from support.patience import WAIT_SECONDS
+from support.served import Served, free_port, served
+
+pytest.importorskip("opentelemetry.sdk")
+
+OPTIONS = (
+    "--served-model-name", "box", "--num-threads", "1", "--max-model-len", "512",
+    "--num-kv-blocks", "400", "--dtype", "float32",
+)  # fmt: skip
+PROMPT = list(range(5, 300))
+ADMIN = {"Authorization": "Bearer the-admin"}
+
+
+def post(server: Served, path: str, body: object, **headers: str) -> tuple[int, str]:
+    about = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), about)
+    try:
+        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def text_of(server: Served) -> str:
+    body = {"model": "box", "prompt": PROMPT, "max_tokens": 20, "temperature": 0}
+    status, answer = post(server, "/v1/completions", {**body, "ignore_eos": True})
+    assert status == 200, answer
+    return str(json.loads(answer)["choices"][0]["text"])
+
+
+def failures(server: Served) -> dict[str, float]:
+    """By observer, as Prometheus reads them."""
+    with urllib.request.urlopen(f"{server.url}/metrics", timeout=WAIT_SECONDS) as answer:
+        page = answer.read().decode()
+    line = re.compile(r'^metronome_observer_failures_total\{.*observer="([^"]+)"\} (\S+)$', re.M)
+    return {name: float(num) for name, num in line.findall(page)}
+
+
+@pytest.fixture(params=["down", pytest.param("silent", marks=pytest.mark.slow)])
+def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A collector that is not there, or one that takes connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        if request.param == "silent":
+            listener.listen()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
+
+
+@pytest.mark.timeout(300)
+def test_all_observers_fail_and_requests_do_not(tmp_path: Path, endpoint: str) -> None:
+    port, traces, log = free_port(), tmp_path / "traces", tmp_path / "log"
+    options = (
+        *("--step-log", "/dev/full", "--torch-profiler-dir", str(traces)),
+        *("--otlp-traces-endpoint", endpoint, "--admin-api-key", "the-admin"),
+        *("--enable-kv-events", "--kv-events-endpoint", f"tcp://127.0.0.1:{port}"),
+    )
+    variables = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "1"}
+    with (
+        log.open("wb") as file,
+        served(*OPTIONS, *options, log=file, **variables) as server,
+        zmq.Context() as context,
+        context.socket(zmq.SUB) as stalled,
+    ):
+        stalled.connect(f"tcp://127.0.0.1:{port}")
+        stalled.subscribe(b"")
+        assert post(server, "/start_profile", {}, **ADMIN)[0] == 200
+        first = text_of(server)
+        shutil.rmtree(traces)
+        traces.write_text("in its place")  # for root, too, no directory can be made here
+        status, story = post(server, "/stop_profile", {}, **ADMIN)
+        assert status == 400 and "torch_profiler_dir" in story
+        until = time.monotonic() + WAIT_SECONDS
+        wanted = {"step_log", "traces", "profiler"}
+        while wanted - failures(server).keys():
+            assert text_of(server) == first
+            assert time.monotonic() < until, failures(server)
+        for _ in range(5):
+            assert text_of(server) == first
+        assert failures(server)["step_log"] == 1.0
+        assert server.end() == 0
+    lines = [each for each in log.read_text().splitlines() if "has failed" in each]
+    for name, cause in (("step_log", "No space left"), ("traces", endpoint)):
+        (line,) = [each for each in lines if f"{name} has failed" in each]
+        assert cause in line
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.timeout(300)
+def test_a_log_on_a_full_disk(tmp_path: Path) -> None:
+    """Nothing of it can be read, but the count of what was lost."""
+    with open("/dev/full", "wb") as full, served(*OPTIONS, log=full) as server:
+        assert text_of(server) == text_of(server)
+        assert failures(server)["log"] >= 1.0
+        assert server.end() == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [("--step-log", "cannot be written"), ("--torch-profiler-dir", "cannot be made")],
+)
+def test_what_is_known_at_the_start_is_an_error(option: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    place = str(tmp_path / "file" / "below")
+    command = [sys.executable, "-m", "engine.cli.main", "generate", "--max-tokens", "2", "x"]
+    done = subprocess.run(
+        [*command, option, place], capture_output=True, text=True, timeout=WAIT_SECONDS, check=False
+    )
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert place in line and said in line
+
+
+def test_a_command_keeps_its_answer_when_its_trace_is_lost(tmp_path: Path) -> None:
+    """The disk is full at its end."""
+    code = (
+        "import resource, sys\n"
+        "from engine.cli.entry import run\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2000, resource.RLIM_INFINITY))\n"
+        "sys.exit(run())\n"
+    )
+    command = [sys.executable, "-c", code, "generate", "--max-tokens", "4", "--num-threads", "1"]
+    done = subprocess.run(
+        [*command, "--torch-profiler-dir", str(tmp_path), "Hello"],
+        capture_output=True,
+        text=True,
+        timeout=WAIT_SECONDS,
+        check=False,
+        env={**os.environ, "METRONOME_LOG_LEVEL": "warning"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("Hello") and "4 output tokens" in done.stdout
+    assert "metronome: no trace: " in done.stderr
+    assert list(tmp_path.iterdir()) == []
