@@ -66,6 +66,30 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
     )
     for name, about in TLS.items():
         group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)
+    _add_origins(group)
+
+
+def _add_origins(group: argparse._ArgumentGroup) -> None:
+    lists = {
+        "allowed-origins": (
+            "ORIGIN",
+            "pages that may use the server from a browser, as "
+            "http://localhost:5173, or *; default: none",
+        ),
+        "allowed-methods": ("METHOD", "that these pages may use; default: all"),
+        "allowed-headers": ("HEADER", "that these pages may send; default: all"),
+    }
+    for name, (metavar, about) in lists.items():
+        group.add_argument(
+            f"--{name}",
+            action="append",
+            default=[],
+            metavar=metavar,
+            help=f"{about}; repeatable, or a JSON list",
+        )
+    group.add_argument(
+        "--allow-credentials", action="store_true", help="these pages may send cookies"
+    )
 
 
 def _add_watching(group: argparse._ArgumentGroup) -> None:
@@ -118,6 +142,7 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     try:
+        from engine.server.http.origins import AllowedOrigins, listed
         from engine.server.http.protocol import HttpLimits
         from engine.server.limits import Limits
         from engine.server.run import ServerOptions, Tls, serve
@@ -142,6 +167,12 @@ def run(parsed: argparse.Namespace) -> int:
         limits=Limits(**_given(parsed, LIMITS)),
         http=HttpLimits(**_given(parsed, HTTP_LIMITS)),
         tls=Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
+        origins=AllowedOrigins(
+            listed("allowed-origins", parsed.allowed_origins),
+            listed("allowed-methods", parsed.allowed_methods) or ("*",),
+            listed("allowed-headers", parsed.allowed_headers) or ("*",),
+            parsed.allow_credentials,
+        ),
     )
     _take_model(parsed)
     return serve(core_apart(engine_args(parsed, "info"), parsed), options)

@@ -18,6 +18,7 @@ from engine.config.env import ADMIN_API_KEY
 from engine.errors import ConfigError
 from engine.server.errors import ApiError
 from engine.server.http.openapi import ApiRoute
+from engine.server.http.origins import is_allowed
 from engine.server.keys import KeyRing, no_key
 from engine.server.metrics import MEDIA_TYPE, Metrics
 from engine.server.traffic import Traffic
@@ -177,6 +178,8 @@ class Operations:
 def refuse_foreign(request: Request) -> None:
     """Raises ``ApiError`` for what a browser sends on behalf of a page from elsewhere."""
     origin = request.headers.get("origin")
+    if is_allowed(request.scope):
+        return
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
         raise ApiError(403, f"a page of {origin!r:.80} may not ask for this", code="foreign_origin")
 

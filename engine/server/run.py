@@ -26,6 +26,7 @@ from engine.errors import ConfigError
 from engine.frontend.session import Session
 from engine.server.app import make_app
 from engine.server.drain import Drain
+from engine.server.http.origins import AllowedOrigins
 from engine.server.http.protocol import BoundedProtocol, HttpLimits
 from engine.server.keys import KeyRing
 from engine.server.limits import Limits
@@ -101,6 +102,7 @@ class ServerOptions:
     limits: Limits = field(default_factory=Limits)
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls = field(default_factory=Tls)
+    origins: AllowedOrigins = field(default_factory=AllowedOrigins)
 
     def __post_init__(self) -> None:
         most = self.limits.max_requests_per_key
@@ -135,7 +137,12 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
             if tracing is not None:
                 app = tracing.begin(engine, names.first, app)
             drain = Drain(app, engine, args.drain_timeout)
-            server = Server(_uvicorn_config(drain, options), drain, listening, names.first)
+            server = Server(
+                _uvicorn_config(options.origins.around(drain), options),
+                drain,
+                listening,
+                names.first,
+            )
             readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(_serve(server, readers, engine, args.on_core_death))

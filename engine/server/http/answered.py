@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Scope
 from engine.server.blame import KEY as ASKED
 from engine.server.blame import in_words_of
 from engine.server.errors import ApiError, as_api_error, error_response
+from engine.server.http.origins import is_allowed
 from engine.server.streams import Streaming
 
 logger = logging.getLogger("engine.server")
@@ -61,10 +62,12 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
 
 
 def refuse_other_sites(request: Request) -> None:
-    """Pages of other sites may not have a browser ask for anything: they could spend what a server
-    without keys has. Raises ``ApiError``."""
-    is_asking = request.method not in ("GET", "HEAD")
+    """Pages of other sites may not have a browser ask for anything, unless their origin is allowed:
+    they could spend what a server without keys has. Raises ``ApiError``."""
+    is_asking = request.method not in ("GET", "HEAD") and not is_allowed(request.scope)
     if is_asking and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise ApiError(
-            403, "a page of another site asks: put a proxy of your own before the server"
+            403,
+            "a page of another site asks, which no --allowed-origins of the server names",
+            code="foreign_origin",
         )
