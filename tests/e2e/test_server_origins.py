@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from support.patience import WAIT_SECONDS
 from support.served import Served, served
 
 PAGE, OTHER = "http://localhost:5173", "http://evil.example"
@@ -33,7 +34,7 @@ def ask(
     given |= {"Origin": origin, "Content-Type": "application/json"}
     asked = urllib.request.Request(server.url + path, data, given, method=method)
     try:
-        with urllib.request.urlopen(asked, timeout=60) as answer:
+        with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
             return answer.status, answer.headers, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.headers, error.read().decode()
@@ -91,4 +92,4 @@ def test_refusals_of_a_server_that_ends_may_be_read(server: Served) -> None:
             status, told, _ = ask(server, "/v1/models", PAGE, **key)
         assert status == 503 and told["Access-Control-Allow-Origin"] == PAGE
         assert told["Retry-After"]
-    assert server.process.wait(60) == 0
+    assert server.process.wait(WAIT_SECONDS) == 0
