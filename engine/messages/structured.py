@@ -87,12 +87,14 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     is_as_trained: bool = False  # one space after commas and colons, and no other whitespace
     is_lenient: bool = False  # keywords that cannot be enforced are passed over
     parts: tuple[Grammar, ...] = ()  # that a grammar names: @part_0, @part_1, ...
+    num_ways: int = 0  # in which the text may go on at one place, where these are many
 
 
 class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
     """A grammar with parts that are forms of their own, by the names ``@part_0`` and so on."""
 
     parts: tuple[Grammar, ...] = ()
+    num_ways: int = 0
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
@@ -103,7 +105,8 @@ def grammar_of(params: StructuredOutputsParams) -> str:
 def form_of(params: StructuredOutputsParams) -> Grammar:
     """The same as a struct. Raises what ``grammar_of`` does."""
     kind, text = _text_of(params)  # checked again: it may have been changed since
-    parts = params.parts if isinstance(params, ComposedForm) else ()
+    composed = params if isinstance(params, ComposedForm) else ComposedForm(grammar="-")
+    parts = composed.parts
     if (size := len(text) + sum(len(part.text) for part in parts)) > MAX_GRAMMAR_CHARS:
         raise RequestError(
             f"the {kind} of structured_outputs has {size} characters, the limit is "
@@ -119,6 +122,7 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
         params.whitespace_pattern or None,
         params.backend,
         parts=parts,
+        num_ways=composed.num_ways,
     )
 
 

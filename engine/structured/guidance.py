@@ -46,6 +46,10 @@ STACK_BYTES = 512 << 20
 # Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
 MAX_LEXER_STATES = 50_000
+# What may be built of automata in one step. A place where any of many tools may be called needs
+# more: 20 ms for 500 of them.
+STEP_FUEL = 200_000
+STEP_FUEL_OF_WAY = 10_000
 # Stretches of text whose tokens the library knows beforehand; others it looks for one by one. The
 # shorter ones save a quarter, of strings in JSON with few characters left to them.
 _OF_STRINGS = r'[^"\\\x00-\x1F\x7F]'
@@ -407,7 +411,7 @@ def matchers_of(form: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
 
     found = []
     for source in sources_of(form, partial(special_of, tokenizer)):
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits())
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits(form))
         if matcher.is_error():
             raise GrammarError(_words(matcher.get_error()))
         found.append(matcher)
@@ -481,7 +485,7 @@ def _refusal(form: Grammar) -> str:
     from llguidance import LLMatcher
 
     try:
-        told = [LLMatcher.validate_grammar(each, limits=limits()) for each in sources_of(form)]
+        told = [LLMatcher.validate_grammar(each, limits=limits(form)) for each in sources_of(form)]
     except BaseException as error:  # the library may panic, which is no Exception
         return reason(error)
     return next(filter(None, map(_words, told)), "")
@@ -502,12 +506,15 @@ def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
     return future.result(timeout)
 
 
-def limits() -> LLParserLimits:
-    """Of every grammar that is looked at."""
+def limits(form: Grammar) -> LLParserLimits:
+    """Of a grammar that is looked at."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(
-        max_grammar_size=MAX_SYMBOLS, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+        max_grammar_size=MAX_SYMBOLS,
+        max_lexer_states=MAX_LEXER_STATES,
+        step_lexer_fuel=STEP_FUEL + form.num_ways * STEP_FUEL_OF_WAY,
+        verbose_errors=False,
     )
 
 

@@ -14,6 +14,7 @@ from structured.schemas import ENDLESS
 from engine import StructuredOutputsParams
 from engine.errors import RequestError
 from engine.messages.finite import check_finite
+from engine.messages.requests import CompletionOutput
 from engine.messages.structured import grammar_of
 from engine.server.errors import ApiError
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES, Calls
@@ -232,11 +233,46 @@ def test_a_schema_with_a_name_keeps_its_references(identity: str) -> None:
 def test_strict_arguments_and_free_text(family: str) -> None:
     calls = speech_of(family).calls
     given = tools(tool("weather", CITY, strict=True))
-    rome, wrong = call(calls, "weather", ROME), call(calls, "weather", BONN)
-    assert takes(family, given, "Hi") and takes(family, given, f"Hi\n{many(calls, rome)}")
+    rome = call(calls, "weather", ROME)
+    assert takes(family, given, "Hi") and takes(family, given, many(calls, rome))
+    said = "Hi\n"
+    if calls.before_text:
+        said = f"{calls.before_text[1]}Hi{calls.message_end}"
+        assert takes(family, given, f"{calls.before_text[0]}So{calls.message_end}{calls.text}Hi")
     opener = (calls.before or calls.begin).strip()
-    if opener:  # a call without one is text
-        assert not takes(family, given, f"Hi\n{many(calls, wrong)}")
+    assert takes(family, given, said + many(calls, rome)) == bool(opener)
+    assert takes(family, given, 'Hi {"name": "Bob"}\n```json\n{"type": 1}\n```')
+
+
+@families
+def test_nothing_that_is_read_as_a_call_goes_around_a_strict_schema(family: str) -> None:
+    """Readers take calls without their markers, too: no text may have one."""
+    speech = speech_of(family)
+    given = tools(tool("weather", CITY, strict=True), tool("other", NOTHING))
+    calls = speech.calls
+    wrong = json.dumps(BONN)
+    slips = [
+        many(calls, call(calls, "weather", BONN)),
+        call(calls, "weather", BONN),
+        f'{{"name": "weather", "arguments": {wrong}}}',
+        f'[{{"name": "weather", "arguments": {wrong}}}]',
+        f'```json\n{{"name": "functions.weather", "parameters": {wrong}}}\n```',
+        f'{{"arguments": {wrong}, "name": "weather"}}',
+        f'{{"type": "function", "function": {{"name": "weather", "arguments": {wrong}}}}}',
+        f'{{"function": "weather", "args": {wrong}}}',
+        f"<tool_call>{{'name': 'weather', 'arguments': {wrong}}}</tool_call>",
+        f"[TOOL_CALLS]weather[ARGS]{wrong}",
+        "<function=weather>\n<parameter=city>\nBonn\n</parameter>\n</function>",
+    ]
+    right = many(calls, call(calls, "weather", ROME))
+    for slip in slips:
+        for text in (slip, f"\n{slip}", f"Hi\n{slip}", f"{right}{slip}", f"{right}\n{slip}"):
+            ids = bench().tokenizer.encode(text, add_special_tokens=False)
+            prompt = {"prompt": "", "prompt_token_ids": [1]}
+            turn = speech.begin(prompt, tools=given.read_as, skip_special=True)
+            turn.read(CompletionOutput(0, text, ids, None, finish_reason="stop"))
+            called = [each for each in turn.calls if json.loads(each.arguments) != ROME]
+            assert not (called and takes(family, given, text)), text
 
 
 def test_too_much_as_a_whole_goes_without_schemas(caplog: pytest.LogCaptureFixture) -> None:
@@ -274,3 +310,19 @@ def test_thinking_comes_before_all_of_it() -> None:
             assert bench().takes(form, f"<think>so {{</think>\n\n{each}")
         for each in wrong:
             assert not bench().takes(form, f"<think>so</think>\n{each}")
+
+
+@families
+def test_many_tools(family: str) -> None:
+    names = [f"mcp__server_{n % 7}__{'read' if n % 2 else 'write'}_thing_{n}" for n in range(200)]
+    calls = speech_of(family).calls
+    said = "" if calls.before_text or not (calls.before + calls.begin) else "Hi\n"
+    right = many(calls, call(calls, names[-1], ROME))
+    given = [tool(name, CITY, strict=True) for name in names]
+    text = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    plain = [tool(name, text, strict=True) for name in names]
+    assert takes(family, tools(*given), said + right)
+    rome = many(calls, call(calls, names[-1], {"city": "Rome"}))
+    assert takes(family, tools(*plain), said + rome)
+    assert takes(family, tools(*given), 'Hi, {"name": "Bob"} is it')
+    assert takes(family, tools(*given, choice="required"), right)

@@ -31,6 +31,11 @@ class Calls:
     before: str = ""
     between: str | None = "\n"  # None: there is one call in an answer
     after: str = ""
+    before_text: tuple[str, ...] = ()
+    """What begins messages that may stand before a call or a text, where these are messages too;
+    ``message_end`` ends them, and ``text`` begins a text."""
+    message_end: str = ""
+    text: str = ""
 
 
 @dataclass(frozen=True)
@@ -77,6 +82,9 @@ FAMILIES = (
             "",
             "arguments",
             between=None,
+            before_text=("<|channel|>analysis<|message|>", "<|channel|>commentary<|message|>"),
+            message_end="<|end|><|start|>assistant",
+            text="<|channel|>final<|message|>",
         ),
     ),
     Family(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.messages.structured import (
@@ -14,19 +14,23 @@ from engine.messages.structured import (
     StructuredOutputsParams,
     form_of,
 )
+from engine.server.speech.calls import PREFIX
 from engine.server.speech.enforced import (
     enforceable,
     is_too_large,
     schema_of_arguments,
     unenforced,
 )
-from engine.server.speech.families import Calls
+from engine.server.speech.families import FAMILIES, Calls
 from engine.server.speech.markers import Markers
+from engine.server.speech.object_calls import NESTED
 from engine.server.speech.tools import Tool, Tools, kinds_of
 from engine.server.speech.turns import Speech
 
 VALUES = ("enum", "const", "default", "examples")  # keywords with values, which are no schemas
 ANY = "/(?s:.*)/"
+OPENER = re.compile(r"<[^>]*>|\[[A-Z_]+\]")  # the marker at the beginning of a text
+NAMED = "|".join(("name", *NESTED))
 JSON_FIRST = "/\\s*\\{(?s:.*)/"
 ANY_OBJECT = {"type": "object"}
 
@@ -56,12 +60,12 @@ def _with_calls(
     rules = Rules(reader.markers)
     bodies = {tool.name: rules.add("body", _body(rules, calls, tool)) for tool in tools.all}
     if tools.choice == "auto" and text is None:
-        return rules.form(_strict(rules, calls, bodies, is_single=tools.is_single))
+        return rules.form(_strict(rules, speech, bodies, prompt, is_single=tools.is_single))
     call = rules.calls(calls.begin, bodies)
     first = " ".join(filter(None, [rules.text(calls.before), call]))
     answer = rules.many(first, call, calls, is_single=tools.is_single)
     if tools.choice == "auto" and text is not None:
-        answer = f"({answer} | {rules.part(form_of(text))})"
+        answer = f"({answer} | {rules.begun(calls, rules.part(form_of(text)))})"
     return rules.form([*rules.thinking(speech, prompt), answer])
 
 
@@ -70,10 +74,12 @@ def _after_thinking(
 ) -> StructuredOutputsParams:
     """The same form of a text before which the model may think, where it is one that thinks."""
     reader = speech.reader(has_tools=False)
-    if reader is None or speech.thinking is None or speech.has_thought(prompt):
+    thinks = speech.thinking is not None or bool(speech.calls.before_text)
+    if reader is None or not thinks or speech.has_thought(prompt):
         return text
     rules = Rules(reader.markers)
-    return rules.form([*rules.thinking(speech, prompt), rules.part(form_of(text))])
+    answer = rules.begun(speech.calls, rules.part(form_of(text)))
+    return rules.form([*rules.thinking(speech, prompt), answer])
 
 
 class Rules:
@@ -83,6 +89,7 @@ class Rules:
         self._markers = markers
         self._rules: list[str] = []
         self._parts: list[Grammar] = []
+        self._num_calls = 0
 
     def add(self, name: str, body: str, attribute: str = "") -> str:
         """The name of a new rule."""
@@ -98,6 +105,10 @@ class Rules:
         added = self._markers.tokenizer.added_tokens
         return text in added and added[text].special
 
+    def letters(self, markers: Sequence[str]) -> list[str]:
+        """Expressions for these, without those that no text has."""
+        return [in_regex(each) for each in markers if not self.is_special(each)]
+
     def part(self, form: Grammar) -> str:
         """The name of a form of its own."""
         self._parts.append(form)
@@ -109,23 +120,36 @@ class Rules:
 
     def thinking(self, speech: Speech, prompt: str) -> list[str]:
         """Free text until thinking ends: if it has begun, and else if the model wants to."""
+        if speech.calls.before_text:
+            end = speech.calls.message_end
+            begins = map(self.text, speech.calls.before_text)
+            return [f"(({' | '.join(begins)}) {self._up_to(end)})*"]
         if speech.thinking is None or speech.has_thought(prompt):
             return []
         begin, end = speech.thinking
-        if self.is_special(end):
-            rest = f"{ANY} {self.text(end)} /\\n*/"
-        else:
-            rest = f"{self.until(end)} /\\n*/"
+        rest = f"{self._up_to(end)} /\\n*/"
         if speech.is_thinking(prompt):
             return [rest]
         return [self.add("thinking", f"{self.text(begin)} {rest}") + "?"]
 
-    def until(self, text: str) -> str:
-        """The name of a rule for all up to the next such text, with it."""
-        return self.add("until", f"/(?s:.*){in_regex(text)}/", "[lazy]")
+    def _up_to(self, end: str) -> str:
+        """Free text and what ends it."""
+        marker = OPENER.match(end)
+        if marker is not None and self.is_special(marker[0]):
+            return f"{ANY} {self.text(end)}"
+        return self.until(end)
+
+    def until(self, text: str, but: str = "") -> str:
+        """The name of a rule for all up to the next such text, with it; but: what it is not."""
+        return self.add("until", f"/(?s:.*){in_regex(text)}/{but}", "[lazy]")
+
+    def begun(self, calls: Calls, text: str) -> str:
+        """A text, and what begins it, if the model writes that."""
+        return f"({self.text(calls.text)})? {text}" if calls.text else text
 
     def calls(self, begin: str, bodies: dict[str, str]) -> str:
         """The name of a rule for one call: begin, with a name for ``{name}``, and its body."""
+        self._num_calls = len(bodies)
         each = (
             f"{self.text(begin.replace('{name}', name))} {body}" for name, body in bodies.items()
         )
@@ -140,7 +164,12 @@ class Rules:
     def form(self, start: list[str]) -> ComposedForm:
         """start: the parts of the answer, in their order."""
         grammar = "\n".join([f"start: {' '.join(start)}", *self._rules]) + "\n"
-        return ComposedForm(grammar=grammar, backend="guidance", parts=tuple(self._parts))
+        return ComposedForm(
+            grammar=grammar,
+            backend="guidance",
+            parts=tuple(self._parts),
+            num_ways=self._num_calls,
+        )
 
 
 def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
@@ -212,26 +241,49 @@ def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
     return rules.until(end)
 
 
-def _strict(rules: Rules, calls: Calls, bodies: dict[str, str], *, is_single: bool) -> list[str]:
-    """Free text in which nothing begins like a call, and calls."""
+def _strict(
+    rules: Rules, speech: Speech, bodies: dict[str, str], prompt: str, *, is_single: bool
+) -> list[str]:
+    """Free text in which nothing is read as a call, and calls."""
+    calls = speech.calls
     call = rules.calls(calls.begin, bodies)
-    found = re.match(r"<[^>]*>|\[[A-Z_]+\]|", calls.before or calls.begin)
-    opener = found[0] if found else ""
     whole = " ".join(filter(None, [rules.text(calls.before), call]))
+    many = rules.many(whole, call, calls, is_single=is_single)
+    found = OPENER.match(calls.before or calls.begin)
+    opener = found[0] if found else ""
+    others = _like_calls(rules, speech, bodies, opener)
+    without, without_opener = _without(others), _without([*others, *rules.letters([opener])])
+    if calls.before_text:
+        free = rules.add("FREE", f"{ANY}{without_opener}")
+        return [*rules.thinking(speech, prompt), f"({many} | {rules.begun(calls, free)})"]
     if not opener:  # a call begins as any JSON, and stands alone
-        many = rules.many(whole, call, calls, is_single=is_single)
-        return [f"({many} | {rules.add('FREE', f'{ANY} & ~{JSON_FIRST}')})"]
+        return [f"({many} | {rules.add('FREE', f'{ANY}{without} & ~{JSON_FIRST}')})"]
     if rules.is_special(opener):
-        many = rules.many(whole, call, calls, is_single=is_single)
-        return [ANY, f"({many} {ANY})" + ("?" if is_single else "*")]
+        free = rules.add("FREE", f"{ANY}{without}")
+        thinking = rules.thinking(speech, prompt)
+        return [*thinking, free, f"({many} {free})" + ("?" if is_single else "*")]
     # Letters: as soon as they are written, the text goes on as a call.
-    free = rules.add("FREE", f"{ANY} & ~/(?s:.*){in_regex(opener)}(?s:.*)/")
+    free = rules.add("FREE", f"{ANY}{without_opener}")
     before, begin = calls.before.removeprefix(opener), calls.begin
     if not calls.before:
         begin = begin.removeprefix(opener)
-    opened = f"{rules.until(opener)} {rules.text(before)} {rules.calls(begin, bodies)}"
-    many = rules.many(opened, call, calls, is_single=is_single)
+    rest = " ".join(filter(None, [rules.text(before), rules.calls(begin, bodies)]))
+    many = rules.many(f"{rules.until(opener, without)} {rest}", call, calls, is_single=is_single)
     return [f"({many})" + ("?" if is_single else "*"), free]
+
+
+def _like_calls(rules: Rules, speech: Speech, names: Iterable[str], opener: str) -> list[str]:
+    """Expressions for what may be read as a call, besides what the opener begins: other markers of
+    the family, and the name of a tool in an object."""
+    syntax = (speech.family or FAMILIES[-1]).syntax
+    others = [text for text in (*syntax.openers, *syntax.inner) if text != opener]
+    called = f"({re.escape(PREFIX)})?({'|'.join(map(in_regex, names))})"
+    return [*rules.letters(others), rf"({NAMED})[\"']\s*:\s*[\"']\s*{called}\s*[\"']"]
+
+
+def _without(expressions: Sequence[str]) -> str:
+    """The end of an expression for texts in which none of these is found."""
+    return f" & ~/(?s:.*)({'|'.join(expressions)})(?s:.*)/"
 
 
 def in_regex(text: str) -> str:
