@@ -284,6 +284,12 @@ class AsyncLLMEngine:
         return self._session.tokenizer
 
     @property
+    def recommended(self) -> Mapping[str, Any]:
+        """Sampling values that the model's makers recommend, by names of ``SamplingParams``: for
+        those who make parameters; requests take them as they are."""
+        return self._session.recommended
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of the longest prompt with its output."""
         return self._session.inputs.max_model_len

@@ -55,14 +55,15 @@ class LLM:
         """Complete every prompt; outputs stand in the order of the prompts.
 
         A prompt is a text, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids":
-        ...}`` with options of its own. ``sampling_params`` is one for all or one for each. Raises
-        ``RequestError`` before anything is computed if a prompt or its parameters are wrong.
-        Requests end with finish reason ``"deadline"`` ``timeout`` seconds from now, or after
-        ``queue_timeout`` if they have not started. An interrupt stops what was started. Calls from
-        several threads wait for each other.
+        ...}`` with options of its own. ``sampling_params`` is one for all or one for each;
+        without, ``get_default_sampling_params`` holds. Raises ``RequestError`` before anything is
+        computed if a prompt or its parameters are wrong. Requests end with finish reason
+        ``"deadline"`` ``timeout`` seconds from now, or after ``queue_timeout`` if they have not
+        started. An interrupt stops what was started. Calls from several threads wait for each
+        other.
         """
         todo = _as_prompts(prompts)
-        asked = SamplingParams() if sampling_params is None else sampling_params
+        asked = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = _one_each("sampling_params", asked, len(todo), SamplingParams)
         ranks = _one_each("priority", 0 if priority is None else priority, len(todo), int)
         options: RequestOptions = {}
@@ -98,6 +99,11 @@ class LLM:
         }
         prompts = self.llm_engine.session.inputs.render(_as_conversations(messages), options)
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What holds without ``sampling_params``: the values that the model's makers recommend
+        (``generation_config``), and the defaults of ``SamplingParams`` for the others."""
+        return SamplingParams(**self.llm_engine.session.recommended)
 
     def get_tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises ``ConfigError`` if none was loaded."""

@@ -29,11 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    params = sampling_params(parsed)
+    sampling_params(parsed)  # what is wrong is reported before anything is loaded
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
     messages = list(opening)
     args = engine_args(parsed)
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
+        params = sampling_params(parsed, engine.session.recommended)
         tokenizer = engine.get_tokenizer()
         tokenizer.apply_chat_template([{"role": "user", "content": "?"}])  # is there a template?
         print(HINT)

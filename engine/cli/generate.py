@@ -18,7 +18,6 @@ from engine.config.args import EngineArgs
 from engine.errors import RequestError
 from engine.llm import LLM
 from engine.llm_engine import LLMEngine
-from engine.messages.params import SamplingParams
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,16 +29,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    prompts, params = parsed.prompts or [_standard_input()], sampling_params(parsed)
+    prompts = parsed.prompts or [_standard_input()]
+    sampling_params(parsed)  # what is wrong is reported before anything is loaded
     complete = _stream_one if len(prompts) == 1 else _complete_many
-    figures = complete(prompts, params, engine_args(parsed))
+    figures = complete(prompts, parsed, engine_args(parsed))
     print(f"\n[{figures}]")
     return 0
 
 
-def _stream_one(prompts: list[str], params: SamplingParams, args: EngineArgs) -> Figures:
+def _stream_one(prompts: list[str], parsed: argparse.Namespace, args: EngineArgs) -> Figures:
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
-        engine.add_request("0", prompts[0], params)
+        engine.add_request("0", prompts[0], sampling_params(parsed, engine.session.recommended))
         write_out(prompts[0])
         answer = stream(engine, "0")
     print()
@@ -49,8 +49,9 @@ def _stream_one(prompts: list[str], params: SamplingParams, args: EngineArgs) ->
     return answer.figures
 
 
-def _complete_many(prompts: list[str], params: SamplingParams, args: EngineArgs) -> Figures:
+def _complete_many(prompts: list[str], parsed: argparse.Namespace, args: EngineArgs) -> Figures:
     with LLM(**vars(args)) as llm:
+        params = sampling_params(parsed, llm.llm_engine.session.recommended)
         start = time.perf_counter()
         with profiled(llm, args):
             outputs = llm.generate(prompts, params)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from engine.config.args import EngineArgs
 from engine.config.cli import add_options, read_options
@@ -26,35 +28,39 @@ def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> Engin
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """How text is sampled; greedy unless asked otherwise."""
-    group = parser.add_argument_group("SamplingParams")
-    group.add_argument(
-        "--max-tokens", type=int, default=max_tokens, metavar="N", help=f"default: {max_tokens}"
-    )
+    """How text is sampled; what is not given is as the model's makers recommend, or greedy."""
+    group = parser.add_argument_group("SamplingParams (default: see --generation-config)")
+    group.add_argument("--max-tokens", type=int, metavar="N", help=f"default: {max_tokens} at most")
+    group.add_argument("--temperature", type=float, metavar="X", help="0: greedy, the default")
+    group.add_argument("--top-p", type=float, metavar="X", help="in (0, 1]; 1: off")
+    group.add_argument("--top-k", type=int, metavar="N", help="0: off")
+    group.add_argument("--min-p", type=float, metavar="X", help="in [0, 1]; 0: off")
+    group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 0; 1: off")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
     group.add_argument(
         "--min-tokens", type=int, default=0, metavar="N", help="no end of text or stop before"
     )
-    group.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0: greedy")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="X", help="in (0, 1]; 1: off")
-    group.add_argument("--top-k", type=int, default=0, metavar="N", help="0: off")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="X", help="in [0, 1]; 0: off")
-    group.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="X", help="above 0; 1: off"
-    )
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
-    group.add_argument("--ignore-eos", action="store_true", help="go on behind the end of text")
+    group.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
+    parser.set_defaults(most_tokens=max_tokens)
 
 
-def sampling_params(parsed: argparse.Namespace) -> SamplingParams:
-    """Raises ``RequestError`` for a value out of range."""
+RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def sampling_params(
+    parsed: argparse.Namespace, recommended: Mapping[str, Any] | None = None
+) -> SamplingParams:
+    """What was asked for; ``recommended`` (``LLMEngine.session``) holds where nothing was. Raises
+    ``RequestError`` for a value out of range."""
+    values: dict[str, Any] = {"temperature": 0.0, "max_tokens": parsed.most_tokens}
+    values |= recommended or {}
+    values["max_tokens"] = min(parsed.most_tokens, values["max_tokens"])
+    for name in (*RECOMMENDED, "max_tokens"):
+        if (value := getattr(parsed, name)) is not None:
+            values[name] = value
     return SamplingParams(
-        max_tokens=parsed.max_tokens,
+        **values,
         min_tokens=parsed.min_tokens,
-        temperature=parsed.temperature,
-        top_p=parsed.top_p,
-        top_k=parsed.top_k,
-        min_p=parsed.min_p,
-        repetition_penalty=parsed.repetition_penalty,
         stop=parsed.stop,
         ignore_eos=parsed.ignore_eos,
         output_kind="delta",

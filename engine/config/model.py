@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from engine.config.check import check_types
-from engine.config.option import BOTH, FRONT_END
+from engine.config.option import BOTH, EXAMPLE, FRONT_END
 from engine.errors import ConfigError, ModelError
 
 
@@ -45,6 +45,14 @@ class ModelOptions:
     """dummy: seeded random weights from config.json alone."""
     trust_remote_code: bool = field(default=False, metadata=BOTH)
     """Let transformers run code that lies in the model directory."""
+    generation_config: str | Path = field(default="auto", metadata=FRONT_END)
+    """Where sampling values come from that a request leaves out: auto is generation_config.json in
+    the model's directory, what its makers recommend; another directory with such a file; vllm:
+    nowhere, so that they are neutral. A SamplingParams object is complete as it is."""
+    override_generation_config: dict[str, Any] | None = field(
+        default=None, metadata={**FRONT_END, EXAMPLE: {"temperature": 0.7, "top_k": 20}}
+    )
+    """Such values in place of those of the file; null takes one away."""
     seed: int = field(default=0, metadata=BOTH)
     """Keys dummy weights and the noise of requests without a seed of their own."""
 
@@ -59,6 +67,8 @@ class ModelConfig(ModelOptions):
     """Directory or repository of the tokenizer, if it is not the model's."""
     download_dir: str | None = None
     """Directory of the cache; None takes that of HF_HOME."""
+    generation_config: str = "auto"
+    """``auto``, ``vllm`` or a directory."""
 
     def __post_init__(self) -> None:
         check_types(self)

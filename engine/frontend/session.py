@@ -10,11 +10,11 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from types import FrameType, TracebackType
-from typing import Literal
+from typing import Any, Literal
 
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
@@ -23,6 +23,7 @@ from engine.errors import EngineDeadError, RequestError
 from engine.frontend.output import OutputProcessor, Reading
 from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import InputProcessor, ModelLimits, Submission
+from engine.frontend.recommended import recommended_sampling
 from engine.frontend.text_workers import TextPool
 from engine.hub.fetch import fetched
 from engine.messages.requests import CoreOutputs, RequestOutput
@@ -49,7 +50,10 @@ class Session:
         tokenizer: Tokenizer | None,
         clock: Callable[[], float],
         pool: TextPool | None = None,
+        recommended: Mapping[str, Any] | None = None,
     ) -> None:
+        """recommended: sampling values where a request gives none, by names of
+        ``SamplingParams``."""
         self.client = client
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
@@ -57,6 +61,7 @@ class Session:
         )
         self._texts = None if pool is None else PooledText[Reading](pool, client.wake)
         self.outputs = OutputProcessor(tokenizer, self._texts)
+        self.recommended = recommended or {}
         self._pool = pool
         self._batches: deque[CoreOutputs] = deque()  # that have come and are not processed yet
         self.clock = clock
@@ -78,6 +83,7 @@ class Session:
         is_here, has_text = not config.core.core_addresses, not config.model.skip_tokenizer_init
         model = fetched(config.model, for_core=is_here, for_text=has_text)
         config = replace(config, model=model)
+        recommended = recommended_sampling(model)
         tokenizer = None if config.model.skip_tokenizer_init else load_tokenizer(config.model)
         pool = None
         if tokenizer is not None and config.tokenizer_pool_size:
@@ -90,7 +96,7 @@ class Session:
             if pool is not None:
                 pool.close()
             raise
-        return cls(config, client, tokenizer, time.monotonic, pool)
+        return cls(config, client, tokenizer, time.monotonic, pool, recommended)
 
     @property
     def has_unfinished(self) -> bool:

@@ -17,8 +17,8 @@ from engine.hub.files import Repository
 def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConfig:
     """The same model in directories of this machine, fetched where it is not there yet.
 
-    ``for_core``: configuration and weights are wanted here; ``for_text``: the tokenizer. Raises
-    ``ConfigError`` naming the value and the way out.
+    ``for_core``: configuration and weights are wanted here; ``for_text``: the tokenizer, and what
+    the model's makers recommend for texts. Raises ``ConfigError`` naming the value and the way out.
     """
     revision = config.tokenizer_revision
     source = config.tokenizer
@@ -27,7 +27,8 @@ def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConf
     text_of_model = for_text and source is None
     model, tokenizer = config.model, source
     if is_hub_name(model):
-        if for_core or text_of_model:
+        wants_values = for_text and config.generation_config == "auto"
+        if for_core or text_of_model or wants_values:
             wants_weights = for_core and config.load_format != "dummy"
             model = _fetch(config, "model", model, config.revision, wants_weights, text_of_model)
     elif config.revision is not None:

@@ -209,6 +209,7 @@ class Api:
             "owned_by": "metronome",
             "root": self._names.first,
             "max_model_len": self._max_model_len,
+            "default_sampling_params": dict(self._engine.recommended),
         }
 
 

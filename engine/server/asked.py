@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from typing import Any, ClassVar, TypeVar
 
 import msgspec
@@ -48,9 +49,9 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: str | None = None
     response_format: dict[str, Any] | None = None
     # vLLM's
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int = 0
     ignore_eos: bool = False
     stop_token_ids: list[int] | None = None
@@ -92,6 +93,12 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             options["hints"] = hints
         return options
 
+    def fill(self, recommended: Mapping[str, Any]) -> None:
+        """Give fields that were left out the values that the model's makers recommend."""
+        for name, value in recommended.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
     ) -> SamplingParams:
@@ -109,11 +116,11 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             n=self.n,
             temperature=1.0 if self.temperature is None else self.temperature,
             top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
+            top_k=0 if self.top_k is None else self.top_k,
+            min_p=0.0 if self.min_p is None else self.min_p,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
             seed=self.seed,
             max_tokens=max_tokens,
             min_tokens=self.min_tokens,

@@ -20,6 +20,7 @@ from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
 from engine.server.streams import together
 
 MAX_PROMPTS = 256
+MAX_TOKENS = 16  # where a request does not say how many
 MAX_TEXTS = 2048  # of all prompts together
 
 
@@ -30,16 +31,18 @@ class Completion(OpenAIAnswer):
         """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         super().__init__(asked, "text_completion", "cmpl", model)
         refuse_unsupported(asked)
+        if asked.max_tokens is None:
+            asked.max_tokens = min(MAX_TOKENS, engine.recommended.get("max_tokens", MAX_TOKENS))
+        asked.fill(engine.recommended)
         self._engine = engine
         self._num_logprobs, self._has_echo = asked.logprobs, asked.echo
         self._prompts = prompts_of(asked)
-        most = 16 if asked.max_tokens is None else asked.max_tokens
-        self._is_echo_alone = asked.echo and most == 0
+        self._is_echo_alone = asked.echo and asked.max_tokens == 0
         # Both are told: as many as the one that asks for more.
         counts = [each for each in (asked.logprobs, asked.prompt_logprobs) if each is not None]
         is_echoed = asked.echo and asked.logprobs is not None
         self._params = asked.sampling(
-            max_tokens=1 if self._is_echo_alone else most,
+            max_tokens=1 if self._is_echo_alone else asked.max_tokens,
             logprobs=asked.logprobs,
             echoed=max(counts) if is_echoed else None,
         )

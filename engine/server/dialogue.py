@@ -124,6 +124,7 @@ class Dialogue:
     def __init__(self, voice: Voice, asked: ChatRequest) -> None:
         """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         check_asked(asked)
+        asked.fill(voice.model.engine.recommended)
         self._voice = voice
         self._asked = asked
         num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None

@@ -82,7 +82,7 @@ def chat_of(asked: MessagesRequest) -> ChatRequest:
         continue_final_message=is_begun(messages),
         max_completion_tokens=asked.max_tokens,
         stop=asked.stop_sequences,
-        top_k=asked.top_k or 0,
+        top_k=asked.top_k,
         tools=[tool_of(tool) for tool in asked.tools or []] or None,
         tool_choice=choice,
         parallel_tool_calls=False if is_single else None,

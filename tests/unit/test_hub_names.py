@@ -116,6 +116,7 @@ def test_a_tokenizer_of_its_own(asked: list[Repository]) -> None:
     assert [wishes(each) for each in asked] == [
         ("model", "org/m", "v1", False, False),
         ("tokenizer", "org/t", None, False, True),
+        ("model", "org/m", "v1", False, False),  # for generation_config.json
         ("tokenizer", "org/t", None, False, True),
     ]
 
