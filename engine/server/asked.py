@@ -9,14 +9,16 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
 from engine.config.near import did_you_mean
 from engine.frontend.prompt import RequestOptions
-from engine.messages.params import SamplingParams
+from engine.messages.params import GREEDY_BELOW, SamplingParams
+from engine.messages.requests import CompletionOutput
 from engine.messages.structured import StructuredOutputsParams
+from engine.server.absent import without_absent
 from engine.server.diagnosis import read_from
 from engine.server.errors import ApiError
 
@@ -29,10 +31,19 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False  # of no effect: it is never done
 
 
 class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What every completion may ask."""
+    """What every completion may ask. ``None`` is a field that was left out."""
+
+    nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "echo": (False,),
+        "length_penalty": (1, 1.0),
+        "spaces_between_special_tokens": (True,),
+        "use_beam_search": (False,),
+    }
+    """Parameters that the API has and this server has not, and the values that ask for nothing."""
 
     model: str
     max_tokens: int | None = None
@@ -43,8 +54,8 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     seed: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
     user: str | None = None
     response_format: dict[str, Any] | None = None
@@ -52,15 +63,15 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
-    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     structured_outputs: dict[str, Any] | None = None
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str | None = None
     return_token_ids: bool = False
     prompt_logprobs: int | None = None
@@ -75,13 +86,10 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     def options(self) -> RequestOptions:
         """Of the request, besides prompt and sampling. Raises ``ApiError``."""
-        options: RequestOptions = {"priority": self.priority}
-        if self.user is not None:
-            options["user"] = self.user
-        if self.timeout is not None:
-            options["timeout"] = self.timeout
-        if self.queue_timeout is not None:
-            options["queue_timeout"] = self.queue_timeout
+        options: RequestOptions = {}
+        for name in OPTIONS:
+            if getattr(self, name) is not None:
+                options[name] = getattr(self, name)
         if self.deadline is not None:
             options["deadline"] = time.monotonic() + _above_zero("deadline", self.deadline)
         if self.tbt is not None:
@@ -102,9 +110,10 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
     ) -> SamplingParams:
-        """``echoed``: log-probabilities of the prompt that are told with its text.
+        """Where all ``n`` texts are the same, one is asked of the engine (``copies``).
 
-        Raises ``RequestError`` for a value out of range.
+        echoed: log-probabilities of the prompt that are reported with its text. Raises
+        ``RequestError`` for a value out of range.
         """
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(
@@ -112,29 +121,15 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 f"prompt_logprobs is {self.prompt_logprobs} with stream: leave one of them out",
                 param="prompt_logprobs",
             )
+        given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
+        is_greedy = self.temperature is not None and self.temperature < GREEDY_BELOW
         return SamplingParams(
-            n=self.n,
-            temperature=1.0 if self.temperature is None else self.temperature,
-            top_p=1.0 if self.top_p is None else self.top_p,
-            top_k=0 if self.top_k is None else self.top_k,
-            min_p=0.0 if self.min_p is None else self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
-            seed=self.seed,
+            **given,
+            n=1 if is_greedy and self.n > 1 else self.n,
             max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            stop=[self.stop] if isinstance(self.stop, str) else self.stop or [],
-            stop_token_ids=self.stop_token_ids or [],
-            include_stop_str_in_output=self.include_stop_str_in_output,
-            ignore_eos=self.ignore_eos,
-            bad_words=self.bad_words or [],
-            allowed_token_ids=self.allowed_token_ids,
-            logit_bias=_bias(self.logit_bias),
             logprobs=logprobs,
             prompt_logprobs=self.prompt_logprobs if echoed is None else echoed,
-            skip_special_tokens=self.skip_special_tokens,
-            truncate_prompt_tokens=self.truncate_prompt_tokens,
+            logit_bias=_bias(self.logit_bias),
             output_kind="delta" if self.stream else "final",
             structured_outputs=self._form(),
         )
@@ -153,7 +148,24 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return None if self.response_format is None else form_of(self.response_format)
 
 
+OPTIONS: tuple[Literal["priority", "user", "timeout", "queue_timeout"], ...] = (
+    "priority", "user", "timeout", "queue_timeout",
+)  # fmt: skip
+SAMPLED = tuple(
+    name
+    for name in SamplingParams.__struct_fields__
+    if name in Asked.__struct_fields__
+    and name not in ("n", "max_tokens", "prompt_logprobs", "logit_bias", "structured_outputs")
+)
+"""Fields that the engine takes as they are."""
 FORM = ("structured_outputs", "response_format")
+
+
+def copies(outputs: list[CompletionOutput], num: int) -> list[CompletionOutput]:
+    """The ``num`` texts that a client wants: the engine was asked for all of them, or for one."""
+    if num == 1 or len(outputs) != 1:
+        return outputs
+    return [msgspec.structs.replace(outputs[0], index=index) for index in range(num)]
 
 
 class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
@@ -167,6 +179,8 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     }
     """Names of fields here, by those that the engine has for them; of several the one that was
     given is meant."""
+
+    nothing: ClassVar = {**Asked.nothing, "add_special_tokens": (True,)}
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -187,6 +201,15 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
         "prompt_token_ids": ("messages",),
         "structured_outputs": (*FORM, "tools"),
     }
+    nothing: ClassVar = {
+        **Asked.nothing,
+        "add_special_tokens": (False,),
+        "best_of": (1,),
+        "function_call": ("auto", "none"),
+        "functions": ([],),
+        "modalities": ([], ["text"]),
+    }
+
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -201,6 +224,8 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     metadata: dict[str, str] | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     verbosity: str | None = None
     include_reasoning: bool = True
@@ -218,9 +243,7 @@ def read(body: bytes, kind: type[T]) -> T:
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError as error:
             given = _untyped(body, error)
-        if isinstance(given, dict):  # a field that is null was not given
-            given = {name: value for name, value in given.items() if value is not None}
-        return read_from(given, kind)
+        return read_from(without_absent(given, kind), kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _no_json(body, str(error)) from error
     except RecursionError as error:

@@ -14,7 +14,7 @@ from engine.frontend.prompt import Prompt
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
-from engine.server.asked import CompletionRequest
+from engine.server.asked import CompletionRequest, copies
 from engine.server.errors import ApiError, log_unforeseen
 from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
 from engine.server.streams import together
@@ -119,8 +119,9 @@ class Completion(OpenAIAnswer):
         if self._is_echo_alone:
             for completion in output.outputs:
                 _forget_text(completion)
-        self._counted.add(place, output, output.outputs)
-        return [self._choice(place, each) for each in output.outputs]
+        texts = copies(output.outputs, self.asked.n if self._params.n == 1 else 1)
+        self._counted.add(place, output, texts)
+        return [self._choice(place, each) for each in texts]
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
         """A prompt that can be told."""
@@ -167,7 +168,7 @@ def _forget_text(completion: CompletionOutput) -> None:
 
 
 def refuse_unsupported(asked: CompletionRequest) -> None:
-    if asked.suffix is not None:
+    if asked.suffix:
         raise ApiError(400, "suffix is not supported: put it into the prompt", param="suffix")
     if asked.best_of not in (None, asked.n):
         raise ApiError(

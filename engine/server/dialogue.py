@@ -14,7 +14,7 @@ from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams
 from engine.server.adapt import adapter_of, strictest
-from engine.server.asked import ChatRequest
+from engine.server.asked import ChatRequest, copies
 from engine.server.conversation import Message, plain_messages
 from engine.server.errors import ApiError
 from engine.server.speech.answer import AnswerReader
@@ -131,6 +131,7 @@ class Dialogue:
         limits = (asked.max_completion_tokens, asked.max_tokens)
         most = next((limit for limit in limits if limit is not None), None)
         self._params = asked.sampling(max_tokens=most, logprobs=num_logprobs)
+        self._num_copies = asked.n if self._params.n == 1 else 1
         self._messages = plain_messages(asked.messages)
         self._begun = begun_answer(asked, self._messages)
         self._tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
@@ -152,7 +153,8 @@ class Dialogue:
 
     def read(self, output: RequestOutput) -> list[Said]:
         """What is new, by sequence."""
-        return [self._read(output, completion) for completion in output.outputs]
+        texts = copies(output.outputs, self._num_copies)
+        return [self._read(output, completion) for completion in texts]
 
     def _read(self, output: RequestOutput, completion: CompletionOutput) -> Said:
         turn = self._turns.get(completion.index)
@@ -160,7 +162,7 @@ class Dialogue:
             turn = self._turns[completion.index] = self._voice.speech.begin(
                 self._prompt,
                 tools=None if self._tools is None else self._tools.read_as,
-                skip_special=self._asked.skip_special_tokens,
+                skip_special=self._asked.skip_special_tokens is not False,
             )
         is_single = self._tools is not None and self._tools.is_single
         was_thinking, before = turn.is_thinking, turn.num_thinking or 0
@@ -210,7 +212,7 @@ class Dialogue:
 
 def check_asked(asked: ChatRequest) -> None:
     """Raises ``ApiError`` for what cannot be asked of any model."""
-    if asked.top_logprobs is not None and not asked.logprobs:
+    if asked.top_logprobs and not asked.logprobs:
         raise ApiError(
             400,
             f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true",

@@ -23,6 +23,12 @@ FORM = ("output_format", "output_config", "tools")
 class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/messages``, and, without ``max_tokens``, its ``count_tokens``."""
 
+    nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "fallbacks": ([],),
+        "mcp_servers": ([],),
+        "speed": ("standard",),
+    }
+
     called: ClassVar = {
         "grammar": FORM,
         "max_completion_tokens": ("max_tokens",),
@@ -55,10 +61,14 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     inference_geo: str | None = None
     context_management: dict[str, Any] | None = None
     betas: list[str] | None = None
+    billing_policy: dict[str, Any] | None = None
+    diagnostics: dict[str, Any] | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
     # vLLM's and ours
     seed: int | None = None
-    ignore_eos: bool = False
-    priority: int = 0
+    ignore_eos: bool | None = None
+    priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None

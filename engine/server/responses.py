@@ -92,7 +92,7 @@ class Responses(BlockAnswer):
             before = msgspec.json.decode(stored.conversation)
         chat = chat_of(asked, before)
         self._has_logprobs = "message.output_text.logprobs" in (asked.include or [])
-        if self._has_logprobs or asked.top_logprobs is not None:
+        if self._has_logprobs or asked.top_logprobs:
             self._has_logprobs = chat.logprobs = True
             chat.top_logprobs = asked.top_logprobs or 0
         self._messages = [*before, *messages_of(asked.input)]

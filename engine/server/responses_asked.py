@@ -19,6 +19,8 @@ class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
     summary: str | None = None  # thinking is told whole
     generate_summary: str | None = None
+    context: str | None = None  # the chat template decides
+    mode: Literal["standard"] | None = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -30,8 +32,16 @@ class ObfuscationOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # never done
 
 
+class AccessPrograms(msgspec.Struct, forbid_unknown_fields=True):
+    cyber: Literal["standard"] | None = None
+
+
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/responses``."""
+
+    nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "context_management": ([],),
+    }
 
     called: ClassVar = {
         "grammar": ("text.format", "tools"),
@@ -46,7 +56,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
         "structured_outputs": ("text.format", "tools"),
     }
     model: str
-    input: str | list[dict[str, Any]]
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     max_output_tokens: int | None = None
     temperature: float | None = None
@@ -68,7 +78,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     background: bool | None = None
     # of no effect here
     service_tier: str | None = None
+    access_programs: AccessPrograms | None = None
+    background_options: dict[str, Any] | None = None  # of responses in the background
+    image: dict[str, Any] | None = None  # of how images are read
+    client_metadata: dict[str, Any] | None = None  # of Codex
+    max_tool_calls: int | None = None  # of tools that a server runs
     prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
     # vLLM's and ours
@@ -76,11 +92,11 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     top_k: int | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    min_tokens: int = 0
-    ignore_eos: bool = False
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
-    priority: int = 0
+    priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -101,6 +117,8 @@ def chat_of(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
     if asked.instructions is not None:  # those of an earlier response do not hold any more
         messages.insert(0, {"role": "system", "content": asked.instructions})
     messages += messages_of(asked.input)
+    if not messages:
+        raise ApiError(400, "input is missing: give it, or instructions", param="input")
     form = None if asked.text is None or asked.text.format is None else asked.text.format
     return ChatRequest(
         messages=messages,
@@ -113,8 +131,10 @@ def chat_of(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
     )
 
 
-def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
+def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
     """Items as messages: what the model said between two others is one message."""
+    if given is None:
+        return []
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if len(given) > MAX_ITEMS:
@@ -128,7 +148,7 @@ def messages_of(given: str | list[dict[str, Any]]) -> list[Message]:
 
 
 def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
-    kind = item.get("type", "message")
+    kind = item.get("type") or "message"
     if kind == "message":
         role, content = known_role(item.get("role"), ROLES, "input"), item.get("content")
         if role == "assistant":

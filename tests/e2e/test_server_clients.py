@@ -361,7 +361,7 @@ def test_message_events_are_of_the_clients_types(server: Served) -> None:
         ({"messages": [*ASK, {"role": "assistant", "content": "I "}]}, "ends with white space"),
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
-        ({"extra_body": {"mcp_servers": []}}, "mcp_servers is not supported"),
+        ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers is not supported"),
     ],
 )
 def test_wrong_messages(claude: Any, asked: Any, message: str) -> None:
@@ -426,7 +426,7 @@ def test_a_mistake_deep_inside_is_named(
     assert status == 400 and named in body["error"]["message"]
 
 
-@pytest.mark.parametrize("broken", [{"properties": None}, {"required": 5}, {"properties": []}])
+@pytest.mark.parametrize("broken", [{"properties": "x"}, {"required": 5}, {"properties": []}])
 def test_a_tool_whose_schema_is_none(client: Any, broken: dict[str, Any]) -> None:
     function = {"name": "weather", "parameters": {"type": "object", **broken}}
     with pytest.raises(openai.BadRequestError, match="of the tool weather"):

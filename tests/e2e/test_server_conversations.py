@@ -202,3 +202,34 @@ def test_a_role_that_nobody_knows_is_named(server: Served, path: str) -> None:
     message = answer["error"]["message"]
     assert status == 400 and "has the role 'narrator', must be one of: " in message
     assert "user" in message and "assistant" in message
+
+
+def test_several_texts_without_chance_are_the_same(server: Served) -> None:
+    status, answer = post(server, CHAT, {"messages": ASK, "n": 3, "max_tokens": 6})
+    assert status == 200 and answer["usage"]["completion_tokens"] == 18
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2]
+    assert len({choice["message"]["content"] for choice in answer["choices"]}) == 1
+    asked = {"model": MODEL, "prompt": ["a", "b"], "n": 2, "temperature": 0, "max_tokens": 6}
+    status, answer = post(server, "/v1/completions", {**asked, "logprobs": 1, "echo": True})
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert status == 200 and [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert texts[0] == texts[1] and texts[2] == texts[3] and texts[0][0] + texts[2][0] == "ab"
+    streamed = events_of(server, CHAT, {"messages": ASK, "n": 3, "max_tokens": 6})
+    parts: dict[int, str] = {}
+    for event in streamed:
+        for choice in event["choices"]:
+            said = choice["delta"].get("content") or ""
+            parts[choice["index"]] = parts.get(choice["index"], "") + said
+    assert len(parts) == 3 and len(set(parts.values())) == 1
+    status, answer = post(server, CHAT, {"messages": ASK, "n": 0})
+    assert status == 400 and answer["error"]["param"] == "n"
+
+
+def events_of(server: Served, path: str, asked: dict[str, Any]) -> list[Any]:
+    """The data of a stream's events."""
+    body = json.dumps({"model": MODEL, "temperature": 0, "stream": True, **asked}).encode()
+    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request) as answer:
+        lines = [line.decode().strip() for line in answer]
+    found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    return [json.loads(each) for each in found if each != "[DONE]"]

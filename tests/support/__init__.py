@@ -24,6 +24,7 @@ A core in a process, and its clients
       there.
   served: A server in a process of its own, as users start it.
   openai_events: Streamed events as they are on the wire, for checks by the types of clients.
+  api_types: Bodies of requests from the parameter types of clients, null tried for each.
   chat_templates: Chat templates that write tool calls and thinking as families of models do.
   turn_templates: Chat templates that refuse or lose turns as families of models do.
   raw_http: Bytes to a server and what it says to them, where no client would send such bytes.

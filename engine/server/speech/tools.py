@@ -98,6 +98,7 @@ def _tool(given: dict[str, Any]) -> Tool:
             f"tools has {given!r:.80}, must have type function and a function",
             param="tools",
         )
+    function = {key: value for key, value in function.items() if value is not None}
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ApiError(
@@ -115,6 +116,8 @@ def _tool(given: dict[str, Any]) -> Tool:
             "object",
             param="tools",
         )
+    nothing = [key for key in ("properties", "required") if parameters.get(key, "") is None]
+    parameters = {key: value for key, value in parameters.items() if key not in nothing}
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise ApiError(
