@@ -167,7 +167,7 @@ class StructuredAnswer(AnswerReader):
         self._part: type | None = Text  # the kind of event that goes on
         self._is_first = True  # part
         self._has_begun = False  # the part has more than white space
-        self._spaces = ""  # of the part so far: left out if nothing of it follows
+        self._spaces: list[str] = []  # of the part so far: left out if nothing of it follows
         self._is_closed = False  # what follows is another part, of the same kind too
         self._kinds: set[type] = set()  # those of which there is some
 
@@ -187,7 +187,7 @@ class StructuredAnswer(AnswerReader):
         if reason is not None:
             yield from self._trimmed(self._reading.end(is_cut=reason != "stop"))
             if self._spaces and self._part is Text and (self._has_begun or self._is_first):
-                yield Text(self._spaces)
+                yield Text("".join(self._spaces))
 
     def _trimmed(self, events: Iterable[Event | PartEnd]) -> Iterator[Event]:
         for event in events:
@@ -210,21 +210,22 @@ class StructuredAnswer(AnswerReader):
                 return
         kept = text.rstrip()
         if not kept:
-            self._spaces += text
+            self._spaces.append(text)
             return
-        text, self._spaces = self._spaces + kept, text[len(kept) :]
-        yield kind(text)
+        spaces = "".join(self._spaces)
+        self._spaces = [text[len(kept) :]] if len(kept) < len(text) else []
+        yield kind(spaces + kept)
 
     def _begin(self, kind: type) -> None:
         self._is_first = self._is_first and kind is self._part and not self._has_begun
-        self._part, self._has_begun, self._spaces, self._is_closed = kind, False, "", False
+        self._part, self._has_begun, self._spaces, self._is_closed = kind, False, [], False
 
     def _beginning(self, kind: type, text: str) -> str:
         """What a part begins with; nothing before it has more than white space."""
-        text, self._spaces = self._spaces + text, ""
         if not text.strip():
-            self._spaces = text
+            self._spaces.append(text)
             return ""
+        text, self._spaces = "".join([*self._spaces, text]), []
         self._has_begun = True
         if kind is Thinking:
             text = text.lstrip()

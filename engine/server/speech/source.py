@@ -47,10 +47,12 @@ class Source:
     def hold(self) -> None:
         self.mark = self.at
 
-    def give_back(self) -> None:
-        """What is held is to be read again."""
+    def give_back(self) -> int:
+        """What is held is to be read again; returns how many characters that are."""
         assert self.mark is not None
+        num = self.at - self.mark
         self.at, self.mark = self.mark, None
+        return num
 
     def take(self, end: int) -> str:
         """The text up to here, which is read now."""

@@ -6,6 +6,7 @@ from engine.server.speech.calls import CallReader
 from engine.server.speech.events import Text, Thinking
 from engine.server.speech.source import Literals, Source, Steps
 
+MAX_READ_AGAIN = 1 << 16  # characters of one answer
 BARE = ("{", "[", "```")  # what calls without a marker begin with
 
 
@@ -32,6 +33,8 @@ class TextReading:
         bare = BARE if calls is not None and calls.bare != "never" else ()
         self._starts = Literals((self._open, *openers, *bare))
         self._close = Literals((close,))
+        self._num_read_again = 0
+        self._num_hopeless = 0  # characters from here on in which no call is looked for any more
         self._is_blank = True  # the text of the answer so far
         self._is_line_blank = True  # the line so far
 
@@ -86,17 +89,25 @@ class TextReading:
 
     def _try(self, calls: CallReader, found: str) -> Steps[None]:
         source = self._source
-        if found in BARE and not self._may_be_bare(calls):
+        if self._num_hopeless or (found in BARE and not self._may_be_bare(calls)):
             yield self._text(source.at + len(found))
             return
         source.hold()
         if not (yield from calls.attempt()):
-            source.give_back()
+            self._give_back()
             yield self._text(source.at + 1)
             return
         source.mark = None
         self._is_blank, self._is_line_blank = False, True
         yield from self._after_calls(calls)
+
+    def _give_back(self) -> None:
+        """Text in which each marker could begin a call that has no end is not read again and
+        again."""
+        num = self._source.give_back()
+        self._num_read_again += num
+        if self._num_read_again > MAX_READ_AGAIN:
+            self._num_hopeless = num
 
     def _may_be_bare(self, calls: CallReader) -> bool:
         return self._is_line_blank if calls.bare == "line" else self._is_blank
@@ -119,6 +130,8 @@ class TextReading:
 
     def _text(self, end: int) -> Text:
         text = self._source.take(end)
+        if self._num_hopeless:
+            self._num_hopeless = max(0, self._num_hopeless - len(text))
         line = text.rpartition("\n")[2]
         blank = not line.strip()
         self._is_line_blank = blank and (self._is_line_blank or len(line) < len(text))
