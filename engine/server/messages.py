@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from collections.abc import Iterator
 
@@ -14,6 +13,7 @@ from engine.server.blocks import Block, BlockAnswer, Change, Told, named_event
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.messages_asked import MessagesRequest, chat_of
+from engine.server.speech.json_text import object_in
 
 DELTAS = {
     "text": ("text_delta", "text"),
@@ -113,7 +113,7 @@ def from_change(change: Change) -> Told:
 
 
 def whole_block(block: Block) -> Told:
-    arguments = arguments_of(block.text) if block.call is not None else {}
+    arguments = object_in(block.text) if block.call is not None else {}
     return block_told(block, block.text, arguments)
 
 
@@ -124,12 +124,3 @@ def block_told(block: Block, text: str, arguments: Told) -> Told:
     if block.kind == "thinking":
         return {"type": "thinking", "thinking": text, "signature": ""}
     return {"type": "text", "text": text, "citations": None}
-
-
-def arguments_of(text: str) -> Told:
-    """What there is of the arguments of a call, which may be cut."""
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return arguments if isinstance(arguments, dict) else {}

@@ -10,7 +10,7 @@ import re
 from typing import NamedTuple
 
 from engine.server.speech.events import PartEnd, Text, Thinking
-from engine.server.speech.object_calls import ObjectCalls
+from engine.server.speech.object_calls import FENCE, ObjectCalls
 from engine.server.speech.source import Literals, Steps, Waits
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
@@ -41,9 +41,12 @@ class HarmonyCalls(ObjectCalls):
 
     def body(self, name: str) -> Steps[bool]:
         char = yield from self.source.skip_space()
-        if char == "`" and (yield from self.fence()):
-            yield from self.source.skip_space()
+        has_fence = char == "`" and (yield from self.fence())
+        yield from self.source.skip_space()
         if (yield from self.arguments(name)):
+            if has_fence:
+                yield from self.source.skip_space()
+                yield from self.source.accept(FENCE)
             return True
         if (yield from self.is_over()):
             yield from self.whole(name)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Generator
-from typing import Literal
+from typing import Any, Literal
 
 from engine.server.speech.source import Source, Waits
 
@@ -31,6 +31,7 @@ PART_OF_ESCAPE = re.compile(
 )
 NEXT_KEY = re.compile(r'"[^"\\\n]{1,64}"\s*:')
 LONGEST_KEY = 80
+BREAKS_OFF = re.compile(r'((?:[^"\\]|"(?:[^"\\]|\\.)*")*)"(?:[^"\\]|\\.)*\\?', re.DOTALL)
 WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false"}
 NO_NUMBERS = ("None", "NaN", "nan", "Infinity", "-Infinity", "undefined")
 WORDS |= dict.fromkeys(NO_NUMBERS, "null")
@@ -61,6 +62,7 @@ class JsonText:
         self._is_after_value = False
         self._has_comma = False
         self._is_in_string = self._is_in_key = False
+        self._has_bare_keys = False
         self._is_broken = False
 
     @property
@@ -198,6 +200,7 @@ class JsonText:
         else:
             key = yield from source.match(BARE_KEY)
             assert key is not None
+            self._has_bare_keys = True
             self._held += json.dumps(key[0], ensure_ascii=False)
         char = yield from self._space()
         if char != ":":
@@ -255,9 +258,7 @@ class JsonText:
         if char in "}]":
             return True
         if char == ",":
-            following, _ = yield from source.look(offset + 1)
-            is_array = bool(self._stack) and self._stack[-1] == "["
-            return not following or following in (VALUE_BEGINS if is_array else "\"'") + "]}"
+            return self._may_follow((yield from source.look(offset + 1))[0])
         if char == '"':  # a comma was forgotten, or this is no end
             while len(source.text) - source.at - offset < LONGEST_KEY and not source.is_ended:
                 if NEXT_KEY.match(source.text, source.at + offset):
@@ -265,6 +266,14 @@ class JsonText:
                 yield None
             return NEXT_KEY.match(source.text, source.at + offset) is not None
         return False
+
+    def _may_follow(self, char: str) -> bool:
+        """Whether an element or a member, or an end, begins so."""
+        if not char or char in "]},":
+            return True
+        if self._stack and self._stack[-1] == "[":
+            return char in VALUE_BEGINS
+        return char in "\"'" or (self._has_bare_keys and bool(BARE_KEY.match(char)))
 
     def _escape(self) -> Pieces:
         source = self._source
@@ -310,13 +319,31 @@ def decoded(text: str) -> str:
     return str(json.loads(f'"{text}"'))
 
 
-def mended(text: str) -> str | None:
-    """A whole text as one JSON value; ``None`` if it is none, or more follows."""
+def mended(text: str, *, is_cut: bool = False) -> str | None:
+    """A whole text as one JSON value; ``None`` if it is none, or more follows. is_cut: it may break
+    off, but not inside a string."""
     source = Source()
     source.feed(text)
     source.end(is_cut=False)
     value = JsonText(source)
     parts = [piece for piece in value.read() if piece]
-    if value.end != "whole" or source.text[source.at :].strip():
+    if (
+        value.end == "cut"
+        or (value.end == "mended" and not is_cut)
+        or source.text[source.at :].strip()
+    ):
         return None
     return "".join(parts)
+
+
+def object_in(text: str) -> dict[str, Any]:
+    """The object that this text is, or what is whole of it where it breaks off."""
+    begin = BREAKS_OFF.fullmatch(text)
+    for part in (text, mended(text if begin is None else begin[1], is_cut=True) or ""):
+        try:
+            value = json.loads(part)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, dict):
+            return value
+    return {}

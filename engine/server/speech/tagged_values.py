@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from engine.server.speech.json_text import HALVES, WORDS, JsonText, Pieces, mended
 from engine.server.speech.source import Literals, Source, Waits
@@ -14,6 +14,14 @@ TEXTS = {"string", NULL}
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 
 
+class Other(NamedTuple):
+    """A tag that ends a value as well."""
+
+    follow: tuple[str, ...] = ()
+    """What must follow it, if anything does; none: the name of another argument."""
+    on_own_line: bool = False
+
+
 class Tags:
     """The tags around values, as they stand in the text."""
 
@@ -21,12 +29,12 @@ class Tags:
         self,
         end: str,
         follow: tuple[str, ...],
-        others: Mapping[str, tuple[str, ...]],
+        others: Mapping[str, Other],
         *,
         has_lines: bool,
     ) -> None:
         """end: of a value, where one of ``follow`` or nothing follows; others: what ends a value
-        too, each with what must follow it; has_lines: a value stands on lines of its own."""
+        too; has_lines: a value stands on lines of its own."""
         self.end = end
         self.follow = follow
         self.others = others
@@ -84,9 +92,11 @@ class TaggedValue:
                 return False
             source.at += len(tag)
             return True
-        follow = tags.others[tag]
-        if follow:
-            return bool((yield from source.follows(len(tag), follow)))
+        other = tags.others[tag]
+        if other.on_own_line and not self._newline:
+            return False
+        if other.follow:
+            return bool((yield from source.follows(len(tag), other.follow)))
         return bool((yield from source.standing(len(tag), self._next_keys)))
 
 
