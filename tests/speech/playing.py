@@ -57,6 +57,7 @@ class FakeEngine:
 
     def __init__(self, tokenizer: Tokenizer, completions: Iterator[CompletionOutput]) -> None:
         self.tokenizer = tokenizer
+        self.recommended: dict[str, Any] = {}
         self._completions = completions
 
     def each(self) -> Iterator[RequestOutput]:
