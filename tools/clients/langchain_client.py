@@ -1,0 +1,81 @@
+"""langchain-openai (chat and responses) and langchain-anthropic."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cells
+from langchain_anthropic import ChatAnthropic
+from langchain_core.exceptions import ContextOverflowError
+from langchain_openai import ChatOpenAI
+
+SCHEMA = {"title": "weather", "description": cells.ABOUT, **cells.PARAMETERS}
+
+
+def chats(url: str, **how: Any) -> list[Any]:
+    ours = {"model": cells.NAME, "base_url": f"{url}/v1", "api_key": "none", "max_retries": 0}
+    theirs = {**ours, "base_url": url}
+    how = {"max_tokens": 64, **how}
+    return [
+        ChatOpenAI(**ours, **how),
+        ChatOpenAI(use_responses_api=True, **ours, **how),
+        ChatAnthropic(**theirs, **how),
+    ]
+
+
+def chat(url: str) -> None:
+    for each in chats(url, max_tokens=8):
+        assert each.invoke("Hello").usage_metadata["output_tokens"] > 0
+
+
+def stream(url: str) -> None:
+    for each in chats(url, max_tokens=8, temperature=0):
+        whole = each.invoke(cells.QUESTION).text
+        assert "".join(chunk.text for chunk in each.stream(cells.QUESTION)) == whole
+
+
+def tool(url: str) -> None:
+    for each in chats(url):
+        for choice in ("any", "weather"):
+            once = {"parallel_tool_calls": False}
+            bound = each.bind_tools([SCHEMA], tool_choice=choice, **once)
+            (call,) = bound.invoke(cells.QUESTION).tool_calls
+            assert call["name"] == "weather"
+            cells.check_city(call["args"]["city"])
+            total = None
+            for chunk in bound.stream(cells.QUESTION):
+                total = chunk if total is None else total + chunk
+            (call,) = total.tool_calls
+            cells.check_city(call["args"]["city"])
+
+
+def schema(url: str) -> None:
+    for each in chats(url):
+        for method in ("json_schema", "function_calling"):
+            formed = each.with_structured_output(SCHEMA, method=method)
+            cells.check_city(formed.invoke(cells.QUESTION)["city"])
+
+
+def error(url: str) -> None:
+    for each in chats(url):
+        try:
+            each.invoke(cells.TOO_LONG)
+        except ContextOverflowError as raised:
+            cells.check_message(raised, "too long" if "nthropic" in type(each).__name__ else "context")
+        else:
+            raise AssertionError("a prompt that is too long was answered")
+
+
+def cancel(url: str) -> None:
+    for each in chats(url, max_tokens=1500):
+        chunks = each.stream(cells.QUESTION)
+        next(chunks)
+        chunks.close()
+        cells.wait_until_idle(url)
+
+
+if __name__ == "__main__":
+    cells.run(
+        {"chat": chat, "stream": stream, "tool": tool, "schema": schema, "error": error,
+         "cancel": cancel}
+    )  # fmt: skip

@@ -1,0 +1,212 @@
+// npm's openai, @anthropic-ai/sdk, and ai with @ai-sdk/openai-compatible: `node node_clients.mjs URL CLIENT`.
+// Packages are looked for from the current directory.
+import { createRequire } from "node:module";
+import { pathToFileURL } from "node:url";
+
+const [url, client] = process.argv.slice(2);
+const require = createRequire(process.cwd() + "/package.json");
+const load = async (name) => import(pathToFileURL(require.resolve(name)).href);
+const MODEL = "served";
+const CITIES = ["Rome", "Paris"];
+const PARAMETERS = {
+  type: "object",
+  properties: { city: { type: "string", enum: CITIES } },
+  required: ["city"],
+  additionalProperties: false,
+};
+const QUESTION = "The weather in Rome?";
+const messages = [{ role: "user", content: QUESTION }];
+const TOO_LONG = "word ".repeat(20000);
+
+function check(condition, what) {
+  if (!condition) throw new Error(typeof what === "string" ? what : JSON.stringify(what));
+}
+
+function checkCity(value) {
+  check(CITIES.includes(value?.city), value);
+}
+
+async function waitUntilIdle() {
+  const until = Date.now() + 20000;
+  for (;;) {
+    const load = await (await fetch(url + "/load")).json();
+    if (!load.running && !load.waiting) return;
+    check(Date.now() < until, `the server still runs a cancelled request: ${JSON.stringify(load)}`);
+    await new Promise((resolve) => setTimeout(resolve, 50));
+  }
+}
+
+async function fails(promise, inspect) {
+  try {
+    await promise;
+  } catch (error) {
+    return inspect(error);
+  }
+  throw new Error("no error was raised");
+}
+
+async function openaiCells() {
+  const { default: OpenAI } = await load("openai");
+  const api = new OpenAI({ baseURL: url + "/v1", apiKey: "none", maxRetries: 0 });
+  const about = { model: MODEL, messages };
+  const tools = [{ type: "function", function: { name: "weather", description: "x", parameters: PARAMETERS } }];
+  const flat = [{ type: "function", name: "weather", parameters: PARAMETERS, strict: false }];
+  const format = { type: "json_schema", json_schema: { name: "w", schema: PARAMETERS, strict: true } };
+  return {
+    chat: async () => {
+      const whole = await api.chat.completions.create({ ...about, max_tokens: 8 });
+      check(whole.usage.completion_tokens > 0, whole);
+      const response = await api.responses.create({ model: MODEL, input: QUESTION, max_output_tokens: 8 });
+      check(response.usage.output_tokens > 0, response);
+    },
+    stream: async () => {
+      const how = { ...about, max_tokens: 8, temperature: 0 };
+      const whole = (await api.chat.completions.create(how)).choices[0].message.content;
+      let text = "";
+      for await (const chunk of await api.chat.completions.create({ ...how, stream: true })) text += chunk.choices[0]?.delta?.content ?? "";
+      check(text === whole, [text, whole]);
+      const stream = api.responses.stream({ model: MODEL, input: QUESTION, max_output_tokens: 8, temperature: 0 });
+      let parts = "";
+      for await (const event of stream) if (event.type === "response.output_text.delta") parts += event.delta;
+      const last = await stream.finalResponse();
+      check(parts === last.output_text, [parts, last.output_text]);
+    },
+    tool: async () => {
+      for (const tool_choice of ["required", { type: "function", function: { name: "weather" } }]) {
+        const how = { ...about, tools, tool_choice, parallel_tool_calls: false, max_tokens: 64 };
+        const whole = await api.chat.completions.create(how);
+        checkCity(JSON.parse(whole.choices[0].message.tool_calls[0].function.arguments));
+        const last = await api.chat.completions.stream(how).finalChatCompletion();
+        check(last.choices[0].message.tool_calls.length === 1, last);
+        checkCity(JSON.parse(last.choices[0].message.tool_calls[0].function.arguments));
+      }
+      for (const tool_choice of ["required", { type: "function", name: "weather" }]) {
+        const how = { model: MODEL, input: QUESTION, tools: flat, tool_choice, parallel_tool_calls: false, max_output_tokens: 64 };
+        const call = (response) => response.output.find((item) => item.type === "function_call");
+        checkCity(JSON.parse(call(await api.responses.create(how)).arguments));
+        checkCity(JSON.parse(call(await api.responses.stream(how).finalResponse()).arguments));
+      }
+    },
+    schema: async () => {
+      const whole = await api.chat.completions.parse({ ...about, response_format: format, max_tokens: 64 });
+      checkCity(JSON.parse(whole.choices[0].message.content));
+      const response = await api.responses.create({ model: MODEL, input: QUESTION, max_output_tokens: 64, text: { format: { type: "json_schema", name: "w", schema: PARAMETERS } } });
+      checkCity(JSON.parse(response.output_text));
+    },
+    error: async () => {
+      const long = [{ role: "user", content: TOO_LONG }];
+      await fails(api.chat.completions.create({ model: MODEL, messages: long }), (error) => check(error.status === 400 && error.code === "context_length_exceeded", String(error)));
+      await fails(api.chat.completions.create({ ...about, temperature: 9 }), (error) => check(error.status === 400 && error.param === "temperature", JSON.stringify(error)));
+      await fails(api.chat.completions.create({ ...about, model: "gpt-9" }), (error) => check(error.status === 404, String(error)));
+    },
+    cancel: async () => {
+      const stream = await api.chat.completions.create({ ...about, max_tokens: 1500, stream: true });
+      for await (const _ of stream) break;
+      stream.controller.abort();
+      await waitUntilIdle();
+    },
+  };
+}
+
+async function anthropicCells() {
+  const { default: Anthropic } = await load("@anthropic-ai/sdk");
+  const api = new Anthropic({ baseURL: url, apiKey: "none", maxRetries: 0 });
+  const about = { model: MODEL, messages, max_tokens: 64 };
+  const tools = [{ name: "weather", description: "x", input_schema: PARAMETERS }];
+  return {
+    chat: async () => {
+      const whole = await api.messages.create({ ...about, max_tokens: 8 });
+      check(whole.usage.output_tokens > 0, whole);
+      const count = await api.messages.countTokens({ model: MODEL, messages });
+      check(count.input_tokens === whole.usage.input_tokens + (whole.usage.cache_read_input_tokens ?? 0), [count, whole.usage]);
+    },
+    stream: async () => {
+      const how = { ...about, max_tokens: 8, temperature: 0 };
+      const whole = await api.messages.create(how);
+      const last = await api.messages.stream(how).finalMessage();
+      check(JSON.stringify(last.content) === JSON.stringify(whole.content), [last.content, whole.content]);
+    },
+    tool: async () => {
+      for (const tool_choice of [{ type: "any" }, { type: "tool", name: "weather" }]) {
+        const how = { ...about, tools, tool_choice: { ...tool_choice, disable_parallel_tool_use: true } };
+        for (const message of [await api.messages.create(how), await api.messages.stream(how).finalMessage()]) {
+          const calls = message.content.filter((block) => block.type === "tool_use");
+          check(calls.length === 1 && message.stop_reason === "tool_use", message);
+          checkCity(calls[0].input);
+        }
+      }
+    },
+    schema: async () => {
+      const message = await api.messages.create({ ...about, output_config: { format: { type: "json_schema", schema: PARAMETERS } } });
+      checkCity(JSON.parse(message.content[0].text));
+    },
+    error: async () => {
+      await fails(api.messages.create({ ...about, messages: [{ role: "user", content: TOO_LONG }] }), (error) => check(error.status === 400 && error.message.includes("prompt is too long"), String(error)));
+      await fails(api.messages.create({ ...about, temperature: 9 }), (error) => check(error.status === 400 && error.message.includes("temperature"), String(error)));
+    },
+    cancel: async () => {
+      const stream = api.messages.stream({ ...about, max_tokens: 1500 });
+      for await (const event of stream) if (event.type === "content_block_delta") break;
+      stream.abort();
+      await waitUntilIdle();
+    },
+  };
+}
+
+async function aiCells() {
+  const ai = await load("ai");
+  const { createOpenAICompatible } = await load("@ai-sdk/openai-compatible");
+  const provider = createOpenAICompatible({ name: "metronome", baseURL: url + "/v1", apiKey: "none", supportsStructuredOutputs: true });
+  const model = provider(MODEL);
+  const about = { model, prompt: QUESTION, maxRetries: 0, maxOutputTokens: 64 };
+  const weather = ai.tool({ description: "x", inputSchema: ai.jsonSchema(PARAMETERS) });
+  return {
+    chat: async () => {
+      const whole = await ai.generateText({ ...about, maxOutputTokens: 8 });
+      check(whole.usage.outputTokens > 0, whole.usage);
+    },
+    stream: async () => {
+      const how = { ...about, maxOutputTokens: 8, temperature: 0 };
+      const whole = await ai.generateText(how);
+      let text = "";
+      for await (const part of ai.streamText(how).textStream) text += part;
+      check(text === whole.text, [text, whole.text]);
+    },
+    tool: async () => {
+      for (const toolChoice of ["required", { type: "tool", toolName: "weather" }]) {
+        const how = { ...about, tools: { weather }, toolChoice };
+        const whole = await ai.generateText(how);
+        checkCity(whole.toolCalls[0].input);
+        checkCity((await ai.streamText(how).toolCalls)[0].input);
+      }
+    },
+    schema: async () => {
+      const { object } = await ai.generateObject({ ...about, schema: ai.jsonSchema(PARAMETERS) });
+      checkCity(object);
+      const stream = ai.streamObject({ ...about, schema: ai.jsonSchema(PARAMETERS) });
+      checkCity(await stream.object);
+    },
+    error: async () => {
+      await fails(ai.generateText({ ...about, prompt: TOO_LONG }), (error) => check(error.statusCode === 400 && error.message.includes("context length"), String(error)));
+    },
+    cancel: async () => {
+      const controller = new AbortController();
+      const stream = ai.streamText({ ...about, maxOutputTokens: 1500, abortSignal: controller.signal });
+      for await (const _ of stream.textStream) break;
+      controller.abort();
+      await waitUntilIdle();
+    },
+  };
+}
+
+const cells = await { openai: openaiCells, anthropic: anthropicCells, ai: aiCells }[client]();
+for (const [cell, use] of Object.entries(cells)) {
+  let result = "right", why = "";
+  try {
+    await use();
+  } catch (error) {
+    [result, why] = ["WRONG", String(error?.stack ?? error).slice(0, 3000)];
+  }
+  console.log(JSON.stringify({ cell, result, why }));
+}
+process.exit(0);
