@@ -25,7 +25,7 @@ FREE = ("JSON_O1", "MD_JSON", "ANTHROPIC_JSON", "PARALLEL_TOOLS", "ANTHROPIC_PAR
 """Modes in which nothing but the prompt makes the model write what is wanted."""
 
 
-class Weather(BaseModel):
+class Weather(BaseModel, extra="forbid"):
     city: Literal["Rome", "Paris"]
 
 

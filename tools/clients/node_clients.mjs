@@ -184,6 +184,7 @@ async function aiCells() {
       const { object } = await ai.generateObject({ ...about, schema: ai.jsonSchema(PARAMETERS) });
       checkCity(object);
       const stream = ai.streamObject({ ...about, schema: ai.jsonSchema(PARAMETERS) });
+      for await (const _ of stream.partialObjectStream);
       checkCity(await stream.object);
     },
     error: async () => {
