@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from typing import Any, Literal
 
 import cells
@@ -45,10 +46,22 @@ def agent(model: Any, most: int = 64, **how: Any) -> Agent[Any]:
     return Agent("a", model=model, model_settings=ModelSettings(max_tokens=most, **settings), **how)
 
 
+def each_model(use: Callable[[Any], Awaitable[None]], url: str) -> None:
+    """One event loop for all models: a client's connections belong to the loop that opened them."""
+
+    async def together() -> None:
+        for model in models(url):
+            await use(model)
+
+    asyncio.run(together())
+
+
 def chat(url: str) -> None:
-    for model in models(url):
-        result = asyncio.run(Runner.run(agent(model, 8), "Hello"))
+    async def chatted(model: Any) -> None:
+        result = await Runner.run(agent(model, 8), "Hello")
         assert isinstance(result.final_output, str)
+
+    each_model(chatted, url)
 
 
 def stream(url: str) -> None:
@@ -64,36 +77,42 @@ def stream(url: str) -> None:
         ]
         assert "".join(deltas) == whole == result.final_output
 
-    for model in models(url):
-        asyncio.run(streamed(model))
+    each_model(streamed, url)
 
 
 def tool(url: str) -> None:
-    """Called once by `required`; then the agent resets the choice and the answer is a text."""
-    for choice in ("required", "weather"):
-        for model in models(url):
+    """Called once by the choice; then the agent resets it, and the answer is a text."""
+
+    async def used(model: Any) -> None:
+        for choice in ("required", "weather"):
             called.clear()
             settings = {"tool_choice": choice, "parallel_tool_calls": False}
             how = agent(model, settings=settings, tools=[weather])
-            asyncio.run(Runner.run(how, cells.QUESTION))
+            await Runner.run(how, cells.QUESTION)
             assert called, "the tool was not called"
             cells.check_city(called[0])
 
+    each_model(used, url)
+
 
 def schema(url: str) -> None:
-    for model in models(url):
-        result = asyncio.run(Runner.run(agent(model, output_type=Weather), cells.QUESTION))
+    async def formed(model: Any) -> None:
+        result = await Runner.run(agent(model, output_type=Weather), cells.QUESTION)
         cells.check_city(result.final_output.city)
+
+    each_model(formed, url)
 
 
 def error(url: str) -> None:
-    for model in models(url):
+    async def refused(model: Any) -> None:
         try:
-            asyncio.run(Runner.run(agent(model, 8), cells.TOO_LONG))
+            await Runner.run(agent(model, 8), cells.TOO_LONG)
         except BadRequestError as raised:
             assert raised.code == "context_length_exceeded", raised
         else:
             raise AssertionError("a prompt that is too long was answered")
+
+    each_model(refused, url)
 
 
 def cancel(url: str) -> None:
@@ -105,8 +124,7 @@ def cancel(url: str) -> None:
         result.cancel()
         await asyncio.to_thread(cells.wait_until_idle, url)
 
-    for model in models(url):
-        asyncio.run(left(model))
+    each_model(left, url)
 
 
 if __name__ == "__main__":
