@@ -61,7 +61,8 @@ def error(url: str) -> None:
         try:
             each.invoke(cells.TOO_LONG)
         except ContextOverflowError as raised:
-            cells.check_message(raised, "too long" if "nthropic" in type(each).__name__ else "context")
+            is_anthropic = isinstance(each, ChatAnthropic)
+            cells.check_message(raised, "too long" if is_anthropic else "context")
         else:
             raise AssertionError("a prompt that is too long was answered")
 

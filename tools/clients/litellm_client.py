@@ -89,9 +89,7 @@ def error(url: str) -> None:
 
 def cancel(url: str) -> None:
     for model in models(url):
-        chunks = litellm.completion(
-            messages=cells.MESSAGES, max_tokens=1500, stream=True, **model
-        )
+        chunks = litellm.completion(messages=cells.MESSAGES, max_tokens=1500, stream=True, **model)
         next(iter(chunks))
         chunks.completion_stream.close()
         del chunks

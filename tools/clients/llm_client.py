@@ -13,11 +13,11 @@ from pathlib import Path
 
 import cells
 
-FUNCTION = '''
+FUNCTION = """
 def weather(city: str) -> str:
     "The weather in a city"
     return "sunny"
-'''
+"""
 SECONDS = 120
 
 
@@ -73,9 +73,7 @@ def tool(url: str) -> None:
 
 def schema(url: str) -> None:
     for how in ((), ("--no-stream",)):
-        text = output(
-            prompt(url, cells.QUESTION, "--schema", json.dumps(cells.PARAMETERS), *how)
-        )
+        text = output(prompt(url, cells.QUESTION, "--schema", json.dumps(cells.PARAMETERS), *how))
         cells.check_city(json.loads(text)["city"])
 
 

@@ -39,9 +39,7 @@ def chat(url: str) -> None:
             "--model_args", f"{about},num_concurrent=4", "--tasks", "sums",
             "--include_path", path, "--apply_chat_template", "--output_path", path,
         ]  # fmt: skip
-        run = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=SECONDS
-        )
+        run = subprocess.run(command, capture_output=True, text=True, check=False, timeout=SECONDS)
         assert run.returncode == 0, run.stderr[-2000:]
         assert "exact_match" in run.stdout, run.stdout[-2000:]
 
