@@ -100,7 +100,7 @@ def _check_form(found: Any, form: Grammar) -> None:
 
 def _refuse(what: str, schema: Any, form: Grammar) -> None:
     if why := endless(schema, is_closed=form.is_closed):
-        raise RequestError(f"{what} {why}")
+        raise RequestError(f"{what} {why}", param="structured_outputs", code="invalid_grammar")
 
 
 def endless(schema: Any, *, is_closed: bool = False) -> str:

@@ -10,7 +10,7 @@ from random import Random
 from textwrap import dedent
 from typing import Any
 
-from structured import expressions, grammars, judges, makers, schemas
+from structured import expressions, grammars, judges, makers, schemas, spacing
 
 NUM = 20  # right texts of each entry, and wrong ones
 
@@ -23,16 +23,20 @@ class Entry:
     asked: Any
     twin: str = ""  # the grammar that derives and judges, if it is another
     refused: str = ""  # the word in the reason with which it must be refused
+    whitespace: str | None = None  # the pattern of what stands between tokens of JSON
 
     @property
     def fields(self) -> dict[str, Any]:
         """Of ``StructuredOutputsParams``."""
-        return {self.kind: self.asked}
+        if self.whitespace is None:
+            return {self.kind: self.asked}
+        return {self.kind: self.asked, "whitespace_pattern": self.whitespace}
 
     @cached_property
     def judge(self) -> judges.Judge:
         if self.kind == "json":
-            return judges.json_judge(self.asked)
+            judge = judges.json_judge(self.asked)
+            return judge if self.whitespace is None else spacing.judge_of(judge, self.whitespace)
         if self.kind == "regex":
             return judges.regex_judge(self.asked)
         return judges.grammar_judge(self.twin or self.asked)
@@ -40,10 +44,22 @@ class Entry:
     def right(self, num: int = NUM) -> list[str]:
         """Fewer where there are fewer."""
         rng = Random(f"right {self.name}")
-        return makers.draw(self._maker(rng).text, self.judge, num, right=True)
+        make, pattern = self._maker(rng).text, self.whitespace
+        if pattern is not None:
+            return makers.draw(
+                lambda: spacing.spaced(make(), pattern, rng), self.judge, num, right=True
+            )
+        return makers.draw(make, self.judge, num, right=True)
 
     def wrong(self, right: list[str], num: int = NUM) -> list[str]:
         rng = Random(f"wrong {self.name}")
+        if (pattern := self.whitespace) is not None:
+            return makers.draw(
+                lambda: spacing.damaged(rng.choice(right), pattern, rng),
+                self.judge,
+                num,
+                right=False,
+            )
         damage = makers.damaged_json if self.kind == "json" else makers.damaged_text
         return makers.draw(lambda: damage(rng.choice(right), rng), self.judge, num, right=False)
 
@@ -65,6 +81,9 @@ def entries() -> Iterator[Entry]:
 
     for group, schema in schemas.schemas():
         yield named(f"json: {group}", "json", schema)
+    for number, pattern in enumerate(schemas.WHITESPACE):
+        for schema in schemas.SPACED[number % 2 :: 2]:
+            yield named("json: whitespace", "json", schema, whitespace=pattern)
     for group, expression in expressions.expressions():
         yield named(f"regex: {group}", "regex", expression)
     for name, text in grammars.LARK.items():

@@ -307,6 +307,13 @@ RECURSION: list[Schema] = [
     rooted({"anyOf": [{"type": "null"}, {"type": "array", "prefixItems": [INTEGER, NODE],
             "items": False, "minItems": 2}]}),
     rooted({"anyOf": [FLAG, obj({"if": NODE, "then": NODE, "else": NODE}, "else")]}),
+    # Parts without an end, which need not be there.
+    rooted(obj({"on": {"$ref": "#/$defs/on"}, "value": INTEGER}, "on"),
+           on=obj({"on": {"$ref": "#/$defs/on"}})),
+    rooted({"anyOf": [{"$ref": "#/$defs/on"}, array({"$ref": "#/$defs/on"}, 0, 3)]},
+           on={"allOf": [obj({"on": {"$ref": "#/$defs/on"}}), {"maxProperties": 3}]}),
+    rooted({"anyOf": [obj({"a": {"$ref": "#/$defs/b"}}, "a"), FLAG]},
+           b=array({"$ref": "#/$defs/c"}, 1, 2), c=obj({"b": {"$ref": "#/$defs/b"}})),
 ]  # fmt: skip
 
 REFERENCES: list[Schema] = [
@@ -432,6 +439,16 @@ BY_HAND: dict[str, list[Schema]] = {
     "interfaces": INTERFACES,
     "limits": LIMITS,
 }
+
+# Patterns of whitespace, and schemas of which each is asked with half of them.
+WHITESPACE = ["[ ]{1,2}", r"[\n ]{0,3}", "", " ", r"\n {2}|\n", r"\s?"]
+SPACED: list[Schema] = [
+    {"type": "array", "items": {"type": ["integer", "null"], "minimum": -9, "maximum": 9},
+     "maxItems": 3},
+    obj({"id": INTEGER, "tags": array(WORD, 0, 2), "at": obj({"x": FLAG}, "x")}, "tags"),
+    {"enum": [{"a": [1, "b, c"]}, [], {}, "text: {}", 5]},
+    {"type": "object", "additionalProperties": INTEGER, "maxProperties": 2},
+]  # fmt: skip
 
 # Schemas that only a value without end would satisfy.
 _A: Schema = {"$ref": "#/$defs/a"}
