@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -17,6 +16,7 @@ from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.asked import CompletionRequest, copies
 from engine.server.errors import ApiError, log_unforeseen
 from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
+from engine.server.offsets import TextOffsets
 from engine.server.streams import together
 
 MAX_PROMPTS = 256
@@ -46,10 +46,8 @@ class Completion(OpenAIAnswer):
             logprobs=asked.logprobs,
             echoed=max(counts) if is_echoed else None,
         )
-        names = TokenNames(engine.tokenizer)
-        self._logprobs: dict[int, TextLogprobs] = defaultdict(
-            lambda: TextLogprobs(asked.logprobs or 0, names)
-        )  # by choice
+        self._names = TokenNames(engine.tokenizer)
+        self._logprobs: dict[int, TextLogprobs] = {}  # by choice
         self._text_frame: Frame | None = None
         self._begun: set[int] = set()  # choices of which something was said
         self._read: dict[int, RequestOutput] = {}  # by place: what is known of the prompt
@@ -142,14 +140,12 @@ class Completion(OpenAIAnswer):
         }
         is_first = index not in self._begun
         self._begun.add(index)
-        token_ids, positions = completion.token_ids, completion.logprobs
         if is_first and self._has_echo:
             choice["text"] = (read.prompt or "") + completion.text
-            if positions is not None:
-                token_ids = [*read.prompt_token_ids, *token_ids]
-                positions = [*(read.prompt_logprobs or []), *positions]  # type: ignore[list-item]
-        if positions is not None:
-            choice["logprobs"] = self._logprobs[index].of(token_ids, positions)
+        if completion.logprobs is not None:
+            if is_first:
+                self._logprobs[index] = self._begin_logprobs(read)
+            choice["logprobs"] = self._logprobs[index].of(completion)
         if self.asked.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if is_first:
@@ -157,6 +153,21 @@ class Completion(OpenAIAnswer):
         if self.asked.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(read.prompt_logprobs)
         return choice
+
+    def _begin_logprobs(self, read: RequestOutput) -> TextLogprobs:
+        """Those of a text, with those of its prompt where that is told."""
+        ids, names, echoed = read.prompt_token_ids, self._names, read.prompt or ""
+        offsets = TextOffsets(
+            names.tokenizer,
+            skips_special=self.asked.skip_special_tokens,
+            begin=len(echoed) if self._has_echo else 0,
+        )
+        offsets.go_on(ids)
+        logprobs = TextLogprobs(self._num_logprobs or 0, names, offsets)
+        if self._has_echo:
+            may_be_cut = self.asked.truncate_prompt_tokens is not None
+            logprobs.echo(echoed, ids, read.prompt_logprobs or [], may_be_cut=may_be_cut)
+        return logprobs
 
 
 def _forget_text(completion: CompletionOutput) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from engine.messages.requests import CompletionOutput, Logprob
+from engine.server.offsets import TextOffsets, prompt_offsets
 from engine.text.tokenizer import Tokenizer
 
 Position = dict[int, Logprob]
@@ -16,11 +17,11 @@ class TokenNames:
     """Tokens as text and as bytes."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
 
     def bytes_of(self, token_id: int) -> bytes | None:
         """What it adds to a text. ``None``: not known."""
-        return None if self._tokenizer is None else self._tokenizer.token_bytes(token_id)
+        return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
 
     def text_of(self, token_id: int, *, is_unique: bool = False) -> str:
         """Its text. Of a part of a character U+FFFD, or, to be unique, as OpenAI's completions
@@ -49,31 +50,65 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
+class Entry(NamedTuple):
+    """One token of a text; ``at`` is ``None`` for one that nothing predicts."""
+
+    token: int
+    at: Position | None
+
+
 class TextLogprobs:
     """As completions have them, of one text as it grows."""
 
-    def __init__(self, num: int, names: TokenNames) -> None:
-        """num: of the most likely tokens."""
+    def __init__(self, num: int, names: TokenNames, offsets: TextOffsets) -> None:
+        """num: of the most likely tokens; offsets: of the tokens that are generated."""
         self._num = num
         self._names = names
-        self._offset = 0  # in the text, of the next token
+        self._offsets = offsets
+        self._num_shown = 0  # characters of the text
+        self._waiting: list[Entry] = []  # tokens that were not told
+        self._begins: list[int] = []  # offsets of the first of them
 
-    def of(
-        self, token_ids: Sequence[int], positions: Iterable[Position | None]
-    ) -> dict[str, list[Any]]:
-        """Of its next tokens; ``None`` of one that nothing predicts."""
-        tokens, chosen, top, offsets = [], [], [], []
-        for token, at in zip(token_ids, positions, strict=True):
-            tokens.append(self._names.text_of(token, is_unique=True))
-            chosen.append(None if at is None else _finite(at[token].logprob))
-            top.append(None if at is None else self._top(token, at))
-            offsets.append(self._offset)
-            self._offset += self._num_characters(token)
+    def echo(
+        self,
+        text: str,
+        token_ids: Sequence[int],
+        positions: Sequence[Position | None],
+        *,
+        may_be_cut: bool = False,
+    ) -> None:
+        """The text begins with this prompt; may_be_cut: to the end that these tokens are."""
+        tokenizer = self._names.tokenizer
+        begins = [0] * len(token_ids)
+        if tokenizer is not None:
+            begins = prompt_offsets(tokenizer, text, token_ids, may_be_cut=may_be_cut)
+        self._waiting += [Entry(*each) for each in zip(token_ids, positions, strict=True)]
+        self._begins += begins
+        self._num_shown += len(text)
+
+    def of(self, completion: CompletionOutput) -> dict[str, list[Any]]:
+        """Of its next tokens, those whose text is shown: what is withheld, for it may be the
+        beginning of a stop string, may never be."""
+        offsets = self._offsets
+        self._num_shown += len(completion.text)
+        offsets.add_text(completion.text)
+        for token, at in zip(completion.token_ids, completion.logprobs or (), strict=True):
+            self._waiting.append(Entry(token, at))
+            offsets.add_token(token)
+        self._begins += offsets.take(is_last=completion.finished)
+        num = len(self._begins)
+        entries, self._waiting = self._waiting[:num], self._waiting[num:]
+        begins, self._begins = self._begins, []
         return {
-            "tokens": tokens,
-            "token_logprobs": chosen,
-            "top_logprobs": top,
-            "text_offset": offsets,
+            "tokens": [self._names.text_of(each.token, is_unique=True) for each in entries],
+            "token_logprobs": [
+                None if each.at is None else _finite(each.at[each.token].logprob)
+                for each in entries
+            ],
+            "top_logprobs": [
+                None if each.at is None else self._top(each.token, each.at) for each in entries
+            ],
+            "text_offset": [min(begin, self._num_shown) for begin in begins],
         }
 
     def _top(self, token: int, at: Position) -> dict[str, float]:
@@ -83,11 +118,6 @@ class TextLogprobs:
             name = self._names.text_of(each, is_unique=True)
             top.setdefault(name, _finite(at[each].logprob))
         return top
-
-    def _num_characters(self, token: int) -> int:
-        """That begin in it."""
-        found = self._names.bytes_of(token) or b""
-        return sum(byte & 0xC0 != 0x80 for byte in found)
 
 
 def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:

@@ -1,0 +1,174 @@
+"""Where in a text its tokens begin, in characters.
+
+A token that is a part of a character begins where the character does. One that is not in the text,
+as a special token that is left out, begins where the next one does.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from engine.text.tokenizer import Tokenizer
+
+SUBSTITUTE = "\ufffd"  # for bytes that are no text
+LONGEST = 4  # bytes of a character
+NEAR = 16  # characters further than its own length that a word is searched for
+
+
+class Word(NamedTuple):
+    """Tokens that are whole characters together: as a rule one, several for parts of one."""
+
+    parts: list[bytes]
+    is_special: bool
+
+
+class TextOffsets:
+    """Finds tokens in the text that they make, as both grow.
+
+    What a token adds is expected where the one before it ends. A tokenizer may have changed a
+    prompt, taken away the space before its first word, or put special tokens around it: what is not
+    there is searched for nearby, and left out if it is not there either.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, *, skips_special: bool = False, begin: int = 0
+    ) -> None:
+        """skips_special: no special token is in the text; begin: of the text in a longer one."""
+        added = {} if tokenizer is None else tokenizer.added_tokens
+        self._special = {each.token_id for each in added.values() if each.special}
+        self._skips_special = skips_special
+        self._tokenizer = tokenizer
+        self._text = ""
+        self._begin = begin  # of it
+        self._end = 0  # in it, of the last token that was found
+        self._open: list[bytes] = []  # tokens that are an incomplete character together
+        self._words: deque[Word] = deque()  # that were not found yet
+        self._num_begun = 0  # tokens of the prompt among those
+
+    def go_on(self, prompt_token_ids: Sequence[int]) -> None:
+        """The text follows a prompt, which may end with a part of a character."""
+        last = b"".join(self._bytes_of(each) for each in prompt_token_ids[-LONGEST:])
+        if begun := _incomplete(last):
+            self._open, self._num_begun = [begun], 1
+
+    def add_text(self, text: str) -> None:
+        """More of the text."""
+        self._text += text
+
+    def add_token(self, token_id: int) -> None:
+        """The next token."""
+        own, is_special = self._bytes_of(token_id), token_id in self._special
+        if self._open and (is_special or own[:1] not in CONTINUING):
+            self._close()  # it is never completed
+        self._open.append(own)
+        if is_special or not _incomplete(b"".join(self._open)):
+            self._close(is_special)
+
+    def take(self, *, is_last: bool = False) -> list[int]:
+        """Offsets of the next tokens: of those whose text is there, or of all if it ``is_last``."""
+        if is_last and self._open:
+            self._close()
+        offsets: list[int] = []
+        while self._words and (found := self._found(self._words[0], is_last)) is not None:
+            self._words.popleft()
+            begins, num = found
+            offsets += [self._begin + self._end + each for each in begins]
+            self._end += num
+        self._text, self._begin, self._end = self._text[self._end :], self._begin + self._end, 0
+        num_begun = min(self._num_begun, len(offsets))
+        self._num_begun -= num_begun
+        return offsets[num_begun:]
+
+    def _bytes_of(self, token_id: int) -> bytes:
+        return (self._tokenizer and self._tokenizer.token_bytes(token_id)) or b""
+
+    def _close(self, is_special: bool = False) -> None:
+        self._words.append(Word(self._open, is_special))
+        self._open = []
+
+    def _found(self, word: Word, is_last: bool) -> tuple[list[int], int] | None:
+        """Where the tokens begin in the text that is left, and where they end; ``None``: more of
+        the text must come."""
+        nowhere = [0] * len(word.parts), 0
+        if word.is_special and self._skips_special:
+            return nowhere
+        begins, made = _decoded(word.parts)
+        farthest = sum(map(len, word.parts)) + NEAR
+        text = self._text[self._end : self._end + farthest + 1]
+        if SUBSTITUTE in made and (by_bytes := _as_bytes(word.parts, text)) is not None:
+            return by_bytes
+        if text.startswith(made):
+            return begins, len(made)
+        if made.startswith(text) and not is_last:
+            return None
+        if word.is_special:
+            return nowhere
+        if made.startswith(text):  # the rest was cut off by a stop string
+            return [min(each, len(text)) for each in begins], len(text)
+        found = _searched(word.parts, text)
+        if found is not None:
+            return found
+        return nowhere if is_last or len(text) > farthest else None
+
+
+CONTINUING = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
+"""Bytes that begin no character."""
+
+
+def prompt_offsets(
+    tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, may_be_cut: bool = False
+) -> list[int]:
+    """Of the tokens of a prompt, of which ``text`` is what the client has sent; those of one that
+    was cut are the end of it."""
+    whole = tokenizer.decode(list(token_ids)).strip() if may_be_cut else ""
+    begin = max(0, text.rfind(whole)) if whole else 0
+    offsets = TextOffsets(tokenizer, begin=begin)
+    offsets.add_text(text[begin:])
+    for token_id in token_ids:
+        offsets.add_token(token_id)
+    return offsets.take(is_last=True)
+
+
+def _incomplete(data: bytes) -> bytes:
+    """The bytes at the end that begin a character, without those that end it."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]
+
+
+def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
+    """Where each part begins in the text that they make together, and the text."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    begins, text = [], ""
+    for part in parts:
+        begins.append(len(text))
+        text += decoder.decode(part)
+    return begins, text + decoder.decode(b"", final=True)
+
+
+def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
+    """Where these parts begin in a text that does not begin with what they make, and where they
+    end: a tokenizer has changed it, or left something out."""
+    begins, made = _decoded(parts)
+    bare = made.lstrip(" ")  # the first word of a text has no space before it
+    if text[: len(bare)].lower() == bare.lower():
+        return [max(0, each - len(made) + len(bare)) for each in begins], len(bare)
+    if (by_bytes := _as_bytes(parts, text)) is not None:
+        return by_bytes
+    for each in (made, bare):
+        first = text.find(each, 0, len(made) + NEAR) if each else -1
+        if first >= 0:
+            return [first + begin for begin in begins], first + len(each)
+    return None
+
+
+def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
+    """The same where each byte has become a substitute, valid or not: some tokenizers do so with a
+    series of bytes that is not text as a whole."""
+    num = sum(map(len, parts))
+    if not num or text[:num] != SUBSTITUTE * num:
+        return None
+    return [sum(map(len, parts[:place])) for place in range(len(parts))], num
