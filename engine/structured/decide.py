@@ -351,7 +351,7 @@ class GrammarReadiness(Resource):
         for index in plan.masks.rows.tolist():
             req = self._owner(plan, index)
             if req is not None and (why := self._broken.get(req.request_id)):
-                result.fail(index, why)
+                result.fail(index, why, "invalid_grammar")
 
     def _is_over(self, request_id: str, compilation: Compilation) -> bool:
         """Has the compilation ended, successfully or not?"""

@@ -236,3 +236,67 @@ def test_a_full_queue_says_when_to_ask_again() -> None:
             assert error.status_code == 503 and error.code == "queue_full"
             assert int(error.response.headers["retry-after"]) >= 1
         assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
+
+
+KIND = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
+CHAT = {"messages": [{"role": "user", "content": "x"}]}
+TAG = {"structures": [{"begin": "<a>", "schema": KIND, "end": "</a>"}], "triggers": ["<a"]}
+CALLED = {"name": "keep", "parameters": KIND, "strict": True}
+NAMED = {"type": "json_schema", "name": "kind", "schema": KIND}
+NEVER: dict[str, tuple[str, dict[str, Any], str]] = {
+    "response_format": (
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": NAMED}},
+        "response_format",
+    ),
+    "structured_outputs": (
+        "/v1/completions",
+        {"prompt": "x", "structured_outputs": {"json": KIND}},
+        "structured_outputs",
+    ),
+    "tags": (
+        "/v1/chat/completions",
+        {**CHAT, "structured_outputs": {"structural_tag": TAG}},
+        "structured_outputs",
+    ),
+    "a strict tool": (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": CALLED}]},
+        "tools",
+    ),
+    "a response": ("/v1/responses", {"input": "x", "text": {"format": NAMED}}, "text.format"),
+    "a tool of a response": (
+        "/v1/responses",
+        {"input": "x", "tools": [{"type": "function", **CALLED}]},
+        "tools",
+    ),
+    "no text matches": (
+        "/v1/completions",
+        {"prompt": "x", "structured_outputs": {"regex": "[^\\s\\S]"}},
+        "structured_outputs",
+    ),
+    "no sentence ends": (
+        "/v1/completions",
+        {"prompt": "x", "structured_outputs": {"grammar": "start: start start\n"}},
+        "structured_outputs",
+    ),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", NEVER)
+def test_what_no_text_could_satisfy_is_a_mistake_of_the_request(
+    server: Served, name: str, stream: bool
+) -> None:
+    """Clients send again what fails with 500, and it would fail again."""
+    path, asked, param = NEVER[name]
+    status, body = post(server, path, model=MODEL, stream=stream, **asked)
+    assert status == 400 and body["error"]["param"] == param, body
+
+
+def test_whitespace_by_its_pattern(server: Served) -> None:
+    for pattern, text in (("[ ]{2}", '{  "a"  :  [  1  ]  }'), ("", '{"a":[1]}')):
+        form = {"json": {"const": {"a": [1]}}, "whitespace_pattern": pattern}
+        asked = {"model": MODEL, "structured_outputs": form, **CHAT}
+        _, body = post(server, "/v1/chat/completions", **asked)
+        assert body["choices"][0]["message"]["content"] == text
