@@ -20,6 +20,7 @@ from engine.cli.readings import CoreSource, Reading, ServerSource, Source
 from engine.config.env import API_KEY, CORE_SECRET, admin_api_key, api_keys, core_secret
 from engine.errors import ConfigError
 from engine.messages.stats import SchedulerStats
+from engine.observe.stats_log import roofline_share
 
 INTERVAL = 1.0
 SHORTEST_INTERVAL = 0.1
@@ -303,8 +304,8 @@ def rows(figures: Figures) -> Iterator[Row]:
         _counted(figures, name, word) for name, word in RARE.items() if getattr(stats, name)
     )
     yield from _events(figures)
-    if steps := figures.news("step_seconds"):
-        share = figures.news("floor_seconds") / steps
+    share = roofline_share(figures.news("floor_seconds"), figures.news("step_seconds"))
+    if share is not None:
         yield "steps, of the roofline", f"{100 * share:.0f} %", ""
     yield from _waits(figures)
     yield from _hooks(figures)

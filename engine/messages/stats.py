@@ -16,7 +16,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     prefix_hits: int  # and found
     num_preemptions: int
     num_failed: int  # requests that ended with an error of their own
-    num_steps: int
+    num_steps: int  # that computed something: rounds of an idle engine are none
     num_scheduled_tokens: int
     preempted_queries: int = 0  # tokens looked up when a preempted request came back
     preempted_hits: int = 0

@@ -136,11 +136,22 @@ def _particulars(
     share = (now.hook_seconds - before.hook_seconds) / seconds
     if share >= 0.005:
         yield f"policy hooks {100.0 * share:.1f} % of the time"
-    if steps := now.step_seconds - before.step_seconds:
-        share = (now.floor_seconds - before.floor_seconds) / steps
-        yield f"steps at {100.0 * share:.0f} % of the roofline"
+    reached = roofline_share(
+        now.floor_seconds - before.floor_seconds, now.step_seconds - before.step_seconds
+    )
+    if reached is not None:
+        yield f"steps at {100.0 * reached:.0f} % of the roofline"
     if stats.blocked:
         yield f"blocked: {stats.blocked}"
+
+
+def roofline_share(floor_seconds: float, seconds: float) -> float | None:
+    """Share of the machine's limits that steps of so many seconds reached. ``None`` if nothing was
+    measured, and where it would be above 1: the weights of a small model lie in the processor's
+    caches, and the limit is that of memory."""
+    if seconds <= 0.0 or floor_seconds > seconds:
+        return None
+    return floor_seconds / seconds
 
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:

@@ -362,6 +362,7 @@ class Scheduler(SchedulerInterface):
         pad_drafts(plan, step)
         if plan.num_tokens:  # else its end brings nothing
             self.num_in_flight += 1
+            self.settler.counters.num_computed_steps += 1
             self.kv.step_planned()
         self.settler.counters.num_scheduled_tokens += plan.num_tokens
         self.guard.faults.end_step()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from random import Random
 from typing import NamedTuple
 
@@ -118,7 +118,7 @@ class Simulation:
         )
         self._leaks = leaks
         self._fixed = (1, 8)[setup.seed % 3 > 0]  # what a step costs, in tokens
-        self._num_tokens = 0
+        self._planned: Counter[str] = Counter()  # tokens, and steps with some
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._is_undrawn = False  # the newest step in flight waits for its masks
         self._pace = Random(setup.seed)
@@ -206,7 +206,8 @@ class Simulation:
         self._tick()
         plan = scheduler.schedule()
         self.num_steps += 1
-        self._num_tokens += plan.num_tokens
+        self._planned["tokens"] += plan.num_tokens
+        self._planned["steps"] += bool(plan.num_tokens)
         for column in (plan.rows, plan.starts, plan.counts, plan.block_ids):
             self._trace.update(column.tobytes())
         self.invariants.planned(plan)
@@ -257,7 +258,7 @@ class Simulation:
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
         self.clients.check_over()
-        check_stats(scheduler, self._num_tokens, self.num_steps)
+        check_stats(scheduler, self._planned["tokens"], self._planned["steps"])
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
         self.counts.check(self.halves.resources)

@@ -149,3 +149,25 @@ def test_the_story_of_a_request_is_told_with_each_start_and_with_its_end():
     assert (second.num_cached_tokens, second.scheduled_time) == (0, 2.0)
     end = run.ends["a"]
     assert (end.num_preemptions, end.events, end.waits) == (1, events, second.waits)
+
+
+def test_rounds_without_work_are_no_steps():
+    """As a core that is idle, or whose requests all wait, takes them."""
+    run = make_run(num_blocks=11, block_size=4, resources=[Parks()])
+
+    def step():
+        """As a core steps: what is empty is not launched."""
+        if (plan := run.scheduler.schedule()).num_tokens:
+            run.scheduler.update_from_output(plan, run.worker.collect(run.worker.launch(plan)))
+
+    for _ in range(5):
+        step()
+    assert told(run) == {}
+    run.add(make_request("parked", PROMPT, 3, user="slow"))
+    for _ in range(5):
+        step()
+    assert run.scheduler.make_stats().num_steps == 0
+    run.add(make_request("a", PROMPT, 3))
+    for _ in range(9):
+        step()
+    assert run.scheduler.make_stats().num_steps == 3

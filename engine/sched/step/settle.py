@@ -370,7 +370,8 @@ def stopped_by(req: Request) -> tuple[FinishReason, int | None] | None:
 class Counters:
     """Counts since the start."""
 
-    num_steps: int = 0
+    num_steps: int = 0  # rounds of scheduling, which number the steps
+    num_computed_steps: int = 0  # those that had something to compute
     num_scheduled_tokens: int = 0
     num_preemptions: int = 0
     num_failed: int = 0

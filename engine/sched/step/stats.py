@@ -25,7 +25,7 @@ def make_stats(
         prefix_hits=kv.counts.hits,
         num_preemptions=counters.num_preemptions,
         num_failed=counters.num_failed,
-        num_steps=counters.num_steps,
+        num_steps=counters.num_computed_steps,
         num_scheduled_tokens=counters.num_scheduled_tokens,
         preempted_queries=kv.counts.preempted_queries,
         preempted_hits=kv.counts.preempted_hits,

@@ -115,6 +115,7 @@ class Stretches:
         roster.freed_slots = []
         counters = settler.counters
         counters.num_steps += num_planned
+        counters.num_computed_steps += num_planned
         counters.num_scheduled_tokens += num_planned * len(rows)
         roster.running_rows.note_repeats(counters.num_steps, num_before + num_more)
         step.index = counters.num_steps
