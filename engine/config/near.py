@@ -39,6 +39,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
+def near_value(value: object, known: Iterable[str]) -> str:
+    """The same for a value that may be anything."""
+    return did_you_mean(value, known) if isinstance(value, str) else ""
+
+
 def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[\W_]+", name.lower()) if word]
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, TypedDict, TypeVar
 
 import msgspec
 
+from engine.config.near import did_you_mean
 from engine.errors import (
     PromptTooLongError,
     RequestError,
@@ -278,8 +279,10 @@ class InputProcessor:
     def _check_options(self, options: RequestOptions) -> None:
         unknown = options.keys() - RequestOptions.__annotations__.keys()
         if unknown:
-            known = ", ".join(RequestOptions.__annotations__)
-            raise RequestError(f"unknown option {min(unknown)!r} of a request; known are: {known}")
+            name, known = min(unknown), RequestOptions.__annotations__
+            near = did_you_mean(name, known) or f"; known are: {', '.join(known)}"
+            message = f"unknown option {name!r} of a request{near}"
+            raise RequestError(message, param=name, code="unknown_parameter")
         check_option_types(options)
         is_ignored = options.get("priority") and self._limits.scheduling_policy == "fcfs"
         if is_ignored and not self._warned_of_priority:

@@ -10,6 +10,7 @@ drain        the end: open requests go on to theirs
 readers      those who do not read what they asked for
 
 asked        what completions and chats may ask, as structs; what that means for the engine
+diagnosis    what is wrong with a body
 completions  texts behind prompts
 conversation messages in one plain form, whichever API they came by
 adapt        conversations as a model's chat template takes them
@@ -23,9 +24,11 @@ tokenize     texts to token ids and back
 
 answers      whole answers, and chunks of them
 logprobs     log-probabilities as clients read them
+offsets      where in a text its tokens begin
 direct       streams of one request, written where its outputs arrive
 streams      server-sent events, and who has left
-errors       as clients read them
+errors       errors as clients read them
+blame        fields as each API names them
 
 operations   health and load, and what takes the admin key
 traffic      what is under way, answers by status

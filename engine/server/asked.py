@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
-from engine.config.near import did_you_mean
+from engine.config.near import near_value
 from engine.frontend.prompt import RequestOptions
 from engine.messages.params import GREEDY_BELOW, SamplingParams
 from engine.messages.requests import CompletionOutput
@@ -292,7 +292,7 @@ def form_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
     about = response_format.get("json_schema")
     if kind == "json_schema" and isinstance(about, dict) and isinstance(about.get("schema"), dict):
         return StructuredOutputsParams(json=about["schema"])
-    near = did_you_mean(kind, FORMS) if isinstance(kind, str) and kind not in FORMS else ""
+    near = "" if kind in FORMS else near_value(kind, FORMS)
     raise ApiError(
         400,
         f"response_format is {response_format!r:.80}, must have type text, json_object, or "

@@ -41,8 +41,8 @@ def _given(asked: msgspec.Struct, name: str) -> bool:
 
 def _reworded(message: str, before: str, now: str | None, asked: msgspec.Struct) -> str:
     """With this API's names of fields, where a word can be nothing but a field's name."""
-    if now is not None and message.startswith(f"{before} "):
-        message = now + message.removeprefix(before)
+    if now is not None:
+        message = re.sub(rf"\A{re.escape(before)}(?= )", now, message)
     called: dict[str, Any] = getattr(asked, "called", {})
     for name in called:
         if "_" in name:

@@ -159,7 +159,7 @@ class Completion(OpenAIAnswer):
         ids, names, echoed = read.prompt_token_ids, self._names, read.prompt or ""
         offsets = TextOffsets(
             names.tokenizer,
-            skips_special=self.asked.skip_special_tokens,
+            skips_special=self._params.skip_special_tokens,
             begin=len(echoed) if self._has_echo else 0,
         )
         offsets.go_on(ids)

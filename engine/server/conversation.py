@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from engine.config.near import near_value
 from engine.server.errors import ApiError
 from engine.text.chat import REASONING_NAMES
 
@@ -61,7 +62,8 @@ def known_role(role: Any, known: Sequence[str], param: str) -> str:
     """Raises ``ApiError`` for any other."""
     if not isinstance(role, str) or role not in known:
         raise ApiError(
-            400, f"{param} has the role {role!r:.40}, must be one of: {', '.join(known)}",
+            400, f"{param} has the role {role!r:.40}, must be one of: {', '.join(known)}"
+            f"{near_value(role, known)}",
             param=param,
         )  # fmt: skip
     return role

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from engine.config.near import near_value
 from engine.server.asked import ChatRequest
 from engine.server.conversation import known_role, last_answer, system_text, text_of, think
 from engine.server.errors import ApiError
@@ -15,6 +16,7 @@ Message = dict[str, Any]
 ROLES = ("user", "assistant", "system")
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 assert set(TOOL_CHOICES.values()) == set(CHOICES)
+THINKING = ("enabled", "disabled", "adaptive")
 
 
 FORM = ("output_format", "output_config", "tools")
@@ -228,7 +230,8 @@ def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool]:
     if not isinstance(kind, str) or kind not in TOOL_CHOICES:
         raise ApiError(
             400,
-            f"tool_choice has type {kind!r:.40}, must be auto, any, tool or none",
+            f"tool_choice has type {kind!r:.40}, must be auto, any, tool or none"
+            f"{near_value(kind, (*TOOL_CHOICES, 'tool'))}",
             param="tool_choice",
         )
     return TOOL_CHOICES[kind], is_single
@@ -237,10 +240,11 @@ def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool]:
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     """The variable by which chat templates turn thinking on and off: off, unless asked for."""
     kind = "disabled" if thinking is None else thinking.get("type")
-    if kind not in ("enabled", "disabled", "adaptive"):
+    if kind not in THINKING:
         raise ApiError(
             400,
-            f"thinking has type {kind!r:.40}, must be enabled, adaptive or disabled",
+            f"thinking has type {kind!r:.40}, must be enabled, adaptive or disabled"
+            f"{near_value(kind, THINKING)}",
             param="thinking",
         )
     return {"enable_thinking": kind != "disabled"}

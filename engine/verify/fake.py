@@ -246,16 +246,16 @@ class DigestWorker(FakeExecutor):
         counts = [0] * len(rows)
         for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
             if error:
-                result.errors[index] = error
+                result.fail(index, error)
             if not work.samples:
                 continue
             drawn = [digest % self.vocab_size for digest in digests]
             if own:
                 drawn = [allowed(token, mask) for token, mask in zip(drawn, own, strict=True)]
             sampled = standing(drawn, work.drafts)
-            if NONE_LEFT in sampled:
-                error = error or "no token is left: a mask, as of a grammar, allows none"
-                result.errors[index] = error
+            if NONE_LEFT in sampled and not error:
+                error = "no token is left: a mask, as of a grammar, allows none"
+                result.fail(index, error, "no_token_is_allowed")
             work.seq.tokens += sampled  # a step in flight behind a failure reads them too
             if not error:
                 tokens += sampled

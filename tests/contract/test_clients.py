@@ -162,6 +162,7 @@ def test_a_request_that_cannot_be_computed_is_refused_alone(
     good = make_request("b", [3], 4)
     errors = client.add_all([bad, good])
     assert list(errors) == [0] and isinstance(errors[0], RequestError)
+    assert errors[0].param == next(iter(change)) or isinstance(change.get("params"), SamplingParams)
     with pytest.raises(RequestError, match=message):
         raise errors[0]
     assert drain(client)[0] == {"b": expected([3], 4)}
@@ -177,7 +178,7 @@ def test_a_full_queue_refuses_and_counts(kind: str, opened: Any) -> None:
     assert sorted(errors) == [4, 5, 6]
     for error in errors.values():
         assert isinstance(error, RefusedError) and "the queue is full" in str(error)
-        assert error.retry_after is None
+        assert error.retry_after is None and error.code == "queue_full"
     assert client.stats().num_refused == 3
     client.call("resume")
     assert sorted(drain(client)[0]) == ["0", "1", "2", "3"]

@@ -3,7 +3,10 @@ to them."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
+from support import source_tree as tree
 
 from engine.errors import (
     EngineError,
@@ -24,6 +27,20 @@ from engine.rpc.failures import error_of, failure_of
 from engine.server.answers import reason_of
 from engine.server.errors import STATUS_OF_END, ApiError, as_api_error
 
+# Where the text of an error is read: each is another library's, which has no codes.
+TEXT_IS_ALL = {
+    "engine/models/general.py": "transformers",
+    "engine/models/general_support.py": "transformers",
+    "engine/structured/guidance.py": "llguidance",
+    "engine/worker/memory.py": "torch",
+}
+TOLD_APART = re.compile(
+    r"""\bin\ str\((?:error|e|exc|exception|why)\)(?!\.)
+    | \bstr\((?:error|e|exc|exception)\)\.(?:startswith|endswith|find|index)
+    | \b(?:error|message|fault)\.(?:startswith|endswith)\(
+    | \bin\ \w+\.(?:error|message)\b(?!s)(?!\.)""",
+    re.VERBOSE,
+)
 WORDS = (
     "the grammar cannot be used: it has no root",
     "no token is left for position 2",
@@ -118,3 +135,14 @@ def test_http_takes_code_and_field_of_an_error(
 ) -> None:
     told = as_api_error(error)
     assert (told.status, told.code, told.param) == (status, code, param)
+
+
+def test_no_error_of_ours_is_told_apart_by_its_text() -> None:
+    """Give it a code, or a class."""
+    found = [
+        f"{module.where}: {match[0]}"
+        for module in tree.sources()
+        if module.where.startswith("engine/") and module.where not in TEXT_IS_ALL
+        for match in TOLD_APART.finditer(module.text)
+    ]
+    assert not found, found

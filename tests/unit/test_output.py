@@ -251,6 +251,7 @@ def test_errors_are_data() -> None:
     (output,) = session.outputs.process(batch)
     completion = output.outputs[0]
     assert (completion.finish_reason, completion.error) == ("error", "no number")
+    assert completion.code == "request_failed"
     assert output.finished and not session.has_unfinished
 
 

@@ -143,6 +143,7 @@ def test_a_total_deadline_ends_a_running_request_with_what_it_has() -> None:
     completion = output.outputs[0]
     assert (output.finished, completion.finish_reason) == (True, "deadline")
     assert completion.error == "not finished by its deadline"
+    assert completion.code == "deadline_exceeded"
     assert 0 < len(completion.token_ids) < 100
     assert output.metrics is not None and output.metrics.finished_time is not None
     assert 4.0 <= output.metrics.finished_time - output.metrics.arrival_time < 5.0

@@ -102,6 +102,7 @@ def test_a_grammar_that_cannot_be_compiled_ends_one_request(polls):
     run.wait()
     assert run.finished == {"0": ("error", None), "1": ("length", None)}
     assert run.ends["0"].message == "the grammar cannot be used: ( is never closed"
+    assert run.ends["0"].code == "invalid_grammar"
     assert run.outputs == {"0": [], "1": answer(right)}
 
 
@@ -153,6 +154,7 @@ def test_a_grammar_that_allows_nothing_more_ends_one_request(depth):
         run.add(request)
     run.drain()
     assert "no token is left" in run.ends["0"].message
+    assert run.ends["0"].code == "no_token_is_allowed"
     assert run.outputs["0"] == answer(requests[0])[:2]
     for request in requests[1:]:
         assert run.outputs[request.request_id] == answer(request)

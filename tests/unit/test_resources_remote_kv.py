@@ -122,6 +122,7 @@ def test_a_failed_load_ends_its_request_if_that_is_wanted():
     run.wait()
     assert run.finished["0"] == ("error", None) and run.outputs["1"] == answer(other)
     assert run.ends["0"].message == "its KV could not be loaded: connection lost"
+    assert run.ends["0"].code == "kv_transfer_failed"
 
 
 def refuse(*_):

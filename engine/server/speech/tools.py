@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal, NamedTuple
 
+from engine.config.near import near_value
 from engine.server.errors import ApiError
 
 MAX_TOOLS = 512
@@ -153,7 +154,7 @@ def _choice(choice: Any, names: list[str]) -> Choice:
     raise ApiError(
         400,
         f"tool_choice is {choice!r:.80}, must be none, auto, required, or "
-        '{"type": "function", "function": {"name": ...}}',
+        f'{{"type": "function", "function": {{"name": ...}}}}{near_value(choice, CHOICES)}',
         param="tool_choice",
     )
 
@@ -168,7 +169,8 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
         wrong = next((name for name in wanted if name not in names), None)
         raise ApiError(
             400,
-            f"tool_choice names {wrong!r:.80}, tools are: {', '.join(names)}",
+            f"tool_choice names {wrong!r:.80}, tools are: {', '.join(names)}"
+            f"{near_value(wrong, names)}",
             param="tool_choice",
         )
     return wanted
