@@ -1,12 +1,15 @@
-"""Loads that a server must bear: too many requests, readers that do not read, ends in mid-stream.
+"""Loads that a server must bear: too many requests, readers that do not read, ends in mid-stream,
+answers that no model should write.
 
     python tools/server_campaign.py overload [--seconds 60] [--factor 10]
     python tools/server_campaign.py stalled [--stalled 500] [--others 100]
     python tools/server_campaign.py drains [--times 200] [--streams 64]
     python tools/server_campaign.py disconnects [--minutes 5] [--streams 1000]
+    python tools/server_campaign.py calls [--answers 30000]
     python tools/server_campaign.py all
 
-Each starts `metronome serve` with the model in the box, or with --model, in processes of its own.
+Each but `calls` starts `metronome serve` with the model in the box, or with --model, in processes
+of its own.
 Prints a JSON line for each; exit status 1 if anything was wrong.
 """
 
@@ -45,6 +48,7 @@ from server_load import (  # noqa: E402
     settled_after,
     summary,
 )
+from speech.mutations import Mutations  # noqa: E402
 from support.live_core import rss_mib, slope, wait_until  # noqa: E402
 from support.served import Served, served  # noqa: E402
 
@@ -67,6 +71,7 @@ LATE_SECONDS = 2.0  # from the deadline of a drain to the end of the process
 MAX_SLOPE = 10.0  # MiB in ten minutes, of the server's memory under a steady load
 MIN_SLOPE_SECONDS = 240.0  # what is shorter says nothing of a slope
 WARM_UP_SHARE = 0.3
+MAX_WRONG = 20  # answers, after which no more are drawn
 
 
 @dataclass
@@ -401,6 +406,23 @@ def _come_and_go(
     return rows, memory
 
 
+# Answers with calls
+
+
+def calls(num_answers: int, seed: int = 0) -> Result:
+    """Answers of all families with slips that nobody foresaw, read whole and in pieces."""
+    mutations = Mutations(random.Random(seed))
+    began = time.perf_counter()
+    while mutations.num_read < num_answers and len(mutations.wrong) < MAX_WRONG:
+        mutations.draw()
+    figures = {
+        "num_answers": mutations.num_read,
+        "num_calls": mutations.num_calls,
+        "seconds": time.perf_counter() - began,
+    }
+    return Result("calls", figures, mutations.wrong)
+
+
 @contextmanager
 def core(*options: str) -> Iterator[tuple[str, EngineCoreClient]]:
     """The address of a core in a process of its own, and a client that looks at it."""
@@ -430,7 +452,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("overload", "stalled", "drains", "disconnects", "all"))
+    parser.add_argument(
+        "what", choices=("overload", "stalled", "drains", "disconnects", "calls", "all")
+    )
     parser.add_argument("--model", help="a directory; the model in the box if not given")
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--factor", type=float, default=10.0)
@@ -439,6 +463,7 @@ def main() -> int:
     parser.add_argument("--times", type=int, default=200)
     parser.add_argument("--streams", type=int)
     parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--answers", type=int, default=30_000)
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     args = parser.parse_args()
     print(f"seed {args.seed}", flush=True)
@@ -460,6 +485,7 @@ def main() -> int:
             ),
             args.seed,
         ),
+        "calls": lambda: calls(args.answers, args.seed),
     }
     failed = False
     for name in runs if args.what == "all" else (args.what,):

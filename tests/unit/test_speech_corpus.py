@@ -14,6 +14,7 @@ from speech.apis import APIS, Api, voice_of
 from speech.cases import CASES
 from speech.corpus import Case
 from speech.families import TOOLS, markers_of, signs_of, tokenizer_with
+from speech.mutations import Mutations
 from speech.playing import FakeEngine, Read, pieces, play, read_of, streamed, whole
 
 from engine.server.speech.families import TOOL_FAMILIES
@@ -104,3 +105,13 @@ def test_arguments_come_in_pieces(name: str) -> None:
         case = next(each for each in CASES[family] if each.calls and "text" in str(each.calls))
         _, events = answers_of(api, family, case, 1)
         assert len([each for each in events if api.has_arguments(each)]) > 5, family
+
+
+def test_answers_that_nobody_foresaw() -> None:
+    """`tools/server_campaign.py calls` draws more of them."""
+    seed = random.randrange(1 << 30)
+    print(f"seed {seed}")
+    mutations = Mutations(random.Random(seed))
+    for _ in range(150):
+        mutations.draw()
+    assert not mutations.wrong, mutations.wrong[:3]

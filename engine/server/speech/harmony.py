@@ -70,17 +70,20 @@ class HarmonyReading:
     def run(self) -> Steps[None]:
         is_header = yield from self._is_header()
         while True:
-            if is_header:
+            while is_header:
                 yield from self._read_message()
+                is_header = yield from self._is_header()
             found = yield from self._text(is_thinking=False)
             if not found:
                 return
             is_header = found in self._begins
             if not is_header:
                 self._source.at += len(found)
+                is_header = yield from self._is_header()
 
     def _is_header(self) -> Waits[bool]:
-        """Whether the answer begins inside a header, since the prompt ends inside of it."""
+        """Whether a header goes on without its beginning: at the start of an answer the prompt has
+        that."""
         source = self._source
         source.hold()
         yield from source.skip_space()
@@ -116,7 +119,7 @@ class HarmonyReading:
         if header.is_whole and name is not None and (yield from self._calls.body(name)):
             source.mark = None
             yield from self._body(is_thinking=False)
-        elif recipient is not None and recipient[1] not in ROLES:
+        elif not self._is_message(header.text, recipient):
             source.give_back()
             yield Text(source.take(source.at + size))
             found = yield from self._text(is_thinking=False)
@@ -129,6 +132,12 @@ class HarmonyReading:
             if not self._is_known(header.text):
                 yield Text(self._words(header.text))
         yield PartEnd()
+
+    def _is_message(self, header: str, recipient: re.Match[str] | None) -> bool:
+        """Whether it is for the user, or for the model itself."""
+        if not header.startswith(self._begins):
+            return False
+        return recipient is None or recipient[1] in ROLES
 
     def _header(self) -> Waits[Header]:
         """Read the header that begins here."""
