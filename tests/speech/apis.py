@@ -41,8 +41,21 @@ def voice_of(speech: Speech, engine: FakeEngine) -> Voice:
     return Voice(cast(Any, FakeModel(engine)), speech)
 
 
+def asked_of(name: str, *, stream: bool) -> dict[str, Any]:
+    """A request of this API with the tools of the corpus."""
+    asked: dict[str, Any] = {"model": "m", "stream": stream}
+    if name == "chat":
+        return {**asked, "messages": USER, "tools": TOOLS}
+    if name == "responses":
+        tools = [{"type": "function", **function} for function in FUNCTIONS]
+        return {**asked, "input": "Hi", "tools": tools, "store": False}
+    tools = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
+    thinking = {"type": "enabled", "budget_tokens": 1024}
+    return {**asked, "messages": USER, "tools": tools, "max_tokens": 2000, "thinking": thinking}
+
+
 def _chat(voice: Voice, stream: bool) -> Answer:
-    asked = {"model": "m", "messages": USER, "tools": TOOLS, "stream": stream}
+    asked = asked_of("chat", stream=stream)
     return Chat(voice, msgspec.convert(asked, ChatRequest), "m")
 
 
@@ -74,8 +87,7 @@ def _streamed_chat(events: list[Any]) -> Read:
 
 
 def _responses(voice: Voice, stream: bool) -> Answer:
-    tools = [{"type": "function", **function} for function in FUNCTIONS]
-    asked = {"model": "m", "input": "Hi", "tools": tools, "stream": stream, "store": False}
+    asked = asked_of("responses", stream=stream)
     return Responses(voice, msgspec.convert(asked, ResponsesRequest), "m", ResponseStore(), "")
 
 
@@ -118,11 +130,7 @@ def _streamed_response(events: list[Any]) -> Read:
 
 
 def _messages(voice: Voice, stream: bool) -> Answer:
-    tools = [{"name": each["name"], "input_schema": each["parameters"]} for each in FUNCTIONS]
-    asked = {
-        "model": "m", "messages": USER, "tools": tools, "stream": stream, "max_tokens": 9,
-        "thinking": {"type": "enabled", "budget_tokens": 1024},
-    }  # fmt: skip
+    asked = asked_of("messages", stream=stream)
     return Messages(voice, msgspec.convert(asked, MessagesRequest), "m")
 
 

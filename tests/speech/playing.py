@@ -91,5 +91,10 @@ async def streamed(answer: Answer, engine: FakeEngine) -> list[Any]:
     """The events of an answer."""
     await answer.open()
     body = b"".join([*map(answer.events_of, engine.each()), answer.end()])
+    return events_in(body)
+
+
+def events_in(body: bytes) -> list[Any]:
+    """The events of a stream."""
     lines = [line.removeprefix("data: ") for line in body.decode().split("\n")]
     return [json.loads(line) for line in lines if line.startswith("{")]

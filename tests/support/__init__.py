@@ -22,6 +22,7 @@ Time
 A core in a process, and its clients
   spawned: Cores without a model that a spawned process can build: everything here is importable
       there.
+  scripted: a logits processor by which a model writes what a test says
   served: A server in a process of its own, as users start it.
   openai_events: Streamed events as they are on the wire, for checks by the types of clients.
   api_types: Bodies of requests from the parameter types of clients, null tried for each.
