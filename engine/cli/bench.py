@@ -12,6 +12,7 @@ from rich.table import Table
 
 from engine.cli.bench_runs import Workload, measure_latency, measure_startup, measure_throughput
 from engine.cli.options import add_engine_options, engine_args
+from engine.cli.parser import Parser
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
 
@@ -23,12 +24,14 @@ MEASURES: dict[str, tuple[str, Callable[[EngineArgs, Workload], Result]]] = {
 }
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     measures = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, (summary, _) in MEASURES.items():
         command = measures.add_parser(name, help=summary, description=summary)
         _add_workload(command, name)
         add_engine_options(command)
+        command.shorten_usage()
+        command.set_defaults(command_parser=command)
 
 
 def _add_workload(parser: argparse.ArgumentParser, name: str) -> None:

@@ -8,10 +8,8 @@ if __name__ == "__main__":  # before the imports, which take a second
     interrupts = Interrupts.install()
 
 import argparse
-import difflib
 import io
 import os
-import re
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -21,6 +19,7 @@ from engine.cli import (
     calibrate,
     chat,
     compare,
+    config_file,
     core,
     generate,
     policies,
@@ -31,8 +30,8 @@ from engine.cli import (
     verify,
     workload,
 )
-from engine.config.args import refusal
-from engine.errors import EngineError
+from engine.cli.parser import Parser, spelled
+from engine.errors import ConfigError, EngineError
 
 COMMANDS = {
     "generate": generate,
@@ -53,8 +52,8 @@ USAGE_ERROR = 2  # as argparse has it
 BROKEN_PIPE = 141  # likewise
 
 
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def make_parser() -> Parser:
+    parser = Parser(
         prog="metronome",
         description="Language model inference with pluggable schedulers. Without --model every "
         "command uses the small model that ships with the package.",
@@ -65,25 +64,24 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, module in COMMANDS.items():
         summary = (module.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        command = commands.add_parser(name, help=summary, description=summary)
         module.add_arguments(command)
+        command.shorten_usage()
         command.set_defaults(command_parser=command)
     return parser
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line. For an unknown option the error shows the usage of its command."""
-    parsed, unknown = make_parser().parse_known_args(argv)
+    """Parse the command line, and the file of options that it names."""
+    arguments = spelled(sys.argv[1:] if argv is None else argv)
+    parsed, unknown = make_parser().parse_known_args(arguments)
+    command: Parser = parsed.command_parser
     if unknown:
-        command: argparse.ArgumentParser = parsed.command_parser
-        known = re.findall(r"--[a-z-]+", command.format_help())
-        typed = unknown[0].partition("=")[0]
-        whole = [option for option in known if typed[:2] == "--" and option.endswith(typed[1:])]
-        near = whole or difflib.get_close_matches(typed, known, 1)  # --policy: --scheduling-policy
-        hint = f"; did you mean {near[0]}?" if near else ""
-        if (why := refusal(typed[2:].replace("-", "_"))) is not None:
-            hint = f"; {why}"
-        command.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
+        command.error(command.unknown(unknown))
+    try:
+        config_file.apply(command, parsed, arguments)
+    except ConfigError as error:
+        command.error(str(error))
     return parsed
 
 

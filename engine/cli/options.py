@@ -7,15 +7,34 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from engine.cli.config_file import add_config_option
 from engine.config.args import EngineArgs
-from engine.config.cli import add_options, read_options
+from engine.config.cli import add_named_options, add_options, read_options
 from engine.config.env import default_log_level
 from engine.messages.params import SamplingParams
 
+OFTEN_USED = (
+    "model", "dtype", "quantization", "device", "num_threads", "max_model_len", "max_num_seqs",
+    "gpu_memory_utilization", "scheduling_policy", "speculative_config", "generation_config",
+    "log_level",
+)  # fmt: skip
+
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Every field of ``EngineArgs`` as a flag."""
-    add_options(parser, EngineArgs)
+    """Every field of ``EngineArgs`` as a flag, those that are used most first, and ``--config``."""
+    add_often_used(parser)
+    add_further_options(parser)
+
+
+def add_often_used(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("most used options of the engine")
+    add_config_option(group)
+    add_named_options(group, EngineArgs, OFTEN_USED)
+
+
+def add_further_options(parser: argparse.ArgumentParser) -> None:
+    """All that ``add_often_used`` leaves out."""
+    add_options(parser, EngineArgs, without=OFTEN_USED)
 
 
 def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> EngineArgs:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.cli.options import add_engine_options, engine_args
+from engine.cli.options import add_further_options, add_often_used, engine_args
 from engine.config.args import EngineArgs
 from engine.config.env import ADMIN_API_KEY, API_KEY, admin_api_key, api_keys
 from engine.errors import ConfigError
@@ -26,6 +26,7 @@ TLS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_often_used(parser)
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000")
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_watching(group)
     _add_access(parser.add_argument_group("access to the server"))
     _add_limits(parser.add_argument_group("limits of the server"))
-    add_engine_options(parser)
+    add_further_options(parser)
 
 
 def _add_access(group: argparse._ArgumentGroup) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,51 +19,13 @@ from engine.config.core import (
 from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig, EngineOptions
 from engine.config.env import core_secret, default_log_level, warn_of_typos
+from engine.config.foreign import refusal
 from engine.config.gpu import GPUConfig
 from engine.config.model import ModelConfig, ModelOptions, is_hub_name
+from engine.config.near import near_options, suggestion
 from engine.config.option import BOTH, FRONT_END, STARTER, options_of, part
 from engine.config.sched import SchedulerOptions
 from engine.errors import ConfigError
-
-MAX_NEAR = 3  # names that are proposed in place of an unknown one
-
-# Options of vLLM that have another name here, or do not exist, with the way out: in Python and, as
-# JSON, on the command line.
-_NGRAM = 'speculative_config={{"method": "ngram", "num_speculative_tokens": 4{}}}'
-_DRAFT_MODEL = (
-    'speculative_config={"method": "draft_model", "model": "...", "num_speculative_tokens": 4}'
-)
-
-FOREIGN: dict[str, str] = {
-    "max_num_queued_reqs": "set max_waiting_requests, which counts those that wait and not those "
-    "that run",
-    "max_num_queued_tokens": "set max_waiting_tokens, which counts the prompt tokens of those that "
-    "wait",
-    "max_num_active_seqs": "lower max_num_seqs, or let a policy say how many may run "
-    "(Limits(max_seqs=...), as sarathi does)",
-    "log_stats": "statistics are made when they are asked for; disable_log_stats=True leaves the "
-    "line about them out of the log",
-    "survive_core_death": "set on_core_death: other cores always go on without one that has died",
-    "num_gpu_blocks_override": "set num_kv_blocks",
-    "scheduler_reserve_full_isl": "a request starts only if its whole prompt fits, always; "
-    "watermark says how many blocks it is to leave free",
-    "num_speculative_tokens": f"it is a key of speculative_config: {_NGRAM.format('')}",
-    "speculative_model": f"it is the key 'model' of speculative_config: {_DRAFT_MODEL}",
-    "ngram_prompt_lookup_max": "it is the key 'prompt_lookup_max' of speculative_config: "
-    + _NGRAM.format(', "prompt_lookup_max": 4'),
-    "ngram_prompt_lookup_min": "it is the key 'prompt_lookup_min' of speculative_config: "
-    + _NGRAM.format(', "prompt_lookup_min": 2'),
-    "prompt_lookup_max": "it is a key of speculative_config: "
-    + _NGRAM.format(', "prompt_lookup_max": 4'),
-    "prompt_lookup_min": "it is a key of speculative_config: "
-    + _NGRAM.format(', "prompt_lookup_min": 2'),
-    "speculative_disable_by_batch_size": "drafts are verified in batches of any size; leave it "
-    "out, or leave out speculative_config where batches are large",
-    "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
-    "speculative_config; leave it out",
-    "speculative_draft_tensor_parallel_size": "a draft model is computed where the model is; "
-    "leave it out",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,15 +119,6 @@ def _absolute(name: str, path: str | Path | None) -> str | None:
     return str(Path(path).expanduser().absolute())
 
 
-def refusal(name: str) -> str | None:
-    """Why there is no such option, and what to do; ``None`` for a name that is not known."""
-    way_out = FOREIGN.get(name)
-    return None if way_out is None else f"there is no option {name!r} here: {way_out}"
-
-
 def _unknown_option(name: str, known: list[str]) -> str:
-    ends = [option for option in known if option.endswith(f"_{name}")]  # as policy, predictor
-    near = ends[:1] or difflib.get_close_matches(name, known, MAX_NEAR)
-    if near:
-        return f"unknown option {name!r}; did you mean {' or '.join(map(repr, near))}?"
-    return f"unknown option {name!r}; known are: {', '.join(known)}"
+    hint = suggestion(near_options(name, known)) or f"; known are: {', '.join(known)}"
+    return f"unknown option {name!r}{hint}"

@@ -8,6 +8,7 @@ import inspect
 import json
 import textwrap
 import types
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, partial
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -19,20 +20,32 @@ T = TypeVar("T")
 ANY_OBJECT = {"name": 8, "other": "text"}
 
 
-def add_options(parser: argparse.ArgumentParser, options: type[Any]) -> None:
-    """Add one ``--flag`` per field of the dataclass ``options``; flags not given are left out.
+def add_options(
+    parser: argparse.ArgumentParser, options: type[Any], without: Sequence[str] = ()
+) -> None:
+    """Add one ``--flag`` per field of the dataclass ``options``, but for those in ``without``;
+    flags not given are left out.
 
     If it is made of several dataclasses each is a group of flags, headed by the first line of its
     doc.
     """
-    hints, docs = get_type_hints(options), field_docs(options)
     for each in groups_of(options):
         group = parser.add_argument_group(summary(each))
-        for option in fields(each):
-            flag = "--" + option.name.replace("_", "-")
-            kind = argument_kind(hints[option.name], option.metadata.get(EXAMPLE))
-            help_text = (docs.get(option.name, "") + _shown_default(option)).replace("%", "%%")
-            group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
+        names = [option.name for option in fields(each) if option.name not in without]
+        add_named_options(group, options, names)
+
+
+def add_named_options(
+    group: argparse._ArgumentGroup, options: type[Any], names: Iterable[str]
+) -> None:
+    """The flags of these fields, in this order."""
+    hints, docs = get_type_hints(options), field_docs(options)
+    found = {option.name: option for option in fields(options)}
+    for name in names:
+        option, flag = found[name], "--" + name.replace("_", "-")
+        kind = argument_kind(hints[name], option.metadata.get(EXAMPLE))
+        help_text = (docs.get(name, "") + _shown_default(option)).replace("%", "%%")
+        group.add_argument(flag, default=argparse.SUPPRESS, help=help_text, **kind)
 
 
 def read_options(parsed: argparse.Namespace, options: type[T]) -> T:

@@ -24,6 +24,8 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     for other in dict.fromkeys(known):
         meant = _words(other)
         num = _num_slips("".join(typed), "".join(meant))
+        if _singulars(typed) == _singulars(meant):  # policies for policy is three slips
+            num = min(num, 1)
         if num <= _most_slips("".join(meant)) and _are_same_words(typed, meant):
             found.append((num, other))
     if not found and len(name) >= LEAST_PREFIX:
@@ -33,10 +35,27 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     return [other for num, other in found if num == fewest][:MOST]
 
 
+def near_options(name: str, known: Iterable[str]) -> list[str]:
+    """The same of options, of which a part may be known: ``policy`` is near ``scheduling_policy``
+    if no other option ends so, and ``max_waiting`` is near the few that begin so."""
+    known, typed = list(dict.fromkeys(known)), _words(name)
+    if not typed:
+        return []
+    ends = [each for each in known if _words(each)[-len(typed) :] == typed]
+    begins = [each for each in known if _words(each)[: len(typed)] == typed]
+    if len(ends) == 1:
+        return ends
+    return near_names(name, known) or (begins if len(begins) <= MOST else [])
+
+
+def suggestion(near: list[str]) -> str:
+    """The end of a message that proposes these names, or nothing."""
+    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+
+
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message about an unknown name: ``; did you mean 'top_p'?``, or nothing."""
-    near = near_names(name, known)
-    return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
+    return suggestion(near_names(name, known))
 
 
 def near_value(value: object, known: Iterable[str]) -> str:
@@ -48,6 +67,10 @@ def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[\W_]+", name.lower()) if word]
 
 
+def _singulars(words: list[str]) -> list[str]:
+    return [re.sub(r"ies$", "y", word).removesuffix("s") for word in words]
+
+
 def _most_slips(meant: str) -> int:
     if len(meant) < 4:
         return 0
@@ -57,9 +80,16 @@ def _most_slips(meant: str) -> int:
 def _are_same_words(typed: list[str], meant: list[str]) -> bool:
     if len(typed) != len(meant):  # a separator was left out, or typed too often
         return True
-    return all(
-        a == b or 2 * _num_slips(a, b) < max(len(a), len(b))
-        for a, b in zip(typed, meant, strict=True)
+    return all(_is_same_word(a, b) for a, b in zip(typed, meant, strict=True))
+
+
+def _is_same_word(typed: str, meant: str) -> bool:
+    """Of a short word a letter may be missing (k for kv), but none be another (k for p)."""
+    num = _num_slips(typed, meant)
+    return (
+        num == 0
+        or 2 * num < max(len(typed), len(meant))
+        or num == abs(len(typed) - len(meant)) == 1
     )
 
 

@@ -121,38 +121,6 @@ def test_mistakes_of_verify_are_one_line(
     assert message in printed.err and len(printed.err.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "usage", "message"),
-    [
-        ("policies --policy fcfs", "metronome policies", "--policy fcfs; did you mean --policies?"),
-        ("verify --policies=fcfs", "metronome verify", "did you mean --policy?"),
-        ("verify fcfs", "metronome verify", "unrecognized arguments: fcfs"),
-        ("generate --policy edf x", "metronome generate", "did you mean --scheduling-policy?"),
-        ("replay a.log b.log", "metronome replay", "unrecognized arguments: b.log"),
-        ("verify --policy-options a=1", "metronome verify", "'a=1' is not JSON"),
-        ("replay a.log --changes [1]", "metronome replay", """looks like '{"max_num_seqs": 8}'"""),
-        (
-            "generate --user-weights 2 x",
-            "metronome generate",
-            """'2' is no JSON object; one looks like '{"ann": 2.0, "bob": 0.5}', quotes included""",
-        ),
-        (
-            "generate --policy-options default_deadline=5 x",
-            "metronome generate",
-            """; one looks like '{"default_deadline": 5.0}', quotes included""",
-        ),
-    ],
-)
-def test_what_a_command_does_not_know_is_answered_with_its_usage(
-    line: str, usage: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as leave:
-        main(line.split())
-    err = capsys.readouterr().err
-    assert leave.value.code == 2
-    assert err.startswith(f"usage: {usage} [-h]") and message in err.splitlines()[-1]
-
-
 def test_examples_of_options_are_accepted() -> None:
     options = {option.name: option.metadata.get("example") for option in fields(EngineArgs)}
     examples = {name: example for name, example in options.items() if example is not None}

@@ -7,7 +7,7 @@ from support.simulate import make_request, make_run
 
 from engine import EngineArgs
 from engine.cli.main import main
-from engine.config.args import FOREIGN
+from engine.config.foreign import FOREIGN
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 

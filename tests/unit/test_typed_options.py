@@ -38,7 +38,7 @@ def test_a_name_that_is_near_to_none_is_answered_with_all() -> None:
 
 
 def test_a_name_near_to_several_is_answered_with_them() -> None:
-    with pytest.raises(ConfigError, match=r"did you mean 'max_waiting_tokens' or 'max_waiting_r"):
+    with pytest.raises(ConfigError, match=r"did you mean 'max_waiting_requests' or 'max_waiting_t"):
         EngineArgs(max_waiting=1)  # type: ignore[call-arg]
 
 

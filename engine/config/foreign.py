@@ -1,0 +1,93 @@
+"""Options of vLLM that have another name here, or that do not exist, each with the way out."""
+
+from __future__ import annotations
+
+_NGRAM = 'speculative_config={{"method": "ngram", "num_speculative_tokens": 4{}}}'
+_DRAFT_MODEL = (
+    'speculative_config={"method": "draft_model", "model": "...", "num_speculative_tokens": 4}'
+)
+
+# In Python and, as JSON, on the command line.
+FOREIGN: dict[str, str] = {
+    "max_num_queued_reqs": "set max_waiting_requests, which counts those that wait and not those "
+    "that run",
+    "max_num_queued_tokens": "set max_waiting_tokens, which counts the prompt tokens of those that "
+    "wait",
+    "max_num_active_seqs": "lower max_num_seqs, or let a policy say how many may run "
+    "(Limits(max_seqs=...), as sarathi does)",
+    "log_stats": "statistics are made when they are asked for; disable_log_stats=True leaves the "
+    "line about them out of the log",
+    "survive_core_death": "set on_core_death: other cores always go on without one that has died",
+    "num_gpu_blocks_override": "set num_kv_blocks",
+    "scheduler_reserve_full_isl": "a request starts only if its whole prompt fits, always; "
+    "watermark says how many blocks it is to leave free",
+    "num_speculative_tokens": f"it is a key of speculative_config: {_NGRAM.format('')}",
+    "speculative_model": f"it is the key 'model' of speculative_config: {_DRAFT_MODEL}",
+    "ngram_prompt_lookup_max": "it is the key 'prompt_lookup_max' of speculative_config: "
+    + _NGRAM.format(', "prompt_lookup_max": 4'),
+    "ngram_prompt_lookup_min": "it is the key 'prompt_lookup_min' of speculative_config: "
+    + _NGRAM.format(', "prompt_lookup_min": 2'),
+    "prompt_lookup_max": "it is a key of speculative_config: "
+    + _NGRAM.format(', "prompt_lookup_max": 4'),
+    "prompt_lookup_min": "it is a key of speculative_config: "
+    + _NGRAM.format(', "prompt_lookup_min": 2'),
+    "speculative_disable_by_batch_size": "drafts are verified in batches of any size; leave it "
+    "out, or leave out speculative_config where batches are large",
+    "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
+    "speculative_config; leave it out",
+    "speculative_draft_tensor_parallel_size": "a draft model is computed where the model is; "
+    "leave it out",
+}
+
+_ONE_DEVICE = "a model is computed on one device; leave it out, or set data_parallel_size"
+_NO_LORA = "LoRA adapters are not supported yet; serve the merged model"
+_NO_MEDIA = "only texts are supported; leave it out"
+_FAMILY = "the chat template tells how tool calls and thinking are written; leave it out"
+_GRAMMARS = "each request's grammar is compiled by the library that enforces it; leave it out"
+_WEIGHTS_STAY = "weights stay where they are computed with; a smaller num_kv_blocks saves memory"
+_NO_REMOTE_KV = "KV is not moved between engines; the prefix cache is that of each core"
+_GPU_ONLY = "graphs are recorded by enforce_eager and cudagraph_capture_sizes alone; leave it out"
+_MODEL_FILES = "what the model's config.json says holds; change it in a copy of the directory"
+_TEXT_ONLY = "the engine generates text, nothing else; leave it out"
+_LOG = "log_level says how much is logged; leave it out"
+_SERVER = "the server has one process and no such switch; leave it out"
+
+# Names that share a reason.
+for _reason, _names in {
+    _ONE_DEVICE: "tensor_parallel_size pipeline_parallel_size enable_expert_parallel "
+    "decode_context_parallel_size prefill_context_parallel_size distributed_executor_backend "
+    "max_parallel_loading_workers disable_custom_all_reduce worker_cls worker_extension_cls nnodes "
+    "node_rank master_addr master_port data_parallel_rank data_parallel_size_local "
+    "data_parallel_address data_parallel_rpc_port data_parallel_backend enable_eplb enable_dbo",
+    _NO_LORA: "enable_lora lora_modules max_loras max_lora_rank max_cpu_loras lora_dtype "
+    "lora_extra_vocab_size fully_sharded_loras enable_lora_bias default_mm_loras",
+    _NO_MEDIA: "limit_mm_per_prompt mm_processor_kwargs mm_processor_cache_gb media_io_kwargs "
+    "allowed_local_media_path allowed_media_domains interleave_mm_strings skip_mm_profiling "
+    "enable_mm_embeds mm_encoder_tp_mode language_model_only",
+    _FAMILY: "enable_auto_tool_choice tool_call_parser tool_parser_plugin reasoning_parser "
+    "enable_reasoning reasoning_parser_plugin chat_template_content_format response_role",
+    _GRAMMARS: "guided_decoding_backend structured_outputs_config "
+    "guided_decoding_disable_fallback guided_decoding_disable_any_whitespace",
+    _WEIGHTS_STAY: "swap_space cpu_offload_gb enable_sleep_mode kv_offloading_size",
+    _NO_REMOTE_KV: "kv_transfer_config kv_offloading_backend ec_transfer_config",
+    _GPU_ONLY: "compilation_config max_seq_len_to_capture optimization_level cuda_graph_sizes",
+    _MODEL_FILES: "hf_overrides hf_config_path config_format rope_scaling rope_theta "
+    "disable_sliding_window code_revision disable_cascade_attn tokenizer_mode",
+    _TEXT_ONLY: "task runner convert override_pooler_config pooler_config",
+    _LOG: "disable_log_requests enable_log_requests uvicorn_log_level max_log_len log_config_file "
+    "disable_uvicorn_access_log enable_log_outputs",
+    _SERVER: "api_server_count headless middleware root_path enable_request_id_headers "
+    "disable_frontend_multiprocessing disable_fastapi_docs enable_server_load_tracking "
+    "enable_prompt_tokens_details enable_force_include_usage tool_server ssl_cert_reqs "
+    "return_tokens_as_token_ids enable_ssl_refresh",
+}.items():
+    FOREIGN |= dict.fromkeys(_names.split(), _reason)
+
+
+def refusal(name: str, shown: str | None = None) -> str | None:
+    """Why there is no such option, and what to do; ``None`` for a name that is not known.
+
+    ``shown``: the name as the user wrote it.
+    """
+    way_out = FOREIGN.get(name)
+    return None if way_out is None else f"there is no option {shown or name!r} here: {way_out}"
