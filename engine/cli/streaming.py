@@ -67,9 +67,9 @@ def stream(
             pieces.append(completion.text)
             write(completion.text)
     assert last is not None
-    error = last.outputs[0].error
-    if error is not None:
-        raise RequestError(f"the request failed: {error}")
+    completion = last.outputs[0]
+    if completion.error is not None:
+        raise RequestError(f"the request failed: {completion.error}", code=completion.code)
     figures = replace(times_of(last), num_output_tokens=num_output)
     return Answer("".join(pieces), figures, is_interrupted)
 

@@ -85,6 +85,11 @@ class ApiError(Exception):
         self.retry_after = retry_after
 
     @property
+    def shown(self) -> str:
+        """The message as clients read it: of our own faults without addresses and paths."""
+        return INSIDE.sub("...", self.message) if self.status >= 500 else self.message
+
+    @property
     def type(self) -> str:
         """OpenAI's word for this kind of error."""
         if self.status >= 500:
@@ -108,14 +113,13 @@ class ApiError(Exception):
             503: "overloaded_error",
         }
         other = "api_error" if self.status >= 500 else "invalid_request_error"
-        about = {"type": kinds.get(self.status, other), "message": self.message}
+        about = {"type": kinds.get(self.status, other), "message": self.shown}
         return {"type": "error", "error": about}
 
     def body(self) -> bytes:
         """The error object, which is a whole answer or the last event of a stream."""
-        is_ours = self.status >= 500
         about = {
-            "message": INSIDE.sub("...", self.message) if is_ours else self.message,
+            "message": self.shown,
             "type": self.type,
             "param": self.param,
             "code": self.code,

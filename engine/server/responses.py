@@ -107,7 +107,7 @@ class Responses(BlockAnswer):
 
     def failure(self, error: BaseException) -> bytes:
         self.told["status"] = "failed"
-        message = as_api_error(error).message
+        message = as_api_error(error).shown
         self.told["error"] = {"code": "server_error", "message": message}
         return named_event(self._event("response.failed", response=self.told))
 

@@ -8,6 +8,12 @@ from engine.errors import RefusedError
 from engine.server.errors import ApiError, as_api_error, error_response
 
 
+def test_no_api_tells_of_the_inside_of_a_server() -> None:
+    error = ApiError(500, "at 0x7f00deadbeef of /home/me/models/x.py it fell over")
+    for body in (error.body().decode(), str(error.anthropic())):
+        assert "fell over" in body and "0x7f00" not in body and "/home" not in body
+
+
 @pytest.mark.parametrize(
     ("error", "seconds"),
     [
