@@ -349,8 +349,7 @@ class Places:
         contained = [each["contains"] for each in said if "contains" in each]
         counts = [_int(each.get("minContains"), 1) for each in said if "contains" in each]
         least = max([0, *counts, *(_int(each.get("minItems"), 0) for each in said)])
-        most = min((_int(each.get("maxItems"), least) for each in said), default=least)
-        if most < least:
+        if any(_int(each.get("maxItems"), least) < least for each in said):
             return
         num_named = max(0, *(len(_prefix(each)) for each in said)) if said else 0
         items = [
@@ -365,8 +364,7 @@ class Places:
     def _objects(self, said: list[Schema]) -> Iterator[Way]:
         names = {n for each in said for n in _list(each.get("required")) if isinstance(n, str)}
         least = max([0, *(_int(each.get("minProperties"), 0) for each in said)])
-        most = min((_int(each.get("maxProperties"), least) for each in said), default=least)
-        if most < len(names) and any("maxProperties" in each for each in said):
+        if any(_int(each.get("maxProperties"), len(names)) < len(names) for each in said):
             return
         needed = tuple(self.place(self._property(said, name)) for name in sorted(names))
         missing = least - len(names)

@@ -50,6 +50,12 @@ FINE: dict[str, Any] = {
     "twice the same": at_a({"allOf": [B, B]}, b={"type": "integer"}),
     "the same by two ways": at_a({"anyOf": [B, B], **B}, b={"type": "integer"}),
     "not allowed, not required": at_a({"type": "object", "properties": {"x": False, "y": A}}),
+    "not more than it needs": at_a(
+        {"allOf": [hold({}, "x", maxProperties=1), {"type": "object"}], "properties": {"y": A}}
+    ),
+    "not longer than it needs": at_a(
+        {"type": "array", "items": {}, "minItems": 1, "allOf": [{"maxItems": 1}], "not": A}
+    ),
     "an enum": at_a({"enum": [{"x": 1}], "properties": {"x": A}, "required": ["x"]}),
     "the empty list of a prefix": at_a({"type": "array", "prefixItems": [A]}),
     "a prefix that ends": at_a({"type": "array", "prefixItems": [{}], "items": A, "minItems": 1}),

@@ -15,6 +15,7 @@ from engine.server.errors import ApiError
 from engine.server.speech.tools import Tool, Tools
 
 MAX_KEPT_CHARS = 1 << 15  # of a schema whose fault is remembered
+MAX_KEPT_WHOLE = 1 << 18  # the same, of all that an answer must be
 
 logger = logging.getLogger("engine.server")
 
@@ -29,7 +30,7 @@ def is_too_large(form: StructuredOutputsParams) -> bool:
     """Whether it cannot be compiled as a whole, of which each part can be."""
     whole = form_of(form)
     size = len(whole.text) + sum(len(part.text) for part in whole.parts)
-    if why := (_fault_of_whole if size <= MAX_KEPT_CHARS else fault_of_grammar)(whole):
+    if why := (_fault_of_whole if size <= MAX_KEPT_WHOLE else fault_of_grammar)(whole):
         logger.warning("parameters of tools that are not strict are not enforced: %s", why)
     return bool(why)
 
@@ -76,4 +77,4 @@ def schema_of_arguments(schema: Any, *, is_strict: bool) -> Grammar:
     return Grammar("json", text, is_as_trained=True, is_lenient=not is_strict, backend="guidance")
 
 
-_fault_of_whole = lru_cache(maxsize=256)(fault_of_grammar)
+_fault_of_whole = lru_cache(maxsize=32)(fault_of_grammar)
