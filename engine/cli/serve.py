@@ -102,6 +102,12 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
         help="in which the core must answer to be well, between two steps; default: 10",
     )
     group.add_argument(
+        "--request-log",
+        choices=("text", "json", "off"),
+        help="a line in the log for each request, without its text; json: an object a line. "
+        "Default: text, if the log level is info",
+    )
+    group.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
         help="where spans of finished requests are sent, as http://127.0.0.1:4318/v1/traces",
@@ -164,6 +170,7 @@ def run(parsed: argparse.Namespace) -> int:
         health_timeout=parsed.health_timeout,
         otlp_traces_endpoint=parsed.otlp_traces_endpoint,
         reader_timeout=parsed.reader_timeout,
+        request_log=parsed.request_log,
         max_queue_seconds=parsed.max_queue_seconds,
         limits=Limits(**_given(parsed, LIMITS)),
         http=HttpLimits(**_given(parsed, HTTP_LIMITS)),

@@ -18,6 +18,7 @@ from engine.errors import (
     RequestError,
 )
 from engine.messages.requests import ErrorCode
+from engine.server.records import note_error
 
 INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
 """Addresses and paths, of which clients are not told."""
@@ -169,12 +170,15 @@ def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
 
 def log_unforeseen(error: BaseException) -> None:
     """Of an answer that has begun: its client is told that the log says why."""
-    if as_api_error(error).status == 500 and not isinstance(error, ApiError):
+    told = as_api_error(error)
+    note_error(told.code or told.type, told.param)
+    if told.status == 500 and not isinstance(error, ApiError):
         logger.error("an answer failed after it had begun", exc_info=error)
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
     """path: of the request; Anthropic's have errors in their own form."""
+    note_error(error.code or error.type, error.param)
     headers = {}
     if error.retry_after is not None:
         headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))

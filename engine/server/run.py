@@ -9,7 +9,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
-from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
 from engine.config.core import OnCoreDeath
 from engine.errors import ConfigError
 from engine.frontend.session import Session
+from engine.observe.background import logging_in_background
+from engine.observe.logs import set_up_logging
 from engine.server.app import make_app
 from engine.server.drain import Drain
 from engine.server.http.origins import AllowedOrigins
@@ -34,6 +35,7 @@ from engine.server.listening import Listening, bound, check_port
 from engine.server.names import names_of
 from engine.server.operations import Operations
 from engine.server.readers import SlowReaders, cut
+from engine.server.request_log import RequestLog, RequestLogKind, writing_requests
 
 if TYPE_CHECKING:  # OpenTelemetry is optional
     from engine.server.tracing import Tracing
@@ -43,6 +45,7 @@ BACKLOG = 2048  # connections that wait to be accepted
 END_SECONDS = 0.5  # for the last bytes to leave, and for the engine's last step
 DEATH_SECONDS = 2.0  # for the errors of open requests to leave, when the engine has died
 DEAD = 1  # exit status when the engine has died
+UVICORN = "uvicorn"  # its logger
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUEUE_PER_SEAT = 8  # requests that may wait for each that may run, and at least
 MIN_QUEUE = 256
@@ -103,6 +106,7 @@ class ServerOptions:
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls = field(default_factory=Tls)
     origins: AllowedOrigins = field(default_factory=AllowedOrigins)
+    request_log: RequestLogKind | None = None  # text, if the log's level is info
 
     def __post_init__(self) -> None:
         most = self.limits.max_requests_per_key
@@ -126,31 +130,30 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
     keys = KeyRing(options.api_keys, options.api_key_file, options.admin_api_key)
     tracing = make_tracing(options.otlp_traces_endpoint)
     config = args.create_config()
-    with bound(options.host, options.port, options.uds) as listening:
+    set_up_logging(config.log_level)
+    with ExitStack() as stack:
+        listening = stack.enter_context(bound(options.host, options.port, options.uds))
+        stack.enter_context(logging_in_background(UVICORN))
+        kind = stack.enter_context(writing_requests(options.request_log))
         with _ending_while_starting():
             engine = AsyncLLMEngine(Session.open(config))
-        try:
-            names = names_of(config.model.model, options.served_model_name)
-            limit_queue(engine, args, options.max_queue_seconds)
-            operations = Operations(engine, keys, names.first, options.health_timeout)
-            app = make_app(engine, names, operations, options.limits, options.chat_template)
-            if tracing is not None:
-                app = tracing.begin(engine, names.first, app)
-            drain = Drain(app, engine, args.drain_timeout)
-            server = Server(
-                _uvicorn_config(options.origins.around(drain), options),
-                drain,
-                listening,
-                names.first,
-            )
-            readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
-            with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-                runner.run(_serve(server, readers, engine, args.on_core_death))
-            return server.status
-        finally:
-            engine.shutdown(END_SECONDS)
-            if tracing is not None:
-                tracing.end()
+        stack.callback(engine.shutdown, END_SECONDS)
+        limit_queue(engine, args, options.max_queue_seconds)
+        names = names_of(config.model.model, options.served_model_name)
+        operations = Operations(engine, keys, names.first, options.health_timeout)
+        app = make_app(engine, names, operations, options.limits, options.chat_template)
+        if tracing is not None:
+            app = tracing.begin(engine, names.first, app)
+            stack.callback(tracing.end)
+        drain = Drain(app, engine, args.drain_timeout)
+        log = RequestLog(drain, kind)
+        engine.add_observer(log.observe)
+        stack.callback(log.close)
+        server = Server(_uvicorn_config(log, options), drain, listening, names.first)
+        readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_serve(server, readers, engine, args.on_core_death))
+        return server.status
 
 
 def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:
@@ -160,13 +163,14 @@ def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | N
     engine.limit_queue(most, max_seconds, num_seats=seats)
 
 
-def _uvicorn_config(app: ASGIApp, options: ServerOptions) -> uvicorn.Config:
-    protocol: Any = partial(BoundedProtocol, limits=options.http)
+def _uvicorn_config(log: RequestLog, options: ServerOptions) -> uvicorn.Config:
+    protocol: Any = partial(BoundedProtocol, limits=options.http, on_refused=log.refused)
     return uvicorn.Config(
-        app,
+        options.origins.around(log),
         http=protocol,
         ws="none",
         lifespan="off",
+        log_config=None,  # it would close all handlers of the process
         log_level="warning",
         access_log=False,
         server_header=False,

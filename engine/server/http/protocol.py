@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import httptools
+from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, RequestResponseCycle
 
 from engine.errors import ConfigError
@@ -23,6 +25,9 @@ from engine.server.http.writing import WritingProtocol
 
 LINGER_SECONDS = 2.0  # that a client's further bytes are dropped for, so that it reads the answer
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
+
+
+OnRefused = Callable[[ApiError, Scope | None], None]
 
 
 @dataclass(frozen=True)
@@ -46,8 +51,17 @@ class HttpLimits:
 class BoundedProtocol(WritingProtocol):
     """One connection. What it refuses is answered in OpenAI's form, and the connection ends."""
 
-    def __init__(self, *args: Any, limits: HttpLimits | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        limits: HttpLimits | None = None,
+        on_refused: OnRefused | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """on_refused: called with each error that is answered here, and with the scope of its
+        request if that has come to the application."""
         super().__init__(*args, **kwargs)
+        self._on_refused = on_refused
         self._limits = limits or HttpLimits()
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
@@ -186,6 +200,10 @@ class BoundedProtocol(WritingProtocol):
         body = error.body()
         head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
         self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+        has_begun = self._is_in_body or self._head_bytes or self._num_new_bytes
+        if self._on_refused is not None and has_begun:
+            in_body = self.cycle is not None and self._is_in_body
+            self._on_refused(error, dict(self.cycle.scope) if in_body else None)
         self._linger()
 
     def _forget_finished(self) -> None:

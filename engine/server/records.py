@@ -1,0 +1,99 @@
+"""What is known of a request to the server, for its line in the log: never a prompt or a key."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from engine.messages.requests import FinishedRequest
+
+LEFT = 499  # the status, as nginx has it, of a request whose client went away before an answer
+MAX_PATH = 200  # characters
+MIN_WAIT_SECONDS = 0.0005
+
+
+@dataclass
+class RequestRecord:
+    """One request, while it is answered and after."""
+
+    id: str
+    method: str
+    path: str
+    began: float
+    status: int | None = None
+    error: str | None = None
+    param: str | None = None
+    has_left: bool = False
+    """The client went away before the end of its answer."""
+    seconds: float = 0.0
+    first_token_seconds: float | None = None
+    num_sequences: int = 0
+    """Prompts that the engine has ended."""
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_output_tokens: int = 0
+    num_preemptions: int = 0
+    waits: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    finish_reasons: list[str] = field(default_factory=list)
+
+    def add(self, finished: FinishedRequest) -> None:
+        """A prompt of this request has ended in the engine; called by the engine's thread."""
+        metrics = finished.metrics
+        self.num_sequences += 1
+        self.num_prompt_tokens += finished.num_prompt_tokens
+        self.num_cached_tokens += finished.num_cached_tokens
+        self.num_output_tokens += finished.num_output_tokens
+        self.num_preemptions += metrics.num_preemptions
+        for cause, seconds in metrics.waits.items():
+            self.waits[cause] += seconds
+        if finished.finish_reason not in self.finish_reasons:
+            self.finish_reasons.append(finished.finish_reason)
+        if metrics.first_token_time is not None:
+            first = metrics.first_token_time - metrics.arrival_time
+            known = self.first_token_seconds
+            self.first_token_seconds = first if known is None else min(first, known)
+
+    def fields(self) -> dict[str, Any]:
+        """What is known, by the names of the JSON line."""
+        known: dict[str, Any] = {
+            "id": self.id,
+            "method": self.method,
+            "path": self.path[:MAX_PATH],
+            "status": self.status,
+        }
+        if self.num_sequences:
+            known |= {
+                "prompt_tokens": self.num_prompt_tokens,
+                "cached_tokens": self.num_cached_tokens,
+                "output_tokens": self.num_output_tokens,
+            }
+        if self.first_token_seconds is not None:
+            known["first_token_seconds"] = round(self.first_token_seconds, 4)
+        known["total_seconds"] = round(self.seconds, 4)
+        waits = {cause: s for cause, s in self.waits.items() if s >= MIN_WAIT_SECONDS}
+        if waits:
+            known["waits"] = {cause: round(s, 4) for cause, s in waits.items()}
+        if self.num_preemptions:
+            known["preemptions"] = self.num_preemptions
+        if self.finish_reasons:
+            known["finish_reason"] = "+".join(self.finish_reasons)
+        if self.error is not None:
+            known["error"] = self.error
+        if self.param is not None:
+            known["param"] = self.param
+        if self.has_left:
+            known["client_left"] = True
+        return known
+
+
+RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
+"""That of the request that the current task answers."""
+
+
+def note_error(code: str, param: str | None) -> None:
+    """The current request ends with this error: a code, and the field to blame."""
+    record = RECORD.get()
+    if record is not None:
+        record.error, record.param = code, param

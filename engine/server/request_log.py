@@ -1,0 +1,173 @@
+"""A line in the log for each request: what it was, what became of it, and why it waited."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Awaitable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import msgspec
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.messages.requests import FinishedRequest
+from engine.observe.background import BackgroundHandler
+from engine.server.errors import ApiError
+from engine.server.http.answered import request_id_of
+from engine.server.records import LEFT, RECORD, RequestRecord
+
+RequestLogKind = Literal["text", "json", "off"]
+
+logger = logging.getLogger("engine.requests")
+PROBES = frozenset(("/health", "/ready", "/ping", "/load", "/metrics", "/version", "/is_paused"))
+"""Asked again and again by what watches the server: logged only if they fail."""
+LEFT_SECONDS = 0.5  # for the engine to say what became of a request whose client went away
+FAILED = 500
+KEY = "metronome.record"  # in the scope
+NAMES = {
+    "prompt_tokens": "prompt",
+    "cached_tokens": "cached",
+    "output_tokens": "output",
+    "first_token_seconds": "first_token",
+    "total_seconds": "total",
+    "waits": "waited",
+    "finish_reason": "finish",
+}
+"""Shorter names for people."""
+
+
+class RequestLog:
+    """An application, whose requests are logged when they have been answered; ``off``: none is."""
+
+    def __init__(self, app: ASGIApp, kind: RequestLogKind) -> None:
+        self._app = app
+        self._is_off = kind == "off"
+        self._is_json = kind == "json"
+        self._left: dict[int, tuple[asyncio.TimerHandle, RequestRecord]] = {}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_off or scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        record = RequestRecord(
+            request_id_of(scope), scope["method"], path_of(scope), time.perf_counter()
+        )
+        RECORD.set(record)
+        scope[KEY] = record
+        is_over = False
+
+        def noting(message: Message) -> Awaitable[None]:
+            nonlocal is_over
+            if message["type"] == "http.response.start":
+                if not record.has_left:
+                    record.status = message["status"]
+            elif not message.get("more_body", False):
+                is_over = True
+            return send(message)
+
+        async def hearing() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" and not is_over:
+                record.has_left = record.status is None or record.status < 400
+            return message
+
+        try:
+            await self._app(scope, hearing, noting)
+        finally:
+            self._end(record)
+
+    def observe(self, finished: FinishedRequest) -> None:
+        """A prompt has ended; called by the engine's thread in the context of the request."""
+        record = RECORD.get()
+        if record is not None:
+            record.add(finished)
+
+    def refused(self, error: ApiError, scope: Scope | None) -> None:
+        """The connection itself has answered with an error; ``scope``: of the request, if it has
+        come to the application, which then ends it."""
+        code = error.code or error.type
+        if scope is None:
+            self._write(RequestRecord("-", "-", "-", 0.0, error.status, code))
+        elif (record := scope.get(KEY)) is not None:
+            record.status, record.error = error.status, code
+
+    def close(self) -> None:
+        """Write what still waits to be complete."""
+        for timer, record in list(self._left.values()):
+            timer.cancel()
+            self._write(record)
+        self._left.clear()
+
+    def _end(self, record: RequestRecord) -> None:
+        record.seconds = time.perf_counter() - record.began
+        if record.status is None:
+            record.status = LEFT if record.has_left else FAILED
+        if record.path in PROBES and record.status < 400:
+            return
+        if not record.has_left:
+            self._write(record)
+            return
+        timer = asyncio.get_running_loop().call_later(LEFT_SECONDS, self._write_left, record)
+        self._left[id(record)] = timer, record
+
+    def _write_left(self, record: RequestRecord) -> None:
+        del self._left[id(record)]
+        self._write(record)
+
+    def _write(self, record: RequestRecord) -> None:
+        if not self._is_off and logger.isEnabledFor(logging.INFO):
+            logger.info("%s", as_json(record) if self._is_json else as_text(record))
+
+
+def path_of(scope: Scope) -> str:
+    """As it was sent, without the query: decoded, it may have line ends in it."""
+    raw: bytes = scope.get("raw_path") or scope["path"].encode("unicode_escape")
+    return raw.partition(b"?")[0].decode("latin-1")
+
+
+def as_json(record: RequestRecord) -> str:
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode({"time": now, **record.fields()}).decode()
+
+
+def as_text(record: RequestRecord) -> str:
+    """``POST /v1/completions status=200 id=... prompt=12 ...``; times in seconds."""
+    known = record.fields()
+    head = f"{known.pop('method')} {known.pop('path')} status={known.pop('status')}"
+    return " ".join([head, *_pairs(known)])
+
+
+def _pairs(known: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in known.items():
+        if isinstance(value, dict):
+            value = ",".join(f"{cause.replace(' ', '_')}:{s:.3f}" for cause, s in value.items())
+        elif isinstance(value, float):
+            value = f"{value:.3f}"
+        elif value is True:
+            value = "yes"
+        yield f"{NAMES.get(name, name)}={value}"
+
+
+@contextmanager
+def writing_requests(kind: RequestLogKind | None) -> Iterator[RequestLogKind]:
+    """The kind of lines that are written. Lines of JSON are written as they are, without the time
+    and the name of other lines; a kind that was chosen is written whatever the log's level is.
+    ``None``: text, if the level is ``info``."""
+    if kind is not None:
+        logger.setLevel(logging.INFO)
+    if kind != "json":
+        yield kind or "text"
+        return
+    handler = BackgroundHandler([logging.StreamHandler(sys.stderr)])
+    logger.addHandler(handler)
+    logger.propagate = False
+    try:
+        yield kind
+    finally:
+        logger.propagate = True
+        logger.removeHandler(handler)
+        handler.close()

@@ -1,0 +1,186 @@
+"""The log of a server: a line for each request, and no request that waits for its readers."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.patience import WAIT_SECONDS
+from support.served import Served, free_port, is_ready, served
+
+OPTIONS = ("--num-threads", "1", "--max-model-len", "1024")
+SECRET = "the words of a prompt"
+
+
+def ask(url: str, path: str, body: Any = None, **headers: str) -> int:
+    data = None if body is None else json.dumps(body).encode()
+    given = {name.replace("_", "-"): value for name, value in headers.items()}
+    given["Content-Type"] = "application/json"
+    asked = urllib.request.Request(url + path, data, given)
+    try:
+        with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
+            answer.read()
+            return int(answer.status)
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
+class Log:
+    """What a server has written."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def lines(self) -> list[dict[str, Any]]:
+        text = self._path.read_text()
+        assert SECRET not in text and "a-key" not in text
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+    def of(self, name: str) -> dict[str, Any]:
+        """The only line of the request of this name, once it is there."""
+        end = time.monotonic() + WAIT_SECONDS
+        while not (found := [line for line in self.lines() if line["id"] == name]):
+            assert time.monotonic() < end, name
+            time.sleep(0.05)
+        (line,) = found
+        return line
+
+
+@pytest.fixture(scope="module")
+def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
+    return Log(tmp_path_factory.mktemp("log") / "stderr")
+
+
+@pytest.fixture(scope="module")
+def server(log: Log, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    path = tmp_path_factory.getbasetemp() / "log0" / "stderr"
+    options = ("--request-log", "json", "--log-level", "warning", "--api-key", "a-key")
+    with path.open("wb") as file, served(*OPTIONS, *options, log=file) as made:
+        yield made
+
+
+def test_a_request_is_one_line_with_its_figures(server: Served, log: Log) -> None:
+    body = {"model": "box", "prompt": SECRET, "max_tokens": 7, "ignore_eos": True}
+    key = {"Authorization": "Bearer a-key"}
+    assert ask(server.url, "/v1/completions", body, X_Request_Id="whole", **key) == 200
+    stream = {**body, "stream": True, "n": 2}
+    assert ask(server.url, "/v1/completions?key=a-key", stream, X_Request_Id="parts", **key) == 200
+    for name, num_texts in (("whole", 1), ("parts", 2)):
+        line = log.of(name)
+        assert (line["method"], line["path"]) == ("POST", "/v1/completions")
+        assert (line["status"], line["finish_reason"]) == (200, "length")
+        assert line["output_tokens"] == 7 * num_texts
+        assert 0 < line["first_token_seconds"] <= line["total_seconds"]
+        assert line["prompt_tokens"] > 2 and line["cached_tokens"] >= 0
+        assert "error" not in line and "client_left" not in line
+
+
+def test_refusals_are_lines_with_their_code(server: Served, log: Log) -> None:
+    body = {"model": "box", "prompt": SECRET, "max_tokens": 7}
+    key = {"Authorization": "Bearer a-key"}
+
+    def refused(name: str, path: str, body: Any, **headers: str) -> dict[str, Any]:
+        status = ask(server.url, path, body, X_Request_Id=name, **headers)
+        line = log.of(name)
+        assert line["status"] == status and "finish_reason" not in line
+        return line
+
+    assert refused("no-key", "/v1/completions", body)["error"] == "invalid_api_key"
+    wrong = refused("wrong", "/v1/completions", {**body, "max_tokens": -5}, **key)
+    assert wrong["status"] == 400 and wrong["param"] == "max_tokens" and wrong["error"]
+    model = refused("model", "/v1/completions", {**body, "model": SECRET}, **key)
+    assert (model["status"], model["error"]) == (404, "model_not_found")
+    lost = refused("lost", "/no/such%0a%7bpath", body, **key)
+    assert (lost["status"], lost["path"]) == (404, "/no/such%0a%7bpath")
+
+
+def test_what_is_no_request_is_a_line_too(server: Served, log: Log) -> None:
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(b"NONSENSE\r\n\r\n")
+        assert client.recv(100).startswith(b"HTTP/1.1 400")
+    assert log.of("-")["status"] == 400
+
+
+@pytest.mark.parametrize("is_stream", [True, False])
+def test_who_leaves_is_named(server: Served, log: Log, is_stream: bool) -> None:
+    name = f"left-{is_stream}"
+    body = {
+        "model": "box", "prompt": "a", "max_tokens": 900, "ignore_eos": True,
+        "stream": is_stream,
+    }  # fmt: skip
+    data = json.dumps(body).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nX-Request-Id: {name}\r\n"
+        "Content-Type: application/json\r\nAuthorization: Bearer a-key\r\n"
+        f"Content-Length: {len(data)}\r\n\r\n"
+    )
+    with socket.create_connection(("127.0.0.1", server.port)) as client:
+        client.sendall(head.encode() + data)
+        if is_stream:
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        else:  # the engine has it
+            while not json.loads(fetched(server, "/load"))["running"]:
+                pass
+    line = log.of(name)
+    assert line["client_left"] is True and line["status"] == (200 if is_stream else 499)
+    assert line["finish_reason"] == "abort" and line["output_tokens"] < 900
+
+
+def fetched(server: Served, path: str) -> bytes:
+    asked = urllib.request.Request(server.url + path, headers={"Authorization": "Bearer a-key"})
+    with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
+        return bytes(answer.read())
+
+
+def test_probes_that_succeed_are_no_lines(server: Served, log: Log) -> None:
+    for path in ("/health", "/ready", "/load", "/metrics"):
+        fetched(server, path)
+    assert ask(server.url, "/v1/models", X_Request_Id="after", Authorization="Bearer a-key") == 200
+    assert log.of("after")
+    assert not {line["path"] for line in log.lines()} & {"/health", "/ready", "/load", "/metrics"}
+
+
+def test_no_request_waits_for_a_log_that_nobody_reads() -> None:
+    """Lines of the log fill its pipe many times over."""
+    port = free_port()
+    server = Served.start(port, *OPTIONS, "--log-level", "info", log=subprocess.PIPE)
+    assert server.process.stderr is not None
+    try:
+        while not is_ready(server.url):
+            assert server.process.poll() is None
+        name = "x" * 128
+        for _ in range(1000):
+            assert ask(server.url, "/v1/models", X_Request_Id=name) == 200
+        body = {"model": "box", "prompt": "a", "max_tokens": 5}
+        assert ask(server.url, "/v1/completions", body) == 200
+        server.process.terminate()
+        assert server.process.wait(WAIT_SECONDS) == 0
+        assert name.encode() in server.process.stderr.read()
+    finally:
+        server.process.kill()
+        server.process.wait()
+        server.process.stderr.close()
+
+
+def test_the_log_may_be_closed() -> None:
+    port = free_port()
+    server = Served.start(port, *OPTIONS, "--log-level", "info", log=subprocess.PIPE)
+    assert server.process.stderr is not None
+    server.process.stderr.close()
+    try:
+        while not is_ready(server.url):
+            assert server.process.poll() is None
+        body = {"model": "box", "prompt": "a", "max_tokens": 5}
+        assert ask(server.url, "/v1/completions", body) == 200
+        assert server.end() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
