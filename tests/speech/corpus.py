@@ -211,6 +211,7 @@ PLAIN = "\n Déjà vu <b>: 1 < 2, {x} [y] `z`\n "
 ANSWERS = [
     Case("plain text", PLAIN, [], PLAIN),
     Case("JSON that is no call", '{"name": "Bob", "age": [5]}', [], '{"name": "Bob", "age": [5]}'),
+    Case("a list that is no call", '[{"x": 1}]', [], '[{"x": 1}]'),
     Case("code", "```python\nx = {'name': 1}\n```", [], "```python\nx = {'name': 1}\n```"),
 ]  # fmt: skip
 
@@ -291,6 +292,8 @@ MISTRAL_V3 = [
     ),
     Case("an unknown tool", older('{"name": "rm"}'), [], older('{"name": "rm"}')),
     Case("an empty list", "[TOOL_CALLS] []", [], "[TOOL_CALLS] []"),
+    Case("no marker", f"[{BARE}]", [("edit", EDIT)]),
+    Case("no marker, an object", f" {BARE}\nDone.", [("edit", EDIT)], "Done."),
 ]
 
 

@@ -15,7 +15,7 @@ from speech.cases import CASES
 from speech.corpus import Case
 from speech.families import TOOLS, markers_of, signs_of, tokenizer_with
 from speech.mutations import Mutations
-from speech.playing import FakeEngine, Read, pieces, play, read_of, streamed, whole
+from speech.playing import PROMPT, FakeEngine, Read, pieces, play, read_of, streamed, whole
 
 from engine.server.speech.families import TOOL_FAMILIES
 from engine.server.speech.json_text import object_in
@@ -105,6 +105,20 @@ def test_arguments_come_in_pieces(name: str) -> None:
         case = next(each for each in CASES[family] if each.calls and "text" in str(each.calls))
         _, events = answers_of(api, family, case, 1)
         assert len([each for each in events if api.has_arguments(each)]) > 5, family
+
+
+@pytest.mark.parametrize("family", sorted(CASES))
+@pytest.mark.parametrize(
+    "text", ['{"items": [1, ', '```json\n{"x": "y', "[[1, 2], ", "if a < b: x["]
+)
+def test_text_that_can_be_no_call_is_not_held(family: str, text: str) -> None:
+    tools = tools_of(TOOLS, "auto", None)
+    assert tools is not None
+    answer = speech_of(family, "tokens").begin(PROMPT, tools=tools.read_as, skip_special=True)
+    (completion,) = pieces(tokenizer_of(family, "tokens"), text, itertools.repeat(99), "stop")
+    completion.finish_reason = None
+    answer.read(completion)
+    assert answer.content == text.rstrip()
 
 
 def test_answers_that_nobody_foresaw() -> None:

@@ -19,7 +19,8 @@ class MistralCalls(ObjectCalls):
     """``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``, of older models a list of objects."""
 
     def attempt(self) -> Steps[bool]:
-        yield from self.source.accept(*self.openers)
+        if not (yield from self.source.accept(*self.openers)):
+            return (yield from self.value(is_marked=False))
         names = (self.markers.read(CALL_ID), self.markers.read(ARGS))
         char = yield from self.source.skip_space()
         if char in ("{", "`") or (char == "[" and not (yield from self.source.standing(0, names))):

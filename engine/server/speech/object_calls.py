@@ -25,8 +25,8 @@ class ObjectCalls(CallReader):
 
     def attempt(self) -> Steps[bool]:
         """A call at an opening marker, a fence, a bracket or a brace."""
-        yield from self.source.accept(*self.openers)
-        return (yield from self.value(is_marked=True))
+        opener = yield from self.source.accept(*self.openers)
+        return (yield from self.value(is_marked=bool(opener)))
 
     def value(self, *, is_marked: bool) -> Steps[bool]:
         """The call that stands here; is_marked: something before it says that it is one.

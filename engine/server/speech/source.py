@@ -140,7 +140,16 @@ class Literals:
         self._longest = max(map(len, self.texts), default=1)
 
     def search(self, source: Source) -> re.Match[str] | None:
-        return self._pattern.search(source.text, source.at)
+        """The next of them, the longest that stands there; ``None`` if more of it may come."""
+        match = self._pattern.search(source.text, source.at)
+        if match is None or source.is_ended:
+            return match
+        left = len(source.text) - match.start()
+        if len(match[0]) <= left < self._longest:
+            tail = source.text[match.start() :]
+            if any(len(text) > left and text.startswith(tail) for text in self.texts):
+                return None
+        return match
 
     def safe_end(self, source: Source) -> int:
         """Before which none of them begins, if none was found."""
