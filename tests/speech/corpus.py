@@ -171,6 +171,17 @@ OBJECTS = [
         f'<tool_call>{{"id": 3, "name": "edit", "arguments": {EDIT_JSON}, "x": [1]}}</tool_call>',
         [("edit", EDIT)],
     ),
+    Case(
+        "a list of calls, as OpenAI writes it",
+        f'{{"tool_calls": [{{"type": "function", "function": {BARE}}}, {{"function": {BARE}}}]}}',
+        [("edit", EDIT)] * 2,
+    ),
+    Case(
+        "as Anthropic writes it",
+        f'<tool_call>{{"type": "tool_use", "name": "edit", "input": {EDIT_JSON}}}</tool_call>',
+        [("edit", EDIT)],
+    ),
+    Case("an opening tag that should close", f"<tool_call>{BARE}\n<tool_call>", [("edit", EDIT)]),
     Case("an unknown tool", UNKNOWN, [], UNKNOWN),
     Case("an unknown tool, then a call", f"{UNKNOWN}\n{ONE}", [("edit", EDIT)], UNKNOWN),
     Case("a list for arguments", hermes("edit", "[1]"), [], hermes("edit", "[1]")),

@@ -9,6 +9,7 @@ from engine.server.speech.events import CallBegin
 from engine.server.speech.source import Steps, Waits
 
 NESTED = ("function", "tool", "tool_call")  # a name, or an object that has it
+LISTS = ("tool_calls", "calls")  # of such objects
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 OTHERS = ("type", "id")
 FENCE = "```"
@@ -108,7 +109,10 @@ class ObjectCall:
     def _member(self, key: str) -> Steps[bool]:
         """Returns whether it may go on."""
         char = yield from self._source.peek()
-        if key in NESTED and char == "{":
+        if key in LISTS and char == "[":
+            self._source.at += 1
+            char = yield from self._source.skip_space()
+        if key in (*NESTED, *LISTS) and char == "{":
             return (yield from self._members())
         if key == "name" or key in NESTED:
             return (yield from self._named(char))

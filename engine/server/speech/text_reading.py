@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.server.speech.calls import CallReader
 from engine.server.speech.events import Text, Thinking
-from engine.server.speech.source import Literals, Source, Steps
+from engine.server.speech.source import Literals, Source, Steps, Waits
 
 MAX_READ_AGAIN = 1 << 16  # characters of one answer
 BARE = ("{", "[", "```")  # what calls without a marker begin with
@@ -118,7 +118,8 @@ class TextReading:
         while True:
             source.hold()
             yield from source.skip_space()
-            if (yield from source.accept(*calls.closers, *calls.trailing)):
+            found = yield from source.accept(*calls.closers, *calls.trailing)
+            if found or (yield from self._is_last(calls.openers)):
                 source.mark = None
                 continue
             source.give_back()
@@ -127,6 +128,15 @@ class TextReading:
                 source.give_back()
                 return
             source.mark = None
+
+    def _is_last(self, openers: tuple[str, ...]) -> Waits[bool]:
+        """Whether an opener stands here with nothing after it: it was to close."""
+        source = self._source
+        opener = yield from source.standing(0, openers)
+        if not opener or (yield from source.look(len(opener)))[0] or not source.is_ended:
+            return False
+        source.at = len(source.text)
+        return not source.is_cut
 
     def _text(self, end: int) -> Text:
         text = self._source.take(end)
