@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -32,6 +32,14 @@ Place = frozenset[int]  # schemas by their number
 MOST_STEPS = 20_000  # beyond them nothing is said against a schema
 SCALARS = {"null", "boolean", "integer", "number", "string"}
 EVERY_TYPE = SCALARS | {"array", "object"}
+KINDS: dict[type, set[str]] = {
+    bool: {"boolean"},
+    int: {"integer", "number"},
+    str: {"string"},
+    list: {"array"},
+    dict: {"object"},
+    type(None): {"null"},
+}
 CHOICES = ("anyOf", "oneOf")
 # Keywords with schemas: by name, in a list, alone. Definitions are used by references only.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
@@ -331,14 +339,14 @@ class Places:
     def _ways(self, said: list[Schema]) -> Iterator[Way]:
         """To a value of which all this holds."""
         self._count()
-        if any("enum" in each or "const" in each for each in said):
-            if all(each.get("enum", True) != [] for each in said):
-                yield Way(())
-            return
         types = set(EVERY_TYPE)
         for each in said:
             types &= _types(each)
-        if types & SCALARS:
+        if any("enum" in each or "const" in each for each in said):
+            if any(_is_one(value, said, types) for value in _listed(said)):
+                yield Way(())
+            return
+        if types & SCALARS - _empty(said):
             yield Way(())
         if "array" in types:
             yield from self._arrays(said)
@@ -412,6 +420,38 @@ def _types(schema: Schema) -> set[str]:
     return {*found, "integer"} if "number" in found else found
 
 
+def _listed(said: list[Schema]) -> list[Any]:
+    """The values that the first list of values leaves."""
+    first = next(each for each in said if "enum" in each or "const" in each)
+    return [first["const"]] if "const" in first else _list(first["enum"])
+
+
+def _is_one(value: Any, said: list[Schema], types: set[str]) -> bool:
+    """Whether a value is in all lists of values, and of a type that is allowed."""
+    if type(value) in KINDS and not types & KINDS[type(value)]:
+        return False
+    lists = [_list(each["enum"]) for each in said if "enum" in each]
+    lists += [[each["const"]] for each in said if "const" in each]
+    return all(value in each for each in lists)
+
+
+def _empty(said: list[Schema]) -> set[str]:
+    """Types of which a range has no value."""
+    found: set[str] = set()
+    if _is_empty(said, ("minLength",), ("maxLength",)):
+        found.add("string")
+    lows, highs = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
+    if _is_empty(said, lows, highs):
+        found |= {"integer", "number"}
+    return found
+
+
+def _is_empty(said: list[Schema], lows: Sequence[str], highs: Sequence[str]) -> bool:
+    low = [each[key] for each in said for key in lows if _is_number(each.get(key))]
+    high = [each[key] for each in said for key in highs if _is_number(each.get(key))]
+    return bool(low and high) and max(low) > min(high)
+
+
 def _prefix(schema: Schema) -> list[Any]:
     """What the first items are, by either name."""
     return _list(schema.get("prefixItems")) or _list(schema.get("items"))
@@ -451,5 +491,8 @@ def _dict(value: Any) -> dict[str, Any]:
 
 
 def _int(value: Any, other: int) -> int:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return int(value) if is_number else other
+    return int(value) if _is_number(value) else other
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -526,6 +526,18 @@ ENDLESS: dict[str, Schema] = {
         "$ref": "https://example.org/a.json#/$defs/a",
     },
     "not, of everything": _at_a({"anyOf": [{"not": {}}, _holds(_A)]}),
+    "no text is so short and so long": _at_a(
+        {"anyOf": [{"type": "string", "minLength": 3, "maxLength": 2}, _holds(_A)]}
+    ),
+    "no number is so large and so small": _at_a(
+        {"anyOf": [{"type": "integer", "minimum": 3, "exclusiveMaximum": 2}, _holds(_A)]}
+    ),
+    "no value is of that type": _at_a(
+        {"anyOf": [{"enum": ["a", None], "type": "integer"}, _holds(_A)]}
+    ),
+    "no value is both": _at_a(
+        {"anyOf": [{"allOf": [{"const": 1}, {"enum": [2, 3]}]}, _holds(_A)]}
+    ),
     "nothing else": _at_a({"anyOf": [False, _holds(_A)]}),
 }  # fmt: skip
 
