@@ -49,7 +49,10 @@ _NO_REMOTE_KV = "KV is not moved between engines; the prefix cache is that of ea
 _GPU_ONLY = "graphs are recorded by enforce_eager and cudagraph_capture_sizes alone; leave it out"
 _MODEL_FILES = "what the model's config.json says holds; change it in a copy of the directory"
 _TEXT_ONLY = "the engine generates text, nothing else; leave it out"
-_LOG = "log_level says how much is logged; leave it out"
+_LOG = (
+    "log_level says how much is logged, and --request-log of metronome serve what is logged of "
+    "each request; leave it out"
+)
 _SERVER = "the server has one process and no such switch; leave it out"
 
 # Names that share a reason.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from types import NoneType
 from typing import Any, Literal
 
 from engine.config.check import check_kind, check_range, check_types
+from engine.config.near import did_you_mean
 from engine.errors import ConfigError
 
 METHODS = ("ngram", "suffix", "draft_model", "grammar")
@@ -69,11 +69,9 @@ class SpeculativeConfig:
         known = [option.name for option in fields(cls)]
         for name in options:
             if name not in known:
-                near = difflib.get_close_matches(str(name), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise ConfigError(
                     f"{name!r:.80} is no option of speculative_config; there are: "
-                    f"{', '.join(known)}{hint}"
+                    f"{', '.join(known)}{did_you_mean(str(name), known)}"
                 )
         given = {name: value for name, value in options.items() if value is not None}
         if isinstance(given.get("model"), Path):
@@ -152,8 +150,7 @@ def check_method(method: object) -> None:
     """Raise ``ConfigError`` for an unknown method to draft."""
     check_kind("speculative_config: method", method, (str, NoneType))
     if method is not None and method not in METHODS:
-        near = difflib.get_close_matches(str(method).strip(" []").lower(), METHODS, n=1)
         raise ConfigError(
             f"speculative_config: method {method!r:.80} is not available; there are: "
-            f"{', '.join(METHODS)}{f'; did you mean {near[0]!r}?' if near else ''}"
+            f"{', '.join(METHODS)}{did_you_mean(str(method), METHODS)}"
         )
