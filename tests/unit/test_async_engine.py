@@ -224,3 +224,50 @@ async def test_of_two_that_come_with_one_id_the_first_is_served(gate: threading.
     assert (await tasks[0])[-1].outputs[0].token_ids == [10, 11, 12, 13]
     assert (await collect(async_engine, "a"))[-1].finished and not fake.aborted
     async_engine.shutdown()
+
+
+async def test_a_death_is_logged_once_with_its_cause_and_reported(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the server, which then ends, takes it; also of a core in the same process."""
+    fake = FakeClient(counting)
+    fake.dies_at = 2
+    async_engine = new_engine(fake)
+    reported = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    async_engine.on_death(lambda: loop.call_soon_threadsafe(reported.set))
+    with pytest.raises(EngineDeadError):
+        await collect(async_engine, "a")
+    await asyncio.wait_for(reported.wait(), WAIT_SECONDS)
+    (record,) = [each for each in caplog.records if each.levelname == "CRITICAL"]
+    assert "the fake core died" in record.getMessage()
+    late: list[bool] = []
+    async_engine.on_death(lambda: late.append(True))
+    assert late == [True]  # of an engine that has died already
+
+
+async def test_a_shutdown_is_no_death(caplog: pytest.LogCaptureFixture) -> None:
+    async_engine = new_engine(FakeClient(counting))
+    reported: list[bool] = []
+    async_engine.on_death(lambda: reported.append(True))
+    await collect(async_engine, "a")
+    async_engine.shutdown()
+    assert not reported and not caplog.records
+
+
+async def test_questions_that_never_cease_do_not_hide_a_death() -> None:
+    """A probe each moment: the engine never rests, and so never looks whether the core lives."""
+    fake = FakeClient(counting)
+    async_engine = new_engine(fake)
+    reported = threading.Event()
+    async_engine.on_death(reported.set)
+    await async_engine.check_health(WAIT_SECONDS)
+
+    def dead(name: str, *args: Any) -> Any:
+        raise EngineDeadError("gone")
+
+    fake.call = dead  # type: ignore[method-assign]
+    with pytest.raises(EngineDeadError, match="gone"):
+        await async_engine.check_health(WAIT_SECONDS)
+    assert reported.wait(WAIT_SECONDS)
+    assert not async_engine.is_running
