@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from typing import Any
 
 import pytest
+from support import source_tree as tree
 
 from engine.errors import PromptTooLongError, RequestError, RequestTypeError
 from engine.messages.params import SamplingParams, check_params_for_vocab
@@ -23,6 +25,13 @@ TEXT, CHAT, RESPONSE, MESSAGE = (
     (MessagesRequest, {"model": "m", "messages": [{"role": "user", "content": "x"}]}),
 )
 APIS: tuple[tuple[Any, dict[str, Any]], ...] = (TEXT, CHAT, RESPONSE, MESSAGE)
+CHECKING = (
+    "engine/frontend/prompt.py",
+    "engine/llm.py",
+    "engine/messages/params.py",
+    "engine/messages/requests.py",
+    "engine/sched/step/intake.py",
+)
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
 
 
@@ -87,6 +96,22 @@ def test_parameters_that_the_vocabulary_lacks_are_named(fields: dict[str, Any]) 
     with pytest.raises(RequestError) as told:
         check_params_for_vocab(SamplingParams(**fields), 7)
     assert told.value.param in fields
+
+
+def test_every_error_about_a_field_names_it() -> None:
+    """Where parameters, prompts and options of requests are checked."""
+    nameless = [
+        f"{module.where}:{call.lineno}"
+        for module in tree.sources()
+        if module.where in CHECKING
+        for name, function in module.functions()
+        if name != "check_plain"  # arguments of utilities, which are no fields of a request
+        for call in ast.walk(function)
+        if isinstance(call, ast.Call)
+        and getattr(call.func, "id", "") in ("RequestError", "RequestTypeError")
+        and not any(keyword.arg == "param" for keyword in call.keywords)
+    ]
+    assert not nameless, nameless
 
 
 # -- of the body
