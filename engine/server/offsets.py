@@ -100,10 +100,10 @@ class TextOffsets:
         text = self._text[self._end : self._end + farthest + 1]
         if SUBSTITUTE in made and (by_bytes := _as_bytes(word.parts, text)) is not None:
             return by_bytes
+        if not is_last and _may_go_on(made, text, farthest - NEAR):
+            return None
         if text.startswith(made):
             return begins, len(made)
-        if made.startswith(text) and not is_last:
-            return None
         if word.is_special:
             return nowhere
         if made.startswith(text):  # the rest was cut off by a stop string
@@ -147,6 +147,13 @@ def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
         begins.append(len(text))
         text += decoder.decode(part)
     return begins, text + decoder.decode(b"", final=True)
+
+
+def _may_go_on(made: str, text: str, num_bytes: int) -> bool:
+    """Whether the text is too short to tell if it begins with this."""
+    if SUBSTITUTE in made:  # for each byte there may be one
+        return len(text) < num_bytes and not text.strip(SUBSTITUTE)
+    return len(text) < len(made) and made.startswith(text)
 
 
 def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:

@@ -192,3 +192,22 @@ def test_without_a_tokenizer_there_is_no_text() -> None:
     for token in (3, 4):
         offsets.add_token(token)
     assert offsets.take(is_last=True) == [0, 0]
+
+
+@pytest.mark.parametrize("rest", ["complete", "broken off"])
+@pytest.mark.parametrize("stop", [[], ["zzzz"]], ids=str)
+def test_a_character_that_the_prompt_has_begun(
+    tokenizer: Tokenizer, rest: str, stop: list[str]
+) -> None:
+    by_bytes = {tokenizer.token_bytes(token): token for token in range(tokenizer.vocab_size)}
+    first, second, third = (by_bytes[bytes([byte])] for byte in "日".encode())
+    prompt = [BOS, first, second]
+    output = [*([third] * (rest == "complete")), *(by_bytes[b] for b in (b"x", b"y"))]
+    end, params = Finished(0, "length"), {"stop": stop}
+    for echoed in (None, "\ufffd"):
+        whole = answer(tokenizer, prompt, echoed, [output], end, **params)
+        streamed = answer(tokenizer, prompt, echoed, [[each] for each in output], end, **params)
+        assert (streamed.text, streamed.offsets) == (whole.text, whole.offsets)
+        assert [whole.text[begin] for begin in whole.offsets[-2:]] == ["x", "y"]
+        num_before = len(echoed or "")
+        assert ("日" in whole.text[num_before:]) is (rest == "complete")
