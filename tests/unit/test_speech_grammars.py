@@ -326,3 +326,26 @@ def test_many_tools(family: str) -> None:
     assert takes(family, tools(*plain), said + rome)
     assert takes(family, tools(*given), 'Hi, {"name": "Bob"} is it')
     assert takes(family, tools(*given, choice="required"), right)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"uniqueItems": True},
+        {"not": {"type": "string"}},
+        {"if": {"type": "string"}, "then": {"minLength": 1}},
+        {"propertyNames": {"pattern": "^a"}},
+        {"dependentRequired": {"a": ["b"]}},
+        {"contains": {"const": 1}},
+        {"minProperties": 3},
+        {"x-guidance": {"lenient": False}},
+        {"format": "klingon"},
+        {"nullable": True, "example": 1, "deprecated": True},
+    ],
+)
+def test_keywords_that_nobody_enforces_are_passed_over(more: dict[str, Any]) -> None:
+    schema = {**CITY, "properties": {**CITY["properties"], "more": more}}
+    calls = speech_of("hermes").calls
+    given = tools(tool("weather", schema), choice="required")
+    assert takes("hermes", given, many(calls, call(calls, "weather", {**ROME, "more": [1, 1]})))
+    assert not takes("hermes", given, many(calls, call(calls, "weather", BONN)))
