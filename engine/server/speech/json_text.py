@@ -29,7 +29,9 @@ PAIR = re.compile(r"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}")
 PART_OF_ESCAPE = re.compile(
     r"\\(?:u[0-9a-fA-F]{0,3})?|\\u[dD][89abAB][0-9a-fA-F]{2}(?:\\(?:u[0-9a-fA-F]{0,3})?)?"
 )
-NEXT_KEY = re.compile(r'"[^"\\\n]{1,64}"\s*:')
+QUOTED_KEY = r"""(["'])(?:(?!\1)[^\\\n]|\\.)*"""
+KEY = re.compile(rf"(?:{QUOTED_KEY}\1|[\w$-]+)\s*:", re.DOTALL)
+PART_OF_KEY = re.compile(rf"{QUOTED_KEY}(?:\\|\1\s*)?|[\w$-]+\s*", re.DOTALL)
 LONGEST_KEY = 80
 BREAKS_OFF = re.compile(r'((?:[^"\\]|"(?:[^"\\]|\\.)*")*)"(?:[^"\\]|\\.)*\\?', re.DOTALL)
 WORDS = {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false"}
@@ -258,22 +260,34 @@ class JsonText:
         if char in "}]":
             return True
         if char == ",":
-            return self._may_follow((yield from source.look(offset + 1))[0])
-        if char == '"':  # a comma was forgotten, or this is no end
-            while len(source.text) - source.at - offset < LONGEST_KEY and not source.is_ended:
-                if NEXT_KEY.match(source.text, source.at + offset):
-                    break
-                yield None
-            return NEXT_KEY.match(source.text, source.at + offset) is not None
-        return False
+            return (yield from self._more_follows(offset + 1))
+        # A comma was forgotten, or this is no end.
+        return char == '"' and (yield from self._key_follows(offset, is_due=False))
 
-    def _may_follow(self, char: str) -> bool:
-        """Whether an element or a member, or an end, begins so."""
+    def _more_follows(self, offset: int) -> Waits[bool]:
+        """Whether an element, a member or an end stands there after white space."""
+        char, offset = yield from self._source.look(offset)
         if not char or char in "]},":
             return True
         if self._stack and self._stack[-1] == "[":
             return char in VALUE_BEGINS
-        return char in "\"'" or (self._has_bare_keys and bool(BARE_KEY.match(char)))
+        if char not in "\"'" and not self._has_bare_keys:
+            return False
+        return (yield from self._key_follows(offset, is_due=True))
+
+    def _key_follows(self, offset: int, *, is_due: bool) -> Waits[bool]:
+        """Whether a key and a colon stand there; is_due: if one cannot tell, they do."""
+        source = self._source
+        while True:
+            begin = source.at + offset
+            text = source.text[begin : begin + LONGEST_KEY]
+            if KEY.match(text) is not None:
+                return True
+            if PART_OF_KEY.fullmatch(text) is None:
+                return False
+            if source.is_ended or len(text) == LONGEST_KEY:
+                return is_due
+            yield None
 
     def _escape(self) -> Pieces:
         source = self._source
