@@ -62,6 +62,7 @@ METRICS = {
         ("itl_ms_p99", False),
     ),
     "D": (("steady_tok_s", True), ("itl_ms_p50", False)),
+    "L": (("itl_ms_p50", False), ("ttft_ms_p50", False)),
 }
 
 
@@ -138,7 +139,7 @@ class Row:
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model", help="model directory (Hugging Face layout)")
-    parser.add_argument("--workloads", default="W1,W2,W3,W4", help="W1..W4, D<requests>")
+    parser.add_argument("--workloads", default="W1,W2,W3,W4", help="W1..W4, D<requests>, L<tokens>")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--dtype", help="to compute in; each engine's own choice if not given")
     parser.add_argument("--rate", type=float, default=2.0, help="arrivals a second in W4")

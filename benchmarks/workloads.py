@@ -7,6 +7,7 @@ Greedy, end of text ignored, so that each engine computes the same amount.
     W3      shared prefix        32 requests at once, 512 shared + 32 own tokens, 32 outputs
     W4      online               24 Poisson arrivals, 32..384 prompt tokens, 16..96 outputs
     D<n>    steady decode        n requests at once, 16 prompt tokens, 160 outputs
+    L<n>    long context         1 request, n prompt tokens, 64 outputs
 """
 
 import random
@@ -40,6 +41,9 @@ def make(name: str, repeat: int = 0, rate: float = 2.0) -> list[Arrival]:
     """
     if name.startswith("D"):
         return steady_decode(int(name[1:]), repeat)
+    if name.startswith("L"):
+        prompt = random_tokens(random.Random(1000 * repeat), int(name[1:]))
+        return [Arrival(0.0, prompt, 64)]
     rng = random.Random(1000 * repeat + int(name[1:]))
     if name == "W1":
         return [Arrival(0.0, random_tokens(rng, 256), 64) for _ in range(32)]
@@ -50,7 +54,7 @@ def make(name: str, repeat: int = 0, rate: float = 2.0) -> list[Arrival]:
         return [Arrival(0.0, shared + random_tokens(rng, 32), 32) for _ in range(32)]
     if name == "W4":
         return online(rng, rate)
-    raise ValueError(f"no workload {name!r}: one of {', '.join(STANDARD)} or D<requests>")
+    raise ValueError(f"no workload {name!r}: one of {', '.join(STANDARD)}, D<requests>, L<tokens>")
 
 
 def online(rng: random.Random, rate: float) -> list[Arrival]:
