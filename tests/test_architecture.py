@@ -24,6 +24,7 @@ LAZY_IMPORTS = {
     "engine.structured.xgrammars": "xgrammar, which is optional, brings torch and pydantic",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.cli.entry": "what an interrupt does is settled before anything heavy is imported",
+    "engine.cli.prepare": "kernels bring torch, which no other command needs at its start",
     "engine.cli.serve": "uvicorn and Starlette, which are optional, are imported only to serve",
     "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
     "engine.models.load": "transformers is imported only for what has no native family",

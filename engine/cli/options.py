@@ -11,6 +11,7 @@ from engine.cli.config_file import add_config_option
 from engine.config.args import EngineArgs
 from engine.config.cli import add_named_options, add_options, read_options
 from engine.config.env import default_log_level
+from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
 
 OFTEN_USED = (
@@ -44,6 +45,17 @@ def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> Engin
     if args.log_level is not None:
         return args
     return replace(args, log_level=default_log_level(log_level))  # type: ignore[arg-type]
+
+
+def take_model(parsed: argparse.Namespace) -> None:
+    """The model that is named without an option. Raises ``ConfigError`` for two."""
+    if parsed.model_tag is None:
+        return
+    if getattr(parsed, "model", parsed.model_tag) != parsed.model_tag:
+        raise ConfigError(
+            f"there are two models, {parsed.model_tag!r} and --model {parsed.model!r}: name one"
+        )
+    parsed.model = parsed.model_tag
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:

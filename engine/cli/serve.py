@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.cli.options import add_further_options, add_often_used, engine_args
+from engine.cli.options import add_further_options, add_often_used, engine_args, take_model
 from engine.config.args import EngineArgs
 from engine.config.env import ADMIN_API_KEY, API_KEY, admin_api_key, api_keys
 from engine.errors import ConfigError
@@ -182,19 +182,8 @@ def run(parsed: argparse.Namespace) -> int:
             parsed.allow_credentials,
         ),
     )
-    _take_model(parsed)
+    take_model(parsed)
     return serve(core_apart(engine_args(parsed, "info"), parsed), options)
-
-
-def _take_model(parsed: argparse.Namespace) -> None:
-    """Raises ``ConfigError`` for two models."""
-    if parsed.model_tag is None:
-        return
-    if getattr(parsed, "model", parsed.model_tag) != parsed.model_tag:
-        raise ConfigError(
-            f"there are two models, {parsed.model_tag!r} and --model {parsed.model!r}: name one"
-        )
-    parsed.model = parsed.model_tag
 
 
 def _template(path: str | None) -> str | None:

@@ -84,6 +84,7 @@ class EngineArgs(  # a dataclass has the fields of its last base first
             polling=part(PollConfig, self, decode_poll_timeout_ms=poll_timeout),
             log_level=default_log_level() if self.log_level is None else self.log_level,
             torch_profiler_dir=_absolute("torch_profiler_dir", self.torch_profiler_dir),
+            kernel_cache=_absolute("kernel_cache", self.kernel_cache),
             logits_processors=tuple(map(load_logits_processor, self.logits_processors)),
         )
 

@@ -41,6 +41,9 @@ class EngineOptions:
     torch_profiler_dir: str | Path | None = None
     """Directory for the traces of start_profile and stop_profile, made if it is not there. The
     commands generate, chat and bench record what they do."""
+    kernel_cache: str | Path | None = None
+    """Directory in which compiled kernels are kept, made if it is not there;
+    METRONOME_KERNEL_CACHE, else the package's own and ~/.cache/metronome if not given."""
     logits_processors: list[Any] | tuple[Any, ...] = ()
     """Factories of custom logits processors, or their dotted paths, applied in this order."""
     tokenizer_pool_size: int = field(default=0, metadata=FRONT_END)
@@ -69,6 +72,8 @@ class EngineConfig(EngineOptions):
     """How much the engine logs."""
     torch_profiler_dir: str | None = None
     """Directory for traces of the worker, wherever that runs."""
+    kernel_cache: str | None = None
+    """Directory for compiled kernels, wherever the worker runs."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 from engine.errors import ConfigError
 
@@ -85,6 +86,31 @@ CPU_ISA = "METRONOME_CPU_ISA"
 before everything else that is compiled."""
 
 
+KERNEL_CACHE = "METRONOME_KERNEL_CACHE"
+"""Where compiled kernels are kept, before all other places; read by ``kernels.cpu.disk_cache``."""
+
+TRITON_CACHE = "TRITON_CACHE_DIR"
+"""Where Triton keeps those of GPUs; its own name for it."""
+
+
+def kernel_cache() -> str | None:
+    """What ``METRONOME_KERNEL_CACHE`` says, ``None`` if it is not set or empty."""
+    return os.environ.get(KERNEL_CACHE) or None
+
+
+def use_kernel_cache(directory: str) -> None:
+    """Have this process, and those it starts, keep compiled kernels there.
+
+    Raises ``ConfigError`` if it is no directory and none can be made.
+    """
+    try:
+        Path(directory).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"kernel_cache {directory} cannot be made: {error}") from error
+    os.environ[KERNEL_CACHE] = directory
+    os.environ.setdefault(TRITON_CACHE, str(Path(directory) / "triton"))
+
+
 CORE_SECRET = "METRONOME_CORE_SECRET"
 """What a core and its clients share, for cores that are reached over TCP."""
 
@@ -148,7 +174,8 @@ def _is_utf8(value: str) -> bool:
 def warn_of_typos() -> None:
     """Log variables that are not ours but whose names are nearly those of ours."""
     known = (
-        LOG_LEVEL, API_KEY, ADMIN_API_KEY, INTERPRET_CUDA, CPU_ISA, CORE_SECRET, DECODE_POLL_TIMEOUT
+        LOG_LEVEL, API_KEY, ADMIN_API_KEY, INTERPRET_CUDA, CPU_ISA, KERNEL_CACHE, CORE_SECRET,
+        DECODE_POLL_TIMEOUT,
     )  # fmt: skip
     for name in os.environ:
         if not name.startswith(PREFIX) or name in known:

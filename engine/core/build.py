@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig, ResolvedConfig
+from engine.config.env import use_kernel_cache
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
@@ -58,6 +59,8 @@ def build_core(
     info = read_model_info(config.model.model)
     if config.model.load_format != "dummy":
         read_ahead(info.path)
+    if config.kernel_cache is not None:
+        use_kernel_cache(config.kernel_cache)
     with not_collecting():
         from engine.worker.device import cpu_products, resolve_device
         from engine.worker.worker import make_worker

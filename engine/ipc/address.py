@@ -105,7 +105,13 @@ class Directory:
 
         Raises ``ConfigError`` if there is no place for one.
         """
-        parent = Path(tempfile.gettempdir())
+        try:
+            parent = Path(tempfile.gettempdir())
+        except OSError as error:
+            raise ConfigError(
+                f"no directory for a core's sockets can be made: {error.strerror}; set TMPDIR to "
+                "one that can be written to"
+            ) from error
         try:
             for left in parent.glob(PREFIX + "*"):
                 _remove_if_left(left)

@@ -22,8 +22,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit, types
+from numba import config, njit, types
 from numpy.typing import NDArray
+
+from engine.config.env import kernel_cache
 
 Array = NDArray[np.int32]
 
@@ -389,10 +391,13 @@ def _called(*kinds: Any, returns: Any) -> Any:
     """Compiled for these parameters when the module is imported, or found on disk."""
 
     def compile_it(function: Any) -> Any:
+        before, config.CACHE_DIR = config.CACHE_DIR, kernel_cache() or config.CACHE_DIR
         try:
             return njit(returns(*kinds), cache=True, error_model="numpy")(function)
         except RuntimeError:  # no place on disk may be written to
             return njit(returns(*kinds), error_model="numpy")(function)
+        finally:
+            config.CACHE_DIR = before
 
     return compile_it
 

@@ -2,52 +2,194 @@
 
 Imports :mod:`kernels.cpu.isa` before anything is compiled: whoever hands a function to Numba comes
 by here.
+
+A process reads all places that it may trust and writes to the first that it can. Without any it
+compiles what it needs and says so once. What is damaged is compiled anew.
 """
 
 from __future__ import annotations
 
 import fcntl
 import hashlib
+import logging
 import os
+import pickle
+import tempfile
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from numba import config
+from numba import config, njit
 from numba.core import caching
 from numba.core.registry import cpu_target
 
 from kernels.cpu import isa
 
+logger = logging.getLogger("engine.kernels")
+
+VARIABLE = "METRONOME_KERNEL_CACHE"
+"""A directory for compiled kernels, before all others."""
+
+PACKAGES = Path(__file__).parents[2]
+DIGEST_BYTES = 16
+NOWHERE = ""  # the place of files that are not there
 _TURN = threading.RLock()
+# Not the one above: it is held by who waits for Numba's own lock, and this is taken within that.
+_PLACES = threading.Lock()
 
 
 @cache
-def _cache_directory() -> str | None:
-    """Where compiled bodies are kept: beside the sources, else in the user's cache, if writable.
+def directory_name() -> str:
+    """What is kept of these sources, for these instructions, is in directories of this name.
 
-    Named after the text of all sources: Numba looks only at the file a body stands in, and would
-    miss a change in what the body calls.
+    It is made from the text of all sources: Numba looks only at the file a body stands in, and
+    would miss a change in what the body calls.
     """
     here = Path(__file__).parent
     text = b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))
-    name = f"numba-{isa.LEVEL}-{hashlib.sha256(text).hexdigest()[:16]}"
-    for parent in (here / "__pycache__", Path.home() / ".cache" / "metronome"):
+    return f"numba-{isa.LEVEL}-{hashlib.sha256(text).hexdigest()[:16]}"
+
+
+class Places:
+    """The directories in which compiled functions are looked for, and the one they are kept in."""
+
+    def __init__(self, chosen: str | None = None, trusted: Collection[int] = ()) -> None:
+        """chosen: the user's directory; without it NUMBA_CACHE_DIR, else the package's own and the
+        user's cache. trusted: users whose compiled code may run."""
+        self._trusted = trusted or trusted_users()
+        self.readable: list[str] = []
+        self.writable: str | None = None
+        self.refusals: list[str] = []
+        """Why others are not used."""
+        self._is_reported = False
+        if chosen is None and config.CACHE_DIR and not _is_for_all(Path(config.CACHE_DIR)):
+            self._consider(Path(config.CACHE_DIR))
+            return
+        chosen = chosen or config.CACHE_DIR
+        if chosen:
+            self._consider(Path(chosen) / directory_name())
+            return
+        self._consider(Path(__file__).parent / "__pycache__" / directory_name())
+        home = home_directory()
+        if home is not None and home.is_dir():
+            self._consider(home / ".cache" / "metronome" / directory_name())
+        else:
+            self.refusals.append(f"{home or 'a home directory'} is not there")
+
+    def complain(self, error: OSError | None = None) -> None:
+        """Something was compiled and cannot be kept. The first time, log why and what helps."""
+        with _PLACES:
+            is_first, self._is_reported = not self._is_reported, True
+        if is_first:
+            why = "; ".join([*self.refusals, *([] if error is None else [str(error)])])
+            logger.warning(
+                "compiled kernels cannot be kept (%s): each start compiles them, which takes some "
+                "20 seconds; give --kernel-cache (%s) a directory that can be written to, or run "
+                "`metronome prepare` once where the package is installed",
+                why,
+                VARIABLE,
+            )
+
+    def _consider(self, place: Path) -> None:
         try:
-            (parent / name).mkdir(parents=True, exist_ok=True)
-        except OSError:
-            continue
-        if os.access(parent / name, os.W_OK):
-            return str(parent / name)
-    return None
+            with suppress(OSError):
+                place.mkdir(0o755, parents=True, exist_ok=True)
+            about = place.stat()
+        except OSError as error:
+            self.refusals.append(f"{place}: {error.strerror}")
+            return
+        if about.st_uid not in self._trusted or _is_for_all(place):
+            self.refusals.append(f"{place}: others than its user can write code to it")
+            return
+        self.readable.append(str(place))
+        if self.writable is None:
+            try:
+                tempfile.TemporaryFile(dir=place).close()
+            except OSError as error:
+                self.refusals.append(f"{place}: {error.strerror}")
+            else:
+                self.writable = str(place)
 
 
-def _place() -> str | None:
-    """What Numba was told, else ours."""
-    return config.CACHE_DIR or _cache_directory()
+def _is_for_all(place: Path) -> bool:
+    """May every user of the machine write there?"""
+    try:
+        return bool(place.stat().st_mode & 0o002)
+    except OSError:
+        return False
+
+
+def home_directory() -> Path | None:
+    """The user's; ``None`` for one of whom neither the environment nor the system knows it."""
+    try:
+        return Path.home()
+    except RuntimeError:
+        return None
+
+
+def trusted_users() -> set[int]:
+    """Whose compiled code may run: whose sources do, the system's and one's own."""
+    return {0, os.geteuid(), Path(__file__).stat().st_uid}
+
+
+class Current:
+    """The places of this process."""
+
+    def __init__(self) -> None:
+        self._by_choice: dict[str | None, Places] = {}
+
+    @property
+    def places(self) -> Places:
+        """As the environment names them now, for what is handed to Numba from now on."""
+        chosen = os.environ.get(VARIABLE) or None
+        with _PLACES:
+            if chosen not in self._by_choice:
+                self._by_choice[chosen] = Places(chosen)
+            return self._by_choice[chosen]
+
+
+CURRENT = Current()
+
+
+class Locator:
+    """Tells Numba where a function is kept: the same path below each of the places."""
+
+    def __init__(self, function: Any, file: str) -> None:
+        self._py_file = file
+        self._line = function.__code__.co_firstlineno
+
+    @classmethod
+    def from_function(cls, function: Any, file: str) -> Locator | None:
+        """Numba's interface; ``None`` for what stands in no file."""
+        return cls(function, file) if os.path.exists(file) else None
+
+    def get_cache_path(self) -> str:
+        """Below the place that is written to, else below the first that is read."""
+        places = CURRENT.places
+        base = places.writable or next(iter(places.readable), NOWHERE)
+        return os.path.join(base, self.below) if base else NOWHERE
+
+    @property
+    def below(self) -> str:
+        """The part of the path that all places share, wherever the packages are."""
+        folder = Path(self._py_file).parent
+        if folder.is_relative_to(PACKAGES):
+            return "_".join(folder.relative_to(PACKAGES).parts)
+        return f"{folder.name}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
+
+    def ensure_cache_path(self) -> None:
+        """Numba's interface; it is made when something is kept."""
+
+    def get_source_stamp(self) -> bytes:
+        """Of the file the function stands in, wherever and whenever it was installed."""
+        return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
+
+    def get_disambiguator(self) -> str:
+        """Numba's interface."""
+        return str(self._line)
 
 
 class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
@@ -55,49 +197,139 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     A variant gets a file that the index does not name yet. Two processes that look at the same time
     choose the same one, and the index may then name it for the variant that is not in it, for good.
+    Files end with a checksum, for what was written in part is machine code, too.
     """
 
     def save(self, key: Any, data: Any) -> None:
-        with open(f"{self._index_path}.lock", "a") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
-            super().save(key, data)
+        """Keep a variant where that is possible; complain once where it is not."""
+        is_ours = not self._cache_path or self._base is not None
+        if is_ours and CURRENT.places.writable is None:
+            CURRENT.places.complain()
+            return
+        try:
+            os.makedirs(self._cache_path, exist_ok=True)
+            with ExitStack() as locks:
+                with suppress(OSError):  # some file systems know no locks
+                    lock = locks.enter_context(open(f"{self._index_path}.lock", "a"))
+                    fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
+                super().save(key, data)
+        except OSError as error:  # the disk is full, say
+            CURRENT.places.complain(error)
+
+    def load(self, key: Any) -> Any:
+        """A variant, of whichever place has it."""
+        each = (place.load_here(key) for place in (self, *self._elsewhere()))
+        return next((found for found in each if found is not None), None)
+
+    def load_here(self, key: Any) -> Any:
+        """A variant, if it is in this place."""
+        return super().load(key)
+
+    def has(self, key: Any) -> bool:
+        """Is there a file of this variant?"""
+        for each in (self, *self._elsewhere()):
+            name = each._load_index().get(key)
+            if name is not None and os.path.exists(each._data_path(name)):
+                return True
+        return False
+
+    @property
+    def _base(self) -> str | None:
+        """The one of the places that this is below; the others have the same path below them."""
+        bases = CURRENT.places.readable
+        return next((each for each in bases if self._cache_path.startswith(each + os.sep)), None)
+
+    def _elsewhere(self) -> Iterator[OneSaverAtATime]:
+        base = self._base
+        if base is None:
+            return
+        below = os.path.relpath(self._cache_path, base)
+        for other in CURRENT.places.readable:
+            if other != base:
+                yield OneSaverAtATime(
+                    cache_path=os.path.join(other, below),
+                    filename_base=self._index_name.removesuffix(".nbi"),
+                    source_stamp=self._source_stamp,
+                )
+
+    def _dump(self, value: Any) -> bytes:
+        data: bytes = super()._dump(value)
+        return data + _checksum(data)
+
+    def _load_index(self) -> dict[Any, str]:
+        try:
+            with open(self._index_path, "rb") as file:
+                if pickle.load(file) != self._version:
+                    return {}
+                stamp, overloads = pickle.loads(_checked(file.read()))
+        except Exception:  # it is not there, or damaged, in whichever way
+            return {}
+        return overloads if stamp == self._source_stamp else {}
+
+    def _load_data(self, name: str) -> Any:
+        try:
+            return pickle.loads(_checked(Path(self._data_path(name)).read_bytes()))
+        except Exception as error:
+            raise OSError(f"{name} is damaged: {error}") from error  # to Numba, it is not there
+
+
+def _checksum(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+
+
+def _checked(data: bytes) -> bytes:
+    """Less its checksum. Raises ``ValueError`` if that is of something else."""
+    content, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
+    if checksum != _checksum(content):
+        raise ValueError("its checksum is wrong")
+    return content
 
 
 @contextmanager
 def cache_of_these_sources() -> Iterator[bool]:
-    """Functions handed to Numba meanwhile are kept there; says whether there is such a place.
+    """Functions handed to Numba meanwhile are looked for and kept there; says whether Numba is to
+    be given ``cache=True``, which is always so.
 
     Numba chooses place and class when a function is handed over, not when it is compiled. Both are
     the process's: threads take turns.
     """
+    kind = caching.CompileResultCacheImpl
     with _TURN:
-        chosen = _place()
-        before, config.CACHE_DIR = config.CACHE_DIR, chosen or ""
         file, caching.IndexDataCacheFile = caching.IndexDataCacheFile, OneSaverAtATime
+        chosen, config.CACHE_LOCATOR_CLASSES = getattr(config, "CACHE_LOCATOR_CLASSES", ""), ""
+        kind._locator_classes = [Locator]
         try:
-            yield chosen is not None
+            yield True
         finally:
-            config.CACHE_DIR, caching.IndexDataCacheFile = before, file
+            del kind._locator_classes  # the class above has Numba's own
+            config.CACHE_LOCATOR_CLASSES = chosen
+            caching.IndexDataCacheFile = file
+
+
+def kept(function: Callable[..., Any]) -> Any:
+    """Compiled when it is first called, and kept."""
+    with cache_of_these_sources() as cache:
+        return njit(cache=cache)(function)
 
 
 def is_kept(body: Callable[..., Any], signature: Any) -> bool:
     """Whether what is compiled from this function is there, so that it need not be compiled."""
-    with cache_of_these_sources() as is_writable:
-        if not is_writable:
-            return False
+    with cache_of_these_sources():
         kept = caching.FunctionCache(body)
         key = kept._index_key(signature, cpu_target.target_context.codegen())
-        file = kept._cache_file
-        data = file._load_index().get(key)
-        return data is not None and os.path.exists(file._data_path(data))
+        return bool(kept._cache_file.has(key))
 
 
 def kept_file(name: str) -> Path | None:
-    """Where something else that depends on the machine is kept, if there is such a place."""
-    place = _place()
-    return Path(place) / name if place else None
+    """Where something else that depends on the machine is kept, if there is such a place: a file
+    that is there, or one that can be written."""
+    places = CURRENT.places
+    for place in places.readable:
+        if (Path(place) / name).exists():
+            return Path(place) / name
+    return Path(places.writable) / name if places.writable else None
 
 
 def has_place() -> bool:
-    """Whether there is a place where compiled functions are kept."""
-    return _place() is not None
+    """Whether there is a place where compiled functions can be kept."""
+    return CURRENT.places.writable is not None

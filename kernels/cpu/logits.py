@@ -11,6 +11,7 @@ import torch
 from numba import njit
 
 from kernels.cpu import masks
+from kernels.cpu.disk_cache import kept
 from kernels.cpu.masks import apply_bitmask, are_sound
 from kernels.reference import logits as reference
 from kernels.reference.logits import BadWords, Edits, Penalties
@@ -121,7 +122,7 @@ def _logprobs(x: torch.Tensor, token_ids: torch.Tensor) -> tuple[torch.Tensor, t
     return values - x.logsumexp(dim=1, keepdim=True), ranks.int()
 
 
-@njit(cache=True)
+@kept
 def _edits(x, starts, ids, values, until, slots, positions):
     for row in range(len(slots)):
         slot = slots[row]
@@ -132,7 +133,7 @@ def _edits(x, starts, ids, values, until, slots, positions):
                 x[row, ids[n]] += values[n]
 
 
-@njit(cache=True)
+@kept
 def _words(x, words, slot, output):
     """One row [V]; the request's output so far."""
     starts, token_starts, token_ids = words
@@ -146,7 +147,7 @@ def _words(x, words, slot, output):
             x[token_ids[last]] = NOTHING
 
 
-@njit(cache=True)
+@kept
 def _seat(prompt_bits, counts, token_ids, num_prompt):
     prompt_bits[:] = 0
     counts[:] = 0
@@ -158,7 +159,7 @@ def _seat(prompt_bits, counts, token_ids, num_prompt):
             counts[token] += 1
 
 
-@njit(cache=True)
+@kept
 def _count(counts, slots, token_ids, num_tokens):
     for row in range(len(slots)):
         for n in range(num_tokens[row] if slots[row] >= 0 else 0):
@@ -185,7 +186,7 @@ def _lowered(logit, count, factors):
     return np.float32(value)
 
 
-@njit(cache=True)
+@kept
 def _penalise(x, prompt_bits, said, factors):
     """One row [V]; how often each token was put out [V]."""
     for first in range(0, len(x), BLOCK):

@@ -1,0 +1,62 @@
+"""Compile the kernels that a model needs, so that later starts find them: for container images.
+
+Starts the model once, with the options it will be served with, and computes a few tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+from engine.cli.options import add_engine_options, engine_args, take_model
+from engine.errors import ConfigError
+from engine.llm_engine import LLMEngine
+from engine.messages.params import SamplingParams
+
+NUM_TOKENS = 4
+LENGTHS = (40, 3)  # of prompts; both at once, so that there are chunks and single tokens in a step
+SAMPLING = (
+    SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
+    SamplingParams(
+        max_tokens=NUM_TOKENS, temperature=1.0, top_p=0.9, top_k=5, seed=1, ignore_eos=True
+    ),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_tag", nargs="?", metavar="MODEL", help="the same as --model")
+    add_engine_options(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    take_model(parsed)
+    started = time.time()
+    with LLMEngine.from_engine_args(engine_args(parsed)) as engine:
+        for params in SAMPLING:
+            _generate(engine, params)
+    from kernels.cpu.disk_cache import CURRENT, VARIABLE
+    from kernels.cpu.isa import LEVEL, processor
+
+    places = CURRENT.places
+    if places.writable is None:
+        raise ConfigError(
+            f"compiled kernels cannot be kept: {'; '.join(places.refusals)}; give --kernel-cache "
+            f"(or {VARIABLE}) a directory that can be written to"
+        )
+    kept = list(Path(places.writable).rglob("*.nbc"))
+    num_new = sum(each.stat().st_mtime >= started for each in kept)
+    print(
+        f"{num_new} kernels compiled in {time.time() - started:.1f} s; {len(kept)} are kept in "
+        f"{places.writable}, for {LEVEL} on {processor()}"
+    )
+    return 0
+
+
+def _generate(engine: LLMEngine, params: SamplingParams) -> None:
+    longest = engine.session.inputs.max_model_len - NUM_TOKENS
+    for name, length in enumerate(LENGTHS):
+        ids = [1] * max(1, min(length, longest))
+        engine.add_request(str(name), {"prompt_token_ids": ids}, params)
+    while engine.has_unfinished_requests():
+        engine.step()
