@@ -35,14 +35,14 @@ def run(parsed: argparse.Namespace) -> int:
     with LLMEngine.from_engine_args(engine_args(parsed)) as engine:
         for params in SAMPLING:
             _generate(engine, params)
-    from kernels.cpu.disk_cache import CURRENT, VARIABLE
-    from kernels.cpu.isa import LEVEL, processor
+    from kernels.cpu.disk_cache import CURRENT
+    from kernels.cpu.isa import KERNEL_CACHE, LEVEL, processor
 
     places = CURRENT.places
     if places.writable is None:
         raise ConfigError(
             f"compiled kernels cannot be kept: {'; '.join(places.refusals)}; give --kernel-cache "
-            f"(or {VARIABLE}) a directory that can be written to"
+            f"(or {KERNEL_CACHE}) a directory that can be written to"
         )
     kept = list(Path(places.writable).rglob("*.nbc"))
     num_new = sum(each.stat().st_mtime >= started for each in kept)

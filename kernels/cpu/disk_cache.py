@@ -13,14 +13,13 @@ import fcntl
 import hashlib
 import logging
 import os
-import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from numba import config, njit
 from numba.core import caching
@@ -29,9 +28,6 @@ from numba.core.registry import cpu_target
 from kernels.cpu import isa
 
 logger = logging.getLogger("engine.kernels")
-
-VARIABLE = "METRONOME_KERNEL_CACHE"
-"""A directory for compiled kernels, before all others."""
 
 PACKAGES = Path(__file__).parents[2]
 DIGEST_BYTES = 16
@@ -90,7 +86,7 @@ class Places:
                 "20 seconds; give --kernel-cache (%s) a directory that can be written to, or run "
                 "`metronome prepare` once where the package is installed",
                 why,
-                VARIABLE,
+                isa.KERNEL_CACHE,
             )
 
     def _consider(self, place: Path) -> None:
@@ -144,7 +140,7 @@ class Current:
     @property
     def places(self) -> Places:
         """As the environment names them now, for what is handed to Numba from now on."""
-        chosen = os.environ.get(VARIABLE) or None
+        chosen = isa.kernel_cache()
         with _PLACES:
             if chosen not in self._by_choice:
                 self._by_choice[chosen] = Places(chosen)
@@ -252,37 +248,50 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
                     source_stamp=self._source_stamp,
                 )
 
-    def _dump(self, value: Any) -> bytes:
-        data: bytes = super()._dump(value)
-        return data + _checksum(data)
+    @contextmanager
+    def _open_for_write(self, filepath: str) -> Iterator[Summed]:
+        with super()._open_for_write(filepath) as file:
+            summed = Summed(file)
+            yield summed
+            file.write(summed.digest())
 
     def _load_index(self) -> dict[Any, str]:
-        try:
-            with open(self._index_path, "rb") as file:
-                if pickle.load(file) != self._version:
-                    return {}
-                stamp, overloads = pickle.loads(_checked(file.read()))
-        except Exception:  # it is not there, or damaged, in whichever way
+        if not _is_whole(self._index_path):
             return {}
-        return overloads if stamp == self._source_stamp else {}
+        overloads: dict[Any, str] = super()._load_index()
+        return overloads
 
     def _load_data(self, name: str) -> Any:
-        try:
-            return pickle.loads(_checked(Path(self._data_path(name)).read_bytes()))
-        except Exception as error:
-            raise OSError(f"{name} is damaged: {error}") from error  # to Numba, it is not there
+        path = self._data_path(name)
+        if not _is_whole(path):
+            raise OSError(f"{path} is damaged")  # to Numba, it is not there
+        return super()._load_data(name)
 
 
-def _checksum(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST_BYTES).digest()
+class Summed:
+    """A file that is written, and the checksum of what was."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._sum = hashlib.blake2b(digest_size=DIGEST_BYTES)
+
+    def write(self, data: bytes) -> int:
+        self._sum.update(data)
+        return self._file.write(data)
+
+    def digest(self) -> bytes:
+        return self._sum.digest()
 
 
-def _checked(data: bytes) -> bytes:
-    """Less its checksum. Raises ``ValueError`` if that is of something else."""
+def _is_whole(path: str) -> bool:
+    """Is it there, and does it end with the checksum of the rest? Numba reads no further than its
+    own end."""
+    try:
+        data = Path(path).read_bytes()
+    except OSError:
+        return False
     content, checksum = data[:-DIGEST_BYTES], data[-DIGEST_BYTES:]
-    if checksum != _checksum(content):
-        raise ValueError("its checksum is wrong")
-    return content
+    return hashlib.blake2b(content, digest_size=DIGEST_BYTES).digest() == checksum
 
 
 @contextmanager

@@ -26,6 +26,8 @@ from numba import config
 from numba.core.registry import cpu_target
 
 VARIABLE = "METRONOME_CPU_ISA"
+KERNEL_CACHE = "METRONOME_KERNEL_CACHE"
+"""A directory for what is compiled, before all others."""
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "base": (),
@@ -69,6 +71,11 @@ def available() -> tuple[str, ...]:
             break
         found.append(name)
     return tuple(found)
+
+
+def kernel_cache() -> str | None:
+    """What ``METRONOME_KERNEL_CACHE`` says now, ``None`` if it is not set or empty."""
+    return os.environ.get(KERNEL_CACHE) or None
 
 
 def asked() -> str | None:

@@ -18,6 +18,7 @@ Schedulers and KV
 
 Time
   patience: How long tests wait.
+  permissions: children that are bound by permissions, though they are root's
 
 A core in a process, and its clients
   spawned: Cores without a model that a spawned process can build: everything here is importable
