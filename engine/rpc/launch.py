@@ -22,6 +22,7 @@ from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.ipc.address import Address, Directory, address_of
 from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, Report, report_to_parent
+from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
 from engine.rpc.failures import KINDS, death_of
 from engine.rpc.gpus import environments_of
@@ -184,6 +185,13 @@ def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> No
     directory = Directory(Path(path))
     watch = ParentWatch(line, lambda: _leave(directory))  # while the model is loaded, too
     set_up_logging(config.log_level)
+    with logging_in_background():
+        _serve_core(line, build, config, directory, watch)
+
+
+def _serve_core(
+    line: Line, build: Build, config: EngineConfig, directory: Directory, watch: ParentWatch
+) -> None:
     try:
         host = EngineCoreHost(build(config), config, directory.address, directory=directory)
     except Exception as error:
