@@ -12,9 +12,10 @@ from engine.config.args import EngineArgs
 from engine.config.env import ADMIN_API_KEY, API_KEY, admin_api_key, api_keys
 from engine.errors import ConfigError
 
-LIMITS = {
-    name: name for name in ("max_body_bytes", "max_n", "max_logprobs", "max_requests_per_key")
-}
+LIMITED = (
+    "max_body_bytes", "max_n", "max_logprobs", "max_requests_per_key", "refuse_server_tools",
+)  # fmt: skip
+LIMITS = {name: name for name in LIMITED}
 HTTP_LIMITS = {"header_timeout": "header_seconds", "body_timeout": "body_seconds"}
 
 TLS = {
@@ -40,6 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--chat-template", metavar="PATH", help="a file with one, instead of the model's own"
+    )
+    group.add_argument(
+        "--refuse-server-tools",
+        action="store_true",
+        help="refuse requests with tools that a server would run (web_search and the like), "
+        "instead of leaving these out",
     )
     _add_watching(group)
     _add_access(parser.add_argument_group("access to the server"))

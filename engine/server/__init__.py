@@ -9,6 +9,7 @@ gate         a full queue refuses before any work
 drain        the end: open requests go on to theirs
 readers      those who do not read what they asked for
 
+absent       fields that ask for nothing
 asked        what completions and chats may ask, as structs; what that means for the engine
 diagnosis    what is wrong with a body
 completions  texts behind prompts
@@ -16,7 +17,8 @@ conversation messages in one plain form, whichever API they came by
 adapt        conversations as a model's chat template takes them
 dialogue     a conversation that goes on by an answer: what the next three share
 chat         chat completions
-responses    OpenAI's newer form, and those that are stored (responses_asked: what may be asked)
+responses    OpenAI's newer form, and those that are stored (responses_asked: what may be asked;
+             responses_items: the conversation; responses_tools: kinds of tools)
 messages     Anthropic's form (messages_asked: what may be asked)
 speech       what a model says, taken apart: thinking, text, tool calls
 blocks       the same as blocks, one behind the other, and answers made of them

@@ -73,6 +73,9 @@ class Frame(NamedTuple):
 class Answer(ABC):
     """One request to the server, whole or as events."""
 
+    left_out: tuple[str, ...] = ()
+    """Kinds of tools that a server would have to run, which the model does not see."""
+
     def tell_as(self, request_id: str) -> None:  # noqa: B027  (most have names of their own)
         """The name that the client knows the request by: its own, which others may have too."""
 

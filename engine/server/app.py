@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -54,6 +56,9 @@ NOT_YET = (
     "/v1/audio/transcriptions",
     "/v1/audio/translations",
 )
+LEFT_OUT = "X-Left-Out-Tools"
+"""The header that names tools which the model does not see."""
+logger = logging.getLogger("engine.server")
 A = TypeVar("A", bound=msgspec.Struct)
 
 
@@ -179,15 +184,34 @@ class Api:
         return asked
 
     async def _answer(self, request: Request, is_stream: bool, answer: Answer) -> ASGIApp:
-        answer.tell_as(request_id_of(request.scope))
+        name = request_id_of(request.scope)
+        answer.tell_as(name)
+        headers = self._without_server_tools(name, answer.left_out)
         if not is_stream:
             body = await while_there(answer.whole(), request.receive)
-            return Response(body or b"", 200, media_type="application/json")
+            return Response(body or b"", 200, headers, "application/json")
         stream: DirectStream | EventStream = DirectStream(answer)
         if isinstance(answer, Completion) and not answer.is_one:
             stream = EventStream(answer.events())
+        stream.headers += [(key.lower().encode(), text.encode()) for key, text in headers.items()]
         await while_there(stream.begin(), request.receive)  # what is wrong has a status of its own
         return stream
+
+    def _without_server_tools(self, name: str, left_out: Sequence[str]) -> dict[str, str]:
+        """Headers that say which tools were left out; name: of the request. Raises ``ApiError``
+        where they are refused."""
+        if not left_out:
+            return {}
+        kinds = ", ".join(dict.fromkeys(left_out))
+        if self._limits.refuse_server_tools:
+            raise ApiError(
+                400,
+                f"tools has {kinds}, which a server would have to run: leave it out, or start the "
+                "server without --refuse-server-tools",
+                param="tools",
+            )
+        logger.info("request %s: left out tools that a server would have to run: %s", name, kinds)
+        return {LEFT_OUT: kinds}
 
     def _check_model(self, name: str | None) -> None:
         """``None``: the request names no model, and need not."""

@@ -189,7 +189,21 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+class WithoutEffect(Asked, kw_only=True, forbid_unknown_fields=True):
+    """Fields of chat completions that change nothing here: nothing is stored, there is one tier,
+    and prefixes are cached anyway."""
+
+    store: bool | None = None
+    metadata: dict[str, str] | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: dict[str, Any] | None = None
+    prompt_cache_retention: str | None = None
+    safety_identifier: str | None = None
+    verbosity: str | None = None
+
+
+class ChatRequest(WithoutEffect, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions``."""
 
     called: ClassVar = {
@@ -219,18 +233,10 @@ class ChatRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     continue_final_message: bool = False
     reasoning_effort: str | None = None
     parallel_tool_calls: bool | None = None
-    # of no effect: nothing is stored, there is one tier, and prefixes are cached anyway
-    store: bool | None = None
-    metadata: dict[str, str] | None = None
-    service_tier: str | None = None
-    prompt_cache_key: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    prompt_cache_retention: str | None = None
-    safety_identifier: str | None = None
-    verbosity: str | None = None
     include_reasoning: bool = True
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
+    web_search_options: dict[str, Any] | None = None  # left out: a server would have to search
 
 
 T = TypeVar("T", bound=msgspec.Struct)

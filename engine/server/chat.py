@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from contextlib import aclosing
 from typing import Any
 
@@ -14,9 +15,11 @@ from engine.server.asked import ChatRequest
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from engine.server.speech.answer import AnswerReader
+from engine.server.speech.custom import InputReader, input_of
 from engine.server.speech.events import (
     CallArguments,
     CallBegin,
+    CallEnd,
     Event,
     Text,
     Thinking,
@@ -46,12 +49,15 @@ class Chat(OpenAIAnswer):
         """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
         kind = "chat.completion.chunk" if asked.stream else "chat.completion"
         super().__init__(asked, kind, "chatcmpl", name)
+        if asked.web_search_options is not None:
+            self.left_out = ("web_search",)
         self._has_logprobs = bool(asked.logprobs)
         self._num_logprobs = asked.top_logprobs or 0
         self._has_thinking = asked.include_reasoning
         self._token_names = TokenNames(voice.tokenizer)
         self._dialogue = Dialogue(voice, asked)
         self._has_begun = False
+        self._inputs: dict[int, dict[int, InputReader]] = {}  # of custom tools, by sequence
         self._num_calls: dict[int, int] = {}  # that were told, by sequence
         self._text_frame: Frame | None = None
 
@@ -113,7 +119,8 @@ class Chat(OpenAIAnswer):
         delta: dict[str, Any] = {"content": content} if content else {}
         if thinking and self._has_thinking:
             delta |= told_thinking(thinking)
-        calls = call_deltas(said.events, num_calls)
+        readers = self._inputs.setdefault(said.completion.index, {})
+        calls = call_deltas(said.events, num_calls, self._dialogue.custom_tools, readers)
         if calls:
             delta["tool_calls"] = calls
         return delta
@@ -128,7 +135,9 @@ class Chat(OpenAIAnswer):
         if turn.thinking and self._has_thinking:
             message |= told_thinking(turn.thinking)
         if turn.calls:
-            message["tool_calls"] = [whole_call(call) for call in turn.calls]
+            message["tool_calls"] = [
+                whole_call(call, self._dialogue.custom_tools) for call in turn.calls
+            ]
         logprobs = None
         if choice.logprobs is not None:
             logprobs = {"content": choice.logprobs, "refusal": None}
@@ -166,8 +175,11 @@ def told_thinking(thinking: str) -> dict[str, str]:
     return {"reasoning": thinking, "reasoning_content": thinking}
 
 
-def whole_call(call: ToolCall) -> dict[str, Any]:
-    """A tool call of a whole answer."""
+def whole_call(call: ToolCall, custom: Container[str]) -> dict[str, Any]:
+    """A tool call of a whole answer; custom: tools whose input is a text."""
+    if call.name in custom:
+        about = {"name": call.name, "input": input_of(call.arguments)}
+        return {"id": call.id, "type": "custom", "custom": about}
     return {
         "id": call.id,
         "type": "function",
@@ -175,17 +187,41 @@ def whole_call(call: ToolCall) -> dict[str, Any]:
     }
 
 
-def call_deltas(events: list[Event], num_calls: int) -> list[dict[str, Any]]:
-    """What is new of tool calls, an entry for each; num_calls: those that began before."""
-    deltas: list[dict[str, Any]] = []
+def call_deltas(
+    events: list[Event], num_calls: int, custom: Container[str], readers: dict[int, InputReader]
+) -> list[dict[str, Any]]:
+    """What is new of tool calls, an entry for each.
+
+    num_calls: those that began before; custom: tools whose input is a text; readers: of the inputs,
+    by number of the call.
+    """
+    deltas: dict[int, dict[str, Any]] = {}
     for event in events:
         if isinstance(event, CallBegin):
-            function = {"name": event.name, "arguments": ""}
-            new = {"index": num_calls, "id": event.id, "type": "function", "function": function}
-            deltas.append(new)
+            kind, field = ("custom", "input") if event.name in custom else FUNCTION
+            about = {"name": event.name, field: ""}
+            new = {"index": num_calls, "id": event.id, "type": kind, kind: about}
+            deltas[num_calls] = new
+            if event.name in custom:
+                readers[num_calls] = InputReader()
             num_calls += 1
-        elif isinstance(event, CallArguments):
-            if not deltas:
-                deltas.append({"index": num_calls - 1, "function": {"arguments": ""}})
-            deltas[-1]["function"]["arguments"] += event.text
-    return deltas
+        elif isinstance(event, CallArguments | CallEnd):
+            at = num_calls - 1
+            text, (kind, field) = _more_of_call(event, readers.get(at))
+            if text:
+                delta = deltas.setdefault(at, {"index": at, kind: {field: ""}})
+                delta[kind][field] += text
+    return list(deltas.values())
+
+
+FUNCTION = ("function", "arguments")
+
+
+def _more_of_call(
+    event: CallArguments | CallEnd, reader: InputReader | None
+) -> tuple[str, tuple[str, str]]:
+    """The text that a piece of a call's arguments brings, and where it goes."""
+    if reader is None:
+        return (event.text if isinstance(event, CallArguments) else ""), FUNCTION
+    text = reader.feed(event.text) if isinstance(event, CallArguments) else reader.end()
+    return text, ("custom", "input")

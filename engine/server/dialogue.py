@@ -139,6 +139,11 @@ class Dialogue:
         self._turns: dict[int, AnswerReader] = {}
         self.num_thinking_tokens = 0
 
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """Names of tools whose input is a text."""
+        return frozenset() if self._tools is None else self._tools.custom
+
     async def open(self, name: str) -> Reader:
         """Ask the model; name: of the request."""
         prompt = await self.prompt()

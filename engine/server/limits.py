@@ -44,6 +44,8 @@ class Limits:
     """Tokens of which log-probabilities are told at each position; -1: as many as there are."""
     max_requests_per_key: int | None = None
     """Requests of one key at a time."""
+    refuse_server_tools: bool = False
+    """Tools that a server would have to run are refused, and not left out."""
 
     def __post_init__(self) -> None:
         least = {"max_body_bytes": 1, "max_n": 1, "max_logprobs": -1, "max_requests_per_key": 1}

@@ -12,7 +12,7 @@ from engine.server.answers import reason_of
 from engine.server.blocks import Block, BlockAnswer, Change, Told, named_event
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
-from engine.server.messages_asked import MessagesRequest, chat_of
+from engine.server.messages_asked import MessagesRequest, chat_of, left_out_of
 from engine.server.speech.json_text import object_in
 
 DELTAS = {
@@ -30,6 +30,7 @@ class Messages(BlockAnswer):
         if asked.max_tokens is None:
             raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")
         super().__init__(f"msg_{uuid.uuid4().hex}", Dialogue(voice, chat_of(asked)))
+        self.left_out = left_out_of(asked)
         self._is_begun = False
         self.told = {
             "id": self.name,

@@ -10,10 +10,23 @@ from engine.config.near import near_value
 from engine.server.asked import ChatRequest
 from engine.server.conversation import known_role, last_answer, system_text, text_of, think
 from engine.server.errors import ApiError
+from engine.server.responses_tools import is_server_tool
 from engine.server.speech.tools import CHOICES
 
 Message = dict[str, Any]
 ROLES = ("user", "assistant", "system")
+SERVER_TOOLS = (
+    "advisor", "code_execution", "mcp_toolset", "tool_search_tool_bm25", "tool_search_tool_regex",
+    "web_fetch", "web_search",
+)  # fmt: skip
+"""Run by a server. A date follows most names."""
+SERVER_BLOCKS = (
+    "advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result",
+    "compaction", "container_upload", "fallback", "mcp_tool_listing", "redacted_thinking",
+    "server_tool_use", "text_editor_code_execution_tool_result", "tool_addition", "tool_removal",
+    "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
+)  # fmt: skip
+"""What a server ran, or did, of which nothing is text that the model reads."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 assert set(TOOL_CHOICES.values()) == set(CHOICES)
 THINKING = ("enabled", "disabled", "adaptive")
@@ -95,7 +108,7 @@ def chat_of(asked: MessagesRequest) -> ChatRequest:
         max_completion_tokens=asked.max_tokens,
         stop=asked.stop_sequences,
         top_k=asked.top_k,
-        tools=[tool_of(tool) for tool in asked.tools or []] or None,
+        tools=tools_of(asked) or None,
         tool_choice=choice,
         parallel_tool_calls=False if is_single else None,
         response_format=_format(asked),
@@ -164,16 +177,18 @@ def _of_user(blocks: list[Any]) -> list[Message]:
         if kind == "text":
             texts.append(text_of(block, "text", "messages"))
         elif kind == "tool_result":
-            result = _text_of(block.get("content") or "", "messages")
-            if block.get("is_error") is True:
-                result = f"Error: {result}"
-            results.append(
-                {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
-            )
-        else:
+            results.append(_result_of(block))
+        elif kind not in SERVER_BLOCKS:
             raise _unsupported(kind)
     said = [{"role": "user", "content": "\n".join(texts)}] if texts or not results else []
     return [*results, *said]
+
+
+def _result_of(block: dict[str, Any]) -> Message:
+    result = _text_of(block.get("content") or "", "messages")
+    if block.get("is_error") is True:
+        result = f"Error: {result}"
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
 
 
 def _of_assistant(blocks: list[Any]) -> list[Message]:
@@ -184,11 +199,13 @@ def _of_assistant(blocks: list[Any]) -> list[Message]:
             last_answer(messages)["content"] += text_of(block, "text", "messages")
         elif kind == "thinking":
             think(last_answer(messages), text_of(block, "thinking", "messages"))
-        elif kind == "tool_use":
+        elif kind in ("tool_use", "mcp_tool_use"):
             function = {"name": block.get("name"), "arguments": block.get("input") or {}}
             call = {"id": block.get("id"), "type": "function", "function": function}
             last_answer(messages).setdefault("tool_calls", []).append(call)
-        elif kind != "redacted_thinking":
+        elif kind == "mcp_tool_result":
+            messages.append(_result_of(block))
+        elif kind not in SERVER_BLOCKS:
             raise _unsupported(kind)
     return messages or [{"role": "assistant", "content": ""}]
 
@@ -206,13 +223,26 @@ def _text_of(content: str | list[Any], param: str) -> str:
     return "\n".join(text_of(block, "text", param) for block in content)
 
 
+def tools_of(asked: MessagesRequest) -> list[dict[str, Any]]:
+    """Those that the client runs, in OpenAI's form."""
+    given = asked.tools or []
+    return [tool_of(each) for each in given if not is_server_tool(each.get("type"), SERVER_TOOLS)]
+
+
+def left_out_of(asked: MessagesRequest) -> tuple[str, ...]:
+    """Kinds of its tools that a server would have to run."""
+    kinds = [tool.get("type") for tool in asked.tools or []]
+    return tuple(str(kind) for kind in kinds if is_server_tool(kind, SERVER_TOOLS))
+
+
 def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """In OpenAI's form. Raises ``ApiError`` for tools that a server would have to run."""
+    """In OpenAI's form. Raises ``ApiError`` for tools of Anthropic's own models."""
     kind = tool.get("type") or "custom"
     if kind != "custom":
         raise ApiError(
             400,
-            f"tools has one of type {kind!r:.40}, which is not supported: only custom ones are",
+            f"tools has one of type {kind!r:.40}, which is not supported: only custom ones are, "
+            "with an input_schema",
             param="tools",
         )
     function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}

@@ -17,11 +17,14 @@ from engine.messages.requests import RequestOutput
 from engine.server.answers import reason_of
 from engine.server.asked import ChatRequest
 from engine.server.blocks import Block, BlockAnswer, Change, Told, named_event
+from engine.server.conversation import Message
 from engine.server.dialogue import Dialogue, Said, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.logprobs import TokenNames, chat_logprobs
-from engine.server.responses_asked import Message, ResponsesRequest, chat_of, messages_of
-from engine.server.speech.events import Text
+from engine.server.responses_asked import ResponsesRequest, chat_of, tools_of
+from engine.server.responses_items import messages_of
+from engine.server.speech.custom import InputReader, input_of
+from engine.server.speech.events import CallBegin, Text
 
 MAX_STORED = 1024
 MAX_STORED_BYTES = 64 << 20
@@ -90,7 +93,9 @@ class Responses(BlockAnswer):
             param = "previous_response_id"
             stored = store.get(asked.previous_response_id, owner, param)
             before = msgspec.json.decode(stored.conversation)
-        chat = chat_of(asked, before)
+        self._tools = tools_of(asked)
+        self.left_out = tuple(self._tools.left_out)
+        chat = chat_of(asked, before, self._tools)
         self._has_logprobs = "message.output_text.logprobs" in (asked.include or [])
         if self._has_logprobs or asked.top_logprobs:
             self._has_logprobs = chat.logprobs = True
@@ -103,6 +108,7 @@ class Responses(BlockAnswer):
         self._num_events = 0
         self._end_status = "completed"  # of blocks that end
         self._ids: dict[int, str] = {}
+        self._inputs: dict[int, InputReader] = {}  # of custom tools' calls, by block
         self.told = _head(self.name, name, asked, chat)
 
     def failure(self, error: BaseException) -> bytes:
@@ -163,11 +169,11 @@ class Responses(BlockAnswer):
                     "response.content_part.added", **place, content_index=0, part=part
                 )
             return
-        what = {"text": "output_text", "thinking": "reasoning_text", "call": ""}[block.kind]
-        if block.kind == "call":
-            what = "function_call_arguments"
-        else:
-            place["content_index"] = 0
+        if block.call is not None:
+            yield from self._call_change(change, block.call, place)
+            return
+        what = {"text": "output_text", "thinking": "reasoning_text"}[block.kind]
+        place["content_index"] = 0
         extra = {"logprobs": logprobs} if block.kind == "text" else {}
         if change.what == "more":
             yield self._event(f"response.{what}.delta", **place, delta=change.text, **extra)
@@ -176,13 +182,31 @@ class Responses(BlockAnswer):
 
     def _done(self, block: Block, what: str, place: Told) -> Iterator[Told]:
         item = self._item(block, self._end_status)
-        if block.call is not None:
-            about = {"arguments": block.text, "name": block.call.name}
-            yield self._event(f"response.{what}.done", **place, **about)
-        else:
-            extra = {"logprobs": self._logprobs} if block.kind == "text" else {}
-            yield self._event(f"response.{what}.done", **place, text=block.text, **extra)
-            yield self._event("response.content_part.done", **place, part=item["content"][0])
+        extra = {"logprobs": self._logprobs} if block.kind == "text" else {}
+        yield self._event(f"response.{what}.done", **place, text=block.text, **extra)
+        yield self._event("response.content_part.done", **place, part=item["content"][0])
+        yield from self._item_done(block, item)
+
+    def _call_change(self, change: Change, call: CallBegin, place: Told) -> Iterator[Told]:
+        """More arguments of a call, or its end."""
+        block, reader = change.block, None
+        what, new = "function_call_arguments", change.text
+        if call.name in self._dialogue.custom_tools:
+            reader = self._inputs.setdefault(block.index, InputReader())
+            what = "custom_tool_call_input"
+            new = reader.feed(change.text) if change.what == "more" else reader.end()
+        if new:
+            yield self._event(f"response.{what}.delta", **place, delta=new)
+        if change.what == "more":
+            return
+        item = self._item(block, self._end_status)
+        about = {key: item[key] for key in ("arguments", "input", "name") if key in item}
+        if reader is not None:
+            about.pop("name")
+        yield self._event(f"response.{what}.done", **place, **about)
+        yield from self._item_done(block, item)
+
+    def _item_done(self, block: Block, item: Told) -> Iterator[Told]:
         self.told["output"].append(item)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
@@ -190,17 +214,21 @@ class Responses(BlockAnswer):
         item: Told = {"id": self._id(block), "status": status}
         is_done = status != "in_progress"
         if block.call is not None:
-            return {
-                "type": "function_call",
-                **item,
-                "call_id": block.call.id,
-                "name": block.call.name,
-                "arguments": block.text if is_done else "",
-            }
+            return {**item, **self._call(block.call, block.text, is_done=is_done)}
         content = [self._part(block, block.text, self._logprobs)] if is_done else []
         if block.kind == "thinking":
             return {"type": "reasoning", **item, "summary": [], "content": content}
         return {"type": "message", **item, "role": "assistant", "content": content}
+
+    def _call(self, call: CallBegin, arguments: str, *, is_done: bool) -> Told:
+        called = self._tools.called(call.name)
+        about: Told = {"type": "function_call", "call_id": call.id, "name": called.name}
+        if called.namespace is not None:
+            about["namespace"] = called.namespace
+        if call.name in self._dialogue.custom_tools:
+            text = input_of(arguments) if is_done else ""
+            return {**about, "type": "custom_tool_call", "input": text}
+        return {**about, "arguments": arguments if is_done else ""}
 
     def _part(self, block: Block, text: str, logprobs: list[Told]) -> Told:
         if block.kind == "thinking":
@@ -209,6 +237,8 @@ class Responses(BlockAnswer):
 
     def _id(self, block: Block) -> str:
         prefix = {"thinking": "rs", "text": "msg", "call": "fc"}[block.kind]
+        if block.call is not None and block.call.name in self._dialogue.custom_tools:
+            prefix = "ctc"
         return self._ids.setdefault(block.index, f"{prefix}_{uuid.uuid4().hex}")
 
     def _new_logprobs(self, said: Said) -> list[Told]:

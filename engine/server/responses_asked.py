@@ -7,12 +7,23 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from engine.server.asked import ChatRequest
-from engine.server.conversation import known_role, last_answer, plain_content, plain_message, think
+from engine.server.conversation import Message
 from engine.server.errors import ApiError
+from engine.server.responses_items import messages_of
+from engine.server.responses_tools import (
+    SERVER_TOOLS,
+    ResponseTools,
+    flat_name,
+    is_server_tool,
+    tools_in,
+)
 
-MAX_ITEMS = 4096
-ROLES = ("user", "assistant", "system", "developer")
-Message = dict[str, Any]
+INCLUDED = (
+    "code_interpreter_call.outputs", "computer_call_output.output.image_url",
+    "file_search_call.results", "message.input_image.image_url", "message.output_text.logprobs",
+    "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
+)  # fmt: skip
+"""What a response may have more of; of most there is nothing here."""
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
@@ -109,9 +120,12 @@ SHARED = (
 )  # fmt: skip
 
 
-def chat_of(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
-    """The same as a request for chat completions; before: the conversation it goes on. Raises
-    ``ApiError``."""
+def chat_of(
+    asked: ResponsesRequest, before: list[Message], tools: ResponseTools | None = None
+) -> ChatRequest:
+    """The same as a request for chat completions; before: the conversation it goes on; tools: its
+    own, unless given. Raises ``ApiError``."""
+    tools = tools or tools_of(asked)
     _refuse(asked)
     messages = list(before)
     if asked.instructions is not None:  # those of an earlier response do not hold any more
@@ -125,55 +139,15 @@ def chat_of(asked: ResponsesRequest, before: list[Message]) -> ChatRequest:
         max_completion_tokens=asked.max_output_tokens,
         reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
         response_format=None if form is None else _format(form),
-        tools=[_tool(tool) for tool in asked.tools or []] or None,
-        tool_choice=_choice(asked.tool_choice),
+        tools=tools.told or None,
+        tool_choice=_choice(asked.tool_choice, tools),
         **{name: getattr(asked, name) for name in SHARED},
     )
 
 
-def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
-    """Items as messages: what the model said between two others is one message."""
-    if given is None:
-        return []
-    if isinstance(given, str):
-        return [{"role": "user", "content": given}]
-    if len(given) > MAX_ITEMS:
-        raise ApiError(
-            400, f"input has {len(given)} items, the limit is {MAX_ITEMS}", param="input"
-        )
-    messages: list[Message] = []
-    for item in given:
-        _add_item(messages, item)
-    return messages
-
-
-def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
-    kind = item.get("type") or "message"
-    if kind == "message":
-        role, content = known_role(item.get("role"), ROLES, "input"), item.get("content")
-        if role == "assistant":
-            last_answer(messages)["content"] += plain_content(content, "input")
-        elif plain := plain_message({"role": role, "content": content}, "input"):
-            messages.append(plain)
-    elif kind == "function_call":
-        function = {"name": item.get("name"), "arguments": item.get("arguments")}
-        call = {"id": item.get("call_id"), "type": "function", "function": function}
-        last_answer(messages).setdefault("tool_calls", []).append(call)
-    elif kind == "function_call_output":
-        content = plain_content(item.get("output"), "input")
-        call_id = item.get("call_id")
-        messages.append({"role": "tool", "tool_call_id": call_id, "content": content})
-    elif kind == "reasoning":
-        text = plain_content(item.get("content") or item.get("summary") or "", "input")
-        if text:
-            think(last_answer(messages), text)
-    else:
-        raise ApiError(
-            400,
-            f"input has an item of type {kind!r:.40}; message, function_call, "
-            "function_call_output and reasoning are supported",
-            param="input",
-        )
+def tools_of(asked: ResponsesRequest) -> ResponseTools:
+    """Of a request and of the items in it. Raises ``ApiError``."""
+    return ResponseTools([*(asked.tools or []), *tools_in(asked.input)])
 
 
 def _refuse(asked: ResponsesRequest) -> None:
@@ -184,32 +158,40 @@ def _refuse(asked: ResponsesRequest) -> None:
             400, "truncation is auto, which is not supported: use disabled", param="truncation"
         )
     for each in asked.include or []:
-        if each not in ("reasoning.encrypted_content", "message.output_text.logprobs"):
+        if each not in INCLUDED:
             raise ApiError(
-                400,
-                f"include has {each!r:.60}, which is not supported: leave it out",
+                400, f"include has {each!r:.60}, must have some of: {', '.join(INCLUDED)}",
                 param="include",
-            )
+            )  # fmt: skip
 
 
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    if tool.get("type") != "function":
-        raise ApiError(
-            400,
-            f"tools has one of type {tool.get('type')!r:.40}, which is not supported: only "
-            "function is",
-            param="tools",
-        )
-    about = {key: value for key, value in tool.items() if key != "type" and value is not None}
-    return {"type": "function", "function": about}
-
-
-def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+def _choice(
+    choice: str | dict[str, Any] | None, tools: ResponseTools
+) -> str | dict[str, Any] | None:
+    """As chat completions have it; what is left out cannot be chosen."""
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") == "allowed_tools":
-        return {"type": "allowed_tools", "allowed_tools": choice}
-    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+    kind = choice.get("type")
+    if kind == "allowed_tools":
+        given = choice.get("tools")
+        listed = [_listed(each) for each in given] if isinstance(given, list) else []
+        kept = [each for each in listed if each["name"] is not None]
+        return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": kept}}
+    if is_server_tool(kind, SERVER_TOOLS):
+        raise ApiError(
+            400,
+            f"tool_choice is {kind!r:.40}, which a server would have to run: choose a function, a "
+            "custom tool, auto or none",
+            param="tool_choice",
+        )
+    return {"type": kind, "function": _listed(choice)}
+
+
+def _listed(each: Any) -> dict[str, Any]:
+    """Without a name if it is no tool that a client runs."""
+    if not isinstance(each, dict) or is_server_tool(each.get("type"), SERVER_TOOLS):
+        return {"name": None}
+    return {"name": flat_name(each.get("name"), each.get("namespace"))}
 
 
 def _format(form: dict[str, Any]) -> dict[str, Any]:

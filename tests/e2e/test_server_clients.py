@@ -272,7 +272,7 @@ def test_a_response_with_a_schema(client: Any) -> None:
     [
         ({"background": True}, "background is not supported"),
         ({"truncation": "auto"}, "use disabled"),
-        ({"tools": [{"type": "web_search"}]}, "type 'web_search'"),
+        ({"tools": [{"type": "web_serch"}]}, "type 'web_serch'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
         ({"extra_body": {"conversation": "c"}}, "conversation is not supported"),
     ],

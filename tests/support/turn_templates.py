@@ -100,7 +100,8 @@ QWEN_35 = (
     "{% endfor %}</function>\n</tool_call>{% endfor %}<|im_end|>\n{% elif m.role == 'tool' %}"
     "<|im_start|>user\n<tool_response>\n{{ m.content }}\n</tool_response><|im_end|>\n{% else %}"
     "{{ raise_exception('Unexpected message role.') }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking is defined and "
+    "enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
 DEEPSEEK_V3 = (
     "{% set ns = namespace(system='', is_tool=false) %}{% for m in messages %}"

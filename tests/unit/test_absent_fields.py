@@ -25,7 +25,7 @@ pytest.importorskip("openai")
 pytest.importorskip("anthropic")
 
 READ_ELSEWHERE = ("messages", "tools", "tool_choice", "response_format", "structured_outputs")
-WITHOUT_EFFECT = ("prompt_cache_options",)
+WITHOUT_EFFECT = ("prompt_cache_options", "web_search_options")
 
 
 def meaning(path: str, body: Any) -> Any:

@@ -238,6 +238,10 @@ def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
         whole = {"$ref": f"{at}/properties/{place}", "$defs": definitions}
         body = rules.json(whole, is_strict=tool.is_strict)
         return f"{body} {rules.text(end)}"
+    schema = tool.parameters["properties"][name]
+    pattern = schema.get("pattern") if isinstance(schema, dict) and tool.is_strict else None
+    if isinstance(pattern, str):
+        return f"{rules.add('value', f'/{whole_expression(pattern)}/')} {rules.text(end)}"
     return rules.until(end)
 
 
@@ -284,6 +288,15 @@ def _like_calls(rules: Rules, speech: Speech, names: Iterable[str], opener: str)
 def _without(expressions: Sequence[str]) -> str:
     """The end of an expression for texts in which none of these is found."""
     return f" & ~/(?s:.*)({'|'.join(expressions)})(?s:.*)/"
+
+
+def whole_expression(pattern: str) -> str:
+    """A pattern of a schema, which may stand anywhere in a text, as one of the whole text, to be
+    written between slashes."""
+    begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern)
+    inner = pattern[1 if begins else 0 : -1 if ends else None]
+    whole = f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
+    return re.sub(r"(\\.)|/", lambda found: found[1] or "\\/", whole)
 
 
 def in_regex(text: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from engine.config.near import near_value
 from engine.server.errors import ApiError
+from engine.server.speech.custom import function_of, schema_of_input
 
 MAX_TOOLS = 512
 MAX_DEPTH = 16  # of references in a schema that are followed
@@ -25,6 +26,7 @@ class Tool(NamedTuple):
     is_strict: bool  # its arguments follow the schema whatever the model likes
     told: dict[str, Any]  # as chat templates see it
     is_enforced: bool = True  # no: the schema cannot be, and any arguments will do
+    is_custom: bool = False  # its input is a text, which is all its arguments
 
 
 class Kinds(NamedTuple):
@@ -62,6 +64,11 @@ class Tools(NamedTuple):
         return [_types_of(tool) for tool in self.all]
 
     @property
+    def custom(self) -> frozenset[str]:
+        """Names of those whose input is a text."""
+        return frozenset(tool.name for tool in self.all if tool.is_custom)
+
+    @property
     def has_strict(self) -> bool:
         return any(tool.is_strict for tool in self.all)
 
@@ -92,22 +99,17 @@ def tools_of(
 
 
 def _tool(given: dict[str, Any]) -> Tool:
+    if given.get("type") == "custom":
+        return _custom(given)
     function = given.get("function")
     if given.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(
             400,
-            f"tools has {given!r:.80}, must have type function and a function",
+            f"tools has {given!r:.80}, must have type function and a function, or custom",
             param="tools",
         )
     function = {key: value for key, value in function.items() if value is not None}
-    name, parameters = function.get("name"), function.get("parameters")
-    if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ApiError(
-            400,
-            f"tools has a function named {name!r:.80}, must be 1 to 128 letters, digits, '_', '-' "
-            "and '.'",
-            param="tools",
-        )
+    name, parameters = _known_name(function.get("name")), function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
@@ -138,12 +140,31 @@ def _tool(given: dict[str, Any]) -> Tool:
     return Tool(name, parameters, function.get("strict") is True, told)
 
 
+def _custom(given: dict[str, Any]) -> Tool:
+    """Its input follows its grammar whatever the model likes."""
+    function, pattern = function_of(given)
+    name, told = _known_name(function["name"]), {"type": "function", "function": function}
+    is_strict = pattern is not None
+    return Tool(name, schema_of_input(pattern), is_strict, told, is_custom=True)
+
+
+def _known_name(name: Any) -> str:
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise ApiError(
+            400,
+            f"tools has a function named {name!r:.80}, must be 1 to 128 letters, digits, '_', '-' "
+            "and '.'",
+            param="tools",
+        )
+    return name
+
+
 def _choice(choice: Any, names: list[str]) -> Choice:
     """What may be called, and whether it must be: a tool that is named, once."""
     if choice is None or choice in CHOICES:
         allowed = [] if choice == "none" else names
         return Choice(allowed, "required" if choice == "required" else "auto")
-    if isinstance(choice, dict) and choice.get("type") == "function":
+    if isinstance(choice, dict) and choice.get("type") in ("function", "custom"):
         return Choice(_known([_listed(choice)], names), "required", is_single=True)
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
         about = choice.get("allowed_tools", choice)
@@ -160,7 +181,9 @@ def _choice(choice: Any, names: list[str]) -> Choice:
 
 
 def _listed(each: Any) -> Any:
-    function = each.get("function", each) if isinstance(each, dict) else None
+    if not isinstance(each, dict):
+        return None
+    function = each.get("function") or each.get("custom") or each
     return function.get("name") if isinstance(function, dict) else None
 
 

@@ -1,0 +1,118 @@
+"""Items of ``POST /v1/responses``, and the messages that they are."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from engine.server.conversation import (
+    Message,
+    known_role,
+    last_answer,
+    plain_content,
+    plain_message,
+    think,
+)
+from engine.server.errors import ApiError
+from engine.server.responses_tools import flat_name
+from engine.server.speech.custom import INPUT
+
+MAX_ITEMS = 4096
+ROLES = ("user", "assistant", "system", "developer")
+ACTIONS = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
+"""Calls of tools that a client runs, and what of them are the arguments."""
+OUTPUTS = (
+    "function_call_output", "custom_tool_call_output", "local_shell_call_output",
+    "shell_call_output", "apply_patch_call_output",
+)  # fmt: skip
+LEFT_OUT = (
+    "additional_tools", "code_interpreter_call", "compaction", "compaction_trigger",
+    "computer_call", "computer_call_output", "configuration_update", "file_search_call",
+    "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools",
+    "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
+)  # fmt: skip
+"""What a server ran, or did, of which nothing is text that the model reads."""
+
+
+def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
+    """Items as messages: what the model said between two others is one message. Raises
+    ``ApiError``."""
+    if given is None:
+        return []
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    if len(given) > MAX_ITEMS:
+        raise ApiError(
+            400, f"input has {len(given)} items, the limit is {MAX_ITEMS}", param="input"
+        )
+    messages: list[Message] = []
+    for item in given:
+        _add_item(messages, item)
+    return messages
+
+
+def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
+    kind = item.get("type") or "message"
+    if kind == "message":
+        _add_message(messages, item)
+    elif kind == "function_call":
+        _call(messages, item, item.get("name"), item.get("arguments"))
+    elif kind == "custom_tool_call":
+        _call(messages, item, item.get("name"), {INPUT: item.get("input")})
+    elif kind in ACTIONS:
+        _call(messages, item, kind.removesuffix("_call"), _given(item.get(ACTIONS[kind])))
+    elif kind == "mcp_call":
+        _call(messages, item, item.get("name"), item.get("arguments"))
+        _result(messages, item)
+    elif kind in OUTPUTS:
+        _result(messages, item)
+    elif kind == "reasoning":
+        text = plain_content(item.get("content") or item.get("summary") or "", "input")
+        if text:
+            think(last_answer(messages), text)
+    elif kind not in LEFT_OUT:
+        raise ApiError(
+            400,
+            f"input has an item of type {kind!r:.40}, which is not supported: message, reasoning, "
+            "and calls of tools with their outputs are",
+            param="input",
+        )
+
+
+def _given(action: Any) -> Any:
+    """Without fields that are null."""
+    if not isinstance(action, dict):
+        return action
+    return {key: value for key, value in action.items() if value is not None}
+
+
+def _add_message(messages: list[Message], item: dict[str, Any]) -> None:
+    role, content = known_role(item.get("role"), ROLES, "input"), item.get("content")
+    if role == "assistant":
+        last_answer(messages)["content"] += plain_content(content, "input")
+    elif plain := plain_message({"role": role, "content": content}, "input"):
+        messages.append(plain)
+
+
+def _call(messages: list[Message], item: dict[str, Any], name: Any, arguments: Any) -> None:
+    function = {"name": flat_name(name, item.get("namespace")), "arguments": arguments}
+    call = {"id": _id_of(item), "type": "function", "function": function}
+    last_answer(messages).setdefault("tool_calls", []).append(call)
+
+
+def _result(messages: list[Message], item: dict[str, Any]) -> None:
+    messages.append({"role": "tool", "tool_call_id": _id_of(item), "content": _output_of(item)})
+
+
+def _output_of(item: dict[str, Any]) -> str:
+    output = item.get("output")
+    if output is None:
+        output = item.get("error") or item.get("status") or ""
+    if item.get("type") in ("function_call_output", "custom_tool_call_output"):
+        return plain_content(output, "input")
+    return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False)
+
+
+def _id_of(item: dict[str, Any]) -> Any:
+    """Of some kinds the item's own is the call's as well."""
+    return item.get("call_id") or item.get("id")

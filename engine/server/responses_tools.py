@@ -1,0 +1,93 @@
+"""Tools of ``POST /v1/responses``: kinds that the client runs in the form of chat completions, and
+the names of those that a server would have to run, which are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from engine.server.errors import ApiError
+
+SERVER_TOOLS = (
+    "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search",
+    "image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search",
+    "web_search", "web_search_preview",
+)  # fmt: skip
+"""Run by a server, or by a client in forms that only OpenAI's own models write. A date may follow
+the name."""
+BETWEEN = "__"  # a namespace and a name
+
+
+class Called(NamedTuple):
+    """The tool that a call is of, as the client knows it."""
+
+    name: str
+    namespace: str | None = None
+
+
+class ResponseTools:
+    """The tools of one request."""
+
+    def __init__(self, given: Iterable[Any]) -> None:
+        """Raises ``ApiError`` for what is no tool."""
+        self.left_out: list[str] = []
+        """Kinds that a server would have to run."""
+        self._called: dict[str, Called] = {}
+        self.told = list(self._flat(given, None))
+        """The others, as chat completions have them."""
+
+    def called(self, name: str) -> Called:
+        """name: as the model calls the tool."""
+        return self._called.get(name, Called(name))
+
+    def _flat(self, given: Iterable[Any], namespace: str | None) -> Iterator[dict[str, Any]]:
+        for tool in given:
+            kind = tool.get("type") if isinstance(tool, dict) else tool
+            if kind == "namespace" and namespace is None:
+                yield from self._flat(tool.get("tools") or [], str(tool.get("name")))
+            elif kind in ("function", "custom"):
+                yield self._as_chat_has_it(tool, kind, namespace)
+            elif is_server_tool(kind, SERVER_TOOLS):
+                self.left_out.append(str(kind))
+            else:
+                raise ApiError(
+                    400,
+                    f"tools has one of type {kind!r:.40}, which is not supported: function, custom "
+                    f"and namespace are, and {', '.join(SERVER_TOOLS)} are left out",
+                    param="tools",
+                )
+
+    def _as_chat_has_it(
+        self, tool: dict[str, Any], kind: str, namespace: str | None
+    ) -> dict[str, Any]:
+        left_out = ("type", "defer_loading", "allowed_callers", "output_schema", "async")
+        about = {k: v for k, v in tool.items() if k not in left_out and v is not None}
+        if namespace is not None and isinstance(about.get("name"), str):
+            flat = flat_name(about["name"], namespace)
+            self._called[flat] = Called(about["name"], namespace)
+            about["name"] = flat
+        return {"type": kind, kind: about}
+
+
+def flat_name(name: Any, namespace: Any) -> Any:
+    """The name by which the model knows a tool of a namespace."""
+    return f"{namespace.removesuffix(BETWEEN)}{BETWEEN}{name}" if namespace else name
+
+
+def is_server_tool(kind: Any, known: tuple[str, ...]) -> bool:
+    """Whether it is one of these, or one with a date after it."""
+    if not isinstance(kind, str):
+        return False
+    return kind in known or kind.rstrip("_0123456789") in known
+
+
+def tools_in(items: Any) -> list[Any]:
+    """Tools that come with the conversation."""
+    found: list[Any] = []
+    for item in items if isinstance(items, list) else []:
+        if isinstance(item, dict) and item.get("type") in (
+            "additional_tools",
+            "tool_search_output",
+        ):
+            found += item.get("tools") or []
+    return found

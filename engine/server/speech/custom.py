@@ -1,0 +1,132 @@
+"""Custom tools: their input is one text, which may follow a grammar.
+
+To the model such a tool is a function with one argument, ``input``; a call's arguments become the
+text again for the client.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any, NamedTuple
+
+from engine.server.errors import ApiError
+from engine.server.speech.lark_regex import LarkError, regex_of_lark
+
+INPUT = "input"
+BEGIN = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+PLAIN = re.compile(
+    r'(?:[^"\\\ud800-\udfff]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
+    r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))*"
+)
+"""The inside of a JSON string up to its end or to an escape that is not all there."""
+
+
+class CustomFunction(NamedTuple):
+    """A custom tool as a function."""
+
+    function: dict[str, Any]
+    """As chat templates see it."""
+    pattern: str | None
+    """An expression that the input follows; ``None``: any text."""
+
+
+def function_of(given: dict[str, Any]) -> CustomFunction:
+    """Of a tool as chat completions have it. Raises ``ApiError``."""
+    about = given.get("custom")
+    if not isinstance(about, dict):
+        raise ApiError(400, f"tools has {given!r:.80}, must have custom", param="tools")
+    name, form = about.get("name"), about.get("format") or {}
+    description = about.get("description") or ""
+    grammar = _grammar_of(name, form)
+    pattern = None
+    if grammar is not None:
+        pattern = _pattern_of(name, *grammar)
+        syntax, definition = grammar
+        follows = f"The input is a text that follows this {syntax} grammar:\n{definition}"
+        description = f"{description}\n\n{follows}" if description else follows
+    function = {"name": name, "parameters": schema_of_input(None)}
+    if description:
+        function["description"] = description
+    return CustomFunction(function, pattern)
+
+
+def schema_of_input(pattern: str | None) -> dict[str, Any]:
+    text = {"type": "string"} if pattern is None else {"type": "string", "pattern": pattern}
+    return {
+        "type": "object",
+        "properties": {INPUT: text},
+        "required": [INPUT],
+        "additionalProperties": False,
+    }
+
+
+def _grammar_of(name: Any, form: Any) -> tuple[str, str] | None:
+    """Syntax and definition; the newer API has them without another object around."""
+    kind = form.get("type") if isinstance(form, dict) else form
+    if isinstance(form, dict) and kind in (None, "text"):
+        return None
+    about = form.get("grammar", form) if isinstance(form, dict) else None
+    if kind == "grammar" and isinstance(about, dict):
+        syntax, definition = about.get("syntax"), about.get("definition")
+        if syntax in ("lark", "regex") and isinstance(definition, str):
+            return syntax, definition
+    raise ApiError(
+        400,
+        f"format of the tool {name!r:.80} is {form!r:.80}, must have type text, or grammar with "
+        "syntax lark or regex and a definition",
+        param="tools",
+    )
+
+
+def _pattern_of(name: Any, syntax: str, definition: str) -> str:
+    if syntax == "regex":
+        inner = definition.removeprefix("^")
+        if inner.endswith("$") and not inner.endswith("\\$"):
+            inner = inner[:-1]
+        return f"^(?:{inner})$"
+    try:
+        return f"^(?:{regex_of_lark(definition)})$"
+    except LarkError as error:
+        raise ApiError(
+            400, f"the grammar of the tool {name!r:.80} cannot be enforced: {error}", param="tools"
+        ) from error
+
+
+def input_of(arguments: str) -> str:
+    """The text in the arguments of a call; all of them where they are something else."""
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        reader = InputReader()
+        return reader.feed(arguments) or arguments
+    text = found.get(INPUT) if isinstance(found, dict) else None
+    return text if isinstance(text, str) else arguments
+
+
+class InputReader:
+    """The text in the arguments of a call as they come."""
+
+    def __init__(self) -> None:
+        self.arguments = ""
+        self._at = -1  # in the arguments, of what was not read yet; -1: it has not begun
+        self._num_sent = 0
+
+    def feed(self, piece: str) -> str:
+        """What is new of the text."""
+        self.arguments += piece
+        if self._at < 0:
+            begun = BEGIN.match(self.arguments)
+            if begun is None:
+                return ""
+            self._at = begun.end()
+        found = PLAIN.match(self.arguments, self._at)
+        assert found is not None
+        self._at = found.end()
+        text = str(json.loads(f'"{found[0]}"', strict=False))
+        self._num_sent += len(text)
+        return text
+
+    def end(self) -> str:
+        """The rest of it."""
+        return input_of(self.arguments)[self._num_sent :]
