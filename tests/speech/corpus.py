@@ -155,6 +155,17 @@ OBJECTS = [
         [("edit", EDIT)],
     ),
     Case(
+        "no JSON as a text, first",
+        '<tool_call>{"arguments": "Rome", "name": "edit"}</tool_call>',
+        [],
+        '<tool_call>{"arguments": "Rome", "name": "edit"}</tool_call>',
+    ),
+    Case(
+        "an empty text, first",
+        '<tool_call>{"arguments": "", "name": "noargs"}</tool_call>',
+        [("noargs", {})],
+    ),
+    Case(
         "parameters",
         f'<tool_call>{{"name": "edit", "parameters": {EDIT_JSON}}}</tool_call>',
         [("edit", EDIT)],

@@ -251,6 +251,21 @@ def test_a_tokenizer_that_describes_itself() -> None:
     assert not turn.calls and "{{" in turn.content and turn.content.endswith("!")
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000])
+def test_a_tokenizer_that_describes_no_calls(size: int) -> None:
+    """They are read as those of a chat template that knows no tools."""
+    tokenizer = tokenizer_with("<t>", "</t>", "<tool_call>", "</tool_call>")
+    tokenizer.response_template = {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {"thinking": {"open": "<t>", "close": "</t>"}, "content": {}},
+    }
+    call = f'<tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>'
+    ids = tokenizer.encode(f"<t>Hm</t>Sure:\n{call}\nWrite <tool_call>{{ so")
+    turn, _ = read(tokenizer, Speech(tokenizer, "anything"), ids, [size] * 99)
+    assert (turn.thinking, calls_in(turn)) == ("Hm", [CALLED])
+    assert turn.content == "Sure:\nWrite <tool_call>{ so"
+
+
 @pytest.mark.parametrize(
     ("tools", "choice", "message"),
     [

@@ -84,8 +84,8 @@ class CallReader(ABC):
         yield from source.skip_space()
         return None if match is None else self.name(match[0])
 
-    def json(self, source: Source | None = None) -> JsonText:
-        return JsonText(source or self.source, self.markers.plain, self.closers + self.fences)
+    def json(self) -> JsonText:
+        return JsonText(self.source, self.markers.plain, self.closers + self.fences)
 
     def begin(self, name: str) -> CallBegin:
         """From here on it is a call, whatever follows."""
@@ -128,10 +128,11 @@ class CallReader(ABC):
         if value.end == "cut":
             return None
         if text.startswith('"'):
-            text = mended(decoded(text[1:-1])) or ""
+            inside = decoded(text[1:-1]).strip()
+            text = (mended(inside) or inside) if inside else "{}"
         if text.startswith("{"):
             return text
-        return "{}" if text in ("", "null") else None
+        return "{}" if text == "null" else None
 
     def is_over(self) -> Waits[bool]:
         """Whether no more of a call can come here."""

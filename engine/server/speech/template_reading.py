@@ -115,7 +115,8 @@ class TemplateReading:
             yield from self._called(event["value"], is_cut=is_cut)
             self._field = ""
         else:
-            yield PartEnd()
+            if self._calls is None or self.is_thinking:
+                yield PartEnd()
             self._field = ""
 
     def _text(self, text: str) -> Iterable[Event | PartEnd]:
