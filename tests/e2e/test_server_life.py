@@ -70,11 +70,11 @@ def until(is_so: Callable[[], object]) -> None:
 
 
 @contextmanager
-def watched(tmp_path: Path, *options: str) -> Iterator[Watched]:
+def watched(tmp_path: Path, *options: str, **variables: str) -> Iterator[Watched]:
     """A server at a free port, which its log names."""
     log = tmp_path / "log"
     with log.open("wb") as file:
-        server = Served.start(0, *OPTIONS, *options, log=file)
+        server = Served.start(0, *OPTIONS, *options, log=file, **variables)
     it = Watched(server, log)
     try:
         until(lambda: it.lines("is served at") or server.process.poll() is not None)
@@ -115,6 +115,29 @@ def test_the_last_core_dies_and_the_server_ends(tmp_path: Path) -> None:
         assert "the engine core died: its process was killed by SIGKILL" in line
         (line,) = it.lines("engine.requests")
         assert "status=200" in line and "error=engine_dead" in line
+
+
+DEADLY = """
+from engine.sched.policy import Policy
+
+class Deadly(Policy):
+    def rank(self, req, view):
+        return (req.arrival,)
+
+    def on_add(self, req, view):
+        raise SystemExit("enough")  # no fault that a core survives
+"""
+
+
+def test_a_core_in_the_process_of_the_server_dies(tmp_path: Path) -> None:
+    (tmp_path / "deadly.py").write_text(DEADLY)
+    options = ("--no-multiprocess", "--scheduling-policy", "deadly.Deadly")
+    with watched(tmp_path, *options, PYTHONPATH=str(tmp_path)) as it:
+        status, told, _ = it.complete()
+        assert (status, told["error"]["code"]) == (503, "engine_dead")
+        assert it.process.wait(WAIT_SECONDS) == 1
+        (line,) = it.lines("CRITICAL")
+        assert line.endswith("SystemExit: enough")
 
 
 def test_one_of_two_cores_dies_and_then_the_other(tmp_path: Path) -> None:
