@@ -6,6 +6,8 @@ say. As in `kernels.cpu.vectors`, addresses and strides are in bytes.
 
 from __future__ import annotations
 
+import math
+
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
@@ -69,53 +71,22 @@ def _over_rows(builder, rows, carried, step):
 
 
 @intrinsic
-def lower_to_largest(typing_context, address, stride, count, largest):
-    """Of `count` rows of 16 float32: largest[i] = the largest of it and of column i, which it is
-    taken from. A NaN is passed over, and stays one."""
-
-    def build(context, builder, signature, args):
-        zero = _I64(0)
-
-        def choose(offset, values):
-            return [_greater(builder, _row(builder, args[0], offset), values[0])]
-
-        def lower(offset, values):
-            seen = _row(builder, args[0], offset)
-            _put(builder, builder.fsub(seen, best), args[0], offset)
-            return []
-
-        first = _row(builder, args[3], zero)
-        (best,) = _over_rows(builder, args[:3], [first], choose)
-        _put(builder, best, args[3], zero)
-        _over_rows(builder, args[:3], [], lower)
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 4), build
-
-
-@intrinsic
-def pair_rows(typing_context, address, stride, count, target, total):
+def pair_rows(typing_context, address, stride, count, target):
     """Rows of 16 float32 two by two: target[k] = pairs of bfloat16, rounded to the nearest, ties to
-    even, of rows 2 * k and 2 * k + 1. count: of pairs; total[i] += the sum of column i."""
+    even, of rows 2 * k and 2 * k + 1. count: of pairs."""
 
     def build(context, builder, signature, args):
-        address, stride, count, target, total = args
-        twice = builder.shl(stride, _I64(1))
+        address, stride, count, target = args
 
         def step(offset, values):
             rows = [_row(builder, address, at) for at in (offset, builder.add(offset, stride))]
             _put(builder, _pairs(builder, *rows), values[0], _I64(0))
-            return [
-                builder.add(values[0], _I64(LINE)),
-                builder.fadd(values[1], builder.fadd(*rows)),
-            ]
+            return [builder.add(values[0], _I64(LINE))]
 
-        sums = _row(builder, total, _I64(0))
-        _, sums = _over_rows(builder, (address, twice, count), [target, sums], step)
-        _put(builder, sums, total, _I64(0))
+        _over_rows(builder, (address, builder.shl(stride, _I64(1)), count), [target], step)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 5), build
+    return types.void(*[types.intp] * 4), build
 
 
 def _all(number):
@@ -269,8 +240,98 @@ def _between(builder, rows, bounds):
     return builder.and_(is_from, builder.icmp_signed("<", rows, end))
 
 
+@intrinsic
+def exp2_of_all(typing_context, x):
+    """2 ** x of one float32, as `soften_row` and `soften_columns` compute it."""
+
+    def build(context, builder, signature, args):
+        return builder.extract_element(_exp2(builder, splat(builder, args[0], LANES)), _I32(0))
+
+    return types.float32(types.float32), build
+
+
+@intrinsic
+def fold_factors(typing_context, largest, added, shrink, share):
+    """Of 16 rows whose largest score was `largest`, and is `added` in what is added to them: what
+    their sums so far, and those that are added, are multiplied by. Addresses of 16 float32;
+    `largest` becomes that of both."""
+
+    def build(context, builder, signature, args):
+        zero = _I64(0)
+        before, added = (_row(builder, place, zero) for place in args[:2])
+        best = _greater(builder, added, before)
+        _put(builder, best, args[0], zero)
+        for scores, place in zip((before, added), args[2:], strict=True):
+            _put(builder, _exp2(builder, builder.fsub(scores, best)), place, zero)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 4), build
+
+
+@intrinsic
+def soften_row(typing_context, scores, count, best, first, end):
+    """Scores at an address become 2 ** (score - best), and zero but for [first, end); returns their
+    sum. count: of vectors of 16. Which are added first depends on their places alone."""
+
+    def build(context, builder, signature, args):
+        scores, count, best, *limits = args
+        largest = splat(builder, best, LANES)
+        first, end = (splat(builder, builder.trunc(limit, _I32), LANES) for limit in limits)
+
+        def step(offset, values):
+            place, total = values
+            weights = _exp2(builder, builder.fsub(_row(builder, scores, offset), largest))
+            is_from = builder.icmp_signed(">=", place, first)
+            is_seen = builder.and_(is_from, builder.icmp_signed("<", place, end))
+            weights = builder.select(is_seen, weights, _all(0.0))
+            _put(builder, weights, scores, offset)
+            return [builder.add(place, _all(LANES)), builder.fadd(total, weights)]
+
+        lanes = ir.Constant(_WORDS, list(range(LANES)))
+        _, total = _over_rows(builder, (scores, _I64(LINE), count), [lanes, _all(0.0)], step)
+        return _sum_of_halves(builder, total)
+
+    return types.float32(*[types.intp] * 2, types.float32, *[types.intp] * 2), build
+
+
+def _sum_of_halves(builder, vector):
+    """The sum of 16 lanes: half of them plus the others, until one is left."""
+    step = LANES // 2
+    while step:
+        mask = [(lane + step) % LANES for lane in range(LANES)]
+        other = builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, mask))
+        vector = builder.fadd(vector, other)
+        step //= 2
+    return builder.extract_element(vector, _I32(0))
+
+
+@intrinsic
+def cap_scores(typing_context, scores, count, softcap, factor):
+    """Scores at an address become softcap * tanh(score / softcap) * factor. count: of vectors of
+    16 float32."""
+
+    def build(context, builder, signature, args):
+        scores, count, *numbers = args
+        softcap, factor = (splat(builder, number, LANES) for number in numbers)
+        whole = builder.fmul(softcap, factor)
+
+        def step(offset, values):
+            ratio = builder.fdiv(_row(builder, scores, offset), softcap)
+            power = _exp2(builder, builder.fmul(ratio, _all(2 / math.log(2))))
+            below = builder.fadd(power, _all(1.0))
+            tanh = builder.fsub(_all(1.0), builder.fdiv(_all(2.0), below))
+            _put(builder, builder.fmul(tanh, whole), scores, offset)
+            return []
+
+        _over_rows(builder, (scores, _I64(LINE), count), [], step)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 2, *[types.float32] * 2), build
+
+
 def _exp2(builder, x):
-    """`kernels.cpu.mathlib.exp2` of a vector."""
+    """2 ** x of a vector, to about one unit in the last place; a NaN stays one, what is out of
+    range is cut."""
     for limit, order in ((SMALLEST, "<"), (LARGEST, ">")):
         x = builder.select(builder.fcmp_ordered(order, x, _all(limit)), _all(limit), x)
     exponent = builder.fptosi(builder.fadd(x, _all(BIAS + 0.5)), _WORDS)

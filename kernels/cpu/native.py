@@ -33,6 +33,8 @@ FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 # Options of functions that only compiled code calls: nothing is compiled to call them from Python.
 INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 INLINE = {**INNER, "fastmath": FAST, "error_model": "numpy", "forceinline": True}
+# Each operation is rounded as it is written: bodies that compute the same thing give the same bits.
+EXACT = {**INNER, "error_model": "numpy", "forceinline": True}
 
 _I64 = ir.IntType(64)
 _SIGNATURE = types.void(types.intp)

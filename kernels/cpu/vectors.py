@@ -546,6 +546,20 @@ def round16(typing_context, source, target):
 
 
 @intrinsic
+def fused(typing_context, a, b, c):
+    """a * b + c of float32, rounded once."""
+
+    def build(context, builder, signature, args):
+        name = "llvm.fma.f32"
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(_F32, [_F32] * 3), name)
+        return builder.call(function, args)
+
+    return types.float32(types.float32, types.float32, types.float32), build
+
+
+@intrinsic
 def in_order(typing_context, value):
     """The same float32, as it was worked out: sums with it are not regrouped."""
 

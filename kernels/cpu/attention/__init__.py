@@ -8,9 +8,9 @@ import torch
 
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
 from kernels.cpu.attention.paired import HOW, chosen, paired_body
-from kernels.cpu.attention.paired_single import fits, paired_single_body
 from kernels.cpu.attention.plan import CHUNKS, SINGLES, Heads, Plan, make_plan
 from kernels.cpu.attention.single import single_body
+from kernels.cpu.attention.tiled_single import fits, tiled_single_body
 from kernels.cpu.native import Kernel, bits, is_recorded
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
@@ -33,10 +33,12 @@ def single_kernel(
     block: int = USUAL_BLOCK,
     paired: str | None = PAIRED,
 ) -> Kernel:
-    """Of single tokens: bfloat16 is multiplied in tiles where processor and block allow it."""
-    if sizes == (2, 2) and paired is not None and fits(head_dim, block, paired):
-        return paired_single_kernel(head_dim, group, paired)
-    return widened_single_kernel(head_dim, group, sizes)
+    """Of single tokens. It gives a token the bits that ``chunk_kernel`` gives it."""
+    if sizes != (2, 2) or paired is None:
+        return widened_single_kernel(head_dim, group, sizes)
+    if fits(head_dim, block, paired):
+        return tiled_single_kernel(head_dim, group, paired)
+    return paired_single_kernel(head_dim, group, paired)
 
 
 @cache
@@ -46,9 +48,15 @@ def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> 
 
 
 @cache
+def tiled_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
+    """Of single tokens, in bfloat16, all heads together; how: of ``paired.HOW``, one with tiles."""
+    return Kernel(tiled_single_body(head_dim, group, HOW[how]), heavy=True)
+
+
+@cache
 def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Of single tokens, in bfloat16; how: of ``paired.HOW``, one with tiles."""
-    return Kernel(paired_single_body(head_dim, group, HOW[how]), heavy=True)
+    """Of single tokens, in bfloat16, a key head at a time; how: of ``paired.HOW``."""
+    return Kernel(paired_body(head_dim, group, HOW[how], 1), heavy=True)
 
 
 def chunk_kernel(
@@ -105,6 +113,7 @@ def paged_attention(
             *shape,
             plan.told(SINGLES),
             *numbers,
+            variant.window,
         )
     if plan.chunks.num:
         chunk_kernel(head_dim, group, sizes, paired).run(

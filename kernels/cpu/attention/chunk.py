@@ -2,8 +2,8 @@
 
 An item is up to `tokens` of them, times the query heads of one key head: the rows of two matrix
 products against 64 keys at a time, which are copied together from their blocks, keys turned so that
-they lie side by side. The keys are cut at multiples of 64, whatever the chunk: a token computes the
-same numbers however its prompt was cut.
+they lie side by side. All scores of a stretch of keys are kept, so that it has one largest score:
+first its keys are gone through, then its values.
 """
 
 from __future__ import annotations
@@ -12,16 +12,28 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.attention.plan import ITEM_FIELDS
-from kernels.cpu.attention.softmax import EMPTY, cap, divisor, fill, scale_by, soften
-from kernels.cpu.cells import read_cells, write_cells
-from kernels.cpu.columns import transpose16
+from kernels.cpu.attention.softmax import (
+    EMPTY,
+    STRETCH,
+    begin,
+    fill,
+    fold,
+    largest_between,
+    padded,
+    scale_by,
+    settle,
+)
+from kernels.cpu.cells import read_cells
+from kernels.cpu.columns import cap_scores, soften_row, transpose16
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
+from kernels.cpu.native import INLINE, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, lanes_of, tile_product
 
 NUM_PARAMETERS = 12
 
 KEYS = 64  # keys at a time
+# Floats from a row of scores to the next: keys that are no whole number of 64 reach beyond.
+LINE_OF_SCORES = STRETCH + KEYS
 _ROWS = 48  # query rows an item
 _STEP = 12  # rows are a multiple of this: of both tiles' rows
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -40,6 +52,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
     rows = -(-tokens_an_item(group) * group // _STEP) * _STEP
+    room = padded(rows)
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
@@ -47,8 +60,10 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
         kv_heads, softcap = p[5], np.float32(real[10])
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.zeros((rows, head_dim), np.float32), np.empty((rows, head_dim), np.float32)
-        scores = np.zeros((rows, KEYS), np.float32)
-        total, largest = np.empty((rows, 1), np.float32), np.empty(rows, np.float32)
+        outputs, scores = np.empty_like(acc), np.zeros((rows, LINE_OF_SCORES), np.float32)
+        sums = outputs, np.empty(room, np.float32), np.empty(room, np.float32)
+        total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
+        factors = np.empty(room, np.float32), np.empty(room, np.float32)
         keys = np.empty((head_dim, KEYS), np.float32)
         values = np.empty((KEYS, head_dim), np.float32)
         while True:
@@ -58,18 +73,28 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
             item = i32(told[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             head, num = index % kv_heads, item[2] * group
             _begin(p, item, head, group, scale, q, token)
-            fill(acc.reshape(-1), _ZERO)
-            fill(total.reshape(-1), _ZERO)
-            fill(largest, EMPTY)
-            base = item[3]
-            while base < item[4]:
-                count = min(KEYS - base % KEYS, item[4] - base)
-                _gather(p, item[0], head, (base, count), (keys, values), cell)
-                _score(q, keys, scores, num, count)
-                weigh(p, item, group, (base, count), softcap, scores, (largest, total, acc))
-                _add(scores, values, acc, num, count, vectors, lanes)
-                base += count
-            finish(p, item, head, group, (acc, total, largest), head_dim, token)
+            begin(sums)
+            start = item[3] - item[3] % STRETCH
+            while start < item[4]:
+                low, high = max(item[3], start), min(item[4], start + STRETCH)
+                base = low
+                while base < high:
+                    count = min(KEYS - base % KEYS, high - base)
+                    gather_keys(p, item[0], head, (base, count), keys, cell)
+                    _score(q, keys, scores[:, base - start :], num, count)
+                    base += count
+                span = start, low, high
+                _weigh(p, item, group, span, softcap, scores, (total, largest))
+                fill(acc.reshape(-1), _ZERO)
+                base = low
+                while base < high:
+                    count = min(KEYS - base % KEYS, high - base)
+                    _gather_values(p, item[0], head, (base, count), values, cell)
+                    _add(scores[:, base - start :], values, acc, num, count, vectors, lanes)
+                    base += count
+                fold(sums, (acc, total, largest), factors, num)
+                start += STRETCH
+            finish(p, item, head, group, sums, token)
 
     return body
 
@@ -77,27 +102,23 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 @njit(**INLINE)
 def _score(q, keys, scores, num, count):
     """scores[num, count] = q[num] @ keys; whole tiles, whatever count."""
-    size, width = q.shape[1] * 4, KEYS * 4
+    size, width, line = q.shape[1] * 4, KEYS * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
         for r in range(0, num, 6):
-            tile_product(
-                a + r * size, size, b, width, c + r * width, width, q.shape[1], 6, 4, 16, 1
-            )
+            tile_product(a + r * size, size, b, width, c + r * line, line, q.shape[1], 6, 4, 16, 1)
     else:
         for r in range(0, num, _STEP):
-            tile_product(
-                a + r * size, size, b, width, c + r * width, width, q.shape[1], 12, 1, 16, 1
-            )
+            tile_product(a + r * size, size, b, width, c + r * line, line, q.shape[1], 12, 1, 16, 1)
 
 
 @njit(inline="always")
 def _add(scores, values, acc, num, count, vectors, lanes):
     """acc[num] += scores[num, count] @ values; the last two are literals."""
-    size, width = acc.shape[1] * 4, KEYS * 4
+    size, line = acc.shape[1] * 4, LINE_OF_SCORES * 4
     a, b, c = scores.ctypes.data, values.ctypes.data, acc.ctypes.data
     for r in range(0, num, 6):
-        tile_product(a + r * width, width, b, size, c + r * size, size, count, 6, vectors, lanes, 0)
+        tile_product(a + r * line, line, b, size, c + r * size, size, count, 6, vectors, lanes, 0)
 
 
 @njit(**INLINE)
@@ -127,10 +148,9 @@ def _begin(p, item, head, group, scale, q, token):
 
 
 @njit(inline="always")
-def _gather(p, seq, head, span, targets, cell):
-    """Keys [head_dim, KEYS] and values [KEYS, head_dim] of one head from position span[0] on."""
-    keys, values = targets
-    head_dim, block, kv_heads = keys.shape[0], p[7], p[5]
+def gather_keys(p, seq, head, span, keys, cell):
+    """Keys [head_dim, KEYS] of one head: span[1] of them, from position span[0] on."""
+    head_dim, block = keys.shape[0], p[7]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     size = head_dim * cell
@@ -146,6 +166,19 @@ def _gather(p, seq, head, span, targets, cell):
                     transpose16(source + j * size + d * cell, size, target, KEYS * 4, cell)
         else:
             _turn(source, keys[:, done : done + num], cell)
+        done += num
+
+
+@njit(inline="always")
+def _gather_values(p, seq, head, span, values, cell):
+    """Values [KEYS, head_dim] of one head, as `gather_keys`."""
+    head_dim, block, kv_heads = values.shape[1], p[7], p[5]
+    base, count = span
+    table = i32(p[3] + seq * p[6] * 4, (p[6],))
+    size, done = head_dim * cell, 0
+    while done < count:
+        source = key_address(p, table, head, base + done, size)
+        num = min(block - (base + done) % block, count - done)
         places = values.reshape(-1)[done * head_dim : (done + num) * head_dim]
         read_cells(source + kv_heads * block * size, places, cell)
         done += num
@@ -162,35 +195,40 @@ def _turn(source, keys, cell):
 
 
 @njit(**INLINE)
-def weigh(p, item, group, keys, softcap, scores, sums):
-    """Scores become weights, zero where the row's token does not see the key."""
+def _weigh(p, item, group, span, softcap, scores, sums):
+    """Scores become weights, zero where the row's token does not see the key. span: where the
+    stretch starts, and the item's first key and end of keys in it; sums: of weights by row, and
+    largest scores."""
     window, before = p[12], item[4] - item[2]
-    base, count = keys
-    largest, total, acc = sums
+    (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
         position = before + r // group
-        first, end = 0, min(position + 1 - base, count)
+        first, end = low - start, min(position + 1, high) - start
         if window:
-            first = max(position + 1 - window - base, 0)
-        row = scores[r]
-        if first < end:
-            if softcap > 0:
-                cap(row[first:end], softcap)
-            largest[r] = soften(row, first, end, largest[r], total[r], acc[r])
-        fill(row[: min(first, count)], _ZERO)
-        fill(row[max(end, 0) : count], _ZERO)
+            first = max(position + 1 - window - start, first)
+        soften(scores[r], (first, end, high - start), softcap, (total, largest), r)
 
 
 @njit(**INLINE)
-def finish(p, item, head, group, sums, head_dim, token):
-    """Sums become outputs; acc has `head_dim` columns or more."""
-    acc, total, largest = sums
-    sinks = f32(p[11], (p[5] * group if p[11] else 0,))
+def soften(scores, span, softcap, sums, r):
+    """Scores of a row and a stretch become weights. span: the first key that the row sees, the end
+    of those, and of the keys that have a weight; sums: of weights by row, and largest scores, which
+    are written."""
+    (first, end, high), (total, largest) = span, sums
+    count, address = (high + LANES - 1) // LANES, scores.ctypes.data
+    if softcap > 0:
+        cap_scores(address, count, softcap, LOG2_E)
+    largest[r] = largest_between(scores, first, end) if first < end else EMPTY
+    total[r] = soften_row(address, count, largest[r], first, end)
+
+
+@njit(**INLINE)
+def finish(p, item, head, group, sums, token):
+    """Sums of an item's rows become outputs."""
+    outputs, total, largest = sums
+    size = outputs.shape[1] * token
     for i in range(item[2]):
-        out = p[4] + row_address(item[1], i, head, p, group * head_dim * token)
+        out = p[4] + row_address(item[1], i, head, p, group * size)
         for g in range(group):
-            r = i * group + g
-            below = divisor(total[r, 0], sinks, head * group + g, largest[r])
-            values = acc[r][:head_dim]
-            scale_by(_ONE / below, values)
-            write_cells(out + g * head_dim * token, values, token)
+            r, sink = i * group + g, p[11] + (head * group + g) * 4 if p[11] else 0
+            settle(outputs[r], total[r], largest[r], sink, out + g * size, token)

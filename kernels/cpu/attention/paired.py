@@ -1,21 +1,22 @@
-"""Attention of several query tokens in bfloat16, on processors that multiply it.
+"""Attention in bfloat16 on processors that multiply it, of tokens of any number.
 
 An item is what it is in `kernels.cpu.attention.chunk`: up to 48 rows, query tokens times the query
-heads of one key head, against 64 keys at a time. Rows lie in columns while they are softened, so
+heads of one key head, against stretches of keys. Rows lie in columns while they are softened, so
 that nothing is summed across a vector:
 
-    scores [64 keys, rows]   = keys [64, head size] @ queries [head size / 2, rows, 2]
-    weights [rows, 64 keys]  = scores, softened down the columns, rounded and turned
-    outputs [rows, head size] += weights @ values [32 pairs of keys, head size, 2]
+    scores [256 keys, rows]  = keys [256, head size] @ queries [head size / 2, rows, 2]
+    weights [rows, 256 keys] = scores, softened down the columns, rounded and turned
+    outputs [rows, head size] += weights @ values [128 pairs of keys, head size, 2]
 
 Keys go in as they lie in their blocks. Weights are rounded to bfloat16; sums are float32, and so is
-all between the products.
+all between the products. Of a single token, rows are the query heads of a key head, made up to a
+whole vector; its stretches are items of their own.
 
     tiles   AMX: 16 rows of the left side a tile
     dots    AVX-512 BF16: several rows at a time
 
-A key's place is its position modulo 64, so which keys are multiplied together does not depend on
-where a prompt was cut. Places without a key have weight zero, and zeros for values.
+A key's place is its position in its stretch, so which keys are multiplied together does not depend
+on where a prompt was cut. Places without a key have weight zero, and zeros for values.
 """
 
 from __future__ import annotations
@@ -25,21 +26,27 @@ from numba import njit
 
 from kernels.cpu import amx, isa
 from kernels.cpu.attention.chunk import (
-    KEYS,
     NUM_PARAMETERS,
     finish,
     key_address,
     row_address,
     tokens_an_item,
 )
-from kernels.cpu.attention.plan import ITEM_FIELDS
-from kernels.cpu.attention.softmax import EMPTY, cap, fill, scale_by
-from kernels.cpu.columns import round_turned, scale_columns, soften_columns, transpose16
-from kernels.cpu.mathlib import LOG2_E, exp2
-from kernels.cpu.native import INLINE, f64, i32, i64, next_item, u16
+from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
+from kernels.cpu.attention.softmax import BEHIND, EMPTY, STRETCH, begin, copy, fill, fold, scale_by
+from kernels.cpu.columns import (
+    cap_scores,
+    round_turned,
+    scale_columns,
+    soften_columns,
+    transpose16,
+)
+from kernels.cpu.mathlib import LOG2_E
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import (
     DOTS,
     LANES,
+    LINE,
     SOFT_DOTS,
     pair_tile_product,
 )
@@ -48,10 +55,9 @@ _SOFT_TILES, _TILES = 8, 9  # beside what `pair_tile_product` knows
 HOW = {"dots": DOTS, "soft dots": SOFT_DOTS, "tiles": _TILES, "soft tiles": _SOFT_TILES}
 
 _CELL = 2  # bytes of an element of queries, cache and outputs
-_PAIRS = KEYS // 2
-_STEP = 48  # rows are a multiple of what either product takes at once
+_UNIT = 32  # keys of a tile of weights
+_WIDE = 48  # rows are a multiple of what the first product takes at once: this, or one vector
 _DOT_ROWS = 6
-_DOT_KEYS = 8
 _TILE = amx.ROWS  # rows, and columns of float32
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
@@ -61,89 +67,148 @@ def chosen() -> str | None:
     return {"amx": "tiles", "avx512_bf16": "dots"}.get(isa.LEVEL)
 
 
-def paired_body(head_dim: int, group: int, how: int):
-    """A body for one head size and number of query heads per key head; how: of HOW."""
-    rows = -(-tokens_an_item(group) * group // _STEP) * _STEP
+def paired_body(head_dim: int, group: int, how: int, single: int = 0):
+    """A body for one head size and number of query heads per key head; how: of HOW; single: 1 for
+    items of single tokens, 0 for those of several."""
+    wide = 0 if single and group <= _WIDE // 2 else 1
+    step, num_rows = _WIDE if wide else LANES, group if single else tokens_an_item(group) * group
+    rows = -(-num_rows // step) * step
     depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros behind the last
     width = -(-head_dim // _TILE) * _TILE  # outputs of the second
-    vectors = width // LANES
+    vectors, height = width // LANES, min(_DOT_ROWS, num_rows)
     is_tiled, soft = int(how in (_TILES, _SOFT_TILES)), int(how != _TILES)
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
         told, kv_heads = i64(p[8], (2,)), p[5]
-        state = np.empty(amx.STATE + 64, np.uint8)
+        state = np.empty(amx.STATE + LINE, np.uint8)
         flat, q = np.zeros((rows, depth), np.uint16), np.empty((depth // 2, rows), np.int32)
-        copies, values = np.zeros((LANES, depth), np.uint16), np.zeros((_PAIRS, width), np.int32)
-        scores, weights = np.zeros((KEYS, rows), np.float32), np.empty((rows, KEYS), np.uint16)
-        acc, total = np.empty((rows, width), np.float32), np.empty((rows, 1), np.float32)
-        largest, shrink = np.empty(rows, np.float32), np.empty(rows, np.float32)
+        copies = np.zeros((LANES, depth), np.uint16)
+        values = np.zeros((STRETCH // 2, width), np.int32)
+        # Of each 16 rows by themselves: they are gone through several times.
+        scores = np.zeros((rows // LANES, STRETCH, LANES), np.float32)
+        # Dots take some rows together, also where those of an item are no whole number of that.
+        weights = np.zeros((rows + _DOT_ROWS, STRETCH), np.uint16)
+        acc = np.empty((rows + _DOT_ROWS, width), np.float32)
+        total, largest = np.empty(rows, np.float32), np.empty(rows, np.float32)
+        factors = np.empty(rows, np.float32), np.empty(rows, np.float32)
+        outputs = np.empty((rows, head_dim), np.float32)
+        sums, added = (outputs, np.empty_like(total), np.empty_like(total)), (acc, total, largest)
         positions, bounds = np.empty(rows, np.int32), np.empty((rows // LANES, 2, LANES), np.int32)
-        queries, sums = (flat, q, positions), (largest, shrink, total, acc)
-        room = copies, values, scores, weights, bounds, sums
+        queries, room = (flat, q, positions), (scores, weights, bounds, total, largest)
         if is_tiled:
-            amx.begin((state.ctypes.data + 63) & -64, soft)
+            amx.begin((state.ctypes.data + LINE - 1) & -LINE, soft)
         while True:
             index = next_item(row)
             if index >= told[1] * kv_heads:
                 break
             item = i32(told[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
-            head = index % kv_heads
+            head, num = index % kv_heads, item[2] * group
             _begin(p, item, head, group, queries, head_dim)
-            fill(acc.reshape(-1), _ZERO)
-            fill(total.reshape(-1), _ZERO)
-            fill(largest, EMPTY)
-            base = item[3]
-            while base < item[4]:
-                own = (state.ctypes.data + 63) & -64
-                _weigh(row, own, (item, head, base), queries, room, head_dim, how)
-                num = item[2] * group
-                for r in range(num):
-                    if shrink[r] != _ONE:
-                        scale_by(shrink[r], acc[r])
+            begin(sums)
+            start = item[3] - item[3] % STRETCH
+            while start < item[4]:
+                # Asked for in each round: Numba frees an array that is not named any more.
+                own = (state.ctypes.data + LINE - 1) & -LINE
+                span = start, max(item[3] - start, 0), min(STRETCH, item[4] - start)
+                _score((p, own), (item, head, span), (q, copies, scores), head_dim, how, wide)
+                _weigh(row, span, positions, room, is_tiled)
+                _gather(p, item[0], head, span, values, head_dim)
                 if is_tiled:
-                    _add_tiles(own, weights, values, acc, num, soft)
+                    _add_tiles(own, weights, values, acc, num, span, soft)
                 else:
-                    _add_dots(weights, values, acc, num, vectors, how)
-                base += KEYS - base % KEYS
-            finish(p, item, head, group, (acc, total, largest), head_dim, _CELL)
+                    _add_dots((weights, values, acc), num, span, vectors, height, how)
+                fold(sums, added, factors, num)
+                start += STRETCH
+            if single == 0 or _is_last(p, (item, index), sums, added, factors, group):
+                finish(p, item, head, group, sums, _CELL)
         if is_tiled:
             amx.end(state.ctypes.data, soft)
 
     return body
 
 
+@njit(**INLINE)
+def _whole(span):
+    """Keys of a stretch that weights and values are worked out for: those of an item, and some on
+    either side that have weight zero."""
+    return span[1] // _UNIT * _UNIT, -(-span[2] // _UNIT) * _UNIT
+
+
+@njit(**EXACT)
+def _is_last(p, place, sums, room, factors, group):
+    """Leave an item's sums, of one stretch; if all items of its row and head have done so, add
+    theirs in order. Whether the sums are now all of the row. place: the item, and its index;
+    room: for sums of a stretch."""
+    (item, index), (outputs, total, largest) = place, sums
+    if item[5] == 1:
+        return True
+    told = i64(p[8], (ROOM + 3,))
+    head_dim, seq, head = outputs.shape[1], np.int64(item[0]), index % p[5]
+    line = head_dim + BEHIND
+    size = group * line * 4
+    mine = f32(told[ROOM] + index * size, (group, line))
+    for g in range(group):
+        copy(outputs[g], mine[g])
+        mine[g, head_dim], mine[g, head_dim + 1] = total[g], largest[g]
+    arrived = told[ARRIVALS] + (seq * p[5] + head) * 8
+    if next_item(arrived) + 1 < item[5]:
+        return False
+    i64(arrived, (1,))[0] = 0
+    first = i64(told[FIRST_ITEMS], (seq + 1,))[seq]
+    begin(sums)
+    for part in range(item[5]):
+        left = f32(told[ROOM] + ((first + part) * p[5] + head) * size, (group, line))
+        for g in range(group):
+            room[1][g], room[2][g] = left[g, head_dim], left[g, head_dim + 1]
+        fold(sums, (left, room[1], room[2]), factors, group)
+    return True
+
+
 @njit(inline="always")
-def _weigh(row, own, place, queries, room, head_dim, how):
-    """Weights and paired values of an item's rows and up to 64 keys; row: of the body; place: item,
-    key head, and the first key."""
-    p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-    (item, head, base), (_, q, positions) = place, queries
-    copies, values, scores, weights, bounds, sums = room
-    softcap = np.float32(real[10])
-    scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
-    start = base - base % KEYS
+def _score(given, place, arrays, head_dim, how, wide):
+    """scores [rows / 16, keys, 16] of an item and a stretch. given: parameters, and where tiles
+    are configured; place: item, key head, and where the stretch starts, its first key and the end
+    of them; arrays: q, copies, scores; the last two are literals."""
+    (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
     # Keys, and those that are computed with them: whole groups.
-    span = start, base - start, min(KEYS, item[4] - start)
-    low, high = span[1] // LANES * LANES, -(-span[2] // LANES) * LANES
-    _gather(p, item[0], head, span, values, head_dim)
-    for first in range(low, high, LANES):
-        left = _keys(p, item[0], head, (start + first, base, item[4]), copies, head_dim)
+    for first in range(low // LANES * LANES, high, LANES):
+        left = _keys(p, item[0], head, (start + first, start + low, start + high), copies, head_dim)
         if how == _TILES:
-            _score_tiles(own, left, q, scores[first:], 0)
+            _score_tiles(own, left, q, scores[:, first:], 0, wide)
         elif how == _SOFT_TILES:
-            _score_tiles(own, left, q, scores[first:], 1)
+            _score_tiles(own, left, q, scores[:, first:], 1, wide)
         else:
-            _score_dots(left, q, scores[first:], how)
-    if softcap > 0:
-        scale_by(scale, scores.reshape(-1))
-        cap(scores.reshape(-1), softcap)
-        scale = _ONE
-    fill(scores[:low].reshape(-1), _ZERO)
-    fill(scores[high:].reshape(-1), _ZERO)
+            _score_dots(left, q, scores[:, first:], how)
+
+
+@njit(inline="always")
+def _weigh(row, span, positions, room, is_tiled):
+    """Weights of a stretch's keys; row: of the body; span: as of `_score`. Where there are tiles
+    they lie as those take them: [rows / 16, units, 16, 32]."""
+    p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
+    scores, weights, bounds, total, largest = room
+    softcap, (before, after) = np.float32(real[10]), _whole(span)
+    scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
+    low, high = span[1] // LANES * LANES, -(-span[2] // LANES) * LANES
     all_seen = _see(positions, span, low, p[12], bounds)
-    _soften(scores[low:high], scale, sums, bounds, all_seen)
-    _round(scores, weights)
+    for v in range(scores.shape[0]):
+        column = scores[v, low:high].reshape(-1)
+        if softcap > 0:
+            scale_by(scale, column)
+            cap_scores(column.ctypes.data, high - low, softcap, LOG2_E)
+        fill(scores[v, before:low].reshape(-1), _ZERO)
+        fill(scores[v, high:after].reshape(-1), _ZERO)
+        of = slice(v * LANES, (v + 1) * LANES)
+        factor = _ONE if softcap > 0 else scale
+        _soften(column, factor, (total[of], largest[of]), bounds[v], all_seen)
+        place = weights[v * LANES].ctypes.data
+        for k in range(before, after, _UNIT):
+            if is_tiled:
+                round_turned(scores[v, k].ctypes.data, LINE, place + k * LINE // 2, LINE)
+            else:
+                target = place + k * _CELL
+                round_turned(scores[v, k].ctypes.data, LINE, target, STRETCH * _CELL)
 
 
 @njit(**INLINE)
@@ -187,13 +252,13 @@ def _keys(p, seq, head, span, copies, head_dim):
 @njit(inline="always")
 def _gather(p, seq, head, span, values, head_dim):
     """Values of one head, of positions span[0] + [span[1], span[2]), in pairs among zeros."""
-    block, kv_heads = p[7], p[5]
+    block, kv_heads, (before, after) = p[7], p[5], _whole(span)
     start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     size = head_dim * _CELL
     # A row of an even place overwrites its pair, one of an odd place is added to it.
-    fill(values[: first // 2 + 1].reshape(-1), 0)
-    fill(values[(end + 1) // 2 :].reshape(-1), 0)
+    fill(values[before // 2 : first // 2 + 1].reshape(-1), 0)
+    fill(values[(end + 1) // 2 : after // 2].reshape(-1), 0)
     done = first
     while done < end:
         source = key_address(p, table, head, start + done, size) + kv_heads * block * size
@@ -204,7 +269,8 @@ def _gather(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """Of each row, the keys it sees, counted from key `low` of the 64; whether all see all 64."""
+    """Of each row, the keys it sees, counted from key `low` of the stretch; whether all see all
+    of it."""
     start, first, end = span
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
@@ -214,54 +280,33 @@ def _see(positions, span, low, window, bounds):
             stop = min(position + 1, end)
             bounds[v, 0, i], bounds[v, 1, i] = begin - low, stop - low
             latest, soonest = max(latest, begin - low), min(soonest, stop - low)
-    return latest == 0 and soonest == KEYS
+    return latest == 0 and soonest == STRETCH
 
 
 @njit(**INLINE)
 def _soften(scores, factor, sums, bounds, all_seen):
-    """Scores [keys, rows] become weights relative to each row's largest so far; `shrink` is what
-    sums before are to be multiplied with."""
-    largest, shrink, total, _ = sums
-    stride, num = scores.shape[1] * 4, scores.shape[0]
-    for r in range(shrink.shape[0]):
-        shrink[r] = largest[r]
-    for v in range(bounds.shape[0]):
-        column, best = scores.ctypes.data + v * 64, largest.ctypes.data + v * 64
-        if all_seen:
-            scale_columns(column, stride, num, factor, best, 0)
-        else:
-            scale_columns(column, stride, num, factor, best, bounds[v].ctypes.data)
-    for r in range(shrink.shape[0]):
-        shrink[r] = exp2(shrink[r] - largest[r])
-        total[r, 0] *= shrink[r]
-    for v in range(bounds.shape[0]):
-        column, best = scores.ctypes.data + v * 64, largest.ctypes.data + v * 64
-        added = total.ctypes.data + v * 64
-        if all_seen:
-            soften_columns(column, stride, num, best, added, 0)
-        else:
-            soften_columns(column, stride, num, best, added, bounds[v].ctypes.data)
-
-
-@njit(**INLINE)
-def _round(scores, weights):
-    """Scores [KEYS, rows] to weights [rows, KEYS] in bfloat16."""
-    stride = scores.shape[1] * 4
-    for r in range(0, scores.shape[1], LANES):
-        for k in range(0, KEYS, 32):
-            target = weights[r].ctypes.data + k * _CELL
-            round_turned(scores[k].ctypes.data + r * 4, stride, target, KEYS * _CELL)
+    """Scores of 16 rows become weights relative to each row's largest; sums: of weights by row, and
+    largest scores, which are written."""
+    total, largest = sums
+    fill(largest, EMPTY)
+    fill(total, _ZERO)
+    column, num = scores.ctypes.data, scores.shape[0] // LANES
+    best, added = largest.ctypes.data, total.ctypes.data
+    if all_seen:
+        scale_columns(column, LINE, num, factor, best, 0)
+        soften_columns(column, LINE, num, best, added, 0)
+    else:
+        scale_columns(column, LINE, num, factor, best, bounds.ctypes.data)
+        soften_columns(column, LINE, num, best, added, bounds.ctypes.data)
 
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """scores[16, rows] = left[16] @ q; left: as `_keys` returns it."""
+    """scores[v, 16 keys, 16] = left[16] @ q; left: as `_keys` returns it; the last is a literal."""
     (a, lda), width = left, q.shape[1] * 4
-    for k in range(0, LANES, _DOT_KEYS):
-        for r in range(0, width, 192):
-            b, c = q.ctypes.data + r, scores[k].ctypes.data + r
-            keys = a + k * lda
-            pair_tile_product(keys, lda, b, width, c, width, q.shape[0], 8, 3, 16, 1, how)
+    for v in range(scores.shape[0]):
+        b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data
+        pair_tile_product(a, lda, b, width, c, LINE, q.shape[0], 16, 1, 16, 1, how)
 
 
 @njit(**INLINE)
@@ -285,53 +330,64 @@ def _pair_up(source, values, first, num, head_dim):
 
 
 @njit(inline="always")
-def _add_dots(weights, values, acc, num, vectors, how):
-    """acc[num] += weights[num] @ values; the last two are literals."""
-    lda, width = KEYS * 2, acc.shape[1] * 4
-    a, b, c = weights.ctypes.data, values.ctypes.data, acc.ctypes.data
-    for r in range(0, num, _DOT_ROWS):
-        pair_tile_product(
-            a + r * lda, lda, b, width, c + r * width, width, _PAIRS, 6, vectors, 16, 0, how
-        )
+def _add_dots(arrays, num, span, vectors, height, how):
+    """acc[num] = weights[num] @ values, `height` rows at a time; arrays: weights, values, acc; the
+    last three are literals."""
+    (weights, values, acc), (before, after) = arrays, _whole(span)
+    lda, width = STRETCH * _CELL, acc.shape[1] * 4
+    a, b = weights.ctypes.data + before * _CELL, values[before // 2].ctypes.data
+    pairs = (after - before) // 2
+    for r in range(0, num, height):
+        rows, out = a + r * lda, acc[r].ctypes.data
+        pair_tile_product(rows, lda, b, width, out, width, pairs, height, vectors, 16, 1, how)
 
 
 @njit(inline="always")
-def _score_tiles(own, left, q, scores, soft):
-    """As `_score_dots`: a tile of keys times three of rows."""
+def _score_tiles(own, left, q, scores, soft, wide):
+    """As `_score_dots`: a tile of keys times three of rows, or times one."""
     (a, lda), width = left, q.shape[1] * 4
-    for r in range(0, width, 192):
-        b, c = q.ctypes.data + r, scores.ctypes.data + r
+    if not wide:
+        for v in range(scores.shape[0]):
+            amx.zero(own, 0, soft)
+            for k in range(q.shape[0] // _TILE):
+                amx.load(own, 3, a + k * LINE, lda, soft)
+                amx.load(own, 4, q.ctypes.data + v * LINE + k * _TILE * width, width, soft)
+                amx.dot(own, 0, 3, 4, soft)
+            amx.store(own, 0, scores[v].ctypes.data, LINE, soft)
+        return
+    for v in range(0, scores.shape[0], 3):
+        b = q.ctypes.data + v * LINE
         amx.zero(own, 0, soft)
         amx.zero(own, 1, soft)
         amx.zero(own, 2, soft)
         for k in range(q.shape[0] // _TILE):
-            amx.load(own, 3, a + k * 64, lda, soft)
+            amx.load(own, 3, a + k * LINE, lda, soft)
             amx.load(own, 4, b + k * _TILE * width, width, soft)
             amx.load(own, 5, b + k * _TILE * width + 64, width, soft)
             amx.load(own, 6, b + k * _TILE * width + 128, width, soft)
             amx.dot(own, 0, 3, 4, soft)
             amx.dot(own, 1, 3, 5, soft)
             amx.dot(own, 2, 3, 6, soft)
-        amx.store(own, 0, c, width, soft)
-        amx.store(own, 1, c + 64, width, soft)
-        amx.store(own, 2, c + 128, width, soft)
+        amx.store(own, 0, scores[v].ctypes.data, LINE, soft)
+        amx.store(own, 1, scores[v + 1].ctypes.data, LINE, soft)
+        amx.store(own, 2, scores[v + 2].ctypes.data, LINE, soft)
 
 
 @njit(inline="always")
-def _add_tiles(own, weights, values, acc, num, soft):
-    """acc[num] += weights[num] @ values, a tile of rows times four of outputs, then times one."""
-    lda, width = KEYS * 2, acc.shape[1] * 4
+def _add_tiles(own, weights, values, acc, num, span, soft):
+    """acc[num] = weights[num] @ values, a tile of rows times four of outputs, then times one."""
+    width, (before, after) = acc.shape[1] * 4, _whole(span)
     wide = width // 256 * 256
     for r in range(0, num, _TILE):
-        a, c = weights.ctypes.data + r * lda, acc.ctypes.data + r * width
+        a, c = weights[r].ctypes.data, acc[r].ctypes.data
         for d in range(0, wide, 256):
-            amx.load(own, 0, c + d, width, soft)
-            amx.load(own, 1, c + d + 64, width, soft)
-            amx.load(own, 2, c + d + 128, width, soft)
-            amx.load(own, 3, c + d + 192, width, soft)
-            for k in range(KEYS // 32):
-                b = values.ctypes.data + k * _TILE * width + d
-                amx.load(own, 4, a + k * 64, lda, soft)
+            amx.zero(own, 0, soft)
+            amx.zero(own, 1, soft)
+            amx.zero(own, 2, soft)
+            amx.zero(own, 3, soft)
+            for k in range(before, after, _UNIT):
+                b = values[k // 2].ctypes.data + d
+                amx.load(own, 4, a + k * LINE // 2, LINE, soft)
                 amx.load(own, 5, b, width, soft)
                 amx.load(own, 6, b + 64, width, soft)
                 amx.dot(own, 0, 4, 5, soft)
@@ -345,9 +401,9 @@ def _add_tiles(own, weights, values, acc, num, soft):
             amx.store(own, 2, c + d + 128, width, soft)
             amx.store(own, 3, c + d + 192, width, soft)
         for d in range(wide, width, 64):
-            amx.load(own, 0, c + d, width, soft)
-            for k in range(KEYS // 32):
-                amx.load(own, 4, a + k * 64, lda, soft)
-                amx.load(own, 5, values.ctypes.data + k * _TILE * width + d, width, soft)
+            amx.zero(own, 0, soft)
+            for k in range(before, after, _UNIT):
+                amx.load(own, 4, a + k * LINE // 2, LINE, soft)
+                amx.load(own, 5, values[k // 2].ctypes.data + d, width, soft)
                 amx.dot(own, 0, 4, 5, soft)
             amx.store(own, 0, c + d, width, soft)

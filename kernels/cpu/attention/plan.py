@@ -7,13 +7,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from kernels.cpu.attention.softmax import BEHIND, STRETCH
 from kernels.meta import AttentionMeta
 
 ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
-
-# Keys of a single token's item. It does not depend on what else is in the step, nor on the threads,
-# so a request computes the same numbers in any batch.
-KEYS = 256
 
 
 class Items(NamedTuple):
@@ -28,8 +25,10 @@ class Items(NamedTuple):
 # The header: what the bodies are told of a plan, int64 addresses and numbers. A recorded step keeps
 # the place of its header, whatever is planned for the next one.
 SINGLES = 0  # address of the items, and their number
-ROOM = 2  # address of partial sums of singles that share rows, [items, heads, head_dim + 2] float32
-ARRIVALS = 3  # address of [S] int64, zero between operations: items of a sequence that are done
+ROOM = 2  # address of sums of singles that share rows, [items, heads, head_dim + BEHIND] float32
+# Address of [S, key heads] int64, zero between operations: items of a sequence that are done, by
+# key head where they are computed apart.
+ARRIVALS = 3
 FIRST_ITEMS = 4  # address of [S] int64: where a sequence's items start among the singles
 CHUNKS = 5  # address of the items, and their number
 
@@ -60,16 +59,15 @@ def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> Pl
     """One token against many keys is cut by keys, many tokens into items of `tokens`."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
-    # One body for all tokens, where each is to be computed alike whatever stands beside it.
-    fewest = 1 if meta.batch_invariant else 2
-    cut = _Cutter(starts, counts, lens, window, meta.block_size, fewest)
+    cut = _Cutter(starts, counts, lens, window, meta.block_size)
     singles = cut.singles()
-    arrivals, first_items = np.zeros(len(lens), np.int64), np.zeros(len(lens), np.int64)
+    arrivals = np.zeros(len(lens) * (heads.num // heads.group), np.int64)
+    first_items = np.zeros(len(lens), np.int64)
     first_items[singles[::-1, 0]] = np.arange(len(singles) - 1, -1, -1)
     one = _items(singles)
-    many = _items(cut.chunks(tokens) if meta.max_query_len >= fewest else singles[:0])
+    many = _items(cut.chunks(tokens) if meta.max_query_len > 1 else singles[:0])
     is_cut = bool((singles[:, 5] > 1).any())
-    room = np.empty(len(singles) * heads.num * (heads.size + 2) if is_cut else 0, np.float32)
+    room = np.empty(len(singles) * heads.num * (heads.size + BEHIND) if is_cut else 0, np.float32)
     places = room.ctypes.data, arrivals.ctypes.data, first_items.ctypes.data
     header = np.array([one.address, one.num, *places, many.address, many.num], np.int64)
     return Plan(header, one, many, int(counts.sum()), (arrivals, first_items, room))
@@ -86,30 +84,28 @@ class _Cutter(NamedTuple):
     lens: NDArray[np.int32]  # [S]: keys
     window: int
     block: int
-    fewest: int  # query tokens of a chunk: 2, or 1 if all are chunks
 
     def singles(self) -> NDArray[np.int32]:
-        """Items of the sequences with one query token, each a whole number of blocks of keys."""
-        who = np.flatnonzero((self.counts > 0) & (self.counts < self.fewest))
+        """Items of the sequences with one query token, a stretch of keys each."""
+        who = np.flatnonzero(self.counts == 1)
         high = self.lens[who]
         low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
-        aligned = low - low % self.block
-        most = max(KEYS // self.block, 1) * self.block
-        parts = -((aligned - high) // most)
+        first = low - low % STRETCH
+        parts = -((first - high) // STRETCH)
         each, part = _repeat(parts)
         items = np.empty((len(each), ITEM_FIELDS), np.int32)
         items[:, 0] = who[each]
         items[:, 1] = self.starts[who][each]
         items[:, 2] = 1
-        begin = aligned[each] + part * most
+        begin = first[each] + part * STRETCH
         items[:, 3] = np.maximum(begin, low[each])
-        items[:, 4] = np.minimum(begin + most, high[each])
+        items[:, 4] = np.minimum(begin + STRETCH, high[each])
         items[:, 5] = parts[each]
         return items
 
     def chunks(self, tokens: int) -> NDArray[np.int32]:
         """Items of the other sequences, the longest first."""
-        who = np.flatnonzero(self.counts >= self.fewest)
+        who = np.flatnonzero(self.counts > 1)
         each, part = _repeat(-(-self.counts[who] // tokens))
         first = part * tokens
         items = np.empty((len(each), ITEM_FIELDS), np.int32)

@@ -1,10 +1,11 @@
 """Attention of single query tokens: bound by reading the cache.
 
-An item is one token against a range of its sequence's keys. It walks the blocks in order and,
-within one, the keys of all heads and then their values, as they lie in memory: that keeps the
-hardware's prefetching alive, which scattered pieces of one head do not.
+An item is one token against a stretch of its sequence's keys, head by head. What is multiplied and
+added, and in which order, is what `kernels.cpu.attention.chunk` does for a token among others, so
+both give the same bits; but rows are the query heads of a key head and no more, and values are used
+as they lie.
 
-A long sequence is cut into several items. Each stores partial sums; the last to finish merges them.
+Where there are several stretches each leaves its sums; the last to finish adds them in order.
 """
 
 from __future__ import annotations
@@ -12,14 +13,30 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from kernels.cpu.attention.chunk import (
+    KEYS,
+    LINE_OF_SCORES,
+    NUM_PARAMETERS,
+    gather_keys,
+    key_address,
+    soften,
+)
 from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
-from kernels.cpu.attention.softmax import EMPTY, cap, copy, divisor, fill, scale_by, soften
-from kernels.cpu.cells import read_cells, write_cells
-from kernels.cpu.mathlib import LOG2_E, exp2
-from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item
-from kernels.cpu.vectors import LANES, LINE, add_tile_product, dots, lanes_of, prefetch
+from kernels.cpu.attention.softmax import (
+    BEHIND,
+    STRETCH,
+    begin,
+    copy,
+    fill,
+    fold,
+    scale_by,
+    settle,
+)
+from kernels.cpu.cells import read_cells
+from kernels.cpu.mathlib import LOG2_E
+from kernels.cpu.native import EXACT, f32, f64, i32, i64, next_item
+from kernels.cpu.vectors import LANES, LINE, add_tile_product, lanes_of, prefetch, tile_product
 
-NUM_PARAMETERS = 11
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
@@ -33,13 +50,17 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        told = i64(p[8], (ROOM + 3,))
-        kv_heads, block, softcap = p[5], p[7], np.float32(real[10])
-        heads, page_size = kv_heads * group, 2 * kv_heads * block * head_dim * cell
+        told = i64(p[8], (2,))
+        kv_heads, softcap = p[5], np.float32(real[10])
+        heads = kv_heads * group
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.empty((heads, head_dim), np.float32), np.empty((heads, head_dim), np.float32)
-        scores = np.empty((heads, block), np.float32)
-        total, largest = np.empty((heads, 1), np.float32), np.empty(heads, np.float32)
+        outputs, scores = np.empty_like(acc), np.zeros((group, LINE_OF_SCORES), np.float32)
+        room = (heads + LANES - 1) // LANES * LANES
+        sums = outputs, np.empty(room, np.float32), np.empty(room, np.float32)
+        total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
+        factors = np.empty(room, np.float32), np.empty(room, np.float32)
+        keys = np.empty((head_dim, KEYS), np.float32)
         while True:
             index = next_item(row)
             if index >= told[1]:
@@ -48,101 +69,106 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
             read_cells(p[1] + np.int64(item[1]) * (heads * head_dim * token), q.reshape(-1), token)
             scale_by(scale, q.reshape(-1))
             fill(acc.reshape(-1), _ZERO)
-            fill(total.reshape(-1), _ZERO)
-            fill(largest, EMPTY)
-            table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
-            for i in range(item[3] // block, (item[4] + block - 1) // block):
-                first, end = max(item[3] - i * block, 0), min(item[4] - i * block, block)
-                page = p[2] + np.int64(table[i]) * page_size
-                # Of the next block, keys are fetched ahead during these keys, values thereafter.
-                ahead = p[2] + np.int64(table[min(i + 1, (item[4] - 1) // block)]) * page_size
-                _score((q, scores), (page, ahead), (first, end), group, vectors, lanes, cell)
-                ahead += page_size // 2
-                for h in range(heads):
-                    for offset in range(0, page_size // 2 // heads, LINE):
-                        prefetch(ahead + offset, 1, LANES, 4)
-                    ahead += page_size // 2 // heads
-                    if softcap > 0:
-                        cap(scores[h, first:end], softcap)
-                    largest[h] = soften(scores[h], first, end, largest[h], total[h], acc[h])
-                _add((scores, acc), page, (first, end), group, vectors, lanes, cell)
-            finish(p, told, item, index, (acc, total, largest), token)
+            start = item[3] - item[3] % STRETCH
+            for head in range(kv_heads):
+                of = head * group
+                base = item[3]
+                while base < item[4]:
+                    count = min(KEYS - base % KEYS, item[4] - base)
+                    gather_keys(p, item[0], head, (base, count), keys, cell)
+                    _score(q[of:], keys, scores[:, base - start :], count, group)
+                    _fetch_values(p, item[0], head, (base, count), head_dim * cell)
+                    base += count
+                span = item[3] - start, item[4] - start, item[4] - start
+                for g in range(group):
+                    soften(scores[g], span, softcap, (total[of:], largest[of:]), g)
+                arrays = scores, acc[of:]
+                _add((p, item), arrays, head, group, vectors, lanes, cell)
+            leave(p, (item, index), sums, (acc, total, largest), factors, token)
 
     return body
 
 
 @njit(inline="always")
-def _score(arrays, pages, span, group, vectors, lanes, cell):
-    """scores[h, t] = q[h] . key t of the page; arrays: q, scores. The last four are literals."""
-    q, scores = arrays
-    size, key_size, block = q.shape[1] * 4, q.shape[1] * cell, scores.shape[1]
-    for head in range(q.shape[0] // group):
-        offset = (head * block + span[0]) * key_size
-        key, next_key = pages[0] + offset, pages[1] + offset
-        rows, out = q[head * group].ctypes.data, scores[head * group].ctypes.data
-        for t in range(span[0], span[1]):
-            dots(rows, size, key, out + t * 4, block * 4, group, vectors, lanes, cell)
-            prefetch(next_key, vectors, lanes, cell)
-            key += key_size
-            next_key += key_size
+def _score(q, keys, scores, count, group):
+    """scores[group, count] = q[group] @ keys; the last is a literal."""
+    size, line = q.shape[1] * 4, LINE_OF_SCORES * 4
+    a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
+    if count > LANES:
+        tile_product(a, size, b, KEYS * 4, c, line, q.shape[1], group, 4, 16, 1)
+    else:
+        tile_product(a, size, b, KEYS * 4, c, line, q.shape[1], group, 1, 16, 1)
 
 
 @njit(inline="always")
-def _add(arrays, page, span, group, vectors, lanes, cell):
-    """acc[h] += scores[h] @ values of the page; arrays: scores, acc. The last four are literals."""
-    scores, acc = arrays
-    size, value_size, block = acc.shape[1] * 4, acc.shape[1] * cell, scores.shape[1]
-    kv_heads, num = acc.shape[0] // group, span[1] - span[0]
-    for head in range(kv_heads):
-        values = page + ((kv_heads + head) * block + span[0]) * value_size
-        weights, out = scores[head * group].ctypes.data + span[0] * 4, acc[head * group].ctypes.data
+def _fetch_values(p, seq, head, span, size):
+    """Start to bring the values of keys that are gone through; size: bytes of one."""
+    block, kv_heads = p[7], p[5]
+    base, count = span
+    table, done = i32(p[3] + seq * p[6] * 4, (p[6],)), 0
+    while done < count:
+        num = min(block - (base + done) % block, count - done)
+        source = key_address(p, table, head, base + done, size) + kv_heads * block * size
+        for offset in range(0, num * size, LINE):
+            prefetch(source + offset, 1, LANES, 4)
+        done += num
+
+
+@njit(inline="always")
+def _add(place, arrays, head, group, vectors, lanes, cell):
+    """acc[g] += scores[g] @ values of the item's keys, which are used as they lie, and the keys of
+    the next head are fetched ahead. place: parameters and item; arrays: scores, acc; the last four
+    are literals."""
+    (p, item), (scores, acc) = place, arrays
+    block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
+    table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell
+    first, line = scores.ctypes.data - item[3] // STRETCH * (STRETCH * 4), LINE_OF_SCORES * 4
+    base, out = np.int64(item[3]), acc.ctypes.data
+    while base < item[4]:
+        num = min(block - base % block, item[4] - base)
+        source = key_address(p, table, head, base, value_size)
+        values = source + kv_heads * block * value_size
+        weights = first + base * 4
         add_tile_product(
-            weights, block * 4, values, value_size, out, size, num, group, vectors, lanes, cell
+            weights, line, values, value_size, out, size, num, group, vectors, lanes, cell
         )
+        if head + 1 < kv_heads:
+            source += block * value_size
+            for offset in range(0, num * value_size, LINE):
+                prefetch(source + offset, 1, LANES, 4)
+        base += num
 
 
-@njit(**INLINE)
-def finish(p, told, item, index, sums, token):
-    """Write the row, or leave partial sums and merge them if this item is the last of its row.
+@njit(**EXACT)
+def leave(p, place, sums, added, factors, token):
+    """Write the row, or leave an item's sums and add all of its row, if it is the last of them.
 
-    told: the plan's header; sums: acc, total, largest.
+    place: the item, and its index; sums: room for those of the row; added: those of the item's
+    stretch; factors: as of `fold`. All of [heads, head_dim].
     """
-    acc, total, largest = sums
-    seq, shared = item[0], item[5]
-    heads, head_dim = acc.shape
-    sinks = f32(p[11], (heads if p[11] else 0,))
-    out = p[4] + np.int64(item[1]) * (heads * head_dim * token)
+    (item, index), (acc, total, largest), told = place, added, i64(p[8], (ROOM + 3,))
+    seq, shared, (heads, head_dim) = item[0], item[5], acc.shape
+    begin(sums)
     if shared == 1:
+        fold(sums, added, factors, heads)
+    else:
+        size = heads * (head_dim + BEHIND)
+        mine = f32(told[ROOM] + index * (size * 4), (heads, head_dim + BEHIND))
         for h in range(heads):
-            below = divisor(total[h, 0], sinks, h, largest[h])
-            scale_by(_ONE / below, acc[h])
-        write_cells(out, acc.reshape(-1), token)
-        return
-    size = heads * (head_dim + 2)
-    mine = f32(told[ROOM] + index * (size * 4), (heads, head_dim + 2))
-    for h in range(heads):
-        copy(acc[h], mine[h])
-        mine[h, head_dim] = total[h, 0]
-        mine[h, head_dim + 1] = largest[h]
-    arrived = told[ARRIVALS] + np.int64(seq) * 8
-    if next_item(arrived) + 1 == shared:
+            copy(acc[h], mine[h])
+            mine[h, head_dim], mine[h, head_dim + 1] = total[h], largest[h]
+        arrived = told[ARRIVALS] + np.int64(seq) * (p[5] * 8)
+        if next_item(arrived) + 1 < shared:
+            return
         i64(arrived, (1,))[0] = 0
-        first = i64(told[FIRST_ITEMS], (seq + 1,))[seq]
-        _merge(f32(told[ROOM] + first * (size * 4), (shared, heads, head_dim + 2)), sinks, acc)
-        write_cells(out, acc.reshape(-1), token)
-
-
-@njit(**INLINE)
-def _merge(partials, sinks, out):
-    """partials: [items, heads, head_dim + 2], the last two the sum of weights and the largest."""
-    for h in range(out.shape[0]):
-        head_dim, best, below = out.shape[1], EMPTY, _ZERO
-        for part in range(partials.shape[0]):
-            best = max(best, partials[part, h, head_dim + 1])
-        fill(out[h], _ZERO)
-        for part in range(partials.shape[0]):
-            shrink = exp2(partials[part, h, head_dim + 1] - best)
-            below += partials[part, h, head_dim] * shrink
-            for d in range(head_dim):
-                out[h, d] += partials[part, h, d] * shrink
-        scale_by(_ONE / divisor(below, sinks, h, best), out[h])
+        first = told[ROOM] + i64(told[FIRST_ITEMS], (seq + 1,))[seq] * (size * 4)
+        for part in range(shared):
+            left = f32(first + part * (size * 4), (heads, head_dim + BEHIND))
+            for h in range(heads):
+                total[h], largest[h] = left[h, head_dim], left[h, head_dim + 1]
+            fold(sums, (left, total, largest), factors, heads)
+    outputs, total, largest = sums
+    out = p[4] + np.int64(item[1]) * (heads * head_dim * token)
+    for h in range(heads):
+        sink = p[11] + h * 4 if p[11] else 0
+        settle(outputs[h], total[h], largest[h], sink, out + h * head_dim * token, token)

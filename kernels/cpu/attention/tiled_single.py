@@ -9,9 +9,12 @@ So scores are [keys, query heads], and the softmax runs along columns. All score
 kept: its keys are gone through once, then its values, whose rows are put together in pairs.
 Queries go in as they are, weights rounded to bfloat16; sums are float32.
 
-A *run* is 16 keys, and a *unit* two of them, which is as many as a tile of weights has. Runs start
-where the item does, or up to 15 keys before, so that which keys are summed together depends on the
-item alone. Keys that are not the item's have weight zero, and zeros for values.
+What is multiplied and added, and in which order, is what `kernels.cpu.attention.paired` does for a
+token among others: both give the same bits.
+
+A *run* is 16 keys, and a *unit* two of them, which is as many as a tile of weights has. Units are
+counted from the start of the stretch, so that which keys are summed together depends on their
+positions alone. Keys that are not the item's have weight zero, and zeros for values.
 """
 
 from __future__ import annotations
@@ -21,11 +24,18 @@ from numba import njit
 
 from kernels.cpu import amx
 from kernels.cpu.attention.paired import HOW
-from kernels.cpu.attention.plan import ITEM_FIELDS, KEYS, ROOM
-from kernels.cpu.attention.single import NUM_PARAMETERS, finish
-from kernels.cpu.attention.softmax import EMPTY, cap, fill, scale_by
-from kernels.cpu.columns import interleave16, lower_to_largest, pair_rows, transpose16
-from kernels.cpu.mathlib import LOG2_E, exp2
+from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.single import NUM_PARAMETERS, leave
+from kernels.cpu.attention.softmax import EMPTY, STRETCH, fill, scale_by
+from kernels.cpu.columns import (
+    cap_scores,
+    interleave16,
+    pair_rows,
+    scale_columns,
+    soften_columns,
+    transpose16,
+)
+from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import prefetch
 
@@ -45,16 +55,16 @@ def fits(head_dim: int, block: int, how: str | None) -> bool:
     return how in ("tiles", "soft tiles") and head_dim % _STEP == 0 and block % _RUN == 0
 
 
-def paired_single_body(head_dim: int, group: int, how: int):
+def tiled_single_body(head_dim: int, group: int, how: int):
     """A body for one head size and number of query heads per key head; how: one with tiles."""
     soft, steps = int(how != HOW["tiles"]), head_dim // _STEP
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        told = i64(p[8], (ROOM + 3,))
+        told = i64(p[8], (2,))
         kv_heads, block, softcap = p[5], p[7], np.float32(real[10])
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
-        heads, most = kv_heads * group, max(KEYS // block, 1) * block + _RUNS * _RUN
+        heads, most = kv_heads * group, STRETCH + _RUNS * _RUN
         tiles = (heads + _RUN - 1) // _RUN
         width = tiles * _RUN
         state = np.empty(amx.STATE + _LINE, np.uint8)
@@ -62,8 +72,14 @@ def paired_single_body(head_dim: int, group: int, how: int):
         places, scores = np.empty(most // _RUN, np.int64), np.empty((most, width), np.float32)
         # A tile's rows behind a head's own are those of the next, or left over.
         weights = np.empty((most // _UNIT * width + _RUN, _RUN), np.int32)
-        acc = np.empty((heads, head_dim), np.float32)
-        total, largest = np.empty((width, 1), np.float32), np.empty(width, np.float32)
+        acc, outputs = (
+            np.empty((heads, head_dim), np.float32),
+            np.empty((heads, head_dim), np.float32),
+        )
+        sums = outputs, np.empty(width, np.float32), np.empty(width, np.float32)
+        factors = np.empty(width, np.float32), np.empty(width, np.float32)
+        total, largest = np.empty(width, np.float32), np.empty(width, np.float32)
+        bounds = np.empty((2, _RUN), np.int32)
         pieces = np.empty(2 * _PIECES + _LINE, np.uint8)
         edge, blank = np.zeros((_RUN, head_dim), np.uint16), np.zeros((_RUN, head_dim), np.uint16)
         amx.begin((state.ctypes.data + _LINE - 1) & -_LINE, soft)
@@ -74,15 +90,15 @@ def paired_single_body(head_dim: int, group: int, how: int):
             item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             own = (state.ctypes.data + _LINE - 1) & -_LINE
             room = (pieces.ctypes.data + _LINE - 1) & -_LINE
-            first = item[3] % _RUN
+            first = item[3] % _UNIT
             span = first, first + item[4] - item[3]
             _turn(p, item, q, (group, head_dim))
             _place(p, item, places, head_dim)
             _score(own, (q, scores), places, span[1], (kv_heads, block), (group, head_dim), soft)
-            _weigh(scores, weights, room, span, (scale, softcap), (total.reshape(-1), largest))
+            _weigh((scores, weights, bounds), room, span, (scale, softcap), (total, largest))
             arrays = (weights, acc, edge, blank)
             _add(own, room, arrays, places, (span, block, width), group, soft)
-            finish(p, told, item, index, (acc, total, largest), _CELL)
+            leave(p, (item, index), sums, (acc, total, largest), factors, _CELL)
         amx.end(state.ctypes.data, soft)
 
     return body
@@ -107,7 +123,7 @@ def _place(p, item, places, head_dim):
     together."""
     table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
     block, size = p[7], head_dim * _CELL
-    start = item[3] - item[3] % _RUN
+    start = item[3] - item[3] % _UNIT
     num = (item[4] - start + _RUNS * _RUN - 1) // (_RUNS * _RUN) * _RUNS
     for r in range(num):
         position = min(start + r * _RUN, (item[4] - 1) // _RUN * _RUN)
@@ -156,28 +172,33 @@ def _score(own, arrays, places, end, heads, shape, soft):
 
 
 @njit(**INLINE)
-def _weigh(scores, weights, room, span, numbers, sums):
-    """Scores become weights, [unit, query head, key] of bfloat16; room: the address of a tile."""
-    (first, end), (scale, softcap), (total, largest) = span, numbers, sums
-    line = scores.shape[1] * 4
+def _weigh(arrays, room, span, numbers, sums):
+    """Scores become weights, [unit, query head, key] of bfloat16, as in
+    `kernels.cpu.attention.paired`; arrays: scores, weights, bounds; room: the address of a tile."""
+    (scores, weights, bounds), (first, end) = arrays, span
+    (scale, softcap), (total, largest) = numbers, sums
+    line, units = scores.shape[1] * 4, (end + _UNIT - 1) // _UNIT
+    if softcap > 0:
+        seen = scores[: units * _UNIT].reshape(-1)
+        scale_by(scale, seen)
+        cap_scores(seen.ctypes.data, seen.shape[0] // _RUN, softcap, LOG2_E)
+        scale = _ONE
     fill(largest, EMPTY)
     fill(total, _ZERO)
-    seen = scores[first:end].reshape(-1)
-    scale_by(scale, seen)
-    if softcap > 0:
-        cap(seen, softcap)
+    fill(bounds[0], first)
+    fill(bounds[1], end)
     for c in range(0, line, _LINE):
-        best = largest.ctypes.data + c
-        lower_to_largest(scores[first].ctypes.data + c, line, end - first, best)
-    for i in range(seen.shape[0]):
-        seen[i] = exp2(seen[i])
-    units = (end + _UNIT - 1) // _UNIT
-    fill(scores[:first].reshape(-1), _ZERO)
-    fill(scores[end : units * _UNIT].reshape(-1), _ZERO)
+        column, best = scores.ctypes.data + c, largest.ctypes.data + c
+        added, num = total.ctypes.data + c, units * _UNIT
+        if first == 0 and end == num:
+            scale_columns(column, line, num, scale, best, 0)
+            soften_columns(column, line, num, best, added, 0)
+        else:
+            scale_columns(column, line, num, scale, best, bounds.ctypes.data)
+            soften_columns(column, line, num, best, added, bounds.ctypes.data)
     for u in range(units):
         for c in range(0, line, _LINE):
-            rows, sums_of = scores[u * _UNIT].ctypes.data + c, total.ctypes.data + c
-            pair_rows(rows, line, _RUN, room, sums_of)
+            pair_rows(scores[u * _UNIT].ctypes.data + c, line, _RUN, room)
             target = weights[u * scores.shape[1] + c // 4].ctypes.data
             transpose16(room, _LINE, target, _LINE, 4)
 
