@@ -29,6 +29,7 @@ from kernels.cpu.vectors import (
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_FEW_WORDS = ir.VectorType(_I32, 4)
 _CHAINS = 4  # of a column's maximum and sum, so that none waits for the one before
 
 
@@ -271,7 +272,7 @@ def fold_factors(typing_context, largest, added, shrink, share):
 @intrinsic
 def soften_row(typing_context, scores, count, best, first, end):
     """Scores at an address become 2 ** (score - best), and zero but for [first, end); returns their
-    sum. count: of vectors of 16. Which are added first depends on their places alone."""
+    sum. count: of vectors of 16. They are added in the order of `soften_columns`."""
 
     def build(context, builder, signature, args):
         scores, count, best, *limits = args
@@ -285,24 +286,18 @@ def soften_row(typing_context, scores, count, best, first, end):
             is_seen = builder.and_(is_from, builder.icmp_signed("<", place, end))
             weights = builder.select(is_seen, weights, _all(0.0))
             _put(builder, weights, scores, offset)
-            return [builder.add(place, _all(LANES)), builder.fadd(total, weights)]
+            for lane in range(0, LANES, _CHAINS):
+                mask = ir.Constant(_FEW_WORDS, list(range(lane, lane + _CHAINS)))
+                total = builder.fadd(total, builder.shuffle_vector(weights, weights, mask))
+            return [builder.add(place, _all(LANES)), total]
 
         lanes = ir.Constant(_WORDS, list(range(LANES)))
-        _, total = _over_rows(builder, (scores, _I64(LINE), count), [lanes, _all(0.0)], step)
-        return _sum_of_halves(builder, total)
+        zeros = ir.Constant(ir.VectorType(_F32, _CHAINS), [0.0] * _CHAINS)
+        _, total = _over_rows(builder, (scores, _I64(LINE), count), [lanes, zeros], step)
+        chains = [builder.extract_element(total, _I32(i)) for i in range(_CHAINS)]
+        return builder.fadd(builder.fadd(*chains[:2]), builder.fadd(*chains[2:]))
 
     return types.float32(*[types.intp] * 2, types.float32, *[types.intp] * 2), build
-
-
-def _sum_of_halves(builder, vector):
-    """The sum of 16 lanes: half of them plus the others, until one is left."""
-    step = LANES // 2
-    while step:
-        mask = [(lane + step) % LANES for lane in range(LANES)]
-        other = builder.shuffle_vector(vector, vector, ir.Constant(_WORDS, mask))
-        vector = builder.fadd(vector, other)
-        step //= 2
-    return builder.extract_element(vector, _I32(0))
 
 
 @intrinsic

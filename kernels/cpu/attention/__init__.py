@@ -7,6 +7,7 @@ from functools import cache
 import torch
 
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
+from kernels.cpu.attention.dotted_single import dotted_single_body, fits_dots
 from kernels.cpu.attention.paired import HOW, chosen, paired_body
 from kernels.cpu.attention.plan import CHUNKS, SINGLES, Heads, Plan, make_plan
 from kernels.cpu.attention.single import single_body
@@ -38,6 +39,8 @@ def single_kernel(
         return widened_single_kernel(head_dim, group, sizes)
     if fits(head_dim, block, paired):
         return tiled_single_kernel(head_dim, group, paired)
+    if fits_dots(paired):
+        return dotted_single_kernel(head_dim, group, paired)
     return paired_single_kernel(head_dim, group, paired)
 
 
@@ -54,8 +57,15 @@ def tiled_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
 
 
 @cache
+def dotted_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
+    """Of single tokens, in bfloat16; how: of ``paired.HOW``, one with dots."""
+    return Kernel(dotted_single_body(head_dim, group, HOW[how]), heavy=True)
+
+
+@cache
 def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Of single tokens, in bfloat16, a key head at a time; how: of ``paired.HOW``."""
+    """Of single tokens, in bfloat16, where keys do not lie as `tiled_single_kernel` takes them;
+    how: of ``paired.HOW``, one with tiles."""
     return Kernel(paired_body(head_dim, group, HOW[how], 1), heavy=True)
 
 

@@ -26,7 +26,7 @@ from kernels.cpu.attention.softmax import (
 from kernels.cpu.cells import read_cells
 from kernels.cpu.columns import cap_scores, soften_row, transpose16
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import INLINE, f64, i32, i64, next_item
+from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, lanes_of, tile_product
 
 NUM_PARAMETERS = 12
@@ -209,7 +209,7 @@ def _weigh(p, item, group, span, softcap, scores, sums):
         soften(scores[r], (first, end, high - start), softcap, (total, largest), r)
 
 
-@njit(**INLINE)
+@njit(**EXACT)
 def soften(scores, span, softcap, sums, r):
     """Scores of a row and a stretch become weights. span: the first key that the row sees, the end
     of those, and of the keys that have a weight; sums: of weights by row, and largest scores, which

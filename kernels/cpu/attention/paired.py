@@ -33,9 +33,17 @@ from kernels.cpu.attention.chunk import (
     tokens_an_item,
 )
 from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
-from kernels.cpu.attention.softmax import BEHIND, EMPTY, STRETCH, begin, copy, fill, fold, scale_by
+from kernels.cpu.attention.softmax import (
+    BEHIND,
+    EMPTY,
+    STRETCH,
+    begin,
+    copy,
+    fill,
+    fold,
+    scale_and_cap,
+)
 from kernels.cpu.columns import (
-    cap_scores,
     round_turned,
     scale_columns,
     soften_columns,
@@ -83,17 +91,16 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
         told, kv_heads = i64(p[8], (2,)), p[5]
         state = np.empty(amx.STATE + LINE, np.uint8)
         flat, q = np.zeros((rows, depth), np.uint16), np.empty((depth // 2, rows), np.int32)
-        copies = np.zeros((LANES, depth), np.uint16)
-        values = np.zeros((STRETCH // 2, width), np.int32)
+        copies, values = np.zeros_like(flat[:LANES]), np.zeros((STRETCH // 2, width), np.int32)
         # Of each 16 rows by themselves: they are gone through several times.
         scores = np.zeros((rows // LANES, STRETCH, LANES), np.float32)
         # Dots take some rows together, also where those of an item are no whole number of that.
         weights = np.zeros((rows + _DOT_ROWS, STRETCH), np.uint16)
         acc = np.empty((rows + _DOT_ROWS, width), np.float32)
         total, largest = np.empty(rows, np.float32), np.empty(rows, np.float32)
-        factors = np.empty(rows, np.float32), np.empty(rows, np.float32)
+        factors, added = (np.empty_like(total), np.empty_like(total)), (acc, total, largest)
         outputs = np.empty((rows, head_dim), np.float32)
-        sums, added = (outputs, np.empty_like(total), np.empty_like(total)), (acc, total, largest)
+        sums = outputs, np.empty_like(total), np.empty_like(total)
         positions, bounds = np.empty(rows, np.int32), np.empty((rows // LANES, 2, LANES), np.int32)
         queries, room = (flat, q, positions), (scores, weights, bounds, total, largest)
         if is_tiled:
@@ -113,14 +120,14 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
                 span = start, max(item[3] - start, 0), min(STRETCH, item[4] - start)
                 _score((p, own), (item, head, span), (q, copies, scores), head_dim, how, wide)
                 _weigh(row, span, positions, room, is_tiled)
-                _gather(p, item[0], head, span, values, head_dim)
+                gather_pairs(p, item[0], head, span, values, head_dim)
                 if is_tiled:
                     _add_tiles(own, weights, values, acc, num, span, soft)
                 else:
-                    _add_dots((weights, values, acc), num, span, vectors, height, how)
+                    add_dots((weights, values, acc), num, span, vectors, height, how)
                 fold(sums, added, factors, num)
                 start += STRETCH
-            if single == 0 or _is_last(p, (item, index), sums, added, factors, group):
+            if single == 0 or is_last(p, (item, index), sums, added, factors, group):
                 finish(p, item, head, group, sums, _CELL)
         if is_tiled:
             amx.end(state.ctypes.data, soft)
@@ -129,14 +136,14 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
 
 
 @njit(**INLINE)
-def _whole(span):
+def whole_units(span):
     """Keys of a stretch that weights and values are worked out for: those of an item, and some on
     either side that have weight zero."""
     return span[1] // _UNIT * _UNIT, -(-span[2] // _UNIT) * _UNIT
 
 
 @njit(**EXACT)
-def _is_last(p, place, sums, room, factors, group):
+def is_last(p, place, sums, room, factors, group):
     """Leave an item's sums, of one stretch; if all items of its row and head have done so, add
     theirs in order. Whether the sums are now all of the row. place: the item, and its index;
     room: for sums of a stretch."""
@@ -173,7 +180,9 @@ def _score(given, place, arrays, head_dim, how, wide):
     (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
     # Keys, and those that are computed with them: whole groups.
     for first in range(low // LANES * LANES, high, LANES):
-        left = _keys(p, item[0], head, (start + first, start + low, start + high), copies, head_dim)
+        left = keys_address(
+            p, item[0], head, (start + first, start + low, start + high), copies, head_dim
+        )
         if how == _TILES:
             _score_tiles(own, left, q, scores[:, first:], 0, wide)
         elif how == _SOFT_TILES:
@@ -188,15 +197,14 @@ def _weigh(row, span, positions, room, is_tiled):
     they lie as those take them: [rows / 16, units, 16, 32]."""
     p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     scores, weights, bounds, total, largest = room
-    softcap, (before, after) = np.float32(real[10]), _whole(span)
+    softcap, (before, after) = np.float32(real[10]), whole_units(span)
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
     low, high = span[1] // LANES * LANES, -(-span[2] // LANES) * LANES
     all_seen = _see(positions, span, low, p[12], bounds)
     for v in range(scores.shape[0]):
         column = scores[v, low:high].reshape(-1)
         if softcap > 0:
-            scale_by(scale, column)
-            cap_scores(column.ctypes.data, high - low, softcap, LOG2_E)
+            scale_and_cap(column, scale, softcap)
         fill(scores[v, before:low].reshape(-1), _ZERO)
         fill(scores[v, high:after].reshape(-1), _ZERO)
         of = slice(v * LANES, (v + 1) * LANES)
@@ -234,7 +242,7 @@ def _begin(p, item, head, group, targets, head_dim):
 
 
 @njit(**INLINE)
-def _keys(p, seq, head, span, copies, head_dim):
+def keys_address(p, seq, head, span, copies, head_dim):
     """Address of 16 keys from span[0] on, and bytes from one to the next; of those outside
     [span[1], span[2]) anything."""
     block, size, (first, low, high) = p[7], head_dim * _CELL, span
@@ -250,9 +258,9 @@ def _keys(p, seq, head, span, copies, head_dim):
 
 
 @njit(inline="always")
-def _gather(p, seq, head, span, values, head_dim):
+def gather_pairs(p, seq, head, span, values, head_dim):
     """Values of one head, of positions span[0] + [span[1], span[2]), in pairs among zeros."""
-    block, kv_heads, (before, after) = p[7], p[5], _whole(span)
+    block, kv_heads, (before, after) = p[7], p[5], whole_units(span)
     start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     size = head_dim * _CELL
@@ -283,7 +291,7 @@ def _see(positions, span, low, window, bounds):
     return latest == 0 and soonest == STRETCH
 
 
-@njit(**INLINE)
+@njit(**EXACT)
 def _soften(scores, factor, sums, bounds, all_seen):
     """Scores of 16 rows become weights relative to each row's largest; sums: of weights by row, and
     largest scores, which are written."""
@@ -302,7 +310,7 @@ def _soften(scores, factor, sums, bounds, all_seen):
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """scores[v, 16 keys, 16] = left[16] @ q; left: as `_keys` returns it; the last is a literal."""
+    """scores[v, 16 keys, 16] = left[16] @ q; left: as of `keys_address`; the last is a literal."""
     (a, lda), width = left, q.shape[1] * 4
     for v in range(scores.shape[0]):
         b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data
@@ -330,10 +338,10 @@ def _pair_up(source, values, first, num, head_dim):
 
 
 @njit(inline="always")
-def _add_dots(arrays, num, span, vectors, height, how):
+def add_dots(arrays, num, span, vectors, height, how):
     """acc[num] = weights[num] @ values, `height` rows at a time; arrays: weights, values, acc; the
     last three are literals."""
-    (weights, values, acc), (before, after) = arrays, _whole(span)
+    (weights, values, acc), (before, after) = arrays, whole_units(span)
     lda, width = STRETCH * _CELL, acc.shape[1] * 4
     a, b = weights.ctypes.data + before * _CELL, values[before // 2].ctypes.data
     pairs = (after - before) // 2
@@ -376,7 +384,7 @@ def _score_tiles(own, left, q, scores, soft, wide):
 @njit(inline="always")
 def _add_tiles(own, weights, values, acc, num, span, soft):
     """acc[num] = weights[num] @ values, a tile of rows times four of outputs, then times one."""
-    width, (before, after) = acc.shape[1] * 4, _whole(span)
+    width, (before, after) = acc.shape[1] * 4, whole_units(span)
     wide = width // 256 * 256
     for r in range(0, num, _TILE):
         a, c = weights[r].ctypes.data, acc[r].ctypes.data

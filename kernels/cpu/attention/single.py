@@ -77,7 +77,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                     count = min(KEYS - base % KEYS, item[4] - base)
                     gather_keys(p, item[0], head, (base, count), keys, cell)
                     _score(q[of:], keys, scores[:, base - start :], count, group)
-                    _fetch_values(p, item[0], head, (base, count), head_dim * cell)
+                    fetch_values(p, item[0], head, (base, count), head_dim * cell)
                     base += count
                 span = item[3] - start, item[4] - start, item[4] - start
                 for g in range(group):
@@ -101,7 +101,7 @@ def _score(q, keys, scores, count, group):
 
 
 @njit(inline="always")
-def _fetch_values(p, seq, head, span, size):
+def fetch_values(p, seq, head, span, size):
     """Start to bring the values of keys that are gone through; size: bytes of one."""
     block, kv_heads = p[7], p[5]
     base, count = span

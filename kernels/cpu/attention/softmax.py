@@ -6,7 +6,8 @@ order by `fold`. What a token's outputs are depends on nothing but its query and
 the other tokens of an item, nor on which stretches another thread computed.
 
 All that follows is compiled without fast math: each operation is rounded as it is written, in
-vectors and in what is left over, wherever the compiler puts it.
+vectors and in what is left over, wherever the compiler puts it. (Numba marks what an intrinsic
+emits, too: one that adds floats may be called from such functions only.)
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu.cells import write_cells
-from kernels.cpu.columns import exp2_of_all, fold_factors
+from kernels.cpu.columns import cap_scores, exp2_of_all, fold_factors
 from kernels.cpu.mathlib import LOG2_E
 from kernels.cpu.native import EXACT, f32
 from kernels.cpu.vectors import LANES, fused
@@ -84,6 +85,14 @@ def largest_between(scores, first, end):
     """The largest of scores [first, end), EMPTY if there are none; a NaN is passed over: its own
     weight still becomes one, and so does the sum."""
     return largest_of(scores.ctypes.data + first * 4, end - first, EMPTY)
+
+
+@njit(**EXACT)
+def scale_and_cap(scores, scale, softcap):
+    """Scores, a whole number of vectors of 16, are scaled and capped, and are then in units of log
+    2."""
+    scale_by(scale, scores)
+    cap_scores(scores.ctypes.data, scores.shape[0] // LANES, softcap, LOG2_E)
 
 
 @njit(**EXACT)

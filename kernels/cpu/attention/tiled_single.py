@@ -26,9 +26,8 @@ from kernels.cpu import amx
 from kernels.cpu.attention.paired import HOW
 from kernels.cpu.attention.plan import ITEM_FIELDS
 from kernels.cpu.attention.single import NUM_PARAMETERS, leave
-from kernels.cpu.attention.softmax import EMPTY, STRETCH, fill, scale_by
+from kernels.cpu.attention.softmax import EMPTY, STRETCH, fill, scale_and_cap
 from kernels.cpu.columns import (
-    cap_scores,
     interleave16,
     pair_rows,
     scale_columns,
@@ -36,7 +35,7 @@ from kernels.cpu.columns import (
     transpose16,
 )
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import INLINE, f32, f64, i32, i64, next_item, u16
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import prefetch
 
 _CELL = 2  # bytes of an element of queries, cache and outputs
@@ -171,7 +170,7 @@ def _score(own, arrays, places, end, heads, shape, soft):
             amx.store(own, 3, out + 3 * _RUN * line, line, soft)
 
 
-@njit(**INLINE)
+@njit(**EXACT)
 def _weigh(arrays, room, span, numbers, sums):
     """Scores become weights, [unit, query head, key] of bfloat16, as in
     `kernels.cpu.attention.paired`; arrays: scores, weights, bounds; room: the address of a tile."""
@@ -180,8 +179,7 @@ def _weigh(arrays, room, span, numbers, sums):
     line, units = scores.shape[1] * 4, (end + _UNIT - 1) // _UNIT
     if softcap > 0:
         seen = scores[: units * _UNIT].reshape(-1)
-        scale_by(scale, seen)
-        cap_scores(seen.ctypes.data, seen.shape[0] // _RUN, softcap, LOG2_E)
+        scale_and_cap(seen, scale, softcap)
         scale = _ONE
     fill(largest, EMPTY)
     fill(total, _ZERO)

@@ -1,0 +1,140 @@
+"""Attention of single query tokens in bfloat16, on processors that multiply pairs of it.
+
+An item is one token against a stretch of its sequence's keys, of one key head. What is multiplied
+and added, and in which order, is what `kernels.cpu.attention.paired` does for a token among others,
+so both give the same bits; but rows are the query heads of a key head and no more, so it is keys
+that lie side by side in vectors, turned in pairs:
+
+    scores [query heads, 256 keys] = queries @ keys [head size / 2, 64, 2], 64 at a time
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+from kernels.cpu.attention.chunk import (
+    KEYS,
+    LINE_OF_SCORES,
+    NUM_PARAMETERS,
+    finish,
+    row_address,
+    soften,
+)
+from kernels.cpu.attention.paired import (
+    HOW,
+    add_dots,
+    gather_pairs,
+    is_last,
+    keys_address,
+    whole_units,
+)
+from kernels.cpu.attention.plan import ITEM_FIELDS
+from kernels.cpu.attention.single import fetch_values
+from kernels.cpu.attention.softmax import STRETCH, begin, fold, padded, scale_by
+from kernels.cpu.cells import write_cells
+from kernels.cpu.columns import transpose16
+from kernels.cpu.mathlib import LOG2_E
+from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, next_item, u16
+from kernels.cpu.vectors import LANES, pair_tile_product
+
+_CELL = 2  # bytes of an element of queries, cache and outputs
+_MOST = 6  # rows whose outputs are summed together
+_ONE = np.float32(1)
+
+
+def fits_dots(how: str | None) -> bool:
+    """how: of ``paired.HOW``."""
+    return how in ("dots", "soft dots")
+
+
+def dotted_single_body(head_dim: int, group: int, how: int):
+    """A body for one head size and number of query heads per key head; how: one with dots."""
+    depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros behind the last
+    width = -(-head_dim // LANES) * LANES  # outputs of the second
+    vectors, height = width // LANES, min(_MOST, group)
+    rows, room = -(-group // height) * height, padded(group)
+    assert how in (HOW["dots"], HOW["soft dots"])
+
+    def body(row):
+        p = i64(row, (NUM_PARAMETERS + 1,))
+        told, kv_heads = i64(p[8], (2,)), p[5]
+        q, copies = np.zeros((group, depth), np.uint16), np.zeros((LANES, depth), np.uint16)
+        keys = np.zeros((depth // 2, KEYS), np.int32)
+        values = np.zeros((STRETCH // 2, width), np.int32)
+        scores = np.zeros((group, LINE_OF_SCORES), np.float32)
+        weights = np.zeros((rows, STRETCH), np.uint16)
+        acc = np.empty((rows, width), np.float32)
+        total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
+        factors = np.empty(room, np.float32), np.empty(room, np.float32)
+        outputs = np.empty((group, head_dim), np.float32)
+        sums, added = (outputs, np.empty_like(total), np.empty_like(total)), (acc, total, largest)
+        while True:
+            index = next_item(row)
+            if index >= told[1] * kv_heads:
+                break
+            item = i32(told[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            head, start = index % kv_heads, item[3] - item[3] % STRETCH
+            source = u16(p[1] + row_address(item[1], 0, head, p, group * head_dim * _CELL), q.shape)
+            _copy(source.ctypes.data, q, head_dim)
+            span = start, np.int64(item[3] - start), np.int64(item[4] - start)
+            for base in range(span[1] // KEYS * KEYS, span[2], KEYS):
+                _turn((p, item, head), span, base, (keys, copies), head_dim)
+                _score(q, keys, scores, base, span[2], group, how)
+            _weigh(row, span, scores, weights, (total, largest))
+            gather_pairs(p, item[0], head, span, values, head_dim)
+            add_dots((weights, values, acc), group, span, vectors, height, how)
+            begin(sums)
+            fold(sums, added, factors, group)
+            if is_last(p, (item, index), sums, added, factors, group):
+                finish(p, item, head, group, sums, _CELL)
+
+    return body
+
+
+@njit(**INLINE)
+def _copy(source, q, head_dim):
+    """Queries [group, head_dim] at an address to rows of q."""
+    given = u16(source, (q.shape[0], head_dim))
+    for g in range(q.shape[0]):
+        for d in range(head_dim):
+            q[g, d] = given[g, d]
+
+
+@njit(inline="always")
+def _turn(place, span, base, arrays, head_dim):
+    """Keys of places base to base + 64, of those of the item, side by side in pairs; their values
+    are fetched meanwhile. arrays: keys [head size / 2, 64] and room for some that are copied."""
+    (p, item, head), (keys, copies), (start, low, high) = place, arrays, span
+    for first in range(max(base, low // LANES * LANES), min(base + KEYS, high), LANES):
+        places = start + first, start + low, start + high
+        a, lda = keys_address(p, item[0], head, places, copies, head_dim)
+        for k in range(0, keys.shape[0], LANES):
+            target = keys[k].ctypes.data + (first - base) * 4
+            transpose16(a + k * 4, lda, target, KEYS * 4, 4)
+    begins = max(base, low)
+    count = min(base + KEYS, high) - begins
+    fetch_values(p, item[0], head, (start + begins, count), head_dim * _CELL)
+
+
+@njit(inline="always")
+def _score(q, keys, scores, base, high, group, how):
+    """scores[group, 64] from place `base` on = q @ keys; the last two are literals."""
+    a, lda, b = q.ctypes.data, q.shape[1] * _CELL, keys.ctypes.data
+    c, line = scores.ctypes.data + base * 4, LINE_OF_SCORES * 4
+    if high - base > LANES:
+        pair_tile_product(a, lda, b, KEYS * 4, c, line, keys.shape[0], group, 4, 16, 1, how)
+    else:
+        pair_tile_product(a, lda, b, KEYS * 4, c, line, keys.shape[0], group, 1, 16, 1, how)
+
+
+@njit(**EXACT)
+def _weigh(row, span, scores, weights, sums):
+    """Scores become weights, rounded to bfloat16; sums: of weights by row, and largest scores."""
+    real, (before, after) = f64(row, (NUM_PARAMETERS + 1,)), whole_units(span)
+    softcap = np.float32(real[10])
+    scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
+    for g in range(scores.shape[0]):
+        scale_by(scale, scores[g, before:after])
+        soften(scores[g], (span[1], span[2], after), softcap, sums, g)
+        write_cells(weights[g].ctypes.data + before * _CELL, scores[g, before:after], _CELL)
