@@ -35,7 +35,7 @@ class AttentionMeta:
     max_query_len: int
     max_seq_len: int
     scratch: dict[Any, Any] = field(default_factory=dict)  # what an operation works out once a step
-    # Each row's arithmetic has one order, whatever else is in the batch.
+    # On a GPU: each row's arithmetic has one order, whatever else is in the batch. On a CPU it has.
     batch_invariant: bool = False
     # Recorded for whatever sequences fit: num_decodes is 0, the longest are the longest there may
     # be, and which sequence has how many tokens is for the device to see.

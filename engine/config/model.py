@@ -37,10 +37,12 @@ class ModelOptions:
     """Type of weights and activations; auto is the checkpoint's. Sums are float32 in any."""
     quantization: Literal["int8", "fp8"] | None = None
     """Quantise plain weights when they are loaded: int8, or fp8 on a GPU."""
-    batch_invariant: bool = False
-    """Give a request the same bits in any batch, chunking, cache state and after preemption, for
-    slower attention and, on a GPU, slower products. Native families; on a GPU with plain weights
-    and no experts. docs/kernels.md says what it costs and what differs without it."""
+    batch_invariant: bool | None = None
+    """Give a request the same bits in any batch, chunking, cache state, after preemption and with
+    drafts. If not given: on a CPU in native families, which have no other way, and not on a GPU,
+    where it takes slower attention and products. True is an error where it cannot hold: in models
+    that run through transformers, and on a GPU with quantised weights or experts. docs/kernels.md
+    says what differs without it."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy: seeded random weights from config.json alone."""
     trust_remote_code: bool = field(default=False, metadata=BOTH)

@@ -60,7 +60,8 @@ def load_model(
     quantization = quantization_of(config, info, form, device)
     spec = native_spec(info)
     if spec is not None:
-        invariant = config.batch_invariant and not is_cpu(torch.device(device))
+        # On a CPU its products and its attention have one order of sums anyway.
+        invariant = config.batch_invariant is True and not is_cpu(torch.device(device))
         if invariant:
             check_invariant(spec, info, form, quantization)
         placement = Placement(
@@ -93,6 +94,12 @@ def load_model(
             "batch_invariant=True needs a native family, and "
             f"{info.architecture or info.model_type} runs through transformers, whose products "
             "differ with the number of rows; leave it out"
+        )
+    if config.batch_invariant is None and is_cpu(torch.device(device)):
+        logger.info(
+            "the tokens of a request may depend on its batch, in their last bits: %s runs through "
+            "transformers, whose products differ with the number of rows",
+            info.architecture or info.model_type,
         )
     # Only here, so that native families never pay for importing transformers.
     from engine.models.general import load_general

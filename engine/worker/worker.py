@@ -360,7 +360,7 @@ def make_machine(
         slots=slots,
         sampler=Sampler(platform.upload, slots.tables, model.vocab_size, config.logits_processors),
         batches=Batches(
-            platform, slots, live, staging, batch_invariant=config.model.batch_invariant
+            platform, slots, live, staging, batch_invariant=config.model.batch_invariant is True
         ),
         features=tuple(features),
         recorder=make_recorder(model, platform, config),

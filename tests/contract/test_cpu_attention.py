@@ -1,11 +1,11 @@
 """Attention in bfloat16: each body this processor can run, and soft ones of the others.
 
-Chunks come first, then single tokens, which tiles alone have a body for.
+Chunks come first, then single tokens. That both give a token the same bits is the subject of
+`test_cpu_attention_bits.py`.
 
 Cache slots that no sequence owns are NaN: reading one would show.
 """
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -49,7 +49,6 @@ def step(
 ) -> tuple[torch.Tensor, Cache]:
     head_dim, group = shape
     cache = Cache(STEP, (2, head_dim), rng, dtype=torch.bfloat16, **options)
-    cache.meta = replace(cache.meta, batch_invariant=True)
     return torch.randn(cache.num_tokens, 2 * group, head_dim, generator=rng).bfloat16(), cache
 
 
@@ -106,7 +105,6 @@ def test_a_token_is_the_same_however_its_prompt_was_cut(
                 num_decodes=0,
                 max_query_len=end - first,
                 max_seq_len=lens[s],
-                batch_invariant=True,
             )
             rows = slice(starts[s] + first, starts[s] + end)
             got = attend(how, q[rows], cache, alone, scale=0.1, window=window)
@@ -137,8 +135,8 @@ SINGLE_SHAPES = [
 ]
 
 
-@pytest.fixture(params=["tiles", "soft tiles"])
-def tiled(request: pytest.FixtureRequest) -> str:
+@pytest.fixture(params=list(paired.HOW))
+def single(request: pytest.FixtureRequest) -> str:
     return one_that_runs(request.param)
 
 
@@ -152,36 +150,35 @@ def decode(
 
 
 @pytest.mark.parametrize("name", VARIANTS)
-def test_variants_of_single_tokens(name: str, tiled: str, rng: torch.Generator) -> None:
+def test_variants_of_single_tokens(name: str, single: str, rng: torch.Generator) -> None:
     chosen = {"scale": 0.17, **VARIANTS[name]}
     q, cache = decode((2, 3, 64), rng, window=chosen.get("window", 0))
     if chosen.get("sinks"):
         chosen["sinks"] = torch.randn(6, generator=rng)
-    agrees(tiled, q, cache, **chosen)
+    agrees(single, q, cache, **chosen)
 
 
 @pytest.mark.parametrize("shape", SINGLE_SHAPES)
 def test_shapes_of_single_tokens(
-    shape: tuple[int, int, int], tiled: str, rng: torch.Generator
+    shape: tuple[int, int, int], single: str, rng: torch.Generator
 ) -> None:
-    agrees(tiled, *decode(shape, rng), scale=shape[2] ** -0.5)
+    agrees(single, *decode(shape, rng), scale=shape[2] ** -0.5)
 
 
 @pytest.mark.parametrize("block", [1, 4, 24, 64, 512])
 @pytest.mark.parametrize("window", [0, 50])
 def test_block_sizes_of_single_tokens(
-    block: int, window: int, tiled: str, rng: torch.Generator
+    block: int, window: int, single: str, rng: torch.Generator
 ) -> None:
     q, cache = decode((2, 2, 32), rng, block=block, window=window)
-    agrees(tiled, q, cache, scale=0.2, window=window)
+    agrees(single, q, cache, scale=0.2, window=window)
 
 
 def test_single_tokens_take_tiles_where_keys_lie_so() -> None:
-    widened = widened_single_kernel(64, 3, (2, 2))
-    assert single_kernel(64, 3, (2, 2), 16, "tiles") is not widened
-    assert single_kernel(64, 3, (2, 2), 24, "tiles") is widened
-    assert single_kernel(64, 3, (2, 2), 16, "dots") is widened
-    assert single_kernel(80, 3, (2, 2), 16, "tiles") is widened_single_kernel(80, 3, (2, 2))
+    tiled = single_kernel(64, 3, (2, 2), 16, "tiles")
+    assert tiled is single_kernel(64, 3, (2, 2), 64, "tiles")
+    assert tiled is not single_kernel(64, 3, (2, 2), 24, "tiles")
+    assert tiled is not single_kernel(64, 3, (2, 2), 16, "dots")
     assert single_kernel(64, 3, (4, 2), 16, "tiles") is widened_single_kernel(64, 3, (4, 2))
 
 
@@ -203,15 +200,17 @@ def alone_of(cache: Cache, s: int) -> AttentionMeta:
 @pytest.mark.parametrize("window", [0, 7, 40])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_single_token_is_the_same_in_any_company(
-    window: int, threads: int, tiled: str, rng: torch.Generator
+    window: int, threads: int, single: str, rng: torch.Generator
 ) -> None:
     q, cache = decode((2, 3, 64), rng)
-    together = attend(tiled, q, cache, scale=0.1, window=window)
+    together = attend(single, q, cache, scale=0.1, window=window)
     before = num_threads()
     set_threads(threads)
     try:
         for s in range(len(SINGLES)):
-            alone = attend(tiled, q[s : s + 1], cache, alone_of(cache, s), scale=0.1, window=window)
+            alone = attend(
+                single, q[s : s + 1], cache, alone_of(cache, s), scale=0.1, window=window
+            )
             assert torch.equal(alone[0], together[s])
     finally:
         set_threads(before)
@@ -219,29 +218,30 @@ def test_a_single_token_is_the_same_in_any_company(
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_damage_of_a_single_token_stays_in_its_row(
-    bad: float, tiled: str, rng: torch.Generator
+    bad: float, single: str, rng: torch.Generator
 ) -> None:
     q, cache = decode((2, 3, 64), rng)
-    sound = attend(tiled, q, cache, scale=0.1)
+    q[2, 0, 3] = 1  # times the damaged key: an infinite score, not one of minus infinity
+    sound = attend(single, q, cache, scale=0.1)
     q[1, 0, 3] = bad
     # Of a key and of a value: each in the first block of a sequence.
     cache.kv[cache.meta.block_tables[2, 0], 0, 0, 5, 3] = bad
     cache.kv[cache.meta.block_tables[3, 0], 1, 0, 5, 3] = bad
-    got = attend(tiled, q, cache, scale=0.1)
+    got = attend(single, q, cache, scale=0.1)
     for s in (1, 2, 3):
         assert not got[s].isfinite().all()
     for s in (0, 4):
         assert torch.equal(got[s], sound[s])
 
 
-def test_what_a_window_has_passed_is_not_read(tiled: str, rng: torch.Generator) -> None:
+def test_what_a_window_has_passed_is_not_read(single: str, rng: torch.Generator) -> None:
     q, cache = decode((2, 3, 64), rng)
-    sound = attend(tiled, q, cache, scale=0.1, window=7)
+    sound = attend(single, q, cache, scale=0.1, window=7)
     lens, tables = cache.meta.seq_lens.tolist(), cache.meta.block_tables.long()
     for s, length in enumerate(lens):
         passed = torch.arange(max(length - 7, 0))
         cache.kv[tables[s, passed // 16], :, :, passed % 16] = float("nan")
-    assert torch.equal(attend(tiled, q, cache, scale=0.1, window=7), sound)
+    assert torch.equal(attend(single, q, cache, scale=0.1, window=7), sound)
 
 
 def test_tiles_and_their_soft_form_are_alike_of_single_tokens(rng: torch.Generator) -> None:

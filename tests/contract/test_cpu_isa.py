@@ -61,7 +61,8 @@ def test_each_level_computes_the_same(level: str, chosen: str) -> None:
         pytest.skip(f"{level} is what this process uses: its cases have run beside this one")
     if level not in isa.available():
         pytest.skip(f"{isa.processor()} has no {level}")
-    files = (str(HERE / "test_cpu_products.py"), str(HERE / "test_kernels.py"))
+    names = ("test_cpu_products.py", "test_kernels.py", "test_cpu_attention_bits.py")
+    files = [str(HERE / name) for name in names]
     done = run(
         "-m",
         "pytest",

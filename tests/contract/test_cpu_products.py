@@ -163,13 +163,13 @@ def test_float16_weights_are_multiplied_in_float32(
 
 
 COMPILE = """
-from kernels.cpu.attention import paired_kernel, paired_single_kernel
+from kernels.cpu.attention import dotted_single_kernel, paired_kernel, tiled_single_kernel
 from kernels.cpu.matmul import bfloat16
 print(bfloat16.BODIES[{body!r}].assembly())
 if {body!r} != "widened":
     print({cut!r}, paired_kernel(64, 3, {body!r}).assembly())
-if {body!r} == "tiles":
-    print({cut!r}, paired_single_kernel(64, 3, {body!r}).assembly())
+    single = tiled_single_kernel if {body!r} == "tiles" else dotted_single_kernel
+    print({cut!r}, single(64, 3, {body!r}).assembly())
 """
 CUT = "; attention"
 # Features as LLVM names them, of a processor that has the body's instructions.
