@@ -89,22 +89,28 @@ def load_model(
             f"{info.path} holds weights quantized by {form.name!r}, read for native families only, "
             f"and {info.architecture or info.model_type} is not one; give the original model"
         )
-    if config.batch_invariant:
-        raise ConfigError(
-            "batch_invariant=True needs a native family, and "
-            f"{info.architecture or info.model_type} runs through transformers, whose products "
-            "differ with the number of rows; leave it out"
-        )
-    if config.batch_invariant is None and is_cpu(torch.device(device)):
-        logger.info(
-            "the tokens of a request may depend on its batch, in their last bits: %s runs through "
-            "transformers, whose products differ with the number of rows",
-            info.architecture or info.model_type,
-        )
+    say_what_varies(config, info, device)
     # Only here, so that native families never pay for importing transformers.
     from engine.models.general import load_general
 
     return load_general(config, info, device=device, max_model_len=max_model_len)
+
+
+def say_what_varies(config: ModelConfig, info: ModelInfo, device: str) -> None:
+    """A model that runs through transformers is not batch-invariant: a ``ConfigError`` if that was
+    demanded, and a line in the log where it would be the default."""
+    name = info.architecture or info.model_type
+    if config.batch_invariant:
+        raise ConfigError(
+            f"batch_invariant=True needs a native family, and {name} runs through transformers, "
+            "whose products differ with the number of rows; leave it out"
+        )
+    if config.batch_invariant is None and is_cpu(torch.device(device)):
+        logger.info(
+            "logits of a request may differ in their last bits from batch to batch, and a token "
+            "with them: %s runs through transformers, whose products differ with the number of rows",
+            name,
+        )
 
 
 def attention_body(

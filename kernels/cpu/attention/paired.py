@@ -121,10 +121,7 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
                 _score((p, own), (item, head, span), (q, copies, scores), head_dim, how, wide)
                 _weigh(row, span, positions, room, is_tiled)
                 gather_pairs(p, item[0], head, span, values, head_dim)
-                if is_tiled:
-                    _add_tiles(own, weights, values, acc, num, span, soft)
-                else:
-                    add_dots((weights, values, acc), num, span, vectors, height, how)
+                _add(own, (weights, values, acc), num, span, vectors, height, how)
                 fold(sums, added, factors, num)
                 start += STRETCH
             if single == 0 or is_last(p, (item, index), sums, added, factors, group):
@@ -338,6 +335,18 @@ def _pair_up(source, values, first, num, head_dim):
 
 
 @njit(inline="always")
+def _add(own, arrays, num, span, vectors, height, how):
+    """acc[num] = weights[num] @ values; arrays: weights, values, acc; the last three are
+    literals."""
+    if how == _TILES:
+        _add_tiles(own, arrays, num, span, 0)
+    elif how == _SOFT_TILES:
+        _add_tiles(own, arrays, num, span, 1)
+    else:
+        add_dots(arrays, num, span, vectors, height, how)
+
+
+@njit(inline="always")
 def add_dots(arrays, num, span, vectors, height, how):
     """acc[num] = weights[num] @ values, `height` rows at a time; arrays: weights, values, acc; the
     last three are literals."""
@@ -382,9 +391,10 @@ def _score_tiles(own, left, q, scores, soft, wide):
 
 
 @njit(inline="always")
-def _add_tiles(own, weights, values, acc, num, span, soft):
+def _add_tiles(own, arrays, num, span, soft):
     """acc[num] = weights[num] @ values, a tile of rows times four of outputs, then times one."""
-    width, (before, after) = acc.shape[1] * 4, whole_units(span)
+    (weights, values, acc), (before, after) = arrays, whole_units(span)
+    width = acc.shape[1] * 4
     wide = width // 256 * 256
     for r in range(0, num, _TILE):
         a, c = weights[r].ctypes.data, acc[r].ctypes.data

@@ -23,9 +23,10 @@ import numpy as np
 from numba import njit
 
 from kernels.cpu import amx
+from kernels.cpu.attention.chunk import NUM_PARAMETERS
 from kernels.cpu.attention.paired import HOW
 from kernels.cpu.attention.plan import ITEM_FIELDS
-from kernels.cpu.attention.single import NUM_PARAMETERS, leave
+from kernels.cpu.attention.single import leave
 from kernels.cpu.attention.softmax import EMPTY, STRETCH, fill, scale_and_cap
 from kernels.cpu.columns import (
     interleave16,
