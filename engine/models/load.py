@@ -108,7 +108,7 @@ def say_what_varies(config: ModelConfig, info: ModelInfo, device: str) -> None:
     if config.batch_invariant is None and is_cpu(torch.device(device)):
         logger.info(
             "logits of a request may differ in their last bits from batch to batch, and a token "
-            "with them: %s runs through transformers, whose products differ with the number of rows",
+            "with it: %s runs through transformers, whose products differ with the number of rows",
             name,
         )
 
