@@ -16,5 +16,6 @@ json_text         JSON as models write it, given on as valid JSON
 template_reading  answers that the tokenizer's own template describes
 tools             the tools of a request, and which of them must be called
 generic           tools for chat templates that know none
+enforced          which schemas of tools can be enforced
 forms             grammars that make a model write what a request demands
 """
