@@ -4,8 +4,9 @@
                                    [--only CLIENT ...] [--json FILE]
 
 An environment that DIR lacks is made by pip or npm. Each client chats, streams, has a tool called,
-follows a schema, meets an error and cancels (``tools/clients``), against a model with its own chat
-template and with one as of Hermes. A cell is `right`, `WRONG`, `model` (the exchange was right, and
+follows a schema, meets an error and cancels (``tools/clients``; `parameters` walks the parameter
+types of the newest packages instead), against a model with its own chat template and with one as of
+Hermes. A cell is `right`, `WRONG`, `model` (the exchange was right, and
 the small model did not write what the task wants) or `-`. The exit status is the number of cells
 that are wrong, a client that cannot be run counting as one.
 """
@@ -104,6 +105,7 @@ CLIENTS = {
     "npm openai": Client("node_clients.mjs", NODE, "node", ("openai",)),
     "npm anthropic": Client("node_clients.mjs", NODE, "node", ("anthropic",)),
     "npm ai": Client("node_clients.mjs", NODE, "node", ("ai",)),
+    "parameters": Client("parameters_client.py", ("openai", "anthropic"), "parameters"),
     "lm-eval": Client("lm_eval_client.py", ("lm-eval[api]",), "lm-eval"),
     "guidellm": Client("guidellm_client.py", ("guidellm",), "guidellm"),
 }
