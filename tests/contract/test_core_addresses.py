@@ -137,6 +137,17 @@ def test_where_no_core_listens_a_client_says_so_at_once() -> None:
     directory.remove()
 
 
+def test_without_any_temporary_directory_the_error_says_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def nowhere() -> str:
+        raise FileNotFoundError(2, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", nowhere)
+    with pytest.raises(ConfigError, match=r"No usable temporary directory .* set TMPDIR to"):
+        Directory.create()
+
+
 @pytest.mark.parametrize("name", ["none", "x" * 100])
 def test_where_no_socket_can_be_the_error_says_what_to_set(
     name: str, place: Path, monkeypatch: pytest.MonkeyPatch
