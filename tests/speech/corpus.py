@@ -105,9 +105,18 @@ ONE = hermes("edit", EDIT_JSON)
 TWO = hermes("files.read-all", READ_JSON)
 BARE = '{"name": "edit", "arguments": ' + EDIT_JSON + "}"
 UNKNOWN = hermes("delete", EDIT_JSON)
+FLAT = '<tool_call>{"name": "edit", "path": "a.go"}</tool_call>'
 # The first is an object with a name and arguments, between tags or not.
 OBJECTS = [
     Case("two calls", f"{ONE}\n{TWO}", [("edit", EDIT), READ]),
+    Case("the opening tag twice", f"<tool_call>\n{ONE}\n</tool_call>", [("edit", EDIT)]),
+    Case("the opening tag twice, no call", "<tool_call><tool_call>", [], "<tool_call><tool_call>"),
+    Case("arguments next to the name", FLAT, [], FLAT),
+    Case(
+        "a reason next to the name",
+        f'<tool_call>{{"name": "edit", "reason": "r", "arguments": {EDIT_JSON}}}</tool_call>',
+        [("edit", EDIT)],
+    ),
     Case("one call twice", f"{ONE}\n{ONE}", [("edit", EDIT)] * 2),
     Case("words before and after", f"So:\n{ONE}\nDone.", [("edit", EDIT)], "So:\nDone."),
     Case("no closing tag", ONE.removesuffix("</tool_call>"), [("edit", EDIT)]),
@@ -277,6 +286,8 @@ MISTRAL = [
     *ANSWERS,
     *of_arguments(lambda arguments: mistral("edit", arguments)),
     Case("two calls", M_ONE + M_TWO, [("edit", EDIT), READ]),
+    Case("the marker twice", f"[TOOL_CALLS]{M_ONE}", [("edit", EDIT)]),
+    Case("a fence", f"[TOOL_CALLS]edit[ARGS]```json\n{EDIT_JSON}\n```", [("edit", EDIT)]),
     Case("an id", f"[TOOL_CALLS]edit[CALL_ID]a1B2c3D4e[ARGS]{EDIT_JSON}", [("edit", EDIT)]),
     Case("white space", f"[TOOL_CALLS] edit [ARGS] {EDIT_JSON}\n", [("edit", EDIT)]),
     Case("no marker of arguments", f"[TOOL_CALLS]edit{EDIT_JSON}", [("edit", EDIT)]),
@@ -373,6 +384,19 @@ H_BODY = f"<|message|>{EDIT_JSON}<|call|>"
 HARMONY = [
     Case("plain text", "Déjà vu <b>\n", [], "Déjà vu <b>\n"),
     Case("messages", "<|channel|>analysis<|message|>Hm.<|end|>" + FINAL, [], "Answer.", "Hm."),
+    Case(
+        "no beginning of a message",
+        "<|channel|>analysis<|message|>Hm.<|end|>" + FINAL.removeprefix("<|start|>"),
+        [],
+        "Answer.",
+        "Hm.",
+    ),
+    Case(
+        "a result that the model made up",
+        '<|start|>functions.edit to=assistant<|channel|>commentary<|message|>"r"<|end|>',
+        [],
+        '"r"',
+    ),
     *of_arguments(lambda arguments: harmony("edit", arguments)),
     Case("two calls", f"{H_ONE}<|start|>assistant{H_TWO}", [("edit", EDIT), READ]),
     Case("no end between", f"{H_ONE.removesuffix('<|call|>')}<|start|>assistant{H_TWO}",
@@ -382,6 +406,8 @@ HARMONY = [
         Case(title, header + H_BODY, [("edit", EDIT)])
         for title, header in {
             "json without its token": "<|channel|>commentary to=functions.edit json",
+            "a recipient without its sign": "<|channel|>commentary functions.edit",
+            "no beginning": "assistant to=functions.edit<|channel|>commentary",
             "code": "<|channel|>commentary to=functions.edit code",
             "no kind": "<|channel|>commentary to=functions.edit",
             "the kind alone": "<|channel|>commentary to=functions.edit<|constrain|>json",

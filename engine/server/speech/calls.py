@@ -73,6 +73,14 @@ class CallReader(ABC):
             name = name.removeprefix(PREFIX)
         return name if name in self.tools else None
 
+    def accept_openers(self, openers: tuple[str, ...]) -> Waits[bool]:
+        """Whether an opener stands here. A model may write it twice."""
+        found = False
+        while (yield from self.source.accept(*openers)):
+            found = True
+            yield from self.source.skip_space()
+        return found
+
     def read_name(self) -> Waits[str | None]:
         """The tool of the request whose name stands here, in quotes or not."""
         source = self.source

@@ -16,6 +16,8 @@ from engine.server.speech.source import Literals, Steps, Waits
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|return|>", "<|call|>")
 RECIPIENT = re.compile(r"\bto\s*=\s*([\w.-]+)")
+FUNCTION = re.compile(r"\b(functions\.[\w.-]+)")
+WRITER = "assistant"
 ROLES = ("assistant", "user", "all", "system", "developer")
 ANALYSIS = "analysis"
 CHANNELS = (ANALYSIS, "commentary", "final")
@@ -87,8 +89,11 @@ class HarmonyReading:
         source = self._source
         source.hold()
         yield from source.skip_space()
-        found = yield from source.accept("to")
-        if found:
+        found = ""
+        if (yield from source.accept(WRITER)):
+            yield from source.skip_space()
+            found = yield from source.standing(0, (self._channel, self._message))
+        if (yield from source.accept("to")):
             yield from source.skip_space()
             found = yield from source.accept("=")
         source.give_back()
@@ -114,7 +119,7 @@ class HarmonyReading:
         source.hold()
         header = yield from self._header()
         size = len(header.text)
-        recipient = RECIPIENT.search(header.text)
+        recipient = self._recipient(header.text)
         name = None if recipient is None else self._calls.name(recipient[1])
         if header.is_whole and name is not None and (yield from self._calls.body(name)):
             source.mark = None
@@ -133,9 +138,14 @@ class HarmonyReading:
                 yield Text(self._words(header.text))
         yield PartEnd()
 
+    def _recipient(self, header: str) -> re.Match[str] | None:
+        """Whom a header names; a function may be named after its channel without ``to=``."""
+        found = RECIPIENT.search(header)
+        return found or FUNCTION.search(header.partition(self._channel)[2])
+
     def _is_message(self, header: str, recipient: re.Match[str] | None) -> bool:
         """Whether it is for the user, or for the model itself."""
-        if not header.startswith(self._begins):
+        if not header.lstrip().removeprefix(WRITER).lstrip().startswith(self._begins):
             return False
         return recipient is None or recipient[1] in ROLES
 
@@ -173,7 +183,7 @@ class HarmonyReading:
 
     def _is_known(self, header: str) -> bool:
         """Whether the header is as it should be, as far as it goes."""
-        words = header.removeprefix(self._start).strip().removeprefix("assistant").strip()
+        words = header.removeprefix(self._start).strip().removeprefix(WRITER).strip()
         channel = words.removeprefix(self._channel).strip()
         return not words or any(each.startswith(channel) for each in CHANNELS)
 

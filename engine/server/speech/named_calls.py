@@ -19,7 +19,7 @@ class MistralCalls(ObjectCalls):
     """``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``, of older models a list of objects."""
 
     def attempt(self) -> Steps[bool]:
-        if not (yield from self.source.accept(*self.openers)):
+        if not (yield from self.accept_openers(self.openers)):
             return (yield from self.value(is_marked=False))
         names = (self.markers.read(CALL_ID), self.markers.read(ARGS))
         char = yield from self.source.skip_space()
@@ -45,6 +45,9 @@ class MistralCalls(ObjectCalls):
             yield from source.skip_space()
         has_sign = bool((yield from source.accept(self.markers.read(ARGS))))
         if needs_sign and not has_sign:
+            return False
+        char = yield from source.skip_space()
+        if char == "`" and has_sign and not (yield from self.fence()):
             return False
         yield from source.skip_space()
         if (yield from self.arguments(name)):

@@ -26,8 +26,8 @@ class ObjectCalls(CallReader):
 
     def attempt(self) -> Steps[bool]:
         """A call at an opening marker, a fence, a bracket or a brace."""
-        opener = yield from self.source.accept(*self.openers)
-        return (yield from self.value(is_marked=bool(opener)))
+        is_marked = yield from self.accept_openers(self.openers)
+        return (yield from self.value(is_marked=is_marked))
 
     def value(self, *, is_marked: bool) -> Steps[bool]:
         """The call that stands here; is_marked: something before it says that it is one.
@@ -70,6 +70,7 @@ class ObjectCall:
         self._name: str | None = None
         self._held: str | None = None  # arguments that came before the name
         self._has_begun = False
+        self._has_others = False  # members that no call has
         self._is_between = False  # two members, where it broke off
 
     def read(self) -> Steps[bool]:
@@ -77,6 +78,8 @@ class ObjectCall:
         if self._has_begun:
             return True
         if self._name is None or not (is_whole or self._is_between):
+            return False
+        if self._held is None and self._has_others:  # arguments, perhaps: nothing may be lost
             return False
         if not is_whole and not (yield from self._calls.is_over()):
             return False
@@ -120,6 +123,7 @@ class ObjectCall:
             return (yield from self._arguments())
         if key not in OTHERS and not self._is_marked and not self._has_begun:
             return False
+        self._has_others = self._has_others or key not in OTHERS
         value = self._calls.json()
         for piece in value.read():
             if piece is None:

@@ -17,7 +17,7 @@ FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
 VALUE, VALUE_END = "<arg_value>", "</arg_value>"
-ATTRIBUTE = re.compile(r"[^<>\n]*")
+ATTRIBUTE = re.compile("[^<>\n\ud800-\udfff]*")
 NOT_A_KEY = re.compile("[^<\n\ud800-\udfff]*")
 
 
@@ -89,14 +89,18 @@ class QwenCoderCalls(TaggedCalls):
 
     def attempt(self) -> Steps[bool]:
         source, read = self.source, self.markers.read
-        is_marked = bool((yield from source.accept(read(CALL))))
+        is_marked = yield from self.accept_openers((read(CALL),))
         char = yield from source.skip_space()
         if is_marked and char and char in "{[`":
             return (yield from self.value(is_marked=True))
         if not (yield from source.accept(read(FUNCTION))):
             return False
         name = yield from self.read_name()
-        if name is None or not (yield from source.accept(">")):
+        if name is None:
+            return False
+        if not (yield from source.accept(">")) and not (
+            yield from source.standing(0, (read(PARAMETER),))
+        ):
             return False
         return (yield from self._any_arguments(name, (read(PARAMETER),), is_marked=is_marked))
 
@@ -132,7 +136,7 @@ class GlmCalls(TaggedCalls):
 
     def attempt(self) -> Steps[bool]:
         source = self.source
-        yield from source.accept(*self.openers)
+        yield from self.accept_openers(self.openers)
         char = yield from source.skip_space()
         if char and char in "{[`":
             return (yield from self.value(is_marked=True))
