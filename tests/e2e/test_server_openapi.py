@@ -32,6 +32,7 @@ def server() -> Iterator[Served]:
 
 def test_every_route_is_described() -> None:
     """A route that is added has a line in the document, with what it takes and gives."""
+    from engine.observe.guard import Failures
     from engine.server.app import routes_of
     from engine.server.http.openapi import ApiRoute, document_of
     from engine.server.keys import KeyRing
@@ -39,7 +40,9 @@ def test_every_route_is_described() -> None:
     from engine.server.names import ServedNames
     from engine.server.operations import Operations
 
-    engine: Any = SimpleNamespace(max_model_len=64, measure=lambda: None, add_observer=print)
+    engine: Any = SimpleNamespace(
+        max_model_len=64, measure=lambda: None, add_observer=print, failures=Failures()
+    )
     operations = Operations(engine, KeyRing(), "box", 1.0)
     routes = routes_of(engine, ServedNames(("box",)), operations, Limits())
     assert len(routes) > 10
