@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import msgspec
 
@@ -20,16 +20,32 @@ def without_absent(given: Any, kind: type[msgspec.Struct]) -> Any:
         return given
     nothing: Mapping[str, tuple[Any, ...]] = getattr(kind, "nothing", {})
     inner = _structs_of(kind)
-    return {
+    plain = _plain_objects_of(kind)
+    kept = {
         name: without_absent(value, inner[name]) if name in inner else value
         for name, value in given.items()
         if value is not None and not _is_in(value, nothing.get(name, ()))
     }
+    for name in plain & kept.keys():
+        if isinstance(kept[name], dict):
+            kept[name] = {key: each for key, each in kept[name].items() if each is not None}
+    return kept
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
     """Equal and of the same type: 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)
+
+
+@lru_cache(maxsize=32)
+def _plain_objects_of(kind: type[msgspec.Struct]) -> frozenset[str]:
+    """The fields that are objects of texts or numbers: null says nothing in them."""
+    return frozenset(
+        field.encode_name
+        for field in msgspec.structs.fields(kind)
+        for arm in (field.type, *get_args(field.type))
+        if get_origin(arm) is dict and get_args(arm)[1] is not Any
+    )
 
 
 @lru_cache(maxsize=32)

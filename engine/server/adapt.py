@@ -90,7 +90,7 @@ class Adapter:
 
 def strictest(messages: Messages) -> Messages:
     """For a template that refuses a conversation for reasons that no trial has shown."""
-    traits = (OF_SYSTEM, *OF_TURNS, OF_OPEN_CALLS)
+    traits = (OF_SYSTEM, *OF_TURNS, OF_ARGUMENTS, OF_OPEN_CALLS)
     return _after([trait.ways[-1] for trait in traits], messages)
 
 
@@ -158,6 +158,23 @@ def with_written_arguments(messages: Messages) -> Messages:
         else message
         for message in messages
     ]
+
+
+def with_object_arguments(messages: Messages) -> Messages:
+    """Arguments that are no object, as those of a call that broke off, are a member of one."""
+    return [
+        {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
+        if message.get("tool_calls")
+        else message
+        for message in messages
+    ]
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    arguments = call["function"]["arguments"]
+    if isinstance(arguments, dict):
+        return call
+    return {**call, "function": {**call["function"], "arguments": {"arguments": arguments}}}
 
 
 def _written(call: dict[str, Any]) -> dict[str, Any]:
@@ -347,6 +364,12 @@ OF_SYSTEM = Trait(
     ),
     (as_it_is, with_system_first, with_system_in_user),
 )
+BROKEN = _assistant("", B)
+BROKEN["tool_calls"][0]["function"]["arguments"] = f'{{"key": "{B}'
+OF_ARGUMENTS = Trait(
+    ([_user(A), BROKEN, _result(C, B)],),
+    (as_it_is, with_object_arguments),
+)
 OF_TOOLS = (
     Trait(
         (CALLED,),
@@ -358,6 +381,7 @@ OF_TOOLS = (
             lambda messages: with_calls_alone(with_written_arguments(messages)),
         ),
     ),
+    OF_ARGUMENTS,
     Trait((SAID_AND_CALLED,), (as_it_is, with_calls_alone)),
     Trait((THOUGHT,), (as_it_is, with_words_in_thinking)),
     Trait(

@@ -23,6 +23,11 @@ from engine.server.diagnosis import read_from
 from engine.server.errors import ApiError
 
 MAX_ID_DIGITS = 10  # of a token
+HALF = re.compile(
+    rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
+    rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+)
+"""A surrogate in JSON without the other half."""
 FORMS = ("text", "json_object", "json_schema")
 
 
@@ -270,6 +275,14 @@ def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
 
 def _no_json(body: bytes, why: str) -> ApiError:
     """The error for bytes that are no JSON, which names a field whose value is none."""
+    if not body.strip():
+        return ApiError(400, "the body is empty, must be a JSON object")
+    half = HALF.search(body)
+    if half is not None and ("surrogate" in why or why.endswith("truncated")):
+        return ApiError(
+            400,
+            f"the body has {half[0].decode()}, half of a character: send both halves, or none",
+        )
     place = re.search(r"\(byte (\d+)\)", why)
     end = int(place[1]) if place else 0
     field = re.search(rb'"(\w{1,64})"\s*:\s*-?$', body[max(0, end - 100) : end])

@@ -45,6 +45,8 @@ def plain_message(message: Message, param: str = "messages") -> Message | None:
     """One message; ``None`` if it holds nothing but metadata. Raises ``ApiError``."""
     role = known_role(message.get("role"), ROLES, param)
     plain = {key: value for key, value in message.items() if value is not None}
+    if "tool_call_id" in plain:
+        plain["tool_call_id"] = str(plain["tool_call_id"])
     content = message.get("content")
     if role in SYSTEM_ROLES:
         plain["content"] = system_text(content, param)
@@ -208,7 +210,10 @@ def _plain_call(call: Any, param: str) -> dict[str, Any]:
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so
             arguments = json.loads(arguments)
-    return {**call, "function": {**function, "arguments": arguments}}
+    plain = {**call, "function": {**function, "arguments": arguments}}
+    if call.get("id") is not None:
+        plain["id"] = str(call["id"])
+    return plain
 
 
 def _name_old_calls(messages: list[Message]) -> None:

@@ -78,7 +78,8 @@ def _check_number(name: str, value: int, limits: Limits) -> None:
     _check_whole(name, value)
     if name == "n" and value > limits.max_n:
         raise _wrong(
-            name, f"n is {value}, the limit is {limits.max_n} (--max-n of the server): ask again"
+            name,
+            f"n is {value}, the limit is {limits.max_n} (--max-n of the server): ask for fewer",
         )
     most = limits.max_logprobs
     if name in COUNTED_LOGPROBS and most >= 0 and not 0 <= value <= most:

@@ -100,7 +100,7 @@ def chat_of(asked: MessagesRequest) -> ChatRequest:
     if not asked.messages:
         raise ApiError(400, "messages is [], must have at least one message", param="messages")
     messages = messages_of(asked)
-    choice, is_single = _choice(asked.tool_choice)
+    choice, is_single = _choice(asked.tool_choice, has_tools=bool(asked.tools))
     user = (asked.metadata or {}).get("user_id")
     return ChatRequest(
         messages=messages,
@@ -200,7 +200,8 @@ def _of_assistant(blocks: list[Any]) -> list[Message]:
         elif kind == "thinking":
             think(last_answer(messages), text_of(block, "thinking", "messages"))
         elif kind in ("tool_use", "mcp_tool_use"):
-            function = {"name": block.get("name"), "arguments": block.get("input") or {}}
+            name = text_of(block, "name", "messages")
+            function = {"name": name, "arguments": block.get("input") or {}}
             call = {"id": block.get("id"), "type": "function", "function": function}
             last_answer(messages).setdefault("tool_calls", []).append(call)
         elif kind == "mcp_tool_result":
@@ -245,16 +246,30 @@ def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
             "with an input_schema",
             param="tools",
         )
-    function = {"name": tool.get("name"), "parameters": tool.get("input_schema")}
+    schema = tool.get("input_schema")
+    if schema is not None and (
+        not isinstance(schema, dict) or schema.get("type", "object") != "object"
+    ):
+        raise ApiError(
+            400,
+            f"input_schema of the tool {tool.get('name')!r:.80} is {schema!r:.80}, must be a JSON "
+            "schema of type object",
+            param="tools",
+        )
+    function = {"name": tool.get("name"), "parameters": schema}
     kept = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
     return {"type": "function", "function": {**function, **kept}}
 
 
-def _choice(choice: dict[str, Any] | None) -> tuple[Any, bool]:
+def _choice(choice: dict[str, Any] | None, *, has_tools: bool) -> tuple[Any, bool]:
     """The choice in OpenAI's form, and whether one call is all."""
     if choice is None:
         return None, False
     kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
+    if kind in ("any", "tool") and not has_tools:
+        raise ApiError(
+            400, f"tool_choice has type {kind!r} without tools: give some", param="tool_choice"
+        )
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, True
     if not isinstance(kind, str) or kind not in TOOL_CHOICES:
@@ -290,7 +305,15 @@ def _format(asked: MessagesRequest) -> dict[str, Any] | None:
             f"output_config has the format {form!r:.40}, must be an object",
             param="output_config",
         )
-    return {"type": form.get("type"), "json_schema": {"schema": form.get("schema")}}
+    kind, schema = form.get("type"), form.get("schema")
+    if kind != "json_schema" or not isinstance(schema, dict):
+        name = "output_format" if asked.output_format else "output_config"
+        raise ApiError(
+            400,
+            f"{name} has the format {form!r:.80}, must have type json_schema and a schema",
+            param=name,
+        )
+    return {"type": kind, "json_schema": {"schema": schema}}
 
 
 def _unsupported(kind: Any, param: str = "messages") -> ApiError:

@@ -6,7 +6,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from engine.server.asked import ChatRequest
+from engine.config.near import near_value
+from engine.server.asked import FORMS, ChatRequest
 from engine.server.conversation import Message
 from engine.server.errors import ApiError
 from engine.server.responses_items import messages_of
@@ -113,6 +114,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     chat_template_kwargs: dict[str, Any] | None = None
 
 
+OWN_TOOLS = ("function", "custom")
+"""Kinds of tools that a client runs."""
 SHARED = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "top_k",
     "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "priority",
@@ -184,6 +187,17 @@ def _choice(
             "custom tool, auto or none",
             param="tool_choice",
         )
+    if kind not in OWN_TOOLS:
+        raise ApiError(
+            400,
+            f"tool_choice has type {kind!r:.40}, must be {', '.join(OWN_TOOLS)} or allowed_tools"
+            f"{near_value(kind, OWN_TOOLS)}",
+            param="tool_choice",
+        )
+    if not tools.told:
+        raise ApiError(
+            400, f"tool_choice is {choice!r:.80} without tools: give some", param="tool_choice"
+        )
     return {"type": kind, "function": _listed(choice)}
 
 
@@ -195,6 +209,14 @@ def _listed(each: Any) -> dict[str, Any]:
 
 
 def _format(form: dict[str, Any]) -> dict[str, Any]:
-    if form.get("type") != "json_schema":
+    kind = form.get("type")
+    if kind in ("text", "json_object"):
         return form
-    return {"type": "json_schema", "json_schema": {k: v for k, v in form.items() if k != "type"}}
+    if kind != "json_schema" or not isinstance(form.get("schema"), dict):
+        raise ApiError(
+            400,
+            f"text.format is {form!r:.80}, must have type text, json_object, or json_schema with "
+            f"a schema{'' if kind in FORMS else near_value(kind, FORMS)}",
+            param="text.format",
+        )
+    return {"type": kind, "json_schema": {k: v for k, v in form.items() if k != "type"}}

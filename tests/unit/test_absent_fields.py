@@ -86,6 +86,7 @@ NOTHING = [
         {"use_beam_search": False, "length_penalty": 1.0, "echo": False, "best_of": 1},
         {"anything": None}, {"parallel_tool_calls": None, "tool_choice": None},
         {"response_format": None}, {"response_format": {"type": "text"}},
+        {"metadata": {"a": None}},
     ]),
     ("/v1/completions", {"prompt": "a"}, [
         {"suffix": None}, {"suffix": ""}, {"best_of": None}, {"anything": None}, {"echo": None},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from typing import Any
 
 import pytest
@@ -31,6 +32,13 @@ BILLING = "x-anthropic-billing-header: cc_version=2.1; cch=36ee5;"
 def call(name: str = "lookup", call_id: str = "toolu_01abcdefgh", **arguments: Any) -> Any:
     function = {"name": name, "arguments": json.dumps(arguments)}
     return {"id": call_id, "type": "function", "function": function}
+
+
+def written(arguments: str) -> Any:
+    """A call whose arguments are this text."""
+    made = call()
+    made["function"]["arguments"] = arguments
+    return made
 
 
 def result(content: str, call_id: str = "toolu_01abcdefgh") -> dict[str, Any]:
@@ -105,6 +113,26 @@ CONVERSATIONS = {
     "a call without a result": [U, CALLS, {"role": "user", "content": "never mind"}],
     "a result without a call": [result("found"), U],
     "calls first": [CALLS, result("found"), A, U],
+    "a call that broke off": [
+        U,
+        {"role": "assistant", "content": "", "tool_calls": [written('{"key": "val')]},
+        result("found"),
+    ],
+    "a call with a list": [
+        U,
+        {"role": "assistant", "content": "", "tool_calls": [written("[1, 2]")]},
+        result("found"),
+    ],
+    "a call with nothing": [
+        U,
+        {"role": "assistant", "content": "", "tool_calls": [written("")]},
+        result("found"),
+    ],
+    "ids that are numbers": [
+        U,
+        {"role": "assistant", "content": "", "tool_calls": [{**call(key="v"), "id": 7}]},
+        {"role": "tool", "tool_call_id": 7, "content": "found"},
+    ],
     "functions as they were": [
         U,
         {"role": "assistant", "function_call": {"name": "lookup", "arguments": "{}"}},
@@ -117,8 +145,17 @@ def words_of(messages: list[dict[str, Any]]) -> list[str]:
     """All that is not the assistant's own, and what it called with."""
     said = [each["content"] for each in messages if each["role"] != "assistant"]
     calls = [each for message in messages for each in message.get("tool_calls", [])]
-    values = [json.loads(each["function"]["arguments"]).values() for each in calls]
-    return [*said, *(value for each in values for value in each)]
+    return [*said, *(value for each in calls for value in values_of(each))]
+
+
+def values_of(call: dict[str, Any]) -> list[str]:
+    """What it was called with; of arguments that are no object, their letters."""
+    arguments = call.get("function", {}).get("arguments", "{}")
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        found = None
+    return list(found.values()) if isinstance(found, dict) else re.findall("[a-z]+", arguments)
 
 
 @pytest.mark.parametrize("has_tools", [False, True])

@@ -16,7 +16,9 @@ from engine.server.asked import ChatRequest, CompletionRequest, read
 from engine.server.blame import in_words_of
 from engine.server.errors import ApiError, as_api_error
 from engine.server.messages_asked import MessagesRequest
+from engine.server.messages_asked import chat_of as chat_of_message
 from engine.server.responses_asked import ResponsesRequest
+from engine.server.responses_asked import chat_of as chat_of_response
 
 TEXT, CHAT, RESPONSE, MESSAGE = (
     (CompletionRequest, {"model": "m", "prompt": "x"}),
@@ -252,3 +254,65 @@ def test_clients_know_a_prompt_that_is_too_long(length: str) -> None:
         )
     assert CODE in error.body().decode()
     assert error.message.count("5000") == 1 and "--max-model-len" in error.message
+
+
+# -- in the words of the API that was spoken to
+
+TOOL = {"name": "look", "input_schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": {"type": "any"}}, "tool_choice has type 'any' without tools"),
+        ({"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice has type 'tool' without"),
+        ({"tools": [{**TOOL, "input_schema": {"type": "string"}}]}, "input_schema of the tool"),
+        ({"tools": [{**TOOL, "input_schema": []}]}, "input_schema of the tool 'look' is []"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config has the format"),
+        ({"output_format": {"type": "json_schema"}}, "output_format has the format"),
+        (
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": 5}]}]},
+            "messages has a part whose name is 5",
+        ),
+    ],
+    ids=str,
+)
+def test_messages_speak_of_what_was_sent(fields: dict[str, Any], message: str) -> None:
+    asked = read(json.dumps({**MESSAGE[1], **fields}).encode(), MessagesRequest)
+    with pytest.raises(ApiError) as told:
+        chat_of_message(asked)
+    assert message in told.value.message and told.value.param in fields
+    assert "json_schema.schema" not in told.value.message
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"tool_choice": {"type": "function", "name": "a"}}, "'name': 'a'} without tools"),
+        ({"tool_choice": {"type": "functoin", "name": "a"}}, "did you mean 'function'?"),
+        ({"text": {"format": {"type": "json"}}}, "text.format is {'type': 'json'}, must"),
+        ({"text": {"format": {"type": "json_schema"}}}, "or json_schema with a schema"),
+    ],
+    ids=str,
+)
+def test_responses_speak_of_what_was_sent(fields: dict[str, Any], message: str) -> None:
+    asked = read(json.dumps({**RESPONSE[1], **fields}).encode(), ResponsesRequest)
+    with pytest.raises(ApiError) as told:
+        chat_of_response(asked, [])
+    assert message in told.value.message
+    assert told.value.param in ("tool_choice", "text.format")
+
+
+@pytest.mark.parametrize(
+    ("text", "half"), [(r"a \ud83d", r"\ud83d"), (r"\ude00", r"\ude00"), (r"\ud83dab", r"\ud83d")]
+)
+def test_half_of_a_character_is_shown(text: str, half: str) -> None:
+    """Clients cut texts in the middle of what is two halves to them."""
+    with pytest.raises(ApiError, match="half of a character") as told:
+        read(f'{{"model": "m", "prompt": "{text}"}}'.encode(), CompletionRequest)
+    assert half in told.value.message
+
+
+def test_an_empty_body_is_called_empty() -> None:
+    with pytest.raises(ApiError, match="the body is empty"):
+        read(b" ", CompletionRequest)
