@@ -140,7 +140,6 @@ def test_a_mistaken_option_is_an_error_at_the_start(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_read_only_machine_answers(packages: Path) -> None:
     done = run(*GENERATE, cwd=packages, HOME="/dev/null")
     assert done.stdout.startswith("Hello") and "3 output tokens" in done.stdout
@@ -148,7 +147,6 @@ def test_a_read_only_machine_answers(packages: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_prepare_leaves_nothing_to_compile(packages: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     command = ("-m", "engine.cli.main", "prepare", "--num-threads", "1")

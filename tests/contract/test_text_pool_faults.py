@@ -257,7 +257,6 @@ def test_a_program_that_does_not_start_is_named(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
 def test_a_hundred_restarts_of_a_hundred(pools: Pools, tokenizer: Tokenizer, seed: int) -> None:
     """Whatever ends a process, the next one is up at the first try."""
     pool = pools.start()

@@ -24,6 +24,5 @@ def test_order_memory_graphs_and_waits_are_right_on_a_made_up_device() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_long_forms_of_all_interpreted_tests() -> None:
     triton_interpreter.check("", options=("-m", "slow"))

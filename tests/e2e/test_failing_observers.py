@@ -66,7 +66,6 @@ def endpoint(request: pytest.FixtureRequest) -> Iterator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1/traces"
 
 
-@pytest.mark.timeout(300)
 def test_all_observers_fail_and_requests_do_not(tmp_path: Path, endpoint: str) -> None:
     port, traces, log = free_port(), tmp_path / "traces", tmp_path / "log"
     options = (
@@ -105,7 +104,6 @@ def test_all_observers_fail_and_requests_do_not(tmp_path: Path, endpoint: str) -
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.timeout(300)
 def test_a_log_on_a_full_disk(tmp_path: Path) -> None:
     """Nothing of it can be read, but the count of what was lost."""
     with open("/dev/full", "wb") as full, served(*OPTIONS, log=full) as server:

@@ -158,7 +158,6 @@ def test_in_bulk_and_one_by_one_gives_the_same_plans():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
 def test_in_bulk_and_one_by_one_gives_the_same_plans_in_100_000_states():
     num_states, seed = 0, 1000
     while num_states < 100_000:
