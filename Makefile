@@ -74,6 +74,7 @@ campaign: $(READY)
 	$(BIN)/metronome verify --steps 20000000 --jobs 2
 	$(BIN)/python -m tools.explore --jobs 2
 	$(BIN)/python tools/precision.py
+	$(BIN)/python tools/invariance.py --isa all
 	$(BIN)/python tools/structured.py
 	$(BIN)/python tools/canaries.py
 	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py

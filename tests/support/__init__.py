@@ -74,6 +74,8 @@ Models, kernels, devices
   watched: An engine that shows the logits of every position, of texts that its requests must
       follow.
   precision: How far logits are from those of float32: the engine's, and transformers' in bfloat16.
+  company: Requests answered alone and in random company: batches, chunks, cache states,
+      preemption, drafts.
   fingerprint: What one fresh process computes for some requests, to the last bit.
   paged_cache: A paged cache whose blocks lie scattered, and where NaN is what no sequence owns.
   triton_interpreter: Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats

@@ -1,0 +1,98 @@
+"""Whether a request's tokens and log-probabilities depend on nothing but the request, on a CPU.
+
+    python tools/invariance.py [MODEL_DIR ...] [--families llama,gemma2] [--texts 2000]
+                               [--isa all | --isa amx,avx512] [--threads 1,2] [--seed 0]
+
+Random requests are answered one by one first. Then they are answered in rounds of random company:
+batches, chunks, cache states, preemption, drafts of each kind, steps that are recorded or not, and
+numbers of threads are drawn anew for each round (`tests/support/company.py`), in the type of the
+checkpoint. Each answer must be the first one to the last bit; what differs is printed, with the
+seed, and the exit status is 1.
+
+Families are the tiny random models that tests make; `box` is the model in the box. --isa goes
+through everything once for each level of the CPU kernels, in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from e2e.tiny_models import make_tiny_model  # noqa: E402
+from support.company import Company, differences  # noqa: E402
+
+from engine.assets import BOX_MODEL  # noqa: E402
+from kernels.cpu import isa  # noqa: E402
+
+FAMILIES = "llama,gemma2,mistral-window,qwen3-moe,granite,box"
+
+
+def at_each_level(levels: list[str]) -> int:
+    """Run this program once a level; the number of levels at which something differed."""
+    rest = [given for given in sys.argv[1:] if not given.startswith("--isa")]
+    if "--isa" in sys.argv:
+        rest.remove(sys.argv[sys.argv.index("--isa") + 1])
+    failed = 0
+    for level in levels:
+        environment = {**os.environ, isa.VARIABLE: level}
+        failed += subprocess.run([sys.executable, __file__, *rest], env=environment).returncode != 0
+    return failed
+
+
+def model_for(name: str, place: Path) -> str:
+    if Path(name).is_dir():
+        return name
+    if name == "box":
+        return str(BOX_MODEL)
+    return str(make_tiny_model(name, place / name, torch.bfloat16))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("models", nargs="*", help="model directories")
+    parser.add_argument("--families", default=None, help=f"default, without models: {FAMILIES}")
+    parser.add_argument("--texts", type=int, default=2000, help="answers compared, of all models")
+    parser.add_argument("--isa", help="levels of the CPU kernels; all: those of this processor")
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    if asked.isa:
+        levels = [level for level in isa.available() if level != "base"]
+        return int(at_each_level(levels if asked.isa == "all" else asked.isa.split(",")) > 0)
+    families = asked.families or ("" if asked.models else FAMILIES)
+    names = [*asked.models, *filter(None, families.split(","))]
+    num_wrong = 0
+    with tempfile.TemporaryDirectory() as place:
+        for name in names:
+            began = time.perf_counter()
+            company = Company(
+                path=model_for(name, Path(place)),
+                num_texts=-(-asked.texts // len(names)),
+                threads=tuple(map(int, asked.threads.split(","))),
+                seed=asked.seed,
+            )
+            num, wrong = 0, []
+            for answered, found in differences(company):
+                num += answered
+                wrong += found
+            seconds = time.perf_counter() - began
+            print(
+                f"{isa.LEVEL} {Path(name).name}: {num} texts, {len(wrong)} differ, {seconds:.0f} s"
+            )
+            for line in wrong[:10]:
+                print("   ", line, flush=True)
+            num_wrong += len(wrong)
+    return int(num_wrong > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
