@@ -39,6 +39,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
+OLD = "another checkout"
 BESIDE = "with other options"
 RUN_SECONDS = 1800
 Runs = dict[str, list[dict[str, Any]]]
@@ -168,6 +169,16 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=JSON",
         help="options of a second engine of ours, which is compared as a peer is",
     )
+    parser.add_argument(
+        "--old", type=Path, help="another checkout of ours, which is compared as a peer is"
+    )
+    parser.add_argument(
+        "--old-option",
+        action="append",
+        default=[],
+        metavar="NAME=JSON",
+        help="an engine option of that one",
+    )
     parser.add_argument("--label", default="", help="part of the name of the result file")
     return parser.parse_args(argv)
 
@@ -183,6 +194,10 @@ def peers(asked: argparse.Namespace) -> list[Peer]:
         found.append(ours)
         if asked.beside:
             found.append(replace(ours, name=BESIDE, options=options | options_in(asked.beside)))
+        if asked.old:
+            there = {"PYTHONPATH": str(asked.old.absolute())}
+            options = options | options_in(asked.old_option)
+            found.append(replace(ours, name=OLD, options=options, environment=there))
     if asked.vllm_python:
         found.append(
             Peer(
@@ -390,8 +405,8 @@ def rate_at_share(share: float, peer: Peer, asked: argparse.Namespace) -> float:
     return rate
 
 
-def main() -> None:
-    asked = parse()
+def main(argv: list[str] | None = None) -> None:
+    asked = parse(argv)
     compared = peers(asked)
     if asked.w4_share is not None:
         others = [peer for peer in compared if peer.name != OURS]
