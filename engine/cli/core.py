@@ -17,6 +17,7 @@ from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.address import TCP, Address, Directory, tcp_address
+from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
 from engine.rpc.host import EngineCoreHost
 
@@ -48,6 +49,12 @@ def run(parsed: argparse.Namespace) -> int:
     address = None if listen is None else tcp_address(listen, config.core.core_secret)
     if address is not None:
         check_free(address)
+    with logging_in_background():  # no step waits for who reads the log
+        _serve(address, config)
+    return 0
+
+
+def _serve(address: Address | None, config: EngineConfig) -> None:
     core = build_core(config)
     host = _host_at(address, core, config)
     try:
@@ -59,7 +66,6 @@ def run(parsed: argparse.Namespace) -> int:
         raise
     finally:
         host.close()
-    return 0
 
 
 def check_free(address: Address) -> None:

@@ -97,6 +97,8 @@ class Interrupts:
             self.end(*INTERRUPTION)
         if isinstance(lost.exc_value, Terminated):
             self.end(*TERMINATION)
+        if isinstance(lost.exc_value, SystemExit):  # of a handler of the command's own
+            self.end(lost.exc_value.code if isinstance(lost.exc_value.code, int) else 1)
         sys.__unraisablehook__(lost)
 
 

@@ -35,6 +35,7 @@ from engine.errors import ConfigError, EngineDeadError
 CLOSE_SECONDS = 2.0  # that a child has to end when it is asked to; it is killed then
 KILL_SECONDS = 5.0  # from SIGKILL to the end, which only the system can delay
 EXIT_SECONDS = 0.5  # from the end of a child's line to its exit code
+NOTE_SECONDS = 0.2  # from the end of a child to its exit code, if another thread has it
 LATE_SECONDS = 30.0  # from the start of a child to a line in the log that it is not ready yet
 END = b"end"
 NO_VALUES: Mapping[str, str] = MappingProxyType({})
@@ -144,7 +145,7 @@ class Child:
                 return "was ended"
             if not _has_ended(self.pidfd, EXIT_SECONDS):
                 return None
-            code = self._process.exitcode
+            code = _exit_code(self._process)
         if code is None:  # other code has reaped it, or the user's program ignores SIGCHLD
             return "ended"
         if code < 0:
@@ -203,6 +204,18 @@ def _end(
             process.close()
         os.close(pidfd)
         at_end()
+
+
+def _exit_code(process: SpawnProcess) -> int | None:
+    """How a process that has ended did so; ``None`` if that is not known.
+
+    ``multiprocessing`` asks the system for all dead children wherever one is started, in any
+    thread. A thread that has got the answer notes it a moment later.
+    """
+    until = time.monotonic() + NOTE_SECONDS
+    while (code := process.exitcode) is None and time.monotonic() < until:
+        time.sleep(NOTE_SECONDS / 100)
+    return code
 
 
 def oom_kills() -> int | None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 from engine.assets import BOX_MODEL
@@ -68,9 +69,10 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
     num_cores = config.core.data_parallel_size
     own = share_of(config, num_cores) if num_cores > 1 else config
     environments = [NO_VALUES] if num_cores == 1 else environments_of(config.device, num_cores)
+    num_starts = [count() for _ in range(num_cores)]
 
     def start(index: int) -> Starting:
-        child, address = spawn(own, build, environments[index])
+        child, address = spawn(started(own, next(num_starts[index])), build, environments[index])
         return Starting(child, partial(meet, own, child, address))
 
     with ExitStack() as failing:
@@ -105,6 +107,14 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
         cache=replace(cache, memory_utilization=cache.memory_utilization / num_cores),
         num_threads=max(1, cores // num_cores),
     )
+
+
+def started(config: EngineConfig, num_before: int) -> EngineConfig:
+    """The configuration of a core that was started this many times before: the step log of each
+    process that died stays, for it says why. Later ones have a number after their name."""
+    if not num_before or config.step_log is None:
+        return config
+    return replace(config, step_log=f"{config.step_log}.{num_before}")
 
 
 def spawn(
@@ -181,7 +191,7 @@ def start_error(report: Report) -> EngineError:
 
 
 def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> None:
-    """What the core's process runs."""
+    """What the core's process runs. No step waits for who reads its log."""
     directory = Directory(Path(path))
     watch = ParentWatch(line, lambda: _leave(directory))  # while the model is loaded, too
     set_up_logging(config.log_level)

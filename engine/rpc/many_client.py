@@ -13,7 +13,7 @@ from typing import Any
 import zmq
 
 from engine.core.client import CoreClient, NumCores
-from engine.errors import ConfigError, EngineDeadError, RestartingError
+from engine.errors import ConfigError, EngineDeadError, EngineError, RestartingError
 from engine.ipc import sockets
 from engine.messages.requests import (
     AddRequest,
@@ -170,13 +170,24 @@ class ManyCoresClient(CoreClient):
         return {places[index]: error for index, error in refused.items()}
 
     def _of_all(self, name: str, *args: Any) -> list[Any]:
+        """The answers of the cores that have one. All are called, before the first error of one
+        is raised: a core that was started again may know less than the others."""
         answers = []
+        errors: list[EngineError] = []
         for index in list(self._alive):
             with self._named(index):
-                answer = self._cores[index].call(name, *args)
+                try:
+                    answer = self._cores[index].call(name, *args)
+                except EngineDeadError:
+                    raise
+                except EngineError as error:
+                    errors.append(error)
+                    continue
                 if name == "stats":
                     self._counters.note(index, answer)
                 answers.append(answer)
+        if errors:
+            raise errors[0]
         return answers
 
     @contextmanager
@@ -244,12 +255,19 @@ class ManyCoresClient(CoreClient):
             try:
                 self._welcome(outcome)
             except (EngineDeadError, ConfigError) as error:
-                which = f"core {outcome.core} of {len(self._cores)}"
-                what = self._start_again(outcome.core, None)
-                logger.error("%s could not be started again: %s%s", which, error, what)
-                if not self._alive and not self._is_restarting:
-                    self._over = EngineDeadError(f"{which} could not be started again: {error}")
-                    raise self._over from error.__cause__
+                self._go_on_unwelcome(outcome.core, error)
+
+    def _go_on_unwelcome(self, index: int, error: EngineError) -> None:
+        """A core could not be started again. Raises ``EngineDeadError`` if none is left."""
+        which = f"core {index} of {len(self._cores)}"
+        if self._restarts is not None and self._restarts.is_stopped:
+            logger.warning("%s is not started again: the engine is ending", which)
+        else:
+            what = self._start_again(index, None)
+            logger.error("%s could not be started again: %s%s", which, error, what)
+        if not self._alive and not self._is_restarting:
+            self._over = EngineDeadError(f"{which} could not be started again: {error}")
+            raise self._over from error.__cause__
 
     def _welcome(self, outcome: Outcome) -> None:
         """Raises what kept it from being started, ``ConfigError`` if it is not like the others."""

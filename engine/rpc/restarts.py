@@ -80,6 +80,11 @@ class Restarts:
         return bool(self._began)
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether ``stop`` was called: a start that fails then was ended by it."""
+        return self._is_stopped.is_set()
+
+    @property
     def seconds_left(self) -> float:
         """About how long it takes until a core is back."""
         if not self._began:

@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from support.core_clients import drain, read
 from support.live_core import is_running, wait_until
 from support.simulate import expected, make_request
-from support.spawned import FailsWhileMarked, FakeBuild, fake_config
+from support.spawned import FailsWhileMarked, FakeBuild, NotesLog, fake_config
 
 from engine.errors import EngineDeadError, RestartingError
 from engine.messages.requests import Finished
@@ -32,9 +33,11 @@ def _leaves_nothing(tmp_path: Path, place: Path) -> None:
 
 
 @contextmanager
-def cores(num: int, build: FakeBuild = SLOW, **core: Any) -> Iterator[ManyCoresClient]:
+def cores(
+    num: int, build: FakeBuild = SLOW, *, step_log: str | None = None, **core: Any
+) -> Iterator[ManyCoresClient]:
     config = fake_config(multiprocess=True, data_parallel_size=num, on_core_death="restart", **core)
-    client = start_cores(config, build)
+    client = start_cores(replace(config, step_log=step_log), build)
     pids = client.pids
     try:
         yield client
@@ -138,6 +141,32 @@ def test_a_start_that_fails_is_tried_again(
         until(client, is_whole(client))
         assert client.call("echo", 1) == 1
     assert "core 0 of 1 could not be started again" in caplog.text
+
+
+def test_the_step_log_of_a_core_that_died_stays(tmp_path: Path) -> None:
+    """It says why. The core that is started again writes one of its own."""
+    log = tmp_path / "steps"
+    with cores(1, NotesLog(), step_log=str(log)) as client:
+        pids = client.pids
+        for _ in range(2):
+            os.kill(client.pids[0], signal.SIGKILL)
+            until(client, lambda: client.num_cores().alive == 0)
+            until(client, is_whole(client))
+            pids += client.pids
+    names = ["steps", "steps.1", "steps.2"]
+    assert [int((tmp_path / name).read_text()) for name in names] == pids
+
+
+def test_a_start_that_the_end_cuts_short_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "engine")
+    with cores(2, FakeBuild(start_seconds=1.0)) as client:
+        os.kill(client.pids[0], signal.SIGKILL)
+        until(client, lambda: client.num_cores().alive == 1)
+        client.end_restarts()
+        until(client, lambda: "is not started again: the engine is ending" in caplog.text)
+        assert client.call("echo", 7) == 7
+    errors = [each for each in caplog.records if each.levelname == "ERROR"]
+    assert len(errors) == 1 and "was killed by SIGKILL" in errors[0].getMessage()
 
 
 def test_all_is_over_when_no_start_succeeds(tmp_path: Path) -> None:

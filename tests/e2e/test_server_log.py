@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import select
+import signal
 import socket
 import subprocess
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pytest
+from support.kill_cells import Scene
 from support.patience import WAIT_SECONDS
 from support.served import Served, free_port, is_ready, served
 
@@ -168,6 +173,51 @@ def test_no_request_waits_for_a_log_that_nobody_reads() -> None:
         server.process.kill()
         server.process.wait()
         server.process.stderr.close()
+
+
+def cores_of(pid: int) -> list[int]:
+    tree = Scene.tree(pid)[1:]
+    return [each for each in tree if b"spawn_main" in Path(f"/proc/{each}/cmdline").read_bytes()]
+
+
+@contextmanager
+def full_pipe() -> Iterator[IO[bytes]]:
+    """The end of a pipe to which nothing more can be written, and nobody reads it."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with suppress(BlockingIOError):
+        while True:
+            os.write(writer, bytes(select.PIPE_BUF))
+    os.set_blocking(writer, True)
+    try:
+        with open(writer, "wb", buffering=0) as file:
+            yield file
+    finally:
+        os.close(reader)
+
+
+def alive_cores(server: Served) -> int:
+    try:
+        return int(json.loads(fetched(server, "/health"))["cores_alive"])
+    except urllib.error.HTTPError:
+        return 0
+
+
+def test_no_core_waits_for_a_log_that_nobody_reads() -> None:
+    """Cores log as well, while they load and later: a core that waited would never be ready."""
+    options = ("--data-parallel-size", "2", "--on-core-death", "restart")
+    body = {"model": "box", "prompt": "a", "max_tokens": 5}
+    with full_pipe() as log, served(*OPTIONS, *options, log=log) as server:
+        assert ask(server.url, "/v1/completions", body) == 200
+        os.kill(cores_of(server.process.pid)[0], signal.SIGKILL)
+        for num in (1, 2):
+            end = time.monotonic() + WAIT_SECONDS
+            while alive_cores(server) != num:
+                assert time.monotonic() < end
+                time.sleep(0.05)
+        for _ in range(4):
+            assert ask(server.url, "/v1/completions", body) == 200
+        assert server.end() == 0
 
 
 def test_the_log_may_be_closed() -> None:

@@ -100,6 +100,18 @@ class FailsWhileMarked(FakeBuild):
         return super().__call__(config, clock=clock)
 
 
+@dataclass(frozen=True)
+class NotesLog(FakeBuild):
+    """Writes its process into the step log, in place of steps."""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        assert config.step_log is not None
+        Path(config.step_log).write_text(str(os.getpid()))
+        return super().__call__(config, clock=clock)
+
+
 class ScriptedWorker(DigestWorker):
     """The digest worker, with what ``FakeBuild`` says happening in its steps."""
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.errors import EngineDeadError
+from engine.errors import ConfigError, EngineDeadError
 from engine.ipc.address import Address
 from engine.messages.requests import CoreOutputs
 from engine.messages.stats import SchedulerStats
@@ -77,6 +77,23 @@ def test_counts_of_a_core_that_died_stay_in_the_sums() -> None:
     assert one.kv_usage == living.stats.kv_usage
     latest = client.latest_stats()
     assert latest is not None and latest.num_steps == 13
+
+
+def test_all_cores_are_called_before_one_of_them_is_an_error() -> None:
+    """A core that was started again records no profile, and the others must still end theirs."""
+
+    class Fresh(ScriptedCore):
+        def call(self, name: str, *args: object) -> SchedulerStats:
+            raise ConfigError("no profile is being recorded")
+
+    recording = ScriptedCore("recording", [])
+    calls: list[tuple[str, ...]] = []
+    recording.call = lambda *args: calls.append(args)  # type: ignore[method-assign,assignment]
+    client = ManyCoresClient([Fresh("fresh", []), recording])
+    with pytest.raises(ConfigError, match="no profile is being recorded"):
+        client.call("profile", "stop")
+    assert calls == [("profile", "stop")]
+    assert client.num_cores().alive == 2
 
 
 def stats_of(num_steps: int, num_running: int) -> SchedulerStats:
