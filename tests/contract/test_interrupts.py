@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from support.patience import WAIT_SECONDS
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.usefixtures("can_interrupt")]
+pytestmark = pytest.mark.usefixtures("can_interrupt")
 
 # Runs in every process of the command before anything else: at the moment that it waits for, a
 # process sends the signal to the whole group, as a terminal does, or to the command alone.
