@@ -109,3 +109,8 @@ class PolicyError(EngineError, RuntimeError):
 
 class EngineDeadError(EngineError, RuntimeError):
     """The engine core has died; the cause is chained and quoted."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why a file cannot be used, without its path, which the error that is raised names."""
+    return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

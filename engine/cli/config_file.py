@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from engine.cli.parser import Parser
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 
 OPTION = "--config"
 NOT_IN_FILES = ("config", "help")
@@ -49,7 +49,9 @@ def apply(parser: Parser, parsed: argparse.Namespace, arguments: Sequence[str]) 
     for entry in _entries(path):
         name = _option(entry.key)
         action = parser.options.get(name)
-        if action is None or action.dest in NOT_IN_FILES:
+        if action is not None and action.dest in NOT_IN_FILES:
+            raise ConfigError(f"{entry.place}: {name} belongs on the command line: leave it out")
+        if action is None:
             raise ConfigError(f"{entry.place}: {parser.unknown_option(name)}")
         if action.dest in seen:
             raise ConfigError(f"{entry.place}: {entry.key} is there twice, as {seen[action.dest]}")
@@ -79,7 +81,9 @@ def _entries(path: str) -> list[Entry]:
     try:
         text = Path(path).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{OPTION} is {path!r}, which cannot be read: {error}") from error
+        raise ConfigError(
+            f"{OPTION} is {path!r}, which cannot be read: {reason_of(error)}"
+        ) from error
     try:
         loader = yaml.SafeLoader(text)
         node = loader.get_single_node()

@@ -10,7 +10,7 @@ from typing import Any
 from engine.cli.options import add_further_options, add_often_used, engine_args, take_model
 from engine.config.args import EngineArgs
 from engine.config.env import ADMIN_API_KEY, API_KEY, admin_api_key, api_keys
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 
 LIMITED = (
     "max_body_bytes", "max_n", "max_logprobs", "max_requests_per_key", "refuse_server_tools",
@@ -200,7 +200,8 @@ def _template(path: str | None) -> str | None:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--chat-template is {path!r}, which cannot be read: {error}") from error
+        message = f"--chat-template is {path!r}, which cannot be read: {reason_of(error)}"
+        raise ConfigError(message) from error
 
 
 def _given(parsed: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 
 logger = logging.getLogger("engine.config")
 
@@ -106,7 +106,7 @@ def use_kernel_cache(directory: str) -> None:
     try:
         Path(directory).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"kernel_cache {directory} cannot be made: {error}") from error
+        raise ConfigError(f"kernel_cache {directory} cannot be made: {reason_of(error)}") from error
     os.environ[KERNEL_CACHE] = directory
     os.environ.setdefault(TRITON_CACHE, str(Path(directory) / "triton"))
 

@@ -21,7 +21,7 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.step import EMPTY, Column, DraftPart, KVReport, StepPlan, StepResult
 
@@ -238,7 +238,9 @@ class StepLogWriter:
         try:
             self._file: BinaryIO = open(path, "wb", buffering=0)  # noqa: SIM115
         except OSError as error:
-            raise ConfigError(f"step_log {str(path)!r} cannot be written: {error}") from error
+            raise ConfigError(
+                f"step_log {str(path)!r} cannot be written: {reason_of(error)}"
+            ) from error
         atexit.register(self.close)  # most programs never shut an engine down
 
     def write(self, record: Record) -> None:
@@ -311,7 +313,9 @@ class StepLog:
         try:
             return open(self._path, "rb")
         except OSError as error:
-            raise ConfigError(f"step log {self._path!r} cannot be read: {error}") from error
+            raise ConfigError(
+                f"step log {self._path!r} cannot be read: {reason_of(error)}"
+            ) from error
 
     def _read_header(self, file: BinaryIO) -> tuple[Header, int]:
         data = self._read_frame(file, None)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 from engine.server.errors import ApiError, error_response
 from engine.server.http.answered import stamped
 
@@ -35,7 +35,9 @@ class KeyFile:
         try:
             self._digests = _digests(self._path)
         except (OSError, ValueError) as error:
-            raise ConfigError(f"api_key_file {path!r:.200} cannot be used: {error}") from error
+            raise ConfigError(
+                f"api_key_file {path!r:.200} cannot be used: {reason_of(error)}"
+            ) from error
 
     def digests(self) -> list[bytes]:
         """Of the keys that hold now."""

@@ -13,7 +13,7 @@ import stat
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 
 MAX_PORT = 65535
 UDS_MODE = 0o666  # every user may connect; the directory of the file says who reaches it
@@ -219,10 +219,9 @@ def _is_in_use(path: str) -> bool:
 
 
 def _cannot_make(path: str, error: Exception) -> ConfigError:
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return ConfigError(
-        f"uds is {path!r:.200}, where no socket file can be made ({reason}): choose a path in a "
-        "directory that exists and that this user may write to"
+        f"uds is {path!r:.200}, where no socket file can be made ({reason_of(error)}): choose a "
+        "path in a directory that exists and that this user may write to"
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, reason_of
 from engine.observe.guard import Failures
 from engine.worker.steps import is_recording
 
@@ -112,7 +112,9 @@ def _writable(directory: Path) -> Path:
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"torch_profiler_dir {directory} cannot be made: {error}") from error
+        raise ConfigError(
+            f"torch_profiler_dir {directory} cannot be made: {reason_of(error)}"
+        ) from error
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"torch_profiler_dir {directory} is not writable; choose another")
     return directory

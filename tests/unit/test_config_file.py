@@ -129,7 +129,7 @@ def test_a_file_may_be_json_and_may_have_anchors(tmp_path: Path) -> None:
             "tensor_parallel_size: 2",
             "line 1: there is no option '--tensor-parallel-size' here: a mo",
         ),
-        ("config: other.yaml", "line 1: unknown option '--config'"),
+        ("config: other.yaml", "line 1: --config belongs on the command line: leave it out"),
         ("max-num-seqs: many", "line 1: --max-num-seqs is 'many', must be a whole number"),
         ("max-num-seqs: 1.5", "line 1: --max-num-seqs is '1.5', must be a whole number"),
         ("max-num-seqs: true", "line 1: max-num-seqs is true, a truth value; put quotes"),
@@ -180,3 +180,11 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
             parse(["serve", "--config", str(path)])
         (said,) = capsys.readouterr().err.splitlines()
         assert f"--config is {str(path)!r}, which cannot be read: " in said
+
+
+def test_a_path_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path, tmp_path / "none.yaml"):
+        with pytest.raises(SystemExit):
+            parse(["serve", "--config", str(path)])
+        message = capsys.readouterr().err
+        assert message.count(str(path)) == 1 and "Errno" not in message
