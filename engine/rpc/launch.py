@@ -8,6 +8,7 @@ import signal
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed, wait
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -81,8 +82,24 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
             starting.append(start(index))
             failing.callback(starting[-1].child.close)
         restarts = config.core.on_core_death == "restart"
-        clients = (each.meet() for each in starting)
-        return many(failing, clients, start if restarts else None)
+        return many(failing, iter(met(starting)), start if restarts else None)
+
+
+def met(starting: Sequence[Starting]) -> list[EngineCoreClient]:
+    """Clients of cores that load at the same time. Raises the first error at once, and ends the
+    others: nobody waits minutes for a core whose fellow has died."""
+    with ThreadPoolExecutor(len(starting)) as threads:
+        meetings = [threads.submit(each.meet) for each in starting]
+        try:
+            for each in as_completed(meetings):
+                each.result()
+        except BaseException:
+            for core in starting:
+                core.child.kill()
+            wait(meetings)
+            shut_down([each.result() for each in meetings if each.exception() is None])
+            raise
+    return [each.result() for each in meetings]
 
 
 def many(

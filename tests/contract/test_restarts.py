@@ -16,7 +16,7 @@ import pytest
 from support.core_clients import drain, read
 from support.live_core import is_running, wait_until
 from support.simulate import expected, make_request
-from support.spawned import FailsWhileMarked, FakeBuild, NotesLog, fake_config
+from support.spawned import FailsWhileMarked, FakeBuild, FirstFails, NotesLog, fake_config
 
 from engine.errors import EngineDeadError, RestartingError
 from engine.messages.requests import Finished
@@ -141,6 +141,12 @@ def test_a_start_that_fails_is_tried_again(
         until(client, is_whole(client))
         assert client.call("echo", 1) == 1
     assert "core 0 of 1 could not be started again" in caplog.text
+
+
+def test_nobody_waits_for_cores_whose_fellow_cannot_start(tmp_path: Path) -> None:
+    fellows = cores(3, FirstFails(mark=str(tmp_path / "mark")))
+    with pytest.raises(EngineDeadError, match="the weights are gone"), fellows:
+        pass
 
 
 def test_the_step_log_of_a_core_that_died_stays(tmp_path: Path) -> None:

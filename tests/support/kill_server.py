@@ -21,7 +21,10 @@ HANG_SECONDS = 2.0
 TREE_SECONDS = 3.5  # to the end of all processes: the core has a model to let go of
 BACK_SECONDS = 60.0  # to a new core in place of one that died
 NAME = "box"
-OPTIONS = ("--num-threads", "1", "--max-model-len", "1024", "--served-model-name", NAME)
+OPTIONS = (
+    "--num-threads", "1", "--max-model-len", "1024", "--served-model-name", NAME,
+    "--log-level", "error",
+)  # fmt: skip
 SHAPE = Shape(NAME, num_prompt=16, num_tokens=300)
 NUM_STREAMS = 8
 

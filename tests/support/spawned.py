@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -110,6 +111,22 @@ class NotesLog(FakeBuild):
         assert config.step_log is not None
         Path(config.step_log).write_text(str(os.getpid()))
         return super().__call__(config, clock=clock)
+
+
+@dataclass(frozen=True)
+class FirstFails(FakeBuild):
+    """Of those that share a file the first cannot be built, and the others never are."""
+
+    mark: str = ""
+
+    def __call__(
+        self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> InprocClient:
+        try:
+            Path(self.mark).touch(exist_ok=False)
+        except FileExistsError:
+            threading.Event().wait()
+        raise ValueError("the weights are gone")
 
 
 class ScriptedWorker(DigestWorker):
