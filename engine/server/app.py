@@ -253,7 +253,7 @@ def make_app(
 
     async def not_so(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
-        error_told = ApiError(405, f"{path!r:.80} knows no {request.method:.20}")
+        error_told = ApiError(405, f"{path!r:.80} does not take {request.method:.20}")
         refusal = error_response(error_told, path)
         fitting = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
         known = {method for route in fitting for method in route.methods or ()}

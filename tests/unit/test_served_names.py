@@ -58,3 +58,9 @@ def test_chosen_names_are_all_there_is() -> None:
 def test_a_port_that_cannot_exist_is_refused(port: int) -> None:
     with pytest.raises(ConfigError, match=rf"port is {port}, must be in 0\.\.65535"):
         check_port(port)
+
+
+@pytest.mark.parametrize("chosen", [[""], ["a", " "]])
+def test_a_name_is_not_empty(chosen: list[str]) -> None:
+    with pytest.raises(ConfigError, match="served_model_name has an empty name"):
+        names_of("/models/one", chosen)
