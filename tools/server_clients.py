@@ -163,12 +163,13 @@ def main() -> int:
     sys.path.insert(0, str(ROOT / "tests"))
     servers: Any = importlib.import_module("support.served")
     model = args.model or str(importlib.import_module("engine.assets").BOX_MODEL)
+    length = "4096" if args.model else "2048"  # all that the model in the box has
     kept: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as home:
         written = Path(home, "hermes.jinja")
         written.write_text(HERMES_TEMPLATE)
         for template in args.template or (OWN, HERMES):
-            options = ["--model", model, "--served-model-name", NAME, "--max-model-len", "4096"]
+            options = ["--model", model, "--served-model-name", NAME, "--max-model-len", length]
             if template == HERMES:
                 options += ["--chat-template", str(written)]
             with servers.served(*options) as server:
