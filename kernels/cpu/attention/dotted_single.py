@@ -1,6 +1,6 @@
 """Attention of single query tokens in bfloat16, on processors that multiply pairs of it.
 
-An item is one token against a stretch of its sequence's keys, of one key head. What is multiplied
+An item is one token against a stretch of its sequence's keys, head by head. What is multiplied
 and added, and in which order, is what `kernels.cpu.attention.paired` does for a token among others,
 so both give the same bits; but rows are the query heads of a key head and no more, so it is keys
 that lie side by side in vectors, turned in pairs:
@@ -17,21 +17,18 @@ from kernels.cpu.attention.chunk import (
     KEYS,
     LINE_OF_SCORES,
     NUM_PARAMETERS,
-    finish,
-    row_address,
     soften,
 )
 from kernels.cpu.attention.paired import (
     HOW,
     add_dots,
     gather_pairs,
-    is_last,
     keys_address,
     whole_units,
 )
 from kernels.cpu.attention.plan import ITEM_FIELDS
-from kernels.cpu.attention.single import fetch_values
-from kernels.cpu.attention.softmax import STRETCH, begin, fold, padded, scale_by
+from kernels.cpu.attention.single import fetch, leave
+from kernels.cpu.attention.softmax import STRETCH, scale_by
 from kernels.cpu.cells import write_cells
 from kernels.cpu.columns import transpose16
 from kernels.cpu.mathlib import LOG2_E
@@ -53,48 +50,50 @@ def dotted_single_body(head_dim: int, group: int, how: int):
     depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros behind the last
     width = -(-head_dim // LANES) * LANES  # outputs of the second
     vectors, height = width // LANES, min(_MOST, group)
-    rows, room = -(-group // height) * height, padded(group)
+    more = -group % height  # rows that are summed with the last ones
     assert how in (HOW["dots"], HOW["soft dots"])
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
-        told, kv_heads = i64(p[8], (2,)), p[5]
-        q, copies = np.zeros((group, depth), np.uint16), np.zeros((LANES, depth), np.uint16)
+        told, heads = i64(p[8], (2,)), p[5] * group
+        q, copies = np.zeros((heads, depth), np.uint16), np.zeros((LANES, depth), np.uint16)
         keys = np.zeros((depth // 2, KEYS), np.int32)
         values = np.zeros((STRETCH // 2, width), np.int32)
         scores = np.zeros((group, LINE_OF_SCORES), np.float32)
-        weights = np.zeros((rows, STRETCH), np.uint16)
-        acc = np.empty((rows, width), np.float32)
+        weights = np.zeros((group + more, STRETCH), np.uint16)
+        acc, room = (
+            np.empty((heads + more, width), np.float32),
+            (heads + LANES - 1) // LANES * LANES,
+        )
         total, largest = np.empty(room, np.float32), np.empty(room, np.float32)
-        factors = np.empty(room, np.float32), np.empty(room, np.float32)
-        outputs = np.empty((group, head_dim), np.float32)
-        sums, added = (outputs, np.empty_like(total), np.empty_like(total)), (acc, total, largest)
+        factors = np.empty_like(total), np.empty_like(total)
+        outputs = np.empty((heads, head_dim), np.float32)
+        sums = outputs, np.empty_like(total), np.empty_like(total)
+        added = acc[:heads, :head_dim], total, largest
         while True:
             index = next_item(row)
-            if index >= told[1] * kv_heads:
+            if index >= told[1]:
                 break
-            item = i32(told[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
-            head, start = index % kv_heads, item[3] - item[3] % STRETCH
-            source = u16(p[1] + row_address(item[1], 0, head, p, group * head_dim * _CELL), q.shape)
-            _copy(source.ctypes.data, q, head_dim)
+            item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            start = item[3] - item[3] % STRETCH
+            _copy(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), q, head_dim)
             span = start, np.int64(item[3] - start), np.int64(item[4] - start)
-            for base in range(span[1] // KEYS * KEYS, span[2], KEYS):
-                _turn((p, item, head), span, base, (keys, copies), head_dim)
-                _score(q, keys, scores, base, span[2], group, how)
-            _weigh(row, span, scores, weights, (total, largest))
-            gather_pairs(p, item[0], head, span, values, head_dim)
-            add_dots((weights, values, acc), group, span, vectors, height, how)
-            begin(sums)
-            fold(sums, added, factors, group)
-            if is_last(p, (item, index), sums, added, factors, group):
-                finish(p, item, head, group, sums, _CELL)
+            for head in range(p[5]):
+                of = head * group
+                for base in range(span[1] // KEYS * KEYS, span[2], KEYS):
+                    _turn((p, item, head), span, base, (keys, copies), head_dim)
+                    _score(q[of:], keys, scores, base, span[2], group, how)
+                _weigh(row, span, scores, weights, (total[of:], largest[of:]))
+                gather_pairs(p, item[0], head, span, values, head_dim)
+                add_dots((weights, values, acc[of:]), group, span, vectors, height, how)
+            leave(p, (item, index), sums, added, factors, _CELL)
 
     return body
 
 
 @njit(**INLINE)
 def _copy(source, q, head_dim):
-    """Queries [group, head_dim] at an address to rows of q."""
+    """Queries [heads, head_dim] at an address to rows of q."""
     given = u16(source, (q.shape[0], head_dim))
     for g in range(q.shape[0]):
         for d in range(head_dim):
@@ -114,7 +113,7 @@ def _turn(place, span, base, arrays, head_dim):
             transpose16(a + k * 4, lda, target, KEYS * 4, 4)
     begins = max(base, low)
     count = min(base + KEYS, high) - begins
-    fetch_values(p, item[0], head, (start + begins, count), head_dim * _CELL)
+    fetch(p, item, head, (start + begins, count), head_dim * _CELL)
 
 
 @njit(inline="always")

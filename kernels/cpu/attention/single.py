@@ -34,7 +34,7 @@ from kernels.cpu.attention.softmax import (
 )
 from kernels.cpu.cells import read_cells
 from kernels.cpu.mathlib import LOG2_E
-from kernels.cpu.native import EXACT, f32, f64, i32, i64, next_item
+from kernels.cpu.native import EXACT, INLINE, f32, f64, i32, i64, next_item
 from kernels.cpu.vectors import LANES, LINE, add_tile_product, lanes_of, prefetch, tile_product
 
 _ZERO, _ONE = np.float32(0), np.float32(1)
@@ -77,7 +77,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
                     count = min(KEYS - base % KEYS, item[4] - base)
                     gather_keys(p, item[0], head, (base, count), keys, cell)
                     _score(q[of:], keys, scores[:, base - start :], count, group)
-                    fetch_values(p, item[0], head, (base, count), head_dim * cell)
+                    fetch(p, item, head, (base, count), head_dim * cell)
                     base += count
                 span = item[3] - start, item[4] - start, item[4] - start
                 for g in range(group):
@@ -101,24 +101,38 @@ def _score(q, keys, scores, count, group):
 
 
 @njit(inline="always")
-def fetch_values(p, seq, head, span, size):
-    """Start to bring the values of keys that are gone through; size: bytes of one."""
-    block, kv_heads = p[7], p[5]
-    base, count = span
-    table, done = i32(p[3] + seq * p[6] * 4, (p[6],)), 0
+def fetch(p, item, head, span, size):
+    """Start to bring what is read after the keys of a span, positions and their number, were gone
+    through: their values, and the item's next keys or the first ones of the next head. size: bytes
+    of a key."""
+    table, half = i32(p[3] + item[0] * p[6] * 4, (p[6],)), p[5] * p[7] * size
+    _fetch_span(p, (table, head), span, size, half)
+    base = span[0] + span[1]
+    if base < item[4]:
+        count = min(KEYS, item[4] - base)
+        _fetch_span(p, (table, head), (base, count), size, 0)
+    elif head + 1 < p[5]:
+        count = min(KEYS, item[4] - item[3])
+        _fetch_span(p, (table, head + 1), (np.int64(item[3]), count), size, 0)
+
+
+@njit(**INLINE)
+def _fetch_span(p, place, span, size, offset):
+    """place: the table of blocks, and the key head; offset: bytes from a key to what is brought."""
+    (table, head), (base, count) = place, span
+    block, done = p[7], 0
     while done < count:
         num = min(block - (base + done) % block, count - done)
-        source = key_address(p, table, head, base + done, size) + kv_heads * block * size
-        for offset in range(0, num * size, LINE):
-            prefetch(source + offset, 1, LANES, 4)
+        source = key_address(p, table, head, base + done, size) + offset
+        for line in range(0, num * size, LINE):
+            prefetch(source + line, 1, LANES, 4)
         done += num
 
 
 @njit(inline="always")
 def _add(place, arrays, head, group, vectors, lanes, cell):
-    """acc[g] += scores[g] @ values of the item's keys, which are used as they lie, and the keys of
-    the next head are fetched ahead. place: parameters and item; arrays: scores, acc; the last four
-    are literals."""
+    """acc[g] += scores[g] @ values of the item's keys, which are used as they lie. place:
+    parameters and item; arrays: scores, acc; the last four are literals."""
     (p, item), (scores, acc) = place, arrays
     block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
     table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell
@@ -126,16 +140,11 @@ def _add(place, arrays, head, group, vectors, lanes, cell):
     base, out = np.int64(item[3]), acc.ctypes.data
     while base < item[4]:
         num = min(block - base % block, item[4] - base)
-        source = key_address(p, table, head, base, value_size)
-        values = source + kv_heads * block * value_size
+        values = key_address(p, table, head, base, value_size) + kv_heads * block * value_size
         weights = first + base * 4
         add_tile_product(
             weights, line, values, value_size, out, size, num, group, vectors, lanes, cell
         )
-        if head + 1 < kv_heads:
-            source += block * value_size
-            for offset in range(0, num * value_size, LINE):
-                prefetch(source + offset, 1, LANES, 4)
         base += num
 
 
