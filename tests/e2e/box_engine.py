@@ -14,7 +14,7 @@ SIZES: dict[str, Any] = {
     "disable_log_stats": True,
     "num_threads": 1,
 }
-# For what must not hang on company: in 16 bits, chunks and single tokens may be rounded otherwise.
+# For what must not depend on company on a GPU either: in 16 bits its logits differ with the batch.
 EXACT: dict[str, Any] = {"dtype": "float32"}
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 

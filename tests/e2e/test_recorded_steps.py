@@ -92,7 +92,7 @@ def test_steps_with_drafts_are_replayed_too(
     drafts["adaptive"] = False
     found = []
     for options in ({}, {"enforce_eager": True}):
-        options |= {"speculative_config": drafts, "batch_invariant": True}
+        options |= {"speculative_config": drafts}
         with engine_for(path, **options) as engine:
             found.append((scores(engine, requests[:1]), scores(engine, requests)))
     assert found[0] == found[1]
@@ -119,7 +119,6 @@ def test_steps_with_prompts_are_replayed_too(
     found = []
     for options in ({}, {"enforce_eager": True}):
         options |= {"long_prefill_token_threshold": 40, "max_num_batched_tokens": 70}
-        options |= {"batch_invariant": True}
         with engine_for(str(path), max_num_seqs=8, **options) as engine:
             found.append(scores(engine, requests))
     assert found[0] == found[1]
