@@ -180,7 +180,7 @@ CANARIES = (
     Canary(
         "forget an end",
         SETTLE,
-        "        self._ended.append((req, reason, message))\n",
+        "        self._ended.append(End(req, reason, message, code))\n",
         "",
     ),
     Canary(
@@ -192,9 +192,8 @@ CANARIES = (
     Canary(
         "tell an end twice",
         SETTLE,
-        '            outputs.end(req, "error", message)\n',
-        '            outputs.end(req, "error", message)\n'
-        '            outputs.end(req, "error", message)\n',
+        "        for end in failed:\n            outputs.end(end)\n",
+        "        for end in [*failed, *failed]:\n            outputs.end(end)\n",
     ),
     Canary(
         "miss one of several stop tokens",
