@@ -12,13 +12,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from math import inf, isnan, nan
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.messages.params import SamplingParams
-from engine.messages.requests import AddRequest, MediaItem
+from engine.messages.requests import (
+    AddRequest,
+    Finished,
+    FinishReason,
+    MediaItem,
+    Started,
+    code_of,
+)
 
 WATCHED = 1  # some resource wants to be asked in each step
 SERIAL = 2  # while a token is being computed, no step computes the next one
@@ -491,3 +498,48 @@ class Request:
 
     def __repr__(self) -> str:
         return f"Request({self.request_id!r}, {self.status.value})"
+
+
+class End(NamedTuple):
+    """Why a request ends that is not complete. ``code``: None means that of the reason."""
+
+    req: Request
+    reason: FinishReason
+    message: str
+    code: str | None = None
+
+
+def start_of(req: Request, index: int, now: float) -> Started:
+    """History of a running request; a copy, since it goes on changing."""
+    history = req.history
+    return Started(
+        index,
+        history.num_cached,
+        history.scheduled_time or now,
+        history.num_preempted,
+        dict(history.waits),
+        list(history.events),
+    )
+
+
+def end_of(
+    req: Request,
+    index: int,
+    reason: FinishReason,
+    stop_reason: int | None = None,
+    end: End | None = None,
+) -> Finished:
+    """The end of a request, and what has happened to it; ``end``: of one that is not complete."""
+    history = req.history
+    return Finished(
+        index,
+        reason,
+        stop_reason,
+        "" if end is None else end.message,
+        num_preemptions=history.num_preempted,
+        waits=history.waits,
+        events=history.events,
+        kv_transfer_params=history.kv_transfer_params,
+        counters=history.counters,
+        code=code_of(reason, None if end is None else end.code),
+    )

@@ -43,12 +43,11 @@ from engine.sched.plugins.hooks import (
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
 from engine.sched.predict.headroom import Judgement
-from engine.sched.request import SERIAL, WATCHED, Request
+from engine.sched.request import SERIAL, WATCHED, Request, end_of
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
 from engine.sched.step.builder import Step, pad_drafts, prefill_cap, room_beside_decodes, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
-from engine.sched.step.ends import end_of
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
 from engine.sched.step.settle import Counters, Settler

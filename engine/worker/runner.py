@@ -135,7 +135,11 @@ class Driver:
         with section("collect"):
             result = collect(ticket)
         if self.roofline is not None and ticket.plan.num_tokens and not result.errors:
-            self.watching.run(self._measure, ticket.plan, result)
+            try:
+                self._measure(ticket.plan, result)
+            except Exception as error:  # it only watches: the step is right without it
+                self.roofline = None
+                self.watching.fail(error)
         for feature in self.runner.machine.features:
             feature.report(result)
         return result

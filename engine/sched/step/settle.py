@@ -17,9 +17,17 @@ from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Policy
 from engine.sched.predict.ledger import Ledger
-from engine.sched.request import ONE, Counts, Request, Status, TableColumn
+from engine.sched.request import (
+    ONE,
+    Counts,
+    End,
+    Request,
+    Status,
+    TableColumn,
+    end_of,
+    start_of,
+)
 from engine.sched.roster import NO_ROWS, Roster, Rows
-from engine.sched.step.ends import End, end_of, start_of
 from engine.sched.view import View
 
 FEW = 8  # rows for which nothing is made that only later steps of the same requests would use
