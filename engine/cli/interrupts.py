@@ -128,7 +128,7 @@ def _try(step: Callable[[], object]) -> None:
 
 
 def _kill_workers() -> None:
-    """Those of process pools: they are waited for at the end of a process otherwise."""
+    """Processes of pools: otherwise the end of this process would wait for them."""
     if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
         for child in multiprocessing.active_children():
             if not child.daemon:

@@ -84,7 +84,7 @@ def _are_same_words(typed: list[str], meant: list[str]) -> bool:
 
 
 def _is_same_word(typed: str, meant: str) -> bool:
-    """Of a short word a letter may be missing (k for kv), but none be another (k for p)."""
+    """A short word may lack a letter (k for kv), but no letter may differ (k for p)."""
     num = _num_slips(typed, meant)
     return (
         num == 0

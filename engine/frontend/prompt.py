@@ -512,7 +512,7 @@ class PromptEncoder:
 
 
 def too_long(length: str, limit: int, before: str = "") -> RequestError:
-    """The error for a prompt of so many tokens, which leaves no room for output."""
+    """The error for a prompt of this many tokens, which leaves no room for output."""
     return PromptTooLongError(
         f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
         "and at least one output token together; shorten the prompt, have it shortened by "

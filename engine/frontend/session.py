@@ -66,7 +66,7 @@ class Session:
         self._batches: deque[CoreOutputs] = deque()  # that have come and are not processed yet
         self.clock = clock
         self.failures = Failures()
-        """Of what watches on this side of the core."""
+        """Failures of observers on this side of the core."""
         self._stats_guard = Guard(self.failures, "stats_log", "no figures are logged", stops=True)
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:

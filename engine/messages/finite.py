@@ -29,7 +29,7 @@ from engine.messages.structured import Grammar, grammar_from
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
 Place = frozenset[int]  # schemas by their number
-MOST_STEPS = 20_000  # beyond them nothing is said against a schema
+MOST_STEPS = 20_000  # after this many the schema is accepted
 SCALARS = {"null", "boolean", "integer", "number", "string"}
 EVERY_TYPE = SCALARS | {"array", "object"}
 KINDS: dict[type, set[str]] = {
@@ -243,7 +243,7 @@ class Places:
         return frozenset(self._number(each) for each in schemas if each is not True)
 
     def path(self, place: Place) -> str:
-        """Of a schema there, or of what it refers to."""
+        """Path of the schema at this place, or of the one it refers to."""
         paths = self.references.paths
         for number in sorted(place):
             schema = self._schemas[number]
@@ -266,7 +266,7 @@ class Places:
         return ways
 
     def _number(self, schema: Any) -> int:
-        """Equal only to itself: schemas of a document are told apart by where they stand."""
+        """Equal only to itself: schemas of a document are identified by their place."""
         if id(schema) not in self._numbers:
             self._numbers[id(schema)] = len(self._schemas)
             self._schemas.append(schema)  # kept, so that no other gets its id

@@ -185,7 +185,7 @@ def _written(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_calls_alone(messages: Messages) -> Messages:
-    """A message that calls has no text: what was said before is a message of its own."""
+    """A message with calls has no text: the text before them becomes its own message."""
     found = []
     for message in messages:
         if message.get("tool_calls"):
@@ -235,7 +235,7 @@ def with_one_call_each(messages: Messages) -> Messages:
 
 
 def with_lost_results_as_words(messages: Messages) -> Messages:
-    """A result before which nothing was called is said by the user."""
+    """A result without a call before it becomes a message of the user."""
     found: Messages = []
     was_called = False
     for message in messages:
@@ -311,7 +311,7 @@ def with_user_first(messages: Messages) -> Messages:
 
 
 def without_empty_answers(messages: Messages) -> Messages:
-    """An answer in which nothing was said is none."""
+    """An answer without any text is left out."""
     kept = [
         message
         for message in messages

@@ -155,7 +155,7 @@ class Completion(OpenAIAnswer):
         return choice
 
     def _begin_logprobs(self, read: RequestOutput) -> TextLogprobs:
-        """Those of a text, with those of its prompt where that is told."""
+        """Log-probabilities of a text, with those of its prompt where that is echoed."""
         ids, names, echoed = read.prompt_token_ids, self._names, read.prompt or ""
         offsets = TextOffsets(
             names.tokenizer,

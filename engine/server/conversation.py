@@ -31,7 +31,7 @@ with every request, so that no prefix would ever be found cached."""
 
 
 def plain_messages(given: Iterable[Message], param: str = "messages") -> list[Message]:
-    """The conversation in plain form. Raises ``ApiError`` for what is none."""
+    """The conversation in plain form. Raises ``ApiError`` for a malformed one."""
     messages: list[Message] = []
     for each in given:
         message = plain_message(each, param)

@@ -52,7 +52,7 @@ CODES = {
     431: "headers_too_large",
     500: "internal_error",
 }
-"""Of errors that have no code of their own, by status."""
+"""Codes by status, for errors that have no code of their own."""
 FOR_NOW = (429, 503)
 RETRY_SECONDS = 1.0  # that they tell if nothing better is known
 

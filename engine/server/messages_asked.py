@@ -225,7 +225,7 @@ def _text_of(content: str | list[Any], param: str) -> str:
 
 
 def tools_of(asked: MessagesRequest) -> list[dict[str, Any]]:
-    """Those that the client runs, in OpenAI's form."""
+    """Tools that the client runs, in OpenAI's form."""
     given = asked.tools or []
     return [tool_of(each) for each in given if not is_server_tool(each.get("type"), SERVER_TOOLS)]
 

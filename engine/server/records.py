@@ -89,7 +89,7 @@ class RequestRecord:
 
 
 RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
-"""That of the request that the current task answers."""
+"""The record of the request that the current task answers."""
 
 
 def note_error(code: str, param: str | None) -> None:

@@ -124,7 +124,7 @@ class RequestLog:
 
 
 def path_of(scope: Scope) -> str:
-    """As it was sent, without the query: decoded, it may have line ends in it."""
+    """The path as it was sent, without the query: decoded, it may hold line ends."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode("unicode_escape")
     return raw.partition(b"?")[0].decode("latin-1")
 

@@ -149,7 +149,7 @@ def chat_of(
 
 
 def tools_of(asked: ResponsesRequest) -> ResponseTools:
-    """Of a request and of the items in it. Raises ``ApiError``."""
+    """The tools of a request and of its items. Raises ``ApiError``."""
     return ResponseTools([*(asked.tools or []), *tools_in(asked.input)])
 
 
@@ -171,7 +171,7 @@ def _refuse(asked: ResponsesRequest) -> None:
 def _choice(
     choice: str | dict[str, Any] | None, tools: ResponseTools
 ) -> str | dict[str, Any] | None:
-    """As chat completions have it; what is left out cannot be chosen."""
+    """The choice in the form of chat completions; a tool left out cannot be chosen."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")

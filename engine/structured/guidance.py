@@ -507,7 +507,7 @@ def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
 
 
 def limits(form: Grammar) -> LLParserLimits:
-    """Of a grammar that is looked at."""
+    """Limits for checking a grammar."""
     from llguidance import LLParserLimits
 
     return LLParserLimits(

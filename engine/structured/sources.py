@@ -32,7 +32,7 @@ UNFORCED = '%llguidance {"no_forcing": true}\n'
 JSON_TOKEN = (
     r'"(\\(.|\n)|[^"\\])*"|-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|[{}\[\]:,]'
 )
-# As models are trained to write JSON: a space after commas and colons, and no other.
+# Models are trained to write JSON so: a space after commas and colons, and no other.
 AS_TRAINED: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
@@ -108,7 +108,7 @@ def of_schema(schema: Any, form: Grammar, name: str) -> Named:
 
 
 def _spacing(pattern: str) -> str:
-    """Tokens of JSON with this between each two. Raises ``GrammarError`` for what is none."""
+    """Tokens of JSON with this between each two. Raises ``GrammarError`` if it is malformed."""
     from llguidance import LLMatcher
 
     both = [{"pattern": f"^(?:{pattern})$"}, {"pattern": "^[ \\t\\n\\r]*$"}]

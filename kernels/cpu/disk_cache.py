@@ -139,7 +139,7 @@ class Current:
 
     @property
     def places(self) -> Places:
-        """As the environment names them now, for what is handed to Numba from now on."""
+        """The places that the environment names now, for functions compiled from now on."""
         chosen = isa.kernel_cache()
         with _PLACES:
             if chosen not in self._by_choice:

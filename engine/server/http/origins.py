@@ -91,7 +91,7 @@ def varying(send: Send) -> Send:
 
 
 def normal_origin(value: str) -> str:
-    """As browsers write it. Raises ``ConfigError`` for what is no origin."""
+    """The origin as browsers write it. Raises ``ConfigError`` for any other text."""
     text = value.strip().rstrip("/")
     if text in (ANY, NULL):
         return text

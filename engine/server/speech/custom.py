@@ -26,13 +26,13 @@ class CustomFunction(NamedTuple):
     """A custom tool as a function."""
 
     function: dict[str, Any]
-    """As chat templates see it."""
+    """The tool as chat templates read it."""
     pattern: str | None
     """An expression that the input follows; ``None``: any text."""
 
 
 def function_of(given: dict[str, Any]) -> CustomFunction:
-    """Of a tool as chat completions have it. Raises ``ApiError``."""
+    """The function that stands for a custom tool of chat completions. Raises ``ApiError``."""
     about = given.get("custom")
     if not isinstance(about, dict):
         raise ApiError(400, f"tools has {given!r:.80}, must have custom", param="tools")

@@ -45,7 +45,7 @@ FLAGS = frozenset("ims")
 
 
 class LarkError(ValueError):
-    """A grammar that is none, or has more than is read here."""
+    """A malformed grammar, or one with features that are not supported here."""
 
 
 class Token(NamedTuple):

@@ -87,7 +87,7 @@ class ObjectCall:
         return True
 
     def _members(self) -> Steps[bool]:
-        """Those of the object that begins here; returns whether it is whole."""
+        """Read the members of the object that begins here; returns whether it is whole."""
         source = self._source
         source.at += 1
         while True:

@@ -143,7 +143,7 @@ class TemplateReading:
             yield CallEnd()
 
     def _arguments(self, given: Any) -> str | None:
-        """As JSON; ``None`` for what is no object."""
+        """The arguments as JSON text; ``None`` if they are no object."""
         if given is None or given == "":
             return "{}"
         try:

@@ -34,7 +34,7 @@ def single_kernel(
     block: int = USUAL_BLOCK,
     paired: str | None = PAIRED,
 ) -> Kernel:
-    """Of single tokens. It gives a token the bits that ``chunk_kernel`` gives it."""
+    """A body for single tokens. It gives a token the bits that ``chunk_kernel`` gives it."""
     if sizes != (2, 2) or paired is None:
         return widened_single_kernel(head_dim, group, sizes)
     if fits(head_dim, block, paired):
@@ -52,19 +52,19 @@ def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> 
 
 @cache
 def tiled_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Of single tokens, in bfloat16, all heads together; how: of ``paired.HOW``, one with tiles."""
+    """Single tokens in bfloat16, all heads together; how: of ``paired.HOW``, one with tiles."""
     return Kernel(tiled_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def dotted_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Of single tokens, in bfloat16; how: of ``paired.HOW``, one with dots."""
+    """Single tokens in bfloat16; how: of ``paired.HOW``, one with dots."""
     return Kernel(dotted_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Of single tokens, in bfloat16, where keys do not lie as `tiled_single_kernel` takes them;
+    """Single tokens in bfloat16, where keys do not lie as `tiled_single_kernel` takes them;
     how: of ``paired.HOW``, one with tiles."""
     return Kernel(paired_body(head_dim, group, HOW[how], 1), heavy=True)
 
