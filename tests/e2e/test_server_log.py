@@ -42,10 +42,10 @@ class Log:
     """What a server has written."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self.path = path
 
     def lines(self) -> list[dict[str, Any]]:
-        text = self._path.read_text()
+        text = self.path.read_text()
         assert SECRET not in text and "a-key" not in text
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
@@ -65,10 +65,9 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
 
 
 @pytest.fixture(scope="module")
-def server(log: Log, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    path = tmp_path_factory.getbasetemp() / "log0" / "stderr"
+def server(log: Log) -> Iterator[Served]:
     options = ("--request-log", "json", "--log-level", "warning", "--api-key", "a-key")
-    with path.open("wb") as file, served(*OPTIONS, *options, log=file) as made:
+    with log.path.open("wb") as file, served(*OPTIONS, *options, log=file) as made:
         yield made
 
 
