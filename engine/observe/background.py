@@ -1,7 +1,8 @@
 """Log lines that a thread of their own writes: whoever logs never waits for who reads them.
 
 A pipe that nobody reads is full after 64 KiB; a write to it then takes for ever. Lines that come
-while too many wait are dropped and counted.
+while too many wait are dropped and counted. The thread wakes up for many lines at once, because
+each time it competes for the interpreter with what is logged; warnings wake it immediately.
 """
 
 from __future__ import annotations
@@ -19,12 +20,16 @@ from contextlib import contextmanager
 from engine.observe.logs import ROOT
 
 MAX_LINES = 10_000
+GATHER_SECONDS = 0.05  # in which lines join the first that waits
 LOOK_MS = 100  # between two looks whether all is over
 END_SECONDS = 1.0  # for the last lines to be written
 
 
 class BackgroundHandler(logging.Handler):
-    """Hands records to other handlers in a thread; ``close`` waits a moment for the last ones."""
+    """Hands records to other handlers in a thread; ``close`` waits a moment for the last ones.
+
+    A message that is an object, logged without arguments, becomes text in that thread.
+    """
 
     def __init__(self, targets: Sequence[logging.Handler], max_lines: int = MAX_LINES) -> None:
         super().__init__()
@@ -34,6 +39,7 @@ class BackgroundHandler(logging.Handler):
         self._max_lines = max_lines
         self._end_at = math.inf  # after which no line is waited for
         self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
+        self._is_urgent = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
         self._thread.start()
 
@@ -41,19 +47,33 @@ class BackgroundHandler(logging.Handler):
         if self._records.qsize() >= self._max_lines:
             self.num_dropped += 1
             return
-        said = copy.copy(record)
-        said.msg, said.args = record.getMessage(), None  # arguments may change meanwhile
-        self._records.put(said)
+        if record.args:  # which may change meanwhile
+            text = record.getMessage()
+            record = copy.copy(record)
+            record.msg, record.args = text, None
+        self._records.put(record)
+        if record.levelno >= logging.WARNING:
+            self._is_urgent.set()
 
     def close(self) -> None:
         self._end_at = time.monotonic() + END_SECONDS / 2
         self._records.put(None)
+        self._is_urgent.set()
         self._thread.join(END_SECONDS)
         super().close()
 
     def _run(self) -> None:
-        while (record := self._records.get()) is not None:
-            self._hand_on(record)
+        is_over = False
+        while not is_over:
+            gathered = [self._records.get()]
+            self._is_urgent.wait(GATHER_SECONDS)
+            self._is_urgent.clear()
+            gathered += (self._records.get() for _ in range(self._records.qsize()))
+            for record in gathered:
+                if record is None:
+                    is_over = True
+                else:
+                    self._hand_on(record)
             dropped, self.num_dropped = self.num_dropped, 0
             if dropped:
                 text = f"{dropped} lines of the log were dropped: nobody read it"

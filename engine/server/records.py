@@ -28,6 +28,8 @@ class RequestRecord:
     has_left: bool = False
     """The client went away before the end of its answer."""
     seconds: float = 0.0
+    logged_at: float = 0.0
+    """When its line came about, in seconds since the epoch."""
     first_token_seconds: float | None = None
     num_sequences: int = 0
     """Prompts that the engine has ended."""

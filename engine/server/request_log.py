@@ -6,8 +6,9 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Awaitable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -120,7 +121,19 @@ class RequestLog:
 
     def _write(self, record: RequestRecord) -> None:
         if not self._is_off and logger.isEnabledFor(logging.INFO):
-            logger.info("%s", as_json(record) if self._is_json else as_text(record))
+            record.logged_at = time.time()
+            logger.info(Line(record, as_json if self._is_json else as_text))
+
+
+@dataclass
+class Line:
+    """A line of the log, which is formatted where it is written: no request waits for it."""
+
+    record: RequestRecord
+    format: Callable[[RequestRecord], str]
+
+    def __str__(self) -> str:
+        return self.format(self.record)
 
 
 def path_of(scope: Scope) -> str:
@@ -130,8 +143,8 @@ def path_of(scope: Scope) -> str:
 
 
 def as_json(record: RequestRecord) -> str:
-    now = datetime.now(UTC).isoformat(timespec="milliseconds")
-    return msgspec.json.encode({"time": now, **record.fields()}).decode()
+    at = datetime.fromtimestamp(record.logged_at, UTC).isoformat(timespec="milliseconds")
+    return msgspec.json.encode({"time": at, **record.fields()}).decode()
 
 
 def as_text(record: RequestRecord) -> str:
