@@ -76,6 +76,7 @@ campaign: $(READY)
 	$(BIN)/python tools/precision.py
 	$(BIN)/python tools/invariance.py --isa all
 	$(BIN)/python tools/structured.py
+	$(BIN)/python tools/schema_suite.py
 	$(BIN)/python tools/canaries.py
 	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py
 	$(ONE_THREAD) $(BIN)/python tools/fuzz_wire.py
