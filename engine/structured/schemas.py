@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from engine.errors import EngineError
+from engine.structured.watched import is_idle, is_left_to_checker
 
 # Entries in all. Compiling takes time by their square: a few seconds for so many.
 MOST = {"properties": 3_000, "required": 3_000, "enum": 25_000}
@@ -32,18 +33,6 @@ _MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
 # may stand within a class.
 _SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
 _CLASSES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
-
-# Keywords with a value for which they allow everything.
-_IDLE: dict[str, tuple[Any, ...]] = {
-    "uniqueItems": (False,),
-    "unevaluatedProperties": (True, {}),
-    "unevaluatedItems": (True, {}),
-    "propertyNames": (True, {}),
-    "dependencies": ({},),
-    "dependentRequired": ({},),
-    "dependentSchemas": ({},),
-    "minProperties": (0,),
-}
 
 
 Why = Callable[[Any, dict[str, Any]], str | None]  # what speaks against a keyword's value
@@ -87,25 +76,21 @@ def _prepared(schema: Any, is_closed: bool, refused: Mapping[str, Why]) -> Any:
         return [_prepared(item, is_closed, refused) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found: dict[str, Any] = {}
+    found = {}
     for key, value in schema.items():
         if key in refused and (why := refused[key](value, schema)):
             raise SchemaError(f"{key} is {value!r:.80}, which {why}")
-        if _is_idle(key, value):
-            continue
-        if key in _BY_NAME and isinstance(value, dict):
-            is_by_pattern = key == "patternProperties"
-            named = {
-                (_of_rust(name) if is_by_pattern else name): each for name, each in value.items()
-            }
-            found[key] = {name: _prepared(each, is_closed, refused) for name, each in named.items()}
-        elif key == "pattern" and isinstance(value, str):
-            found[key] = _of_rust(value)
-        else:
-            found[key] = value if key in _VALUES else _prepared(value, is_closed, refused)
+        if not (key == "x-guidance" or is_idle(key, value) or is_left_to_checker(key)):
+            name = _of_rust(value) if key == "pattern" and isinstance(value, str) else value
+            found[key] = _value(key, name, is_closed, refused)
+    more = []  # what holds next to the rest
+    if "oneOf" in schema and "oneOf" not in found:
+        more.append({"anyOf": _prepared(schema["oneOf"], is_closed, refused)})
     name = found.get("format")
     if isinstance(name, str) and name in _MORE_OF_FORMAT:
-        found["allOf"] = [*found.get("allOf", []), _MORE_OF_FORMAT[name]]
+        more.append(_MORE_OF_FORMAT[name])
+    if more:
+        found["allOf"] = [*found.get("allOf", []), *more]
     if is_closed and (
         "properties" in found or "patternProperties" in found or found.get("type") == "object"
     ):
@@ -113,10 +98,11 @@ def _prepared(schema: Any, is_closed: bool, refused: Mapping[str, Why]) -> Any:
     return found
 
 
-def _is_idle(key: str, value: Any) -> bool:
-    """Whether it allows everything; options of the library, too, are left out."""
-    idle = _IDLE.get(key, ())
-    return key == "x-guidance" or any(type(value) is type(e) and value == e for e in idle)
+def _value(key: str, value: Any, is_closed: bool, refused: Mapping[str, Why]) -> Any:
+    if key not in _BY_NAME or not isinstance(value, dict):
+        return value if key in _VALUES else _prepared(value, is_closed, refused)
+    rename = _of_rust if key == "patternProperties" else str
+    return {rename(name): _prepared(each, is_closed, refused) for name, each in value.items()}
 
 
 def _of_rust(pattern: str) -> str:

@@ -1,0 +1,1 @@
+"""What a grammar cannot hold is enforced on the JSON written so far."""
