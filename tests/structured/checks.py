@@ -31,7 +31,7 @@ class Bench:
         info = read_model_info(model)
         self.eos = info.eos_token_ids
         self.tokenizer = load_tokenizer(ModelConfig(model=str(model)))
-        self._num_words = -(-info.vocab_size // WORD)
+        self.num_words = -(-info.vocab_size // WORD)
         self._compiler = guidance_of(self.tokenizer.backend.as_json, info.vocab_size)
         self._bytes = byte_tokens(self.tokenizer)
 
@@ -71,7 +71,7 @@ class Bench:
         """How many of the tokens and of the end behind them the masks let pass, one by one."""
         found = 0
         for token in [*tokens, self.eos[0]]:
-            masks = np.zeros((1, self._num_words), dtype=np.int32)
+            masks = np.zeros((1, self.num_words), dtype=np.int32)
             matcher.fill(masks, [])
             if not masks[0, token // WORD] >> (token % WORD) & 1:
                 break
