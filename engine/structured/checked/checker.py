@@ -1,0 +1,368 @@
+"""Follows a text of JSON byte by byte, and forbids what no right text begins with.
+
+    state = Checker(schema).begin()
+    state.feed(b'{"names": ["a", "a"')   # False
+    state.why                            # "uniqueItems"
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from engine.structured.checked.ahead import Ahead
+from engine.structured.checked.exact import (
+    LITERALS,
+    NUMBER,
+    NUMBER_PREFIX,
+    Exact,
+    kind_of,
+    number_of,
+)
+from engine.structured.checked.frames import Frame, Scalar, with_news
+from engine.structured.checked.places import Places, Table, Vector
+from engine.structured.checked.rules import Rule, rules_of
+
+SPACES = b" \t\r\n"
+_SPACES = re.compile(rb"[ \t\r\n]*")
+_SPECIAL = re.compile(rb'[\x00-\x1f"\\]')
+_NUMBER_END = re.compile(rb"[^0-9eE.+-]")
+_ESCAPES = b'"\\/bfnrtu'
+_DIGITS = b"0123456789abcdefABCDEF"
+# Where a text stands.
+VALUE, NAME, COLON, AFTER, STRING, NUMERAL, LITERAL = range(7)
+DUPLICATE = "a name that is written twice"
+SYNTAX = "JSON"
+
+
+class Checker:
+    """A schema, ready to follow any number of texts."""
+
+    def __init__(self, schema: Any, *, is_ordered: bool = True) -> None:
+        """Raises ``SchemaError`` for what cannot be checked.
+
+        is_ordered: properties are written in the schema's order.
+        """
+        self.places = Places()
+        outermost = Rule()
+        outermost.prefix = [rules_of(schema)]
+        self._top = self.places.place((outermost,)).table("array")
+        self.ahead = Ahead(self.places, is_ordered)
+
+    def begin(self) -> State:
+        """Nothing is written."""
+        return State(self, Frame.begun(self._top, None).at_item())
+
+
+class State:
+    """How far a text has come. One that has failed is of no further use."""
+
+    __slots__ = ("checker", "frame", "mode", "buffer", "escape", "is_first", "options", "why")
+
+    def __init__(self, checker: Checker, frame: Frame) -> None:
+        self.checker = checker
+        self.frame = frame
+        self.mode = VALUE
+        self.buffer = b""  # of the string, the number or the literal that is being written
+        self.escape = 0  # characters that an escape still lacks
+        self.is_first = False  # nothing stands yet in the object or the array
+        self.options: tuple[bytes, ...] | None = None  # all that the string may become
+        self.why = ""
+
+    def copy(self) -> State:
+        """Another that stands there."""
+        other = State.__new__(State)
+        other.checker, other.frame, other.mode = self.checker, self.frame, self.mode
+        other.buffer, other.escape, other.is_first = self.buffer, self.escape, self.is_first
+        other.options, other.why = self.options, self.why
+        return other
+
+    @property
+    def is_free(self) -> bool:
+        """Whether any characters of a string may follow, up to its end or an escape."""
+        return self.mode == STRING and self.options is None and not self.escape
+
+    @property
+    def may_end(self) -> bool:
+        """Whether the text may be whole."""
+        if self.mode == NUMERAL and self.frame.parent is None:
+            return self.copy()._end_number()
+        return self.is_whole
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether nothing but spaces may follow."""
+        return self.mode == AFTER and self.frame.parent is None
+
+    def feed(self, data: bytes) -> bool:
+        """Go on by these bytes. ``False`` if no right text begins so; ``why`` then names the
+        keyword."""
+        at = 0
+        while at < len(data):
+            at = _READERS[self.mode](self, data, at)
+            if at < 0:
+                return False
+        return True
+
+    # -- one thing each; they return where they stopped, or -1
+
+    def _value(self, data: bytes, at: int) -> int:
+        byte = data[at]
+        if byte in SPACES:
+            return _after_spaces(data, at)
+        if byte == 0x5D and self.is_first:  # ]
+            return self._close(at, "array")
+        if self.is_first and not self._start_item():
+            return -1
+        if byte == 0x7B or byte == 0x5B:
+            return self._open("object" if byte == 0x7B else "array", at)
+        kind, mode = _BEGINNINGS.get(byte, ("", 0))
+        if not kind:
+            return self._fail(SYNTAX)
+        self.mode, self.buffer = mode, b""
+        if not self._learn(kind):
+            return -1
+        return at + 1 if mode == STRING else at
+
+    def _name(self, data: bytes, at: int) -> int:
+        """Before and in the name of a property."""
+        if self.buffer:
+            return self._text(data, at)
+        byte = data[at]
+        if byte in SPACES:
+            return _after_spaces(data, at)
+        if byte == 0x7D and self.is_first:  # }
+            return self._close(at, "object")
+        if byte != 0x22:
+            return self._fail(SYNTAX)
+        self.options = self.checker.ahead.names(self.frame)
+        if self.options == ():
+            return self._fail(self.checker.ahead.why)
+        self.buffer, self.escape, self.is_first = b'"', 0, False
+        return at + 1
+
+    def _colon(self, data: bytes, at: int) -> int:
+        byte = data[at]
+        if byte in SPACES:
+            return _after_spaces(data, at)
+        if byte != 0x3A:
+            return self._fail(SYNTAX)
+        self.mode = VALUE
+        return at + 1
+
+    def _after(self, data: bytes, at: int) -> int:
+        byte = data[at]
+        if byte in SPACES:
+            return _after_spaces(data, at)
+        frame = self.frame
+        if frame.parent is None:
+            return self._fail(SYNTAX)
+        if byte == 0x5D or byte == 0x7D:
+            return self._close(at, "array" if byte == 0x5D else "object")
+        if byte != 0x2C:
+            return self._fail(SYNTAX)
+        if not self.checker.ahead.may_go_on(frame):
+            return self._fail(self.checker.ahead.why)
+        self.is_first = False
+        if frame.table.kind == "object":
+            self.mode, self.buffer = NAME, b""
+            return at + 1
+        self.mode = VALUE
+        return at + 1 if self._start_item() else -1
+
+    def _text(self, data: bytes, at: int) -> int:
+        """In a string."""
+        if self.escape:
+            return self._escaped(data, at)
+        found = _SPECIAL.search(data, at)
+        end = found.start() if found is not None else len(data)
+        self.buffer += data[at:end]
+        if found is None or found[0] == b"\\":
+            if found is not None:
+                self.buffer += b"\\"
+                self.escape = 1
+                end += 1
+            return end if self._fits() else -1
+        if found[0] != b'"':
+            return self._fail(SYNTAX)
+        is_right = self._end_name() if self.mode == NAME else self._end_text()
+        return end + 1 if is_right else -1
+
+    def _escaped(self, data: bytes, at: int) -> int:
+        byte = data[at]
+        if self.escape == 1 and self.buffer.endswith(b"\\") and byte in _ESCAPES:
+            self.escape = 4 if byte == 0x75 else 0
+        elif byte in _DIGITS and not self.buffer.endswith(b"\\"):
+            self.escape -= 1
+        else:
+            return self._fail(SYNTAX)
+        self.buffer += data[at : at + 1]
+        return at + 1 if self.escape or self._fits() else -1
+
+    def _numeral(self, data: bytes, at: int) -> int:
+        found = _NUMBER_END.search(data, at)
+        end = found.start() if found is not None else len(data)
+        self.buffer += data[at:end]
+        if NUMBER_PREFIX.fullmatch(self.buffer) is None:
+            return self._fail(SYNTAX)
+        if found is None:
+            return end if self._fits() else -1
+        return end if self._end_number() else -1
+
+    def _literal(self, data: bytes, at: int) -> int:
+        self.buffer += data[at : at + 1]
+        if self.buffer in LITERALS:
+            return at + 1 if self._fill(LITERALS[self.buffer]) else -1
+        is_right = any(word.startswith(self.buffer) for word in LITERALS)
+        return at + 1 if is_right else self._fail(SYNTAX)
+
+    # -- events
+
+    def _fail(self, why: str) -> int:
+        self.why = why
+        return -1
+
+    def _judged(self) -> bool:
+        """Whether the text may still become right, by what its values say."""
+        frame = self.frame
+        while frame.parent is not None:
+            frame = frame.parent
+        verdict = frame.verdicts[-1]
+        if isinstance(verdict, str):
+            self.why = verdict
+            return False
+        return True
+
+    def _start_item(self) -> bool:
+        self.is_first = False
+        self.frame = with_news(self.frame.at_item())
+        return self._judged()
+
+    def _learn(self, kind: str) -> bool:
+        """The kind of the scalar that begins."""
+        frame = self.frame
+        assert frame.open is not None, "a value is expected"
+        place = frame.open[1].place
+        start = place.table(kind).start
+        vector = tuple([start[number] for number in place.ends])
+        if vector != frame.open[2]:
+            self.frame = with_news(frame.opened(vector))
+            if not self._judged():
+                return False
+        self.options = self.checker.ahead.values(self.frame, kind)
+        if self.options == ():
+            self._fail(self.checker.ahead.why)
+            return False
+        return kind == "string" or self._fits()
+
+    def _open(self, kind: str, at: int) -> int:
+        assert self.frame.open is not None, "a value is expected"
+        table = self.frame.open[1].place.table(kind)
+        self.frame = with_news(Frame.begun(table, self.frame))
+        self.is_first = True
+        self.mode, self.buffer = (NAME, b"") if kind == "object" else (VALUE, b"")
+        if not self._judged():
+            return -1
+        if not self.checker.ahead.is_alive(self.frame):
+            return self._fail(self.checker.ahead.why)
+        return at + 1
+
+    def _close(self, at: int, kind: str) -> int:
+        frame = self.frame
+        if frame.table.kind != kind or frame.parent is None:
+            return self._fail(SYNTAX)
+        closed, parent = frame.closed(), frame.parent
+        value = closed.exact if parent.keeps_values else None
+        return at + 1 if self._filled(parent, closed.vector, value) else -1
+
+    def _end_name(self) -> bool:
+        name = _decoded(self.buffer + b'"')
+        self.buffer = b""
+        if name is None or name in self.frame.names:
+            self._fail(SYNTAX if name is None else DUPLICATE)
+            return False
+        self.frame = with_news(self.frame.named(name))
+        self.mode = COLON
+        return self._judged()
+
+    def _end_text(self) -> bool:
+        value = _decoded(b'"' + self.buffer + b'"')
+        if value is None:
+            self._fail(SYNTAX)
+            return False
+        return self._fill(value)
+
+    def _end_number(self) -> bool:
+        if NUMBER.fullmatch(self.buffer) is None:
+            self._fail(SYNTAX)
+            return False
+        return self._fill(number_of(self.buffer.decode()))
+
+    def _fill(self, value: Exact) -> bool:
+        """A scalar is whole."""
+        assert self.frame.open is not None, "a value is expected"
+        place = self.frame.open[1].place
+        return self._filled(self.frame, place.vector(value), value)
+
+    def _filled(self, frame: Frame, vector: Vector, value: Exact) -> bool:
+        self.frame = with_news(frame.filled(vector, value))
+        self.mode, self.options = AFTER, None
+        if not self._judged():
+            return False
+        if self.checker.ahead.is_alive(self.frame):
+            return True
+        self._fail(self.checker.ahead.why)
+        return False
+
+    def _fits(self) -> bool:
+        """Whether what is written of a string or a number begins something that is allowed."""
+        if self.options is None:
+            return True
+        written = self.buffer
+        if self.mode != NUMERAL and b"\\" in written:
+            written = _unescaped(written)
+        if any(option.startswith(written) for option in self.options):
+            return True
+        self.why = self.checker.ahead.why
+        return False
+
+
+def _after_spaces(data: bytes, at: int) -> int:
+    found = _SPACES.match(data, at)
+    assert found is not None, "it matches nothing, too"
+    return found.end()
+
+
+def _decoded(text: bytes) -> str | None:
+    try:
+        found: str = msgspec.json.decode(text, type=str)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return None
+    return found
+
+
+def _unescaped(text: bytes) -> bytes:
+    """What is written of a string, without an escape that is not whole."""
+    quote = text[:1] if text.startswith(b'"') else b""
+    rest = text[len(quote) :]
+    for cut in range(7):
+        end = len(rest) - cut
+        if (found := _decoded(b'"' + rest[:end] + b'"')) is not None:
+            return quote + found.encode("utf-8", "surrogatepass")
+    return quote
+
+
+_BEGINNINGS: dict[int, tuple[str, int]] = {
+    0x22: ("string", STRING),
+    0x74: ("boolean", LITERAL),
+    0x66: ("boolean", LITERAL),
+    0x6E: ("null", LITERAL),
+    **dict.fromkeys(b"-0123456789", ("number", NUMERAL)),
+}
+_READERS: tuple[Callable[[State, bytes, int], int], ...] = (
+    *(State._value, State._name, State._colon, State._after),
+    *(State._text, State._numeral, State._literal),
+)

@@ -1,0 +1,70 @@
+"""Patterns of schemas, as ECMAScript reads them, by Python's expressions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import lru_cache
+
+import regex
+
+from engine.structured.schemas import SchemaError
+
+_SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
+_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": _SPACE}
+_OTHERS = {r"\D": "0-9", r"\W": "A-Za-z0-9_", r"\S": _SPACE}
+_PARTS = re.compile(r"\\c[A-Za-z]|\\u\{[0-9a-fA-F]+\}|\(\?<(?![=!])|\\k<|\\.|.", re.S)
+
+
+@lru_cache(maxsize=1024)
+def searcher(pattern: str) -> Callable[[str], bool]:
+    """Whether a text has a match somewhere. Raises ``SchemaError`` for what is no expression."""
+    try:
+        found = regex.compile(_of_python(pattern), regex.V0)
+    except regex.error as error:
+        raise SchemaError(f"pattern is {pattern!r:.80}, which is no expression: {error}") from error
+    return lambda text: found.search(text) is not None
+
+
+def is_expression(pattern: str) -> bool:
+    """Whether it is one."""
+    try:
+        searcher(pattern)
+    except SchemaError:
+        return False
+    return True
+
+
+def _of_python(pattern: str) -> str:
+    """In Python's dialect."""
+    written = []
+    in_class = False
+    for part in _PARTS.findall(pattern):
+        if in_class and part == "]":
+            in_class = False
+        elif not in_class and part == "[":
+            in_class = True
+        elif in_class and part == "[":
+            part = "\\["
+        written.append(_one(part, in_class))
+    return "".join(written)
+
+
+def _one(part: str, in_class: bool) -> str:
+    if part in _CLASSES:
+        return _CLASSES[part] if in_class else f"[{_CLASSES[part]}]"
+    if part in _OTHERS and not in_class:
+        return f"[^{_OTHERS[part]}]"
+    if part.startswith("\\c") and len(part) == 3:
+        return f"\\x{ord(part[2]) % 32:02x}"
+    if part.startswith("\\u{"):
+        return f"\\U{int(part[3:-1], 16):08x}"
+    if part == "(?<":
+        return "(?P<"
+    if part == "\\k<":
+        return "(?P=" 
+    if part == "$" and not in_class:
+        return "\\Z"
+    if part == "\\/":
+        return "/"
+    return part

@@ -1,0 +1,218 @@
+"""Objects and arrays that are being written, each within the one that holds it.
+
+A frame never changes once it is part of a state: every step makes a new one, so that a state is
+copied by a reference to its innermost frame.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.structured.checked.exact import Exact, array_of, kind_of, object_of
+from engine.structured.checked.places import Member, Place, Table, Vector, Verdict
+
+Key = str | int  # the name of a property, or the index of an item
+Unknown = tuple[()]
+
+
+class Scalar:
+    """A string, a number or a literal, whole."""
+
+    is_over = True
+
+    def __init__(self, table: Table, value: Exact) -> None:
+        self.exact = value
+        self.verdicts = table.start.copy()
+        table.judge(self)
+
+
+class Frame:
+    """A value that others stand in, up to what is written of it."""
+
+    __slots__ = (
+        *("parent", "table", "verdicts", "failed", "left", "unsure", "hits", "num_unsure"),
+        *("names", "count", "open", "is_over", "is_kept", "parts", "seen", "is_repeated"),
+        *("missing", "last"),
+    )
+
+    parent: Frame | None
+    table: Table
+    verdicts: list[Verdict]
+    failed: dict[int, str]
+    left: dict[int, tuple[Key, ...]]
+    unsure: frozenset[int]
+    hits: dict[int, frozenset[Key]]
+    num_unsure: dict[int, int]
+    names: dict[str, Member]
+    count: int
+    open: tuple[Key, Member, Vector] | None
+    is_over: bool
+    is_kept: bool
+    parts: Any
+    seen: frozenset[Exact]
+    is_repeated: bool
+    missing: list[str | None]
+    last: Key | None
+
+    @classmethod
+    def begun(cls, table: Table, parent: Frame | None) -> Frame:
+        """An object or an array of which nothing is written."""
+        self = cls()
+        self.table, self.parent = table, parent
+        self.verdicts = table.start.copy()
+        self.failed, self.left, self.hits, self.num_unsure, self.names = {}, {}, {}, {}, {}
+        self.unsure, self.seen = frozenset(), frozenset()
+        self.count = 0
+        self.open = self.parts = self.last = None
+        self.is_over = self.is_repeated = False
+        self.is_kept = table.keeps or (parent is not None and parent.keeps_values)
+        self.missing = []
+        table.judge(self)
+        return self
+
+    @property
+    def keeps_values(self) -> bool:
+        """Whether the values in it are compared with others."""
+        return self.is_kept or self.table.is_unique
+
+    @property
+    def vector(self) -> Vector:
+        """The verdicts that whoever holds it waits for."""
+        verdicts = self.verdicts
+        return tuple([verdicts[number] for number in self.table.place.ends])
+
+    @property
+    def exact(self) -> Exact:
+        """The whole value, of one that is kept."""
+        found, parts = [], self.parts
+        while parts is not None:
+            part, parts = parts
+            found.append(part)
+        found.reverse()
+        return object_of(found) if self.table.kind == "object" else array_of(found)
+
+    def copy(self) -> Frame:
+        """One that may be changed, its lists of verdicts too."""
+        other = Frame()
+        for name in Frame.__slots__:
+            setattr(other, name, getattr(self, name))
+        other.verdicts = self.verdicts.copy()
+        other.missing = []
+        return other
+
+    def named(self, name: str) -> Frame:
+        """With a name whose value follows."""
+        other, member = self.copy(), self.table.place.property(name)
+        other.names = {**self.names, name: member}
+        other.last = name
+        if member.failing:
+            other.failed = {**self.failed, **dict(member.failing)}
+        other._note(name, member, member.place.start, is_whole=False)
+        return other
+
+    def at_item(self) -> Frame:
+        """With an item that begins."""
+        other, member = self.copy(), self.table.place.item(self.count)
+        other.count += 1
+        other._note(self.count, member, member.place.start, is_whole=False)
+        return other
+
+    def opened(self, vector: Vector) -> Frame:
+        """With news of the value that is being written in it."""
+        assert self.open is not None, "a value is being written"
+        other = self.copy()
+        other._note(self.open[0], self.open[1], vector, is_whole=False)
+        return other
+
+    def filled(self, vector: Vector, value: Exact) -> Frame:
+        """With the value that was being written. value: if it is kept."""
+        assert self.open is not None, "a value is being written"
+        other = self.copy()
+        key, member, _ = self.open
+        if self.table.is_unique:
+            other.is_repeated = self.is_repeated or value in self.seen
+            other.seen = self.seen | {value}
+        if self.is_kept:
+            part = value if self.table.kind == "array" else (key, value)
+            other.parts = part, self.parts
+        other._note(key, member, vector, is_whole=True)
+        return other
+
+    def closed(self) -> Frame:
+        """With nothing after it."""
+        other = self.copy()
+        other.is_over = True
+        self.table.judge(other)
+        return other
+
+    def is_evaluated_by(self, number: int, key: Key) -> bool:
+        """Whether a rule of the value speaks of a member or an item in it."""
+        if number in self._member(key).evaluators:
+            return True
+        rule = self.table.place.rules[number]
+        return rule.contained_is_evaluated and key in self.hits.get(number, ())
+
+    def _member(self, key: Key) -> Member:
+        return self.names[key] if isinstance(key, str) else self.table.place.item(key)
+
+    def _note(self, key: Key, member: Member, vector: Vector, *, is_whole: bool) -> None:
+        """What the value of a member or an item says of this one."""
+        self.open = None if is_whole else (key, member, vector)
+        for number, keyword, slot in member.wires:
+            verdict = vector[slot]
+            if isinstance(verdict, str):
+                if number not in self.failed:
+                    why = keyword if verdict == "false" else verdict
+                    self.failed = {**self.failed, number: why}
+            elif is_whole and verdict is None:
+                self.unsure = self.unsure | {number}
+        for number, slot in member.left:
+            self._note_left(number, key, vector[slot], is_whole)
+        if is_whole:
+            for number, slot in member.held:
+                self._note_held(number, key, vector[slot])
+        self.table.judge(self)
+
+    def _note_left(self, number: int, key: Key, verdict: Verdict, is_whole: bool) -> None:
+        found = self.left.get(number, ())
+        if isinstance(verdict, str) and key not in found:
+            self.left = {**self.left, number: (*found, key)}
+        elif is_whole and verdict is None:
+            self.unsure = self.unsure | {number}
+
+    def _note_held(self, number: int, key: Key, verdict: Verdict) -> None:
+        if verdict is True:
+            self.hits = {**self.hits, number: self.hits.get(number, frozenset()) | {key}}
+        elif verdict is None:
+            self.num_unsure = {**self.num_unsure, number: self.num_unsure.get(number, 0) + 1}
+
+
+def with_news(frame: Frame) -> Frame:
+    """The frame within frames that know how it stands."""
+    parent = frame.parent
+    if parent is None or parent.open is None:
+        return frame
+    vector = frame.vector
+    if vector == parent.open[2]:
+        return frame
+    other = frame.copy()
+    other.parent = with_news(parent.opened(vector))
+    return other
+
+
+def verdicts_on(place: Place, value: Exact) -> Vector:
+    """The verdicts of a place's roots on a whole value."""
+    table = place.table(kind_of(value))
+    if table.kind not in ("object", "array"):
+        found = Scalar(table, value).verdicts
+        return tuple([found[number] for number in place.ends])
+    frame = Frame.begun(table, None)
+    for part in value[1]:
+        if table.kind == "object":
+            name, part = part
+            frame = frame.named(name)
+        else:
+            frame = frame.at_item()
+        assert frame.open is not None, "a value follows"
+        frame = frame.filled(verdicts_on(frame.open[1].place, part), part)
+    return frame.closed().vector
