@@ -27,6 +27,9 @@ import numpy as np
 from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
 from engine.structured import xgrammars
+from engine.structured.checked.forms import checker_of
+from engine.structured.checked.matcher import CheckedMatcher
+from engine.structured.checked.vocabulary import Vocabulary
 from engine.structured.decide import Compiled, GrammarError, Matcher
 from engine.structured.schemas import SchemaError, as_given
 from engine.structured.sources import sources_of
@@ -84,6 +87,7 @@ class GuidanceCompiler:
         self._other = other
         self.max_seconds = max_seconds  # for what comes from now on
         self._tokenizers: dict[Eos, LLTokenizer] = {}
+        self._vocabularies: dict[Eos, Vocabulary] = {}  # for those with a checker
         self._ready: dict[Library, float] = {}  # since when
         self._making = Lock()
         # Threads that the end of the program does not wait for, as it would for an executor's.
@@ -118,6 +122,7 @@ class GuidanceCompiler:
                 self._other_thread = None
         self._kept.clear()
         self._tokenizers.clear()
+        self._vocabularies.clear()
         if self._other is not None:
             self._other.clear()
 
@@ -147,6 +152,7 @@ class GuidanceCompiler:
                 self._hand_over(compilation, form, "", tokenizer)
                 return
             matchers = matchers_of(form, tokenizer)
+            checked = self._checked(form, eos)
         except BaseException as error:  # the library may panic, which is no Exception
             why = GrammarError(reason(error))
             if isinstance(error, msgspec.MsgspecError) or form.backend != "auto":
@@ -155,8 +161,25 @@ class GuidanceCompiler:
                 self._hand_over(compilation, form, str(why), tokenizer)
         else:
             compilation.future.set_result(
-                lambda: followed([each.deep_copy() for each in matchers], tokenizer, eos)
+                lambda: checked(followed([each.deep_copy() for each in matchers], tokenizer, eos))
             )
+
+    def _checked(self, form: Grammar, eos: Eos) -> Callable[[Matcher], Matcher]:
+        """Puts the form's checker next to a matcher, if it needs one. Raises what is wrong."""
+        checker = checker_of(form)
+        if checker is None:
+            return lambda matcher: matcher
+        vocabulary = self._vocabulary(eos)
+        return lambda matcher: CheckedMatcher(matcher, checker.begin(), vocabulary, eos)
+
+    def _vocabulary(self, eos: Eos) -> Vocabulary:
+        tokenizer = self._tokenizer(eos)
+        with self._making:
+            if eos not in self._vocabularies:
+                self._vocabularies[eos] = Vocabulary(
+                    [tokenizer.decode_bytes([each]) for each in range(tokenizer.vocab_size)]
+                )
+            return self._vocabularies[eos]
 
     def _is_given_up(self, compilation: GuidanceCompilation) -> bool:
         """Every request that asked for it has been told that it is late."""
@@ -486,6 +509,7 @@ def _refusal(form: Grammar) -> str:
 
     try:
         told = [LLMatcher.validate_grammar(each, limits=limits(form)) for each in sources_of(form)]
+        checker_of(form)
     except BaseException as error:  # the library may panic, which is no Exception
         return reason(error)
     return next(filter(None, map(_words, told)), "")

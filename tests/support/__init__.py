@@ -30,6 +30,7 @@ A core in a process, and its clients
   chat_templates: Chat templates that write tool calls and thinking as families of models do.
   turn_templates: Chat templates that refuse or lose turns as families of models do.
   raw_http: Bytes to a server and what it says to them, where no client would send such bytes.
+  schema_makers: Random schemas, and values near what they allow.
   schema_fuzz: schemathesis over the document of a running server, in a process of its own.
   core_clients: Every kind of client of a core, for tests that hold for all.
   live_core: A core in a process of its own, sized at will and looked at from outside.

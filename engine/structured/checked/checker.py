@@ -1,8 +1,8 @@
 """Follows a text of JSON byte by byte, and forbids what no right text begins with.
 
-    state = Checker(schema).begin()
-    state.feed(b'{"names": ["a", "a"')   # False
-    state.why                            # "uniqueItems"
+state = Checker(schema).begin()
+state.feed(b'{"names": ["a", "a"')   # False
+state.why                            # "uniqueItems"
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from engine.structured.checked.exact import (
     NUMBER,
     NUMBER_PREFIX,
     Exact,
-    kind_of,
     number_of,
 )
-from engine.structured.checked.frames import Frame, Scalar, with_news
-from engine.structured.checked.places import Places, Table, Vector
+from engine.structured.checked.frames import Frame, with_news
+from engine.structured.checked.places import Places, Vector
 from engine.structured.checked.rules import Rule, rules_of
 
 SPACES = b" \t\r\n"
@@ -60,7 +59,7 @@ class Checker:
 class State:
     """How far a text has come. One that has failed is of no further use."""
 
-    __slots__ = ("checker", "frame", "mode", "buffer", "escape", "is_first", "options", "why")
+    __slots__ = ("buffer", "checker", "escape", "frame", "is_first", "mode", "options", "why")
 
     def __init__(self, checker: Checker, frame: Frame) -> None:
         self.checker = checker

@@ -44,11 +44,12 @@ def _of_parts(place: Place, rule: Rule) -> Iterator[Part]:
     if rule.negated is not None:
         yield _negated(at[rule.negated])
     if rule.condition is not None:
-        yield _conditional(*(at.get(e) for e in (rule.condition, rule.consequence, rule.alternative)))
+        ways = (rule.consequence, rule.alternative)
+        yield _conditional(at[rule.condition], *(None if e is None else at[e] for e in ways))
 
 
 def _same_as(number: int) -> Part:
-    return lambda frame: frame.verdicts[number]  # type: ignore[no-any-return]
+    return lambda frame: frame.verdicts[number]
 
 
 def _any_of(numbers: Sequence[int]) -> Part:
@@ -87,14 +88,14 @@ def _negated(number: int) -> Part:
     return judge
 
 
-def _conditional(condition: int | None, positive: int | None, negative: int | None) -> Part:
+def _conditional(condition: int, positive: int | None, negative: int | None) -> Part:
     def judge(frame: Any) -> Verdict:
         verdicts = frame.verdicts
         verdict = verdicts[condition]
         then = True if positive is None else verdicts[positive]
         otherwise = True if negative is None else verdicts[negative]
         if verdict is not None:
-            return then if verdict is True else otherwise  # type: ignore[no-any-return]
+            return then if verdict is True else otherwise
         if then is True and otherwise is True:
             return True
         both_fail = isinstance(then, str) and isinstance(otherwise, str)
@@ -188,7 +189,7 @@ def _members(number: int, names: tuple[str, ...] | None) -> Part:
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.failed.get(number)) is not None:
-            return keyword  # type: ignore[no-any-return]
+            return keyword
         if number in frame.unsure:
             return None
         if frame.is_over:
@@ -220,7 +221,7 @@ def _dependent(name: str, number: int) -> Part:
         verdict: Verdict = frame.verdicts[number]
         if name in frame.names or verdict is True:
             return verdict
-        return frame.is_over or None
+        return True if frame.is_over else None
 
     return judge
 

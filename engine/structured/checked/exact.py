@@ -31,9 +31,7 @@ def number_of(text: str) -> Number:
     found = Decimal(text)
     if not found:
         return 0
-    sign, digits, exponent = found.as_tuple()
-    assert isinstance(exponent, int), "JSON has no infinity"
-    if exponent < -MOST_DIGITS or found.adjusted() > MOST_DIGITS:
+    if _exponent(found) < -MOST_DIGITS or found.adjusted() > MOST_DIGITS:
         return found
     return int(found) if found == int(found) else found
 
@@ -73,7 +71,7 @@ def kind_of(value: Exact) -> str:
 
 
 def is_whole(value: Number) -> bool:
-    return isinstance(value, int) or value.as_tuple().exponent >= 0  # type: ignore[operator]
+    return isinstance(value, int) or _exponent(value) >= 0
 
 
 def is_multiple(value: Number, step: Number) -> bool:
@@ -83,16 +81,20 @@ def is_multiple(value: Number, step: Number) -> bool:
     number, exponent = _scaled(value)
     of, scale = _scaled(step)
     if exponent >= scale:
-        return number * pow(10, exponent - scale, of) % of == 0
+        return bool(number * pow(10, exponent - scale, of) % of == 0)
     if scale - exponent > MOST_DIGITS:
         return False
-    return number % (of * 10 ** (scale - exponent)) == 0
+    return bool(number % (of * 10 ** (scale - exponent)) == 0)
 
 
 def _scaled(value: Number) -> tuple[int, int]:
     """A positive whole number and the power of ten it is multiplied by."""
     if isinstance(value, int):
         return abs(value), 0
-    _, digits, exponent = value.as_tuple()
-    assert isinstance(exponent, int), "JSON has no infinity"
-    return int("".join(map(str, digits))), exponent
+    return int("".join(map(str, value.as_tuple().digits))), _exponent(value)
+
+
+def _exponent(value: Decimal) -> int:
+    found = value.as_tuple().exponent
+    assert isinstance(found, int), "JSON has no infinity"
+    return found

@@ -62,7 +62,7 @@ def _one(part: str, in_class: bool) -> str:
     if part == "(?<":
         return "(?P<"
     if part == "\\k<":
-        return "(?P=" 
+        return "(?P="
     if part == "$" and not in_class:
         return "\\Z"
     if part == "\\/":

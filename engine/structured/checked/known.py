@@ -2,5 +2,13 @@
 
 from __future__ import annotations
 
-KNOWN: frozenset[str] = frozenset()
+KNOWN: frozenset[str] = frozenset(
+    {
+        *("not", "if", "then", "else", "oneOf"),
+        *("uniqueItems", "contains", "minContains", "maxContains", "unevaluatedItems"),
+        *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
+        *("unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
+        *("minProperties", "maxProperties", "multipleOf", "patternProperties"),
+    }
+)
 """Names of keywords of JSON schema. A name is added here when the checker enforces it wholly."""

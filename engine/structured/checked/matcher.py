@@ -155,4 +155,4 @@ def _num_shared(one: bytes, other: bytes) -> int:
 
 def _tokens_of(words: Column) -> Column:
     bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits)
+    return np.flatnonzero(bits).astype(np.int32)

@@ -158,6 +158,7 @@ class Table:
                 verdicts[number] = _of_all(parts, frame)
 
 
+_TYPES = {"number": {"number", "integer"}}
 _UNEVALUATED = {"object": "unevaluated_properties", "array": "unevaluated_items"}
 
 
@@ -176,9 +177,8 @@ def _at_once(rule: Rule, kind: str) -> Verdict:
     """What the kind of a value alone decides."""
     if rule.is_false:
         return "false"
-    if rule.types is not None and kind not in rule.types:
-        if kind != "number" or "integer" not in rule.types:
-            return "type"
+    if rule.types is not None and not rule.types & _TYPES.get(kind, {kind}):
+        return "type"
     if rule.values is not None and all(kind_of(each) != kind for each in rule.values):
         return "enum"
     return None

@@ -13,9 +13,6 @@ from engine.structured.checked.exact import (
     Number,
     exact,
     is_multiple,
-    is_whole,
-    kind_of,
-    number_of,
 )
 from engine.structured.checked.expressions import searcher
 from engine.structured.checked.formats import FORMATS
@@ -239,9 +236,7 @@ def _values(reader: _Reader, rule: Rule, value: Any) -> None:
 
 def _allow(rule: Rule, allowed: dict[Exact, None]) -> None:
     rule.values = (
-        allowed
-        if rule.values is None
-        else {each: None for each in rule.values if each in allowed}
+        allowed if rule.values is None else {each: None for each in rule.values if each in allowed}
     )
 
 
@@ -361,4 +356,3 @@ KEYWORDS: dict[str, Keyword] = {
     "exclusiveMaximum": _bound("exclusiveMaximum", lambda a, b: a < b),
     "multipleOf": _multiple,
 }
-

@@ -1,0 +1,47 @@
+"""The checker of schemas: a text that it lets pass is valid, and a valid one passes."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+
+import pytest
+from jsonschema import Draft202012Validator
+
+from engine.structured.checked.checker import Checker
+from engine.structured.schemas import SchemaError
+from tests.support.schema_makers import any_document, any_value
+
+SEED = int(os.environ.get("METRONOME_SEED", "36"))
+
+
+def passes(checker: Checker, text: str, cut: int = 1 << 20) -> bool:
+    """Whether a text passes, in pieces of this many bytes, each with a look ahead of it."""
+    state, data = checker.begin(), text.encode()
+    for at in range(0, len(data), cut):
+        piece = data[at : at + cut]
+        looked = state.copy().feed(piece)
+        assert looked == state.feed(piece), f"a copy goes another way: {text!r}"
+        if not looked:
+            return False
+    return state.may_end
+
+
+@pytest.mark.parametrize("part", range(8))
+def test_random_texts_pass_where_the_oracle_says_that_they_are_valid(part) -> None:
+    for seed in range(SEED * 1000 + part * 50, SEED * 1000 + part * 50 + 50):
+        dice = random.Random(seed)
+        schema = any_document(dice)
+        oracle = Draft202012Validator(schema)
+        try:
+            checker = Checker(schema)
+        except SchemaError as error:
+            assert "comes back to itself" in str(error), f"METRONOME_SEED: {seed}, {schema}"
+            continue
+        for _ in range(25):
+            value = any_value(dice)
+            text = json.dumps(value, ensure_ascii=dice.random() < 0.5)
+            note = f"METRONOME_SEED: {seed}, {json.dumps(schema)}, {text}"
+            for cut in (1, 3, 1 << 20):
+                assert passes(checker, text, cut) == oracle.is_valid(value), note
