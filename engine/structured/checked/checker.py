@@ -47,7 +47,7 @@ class Checker:
         """
         self.places = Places()
         outermost = Rule()
-        outermost.prefix = [rules_of(schema)]
+        outermost.elements.prefix = [rules_of(schema)]
         self._top = self.places.place((outermost,)).table("array")
         self.ahead = Ahead(self.places, is_ordered)
 
@@ -304,7 +304,7 @@ class State:
         """A scalar is whole."""
         assert self.frame.open is not None, "a value is expected"
         place = self.frame.open[1].place
-        return self._filled(self.frame, place.vector(value), value)
+        return self._filled(self.frame, place.on_scalar(value), value)
 
     def _filled(self, frame: Frame, vector: Vector, value: Exact) -> bool:
         self.frame = with_news(frame.filled(vector, value))

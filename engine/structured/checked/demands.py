@@ -9,19 +9,21 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.structured.checked.exact import is_whole
-from engine.structured.checked.places import Part, Place, Verdict
 from engine.structured.checked.rules import Rule
 
+Verdict = bool | str | None
+Part = Callable[[Any], Verdict]  # a demand, of a value that is being written
+Numbers = dict[Rule, int]  # of rules in what they are looked at together
 
-def demands_of(place: Place, number: int, kind: str) -> tuple[Part, ...]:
-    """Those of one rule of the place on values of this kind, the cheaper ones first."""
-    rule = place.rules[number]
+
+def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Part, ...]:
+    """Those of one rule on values of this kind, the cheaper ones first."""
     found: list[Part] = []
     if kind in _OF_KIND:
-        found += _OF_KIND[kind](place, number, rule)
+        found += _OF_KIND[kind](rule, numbers)
     if rule.values is not None:
         found.append(_is_one_of(rule))
-    found += _of_parts(place, rule)
+    found += _of_parts(rule, numbers)
     return tuple(found)
 
 
@@ -33,8 +35,7 @@ def _is_one_of(rule: Rule) -> Part:
 # -- schemas for the same value
 
 
-def _of_parts(place: Place, rule: Rule) -> Iterator[Part]:
-    at = place.numbers
+def _of_parts(rule: Rule, at: Numbers) -> Iterator[Part]:
     for each in rule.all_of:
         yield _same_as(at[each])
     for group in rule.any_of:
@@ -107,12 +108,12 @@ def _conditional(condition: int, positive: int | None, negative: int | None) -> 
 # -- scalars
 
 
-def _of_text(place: Place, number: int, rule: Rule) -> Iterator[Part]:
+def _of_text(rule: Rule, numbers: Numbers) -> Iterator[Part]:
     for keyword, holds in rule.texts:
         yield _check_whole(keyword, holds)
 
 
-def _of_number(place: Place, number: int, rule: Rule) -> Iterator[Part]:
+def _of_number(rule: Rule, numbers: Numbers) -> Iterator[Part]:
     if rule.types is not None and "number" not in rule.types:
         yield _check_whole("type", is_whole)
     for keyword, holds in rule.numbers:
@@ -126,21 +127,21 @@ def _check_whole(keyword: str, holds: Callable[[Any], bool]) -> Part:
 # -- objects
 
 
-def _of_object(place: Place, number: int, rule: Rule) -> Iterator[Part]:
-    if rule.required:
-        yield _required(rule.required)
-    if rule.least_properties:
-        yield _least_properties(rule.least_properties)
-    if rule.most_properties is not None:
-        yield _most_properties(rule.most_properties)
-    if number in place.named or rule.names is not None:
-        yield _members(number, _early_names(rule))
-    for name, others in rule.dependent_names:
+def _of_object(rule: Rule, numbers: Numbers) -> Iterator[Part]:
+    if rule.members.required:
+        yield _required(rule.members.required)
+    if rule.members.least:
+        yield _least_properties(rule.members.least)
+    if rule.members.most is not None:
+        yield _most_properties(rule.members.most)
+    if names_members(rule) or rule.members.names is not None:
+        yield _members(numbers[rule], _early_names(rule))
+    for name, others in rule.members.dependent_names:
         yield _dependent_names(name, others)
     for name, each in rule.dependents:
-        yield _dependent(name, place.numbers[each])
-    if rule.unevaluated_properties is not None:
-        yield _unevaluated(place, number, "unevaluatedProperties")
+        yield _dependent(name, numbers[each])
+    if rule.members.unevaluated is not None:
+        yield _unevaluated(rule, numbers, "unevaluatedProperties")
 
 
 def _required(names: tuple[str, ...]) -> Part:
@@ -179,9 +180,9 @@ def _most_properties(most: int) -> Part:
 
 def _early_names(rule: Rule) -> tuple[str, ...] | None:
     """The names whose values decide about all members; ``None`` if any name may."""
-    others = (rule.additional, rule.names, rule.unevaluated_properties)
-    is_open = rule.patterns or any(each is not None for each in others)
-    return None if is_open else tuple(rule.properties)
+    others = (rule.members.additional, rule.members.names, rule.members.unevaluated)
+    is_open = rule.members.patterns or any(each is not None for each in others)
+    return None if is_open else tuple(rule.members.properties)
 
 
 def _members(number: int, names: tuple[str, ...] | None) -> Part:
@@ -189,7 +190,7 @@ def _members(number: int, names: tuple[str, ...] | None) -> Part:
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.failed.get(number)) is not None:
-            return keyword
+            return str(keyword)
         if number in frame.unsure:
             return None
         if frame.is_over:
@@ -229,19 +230,19 @@ def _dependent(name: str, number: int) -> Part:
 # -- arrays
 
 
-def _of_array(place: Place, number: int, rule: Rule) -> Iterator[Part]:
-    if rule.least_items:
-        yield _least_items(rule.least_items)
-    if rule.most_items is not None:
-        yield _most_items(rule.most_items)
-    if rule.prefix or rule.items is not None:
-        yield _members(number, None)
-    if rule.is_unique:
+def _of_array(rule: Rule, numbers: Numbers) -> Iterator[Part]:
+    if rule.elements.least:
+        yield _least_items(rule.elements.least)
+    if rule.elements.most is not None:
+        yield _most_items(rule.elements.most)
+    if rule.elements.prefix or rule.elements.items is not None:
+        yield _members(numbers[rule], None)
+    if rule.elements.is_unique:
         yield _unique
-    if rule.contained is not None:
-        yield _contains(number, rule)
-    if rule.unevaluated_items is not None:
-        yield _unevaluated(place, number, "unevaluatedItems")
+    if rule.elements.contained is not None:
+        yield _contains(rule, numbers[rule])
+    if rule.elements.unevaluated is not None:
+        yield _unevaluated(rule, numbers, "unevaluatedItems")
 
 
 def _least_items(least: int) -> Part:
@@ -268,8 +269,12 @@ def _unique(frame: Any) -> Verdict:
     return True if frame.is_over else None
 
 
-def _contains(number: int, rule: Rule) -> Part:
-    least, most, room = rule.least_contained, rule.most_contained, rule.most_items
+def _contains(rule: Rule, number: int) -> Part:
+    least, most, room = (
+        rule.elements.least_contained,
+        rule.elements.most_contained,
+        rule.elements.most,
+    )
 
     def judge(frame: Any) -> Verdict:
         hits = len(frame.hits.get(number, ()))
@@ -289,12 +294,13 @@ def _contains(number: int, rule: Rule) -> Part:
 # -- what other rules have evaluated
 
 
-def _unevaluated(place: Place, number: int, keyword: str) -> Part:
+def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Part:
     """Members and items that fail, unless a rule that holds has evaluated them."""
+    number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:
         for key in frame.left.get(number, ()):
-            if not _is_evaluated(place, number, key, frame):
+            if not _is_evaluated(rule, numbers, key, frame):
                 return keyword
         if number in frame.unsure:
             return None
@@ -303,35 +309,43 @@ def _unevaluated(place: Place, number: int, keyword: str) -> Part:
     return judge
 
 
-def _is_evaluated(place: Place, number: int, key: Any, frame: Any) -> bool:
-    """Whether a rule or a part of it that may hold speaks of that member or item."""
-    waiting = _contributing(place, number, frame)
+def _is_evaluated(rule: Rule, numbers: Numbers, key: Any, frame: Any) -> bool:
+    """Whether a part of the rule that may hold speaks of that member or item."""
+    if rule.elements.contained_is_evaluated and key in frame.hits.get(numbers[rule], ()):
+        return True
+    waiting = _contributing(rule, numbers, frame)
     while waiting:
         other = waiting.pop()
-        if isinstance(frame.verdicts[other], str):
+        if isinstance(frame.verdicts[numbers[other]], str):
             continue
-        if frame.is_evaluated_by(other, key):
+        if frame.is_evaluated_by(numbers[other], key):
             return True
-        waiting += _contributing(place, other, frame)
-    return key in frame.hits.get(number, ()) and place.rules[number].contained_is_evaluated
+        waiting += _contributing(other, numbers, frame)
+    return False
 
 
-def _contributing(place: Place, number: int, frame: Any) -> list[int]:
-    rule, at = place.rules[number], place.numbers
-    groups = [rule.all_of, *rule.any_of, *rule.one_of]
-    groups.append([each for name, each in rule.dependents if name in getattr(frame, "names", ())])
-    found = [at[each] for group in groups for each in group]
+def _contributing(rule: Rule, numbers: Numbers, frame: Any) -> list[Rule]:
+    found = [each for group in (rule.all_of, *rule.any_of, *rule.one_of) for each in group]
+    found += [each for name, each in rule.dependents if name in frame.names]
     if rule.condition is not None:
-        condition = frame.verdicts[at[rule.condition]]
-        found.append(at[rule.condition])
+        condition = frame.verdicts[numbers[rule.condition]]
+        found.append(rule.condition)
         if rule.consequence is not None and not isinstance(condition, str):
-            found.append(at[rule.consequence])
+            found.append(rule.consequence)
         if rule.alternative is not None and condition is not True:
-            found.append(at[rule.alternative])
+            found.append(rule.alternative)
     return found
 
 
-_OF_KIND: dict[str, Callable[[Place, int, Rule], Iterator[Part]]] = {
+def names_members(rule: Rule) -> bool:
+    """Whether it demands something of values of properties."""
+    others = (rule.members.additional, rule.members.unevaluated)
+    return bool(
+        rule.members.properties or rule.members.patterns or any(each is not None for each in others)
+    )
+
+
+_OF_KIND: dict[str, Callable[[Rule, Numbers], Iterator[Part]]] = {
     "string": _of_text,
     "number": _of_number,
     "object": _of_object,

@@ -8,22 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from engine.structured.checked.demands import Verdict
 from engine.structured.checked.exact import Exact, array_of, kind_of, object_of
-from engine.structured.checked.places import Member, Place, Table, Vector, Verdict
+from engine.structured.checked.places import Member, Place, Table, Vector
 
 Key = str | int  # the name of a property, or the index of an item
-Unknown = tuple[()]
-
-
-class Scalar:
-    """A string, a number or a literal, whole."""
-
-    is_over = True
-
-    def __init__(self, table: Table, value: Exact) -> None:
-        self.exact = value
-        self.verdicts = table.start.copy()
-        table.judge(self)
 
 
 class Frame:
@@ -150,7 +139,7 @@ class Frame:
         if number in self._member(key).evaluators:
             return True
         rule = self.table.place.rules[number]
-        return rule.contained_is_evaluated and key in self.hits.get(number, ())
+        return rule.elements.contained_is_evaluated and key in self.hits.get(number, ())
 
     def _member(self, key: Key) -> Member:
         return self.names[key] if isinstance(key, str) else self.table.place.item(key)
@@ -204,8 +193,7 @@ def verdicts_on(place: Place, value: Exact) -> Vector:
     """The verdicts of a place's roots on a whole value."""
     table = place.table(kind_of(value))
     if table.kind not in ("object", "array"):
-        found = Scalar(table, value).verdicts
-        return tuple([found[number] for number in place.ends])
+        return place.on_scalar(value)
     frame = Frame.begun(table, None)
     for part in value[1]:
         if table.kind == "object":

@@ -6,15 +6,14 @@ failed. Once it is not ``None`` it stays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine.structured.checked.demands import Part, Verdict, demands_of, names_members
 from engine.structured.checked.exact import Exact, kind_of
 from engine.structured.checked.rules import Rule
 
-Verdict = bool | str | None
 Vector = tuple[Verdict, ...]  # of several rules
-Part = Callable[[Any], Verdict]  # a demand, of a value that is being written
 Row = tuple[int, tuple[Part, ...]]  # the demands of one rule, by its number in the place
 MOST_MEMBERS = 4096  # whose names are remembered
 
@@ -50,13 +49,9 @@ class Place:
         self.start: Vector = tuple("false" if rule.is_false else None for rule in roots)
         self._tables: dict[str, Table] = {}
         self._members: dict[Any, Member] = {}
-        self.unevaluated = {
-            key: [n for n, rule in enumerate(self.rules) if getattr(rule, attribute) is not None]
-            for key, attribute in _UNEVALUATED.items()
-        }
-        self.named = [n for n, rule in enumerate(self.rules) if _names_members(rule)]
-        self.has_names = any(rule.names or rule.patterns for rule in self.rules)
-        self.prefix = max((len(rule.prefix) for rule in self.rules), default=0)
+        self.named = [n for n, rule in enumerate(self.rules) if names_members(rule)]
+        self.has_names = any(rule.members.names or rule.members.patterns for rule in self.rules)
+        self.prefix = max((len(rule.elements.prefix) for rule in self.rules), default=0)
 
     def table(self, kind: str) -> Table:
         """The demands on a value of this kind."""
@@ -64,15 +59,14 @@ class Place:
             self._tables[kind] = Table(self, kind)
         return self._tables[kind]
 
-    def vector(self, value: Exact) -> Vector:
-        """The verdicts of the roots on a value that is whole."""
-        from engine.structured.checked.frames import verdicts_on
-
-        return verdicts_on(self, value)
+    def on_scalar(self, value: Exact) -> Vector:
+        """The verdicts of the roots on a string, a number or a literal."""
+        found = Scalar(self.table(kind_of(value)), value).verdicts
+        return tuple([found[number] for number in self.ends])
 
     def property(self, name: str) -> Member:
         """What holds for a property of this name."""
-        is_named = any(name in self.rules[number].properties for number in self.named)
+        is_named = any(name in self.rules[number].members.properties for number in self.named)
         key = name if is_named or self.has_names else None
         if (found := self._members.get(key)) is None:
             demands = [
@@ -107,11 +101,15 @@ class Place:
         self._members[key] = member
 
     def _failing_names(self, name: str) -> Iterator[tuple[int, str]]:
-        rules = [(n, rule.names) for n, rule in enumerate(self.rules) if rule.names is not None]
+        rules = [
+            (n, rule.members.names)
+            for n, rule in enumerate(self.rules)
+            if rule.members.names is not None
+        ]
         if not rules:
             return
         place = self.places.place(tuple(dict.fromkeys(rule for _, rule in rules)))
-        verdicts = dict(zip(place.roots, place.vector(name), strict=True))
+        verdicts = dict(zip(place.roots, place.on_scalar(name), strict=True))
         for number, rule in rules:
             if verdicts[rule] is not True:
                 yield number, "propertyNames"
@@ -133,8 +131,6 @@ class Table:
     """The demands of a place on values of one kind."""
 
     def __init__(self, place: Place, kind: str) -> None:
-        from engine.structured.checked.demands import demands_of
-
         self.place = place
         self.kind = kind
         self.rows: list[Row] = []
@@ -142,12 +138,12 @@ class Table:
         for number, rule in enumerate(place.rules):
             if (verdict := _at_once(rule, kind)) is not None:
                 self.start[number] = verdict
-            elif parts := demands_of(place, number, kind):
+            elif parts := demands_of(rule, place.numbers, kind):
                 self.rows.append((number, parts))
             else:
                 self.start[number] = True
         is_open = [rule for n, rule in enumerate(place.rules) if self.start[n] is None]
-        self.is_unique = kind == "array" and any(rule.is_unique for rule in is_open)
+        self.is_unique = kind == "array" and any(rule.elements.is_unique for rule in is_open)
         self.keeps = kind in ("array", "object") and any(rule.values for rule in is_open)
 
     def judge(self, frame: Any) -> None:
@@ -159,7 +155,17 @@ class Table:
 
 
 _TYPES = {"number": {"number", "integer"}}
-_UNEVALUATED = {"object": "unevaluated_properties", "array": "unevaluated_items"}
+
+
+class Scalar:
+    """A string, a number or a literal, whole."""
+
+    is_over = True
+
+    def __init__(self, table: Table, value: Exact) -> None:
+        self.exact = value
+        self.verdicts = table.start.copy()
+        table.judge(self)
 
 
 def _of_all(parts: tuple[Part, ...], frame: Any) -> Verdict:
@@ -200,33 +206,28 @@ def _in_order(roots: Sequence[Rule]) -> list[Rule]:
     return list(found)
 
 
-def _names_members(rule: Rule) -> bool:
-    others = (rule.additional, rule.unevaluated_properties)
-    return bool(rule.properties or rule.patterns or any(each is not None for each in others))
-
-
 def _of_property(rule: Rule, name: str) -> Iterator[tuple[str, Rule]]:
-    is_named = name in rule.properties
+    is_named = name in rule.members.properties
     if is_named:
-        yield "properties", rule.properties[name]
-    for matches, each in rule.patterns:
+        yield "properties", rule.members.properties[name]
+    for matches, each in rule.members.patterns:
         if matches(name):
             is_named = True
             yield "patternProperties", each
     if is_named:
         return
-    if rule.additional is not None:
-        yield "additionalProperties", rule.additional
-    elif rule.unevaluated_properties is not None:
-        yield "unevaluatedProperties", rule.unevaluated_properties
+    if rule.members.additional is not None:
+        yield "additionalProperties", rule.members.additional
+    elif rule.members.unevaluated is not None:
+        yield "unevaluatedProperties", rule.members.unevaluated
 
 
 def _of_item(rule: Rule, index: int) -> Iterator[tuple[str, Rule]]:
-    if index < len(rule.prefix):
-        yield "prefixItems", rule.prefix[index]
-    elif rule.items is not None:
-        yield "items", rule.items
-    elif rule.unevaluated_items is not None:
-        yield "unevaluatedItems", rule.unevaluated_items
-    if rule.contained is not None:
-        yield "contains", rule.contained
+    if index < len(rule.elements.prefix):
+        yield "prefixItems", rule.elements.prefix[index]
+    elif rule.elements.items is not None:
+        yield "items", rule.elements.items
+    elif rule.elements.unevaluated is not None:
+        yield "unevaluatedItems", rule.elements.unevaluated
+    if rule.elements.contained is not None:
+        yield "contains", rule.elements.contained

@@ -23,6 +23,37 @@ TextCheck = tuple[str, Callable[[str], bool]]  # with the keyword
 NumberCheck = tuple[str, Callable[[Number], bool]]
 
 
+class Members:
+    """What a schema demands of an object."""
+
+    def __init__(self) -> None:
+        self.properties: dict[str, Rule] = {}
+        self.patterns: list[tuple[Callable[[str], bool], Rule]] = []
+        self.additional: Rule | None = None
+        self.names: Rule | None = None
+        self.unevaluated: Rule | None = None
+        self.required: tuple[str, ...] = ()
+        self.dependent_names: list[tuple[str, tuple[str, ...]]] = []
+        self.least = 0
+        self.most: int | None = None
+
+
+class Elements:
+    """What a schema demands of an array."""
+
+    def __init__(self) -> None:
+        self.prefix: list[Rule] = []
+        self.items: Rule | None = None
+        self.contained: Rule | None = None
+        self.least_contained = 1
+        self.most_contained: int | None = None
+        self.contained_is_evaluated = True
+        self.unevaluated: Rule | None = None
+        self.least = 0
+        self.most: int | None = None
+        self.is_unique = False
+
+
 class Rule:
     """What one schema demands of a value."""
 
@@ -42,27 +73,8 @@ class Rule:
         self.consequence: Rule | None = None
         self.alternative: Rule | None = None
         self.dependents: list[tuple[str, Rule]] = []  # if there is a property of this name
-        # Objects.
-        self.properties: dict[str, Rule] = {}
-        self.patterns: list[tuple[Callable[[str], bool], Rule]] = []
-        self.additional: Rule | None = None
-        self.names: Rule | None = None
-        self.unevaluated_properties: Rule | None = None
-        self.required: tuple[str, ...] = ()
-        self.dependent_names: list[tuple[str, tuple[str, ...]]] = []
-        self.least_properties = 0
-        self.most_properties: int | None = None
-        # Arrays.
-        self.prefix: list[Rule] = []
-        self.items: Rule | None = None
-        self.contained: Rule | None = None
-        self.least_contained = 1
-        self.most_contained: int | None = None
-        self.contained_is_evaluated = True
-        self.unevaluated_items: Rule | None = None
-        self.least_items = 0
-        self.most_items: int | None = None
-        self.is_unique = False
+        self.members = Members()
+        self.elements = Elements()
 
     @property
     def same(self) -> list[Rule]:
@@ -171,6 +183,21 @@ def _check_cycles(rules: Sequence[Rule]) -> None:
 Keyword = Callable[[_Reader, Rule, Any], None]
 
 
+Part = Callable[[Rule], Any]
+
+
+def _itself(rule: Rule) -> Any:
+    return rule
+
+
+def _members(rule: Rule) -> Any:
+    return rule.members
+
+
+def _elements(rule: Rule) -> Any:
+    return rule.elements
+
+
 def _many(attribute: str) -> Keyword:
     """Lists of schemas for the same value."""
 
@@ -181,17 +208,19 @@ def _many(attribute: str) -> Keyword:
     return read
 
 
-def _one(attribute: str) -> Keyword:
+def _one(attribute: str, of: Part = _itself) -> Keyword:
+    """A schema. of: the part of the rule that has it."""
+
     def read(reader: _Reader, rule: Rule, value: Any) -> None:
-        setattr(rule, attribute, reader.rule(value))
+        setattr(of(rule), attribute, reader.rule(value))
 
     return read
 
 
-def _count(attribute: str) -> Keyword:
+def _count(attribute: str, of: Part) -> Keyword:
     def read(reader: _Reader, rule: Rule, value: Any) -> None:
         if isinstance(value, int | float) and not isinstance(value, bool):
-            setattr(rule, attribute, int(value))
+            setattr(of(rule), attribute, int(value))
 
     return read
 
@@ -266,50 +295,54 @@ def _multiple(reader: _Reader, rule: Rule, value: Any) -> None:
 
 def _properties(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, dict):
-        rule.properties = {name: reader.rule(each) for name, each in value.items()}
+        rule.members.properties = {name: reader.rule(each) for name, each in value.items()}
 
 
 def _patterns(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, dict):
-        rule.patterns = [(searcher(name), reader.rule(each)) for name, each in value.items()]
+        rule.members.patterns = [
+            (searcher(name), reader.rule(each)) for name, each in value.items()
+        ]
 
 
 def _required(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, list):
-        rule.required = tuple(dict.fromkeys(each for each in value if isinstance(each, str)))
+        rule.members.required = tuple(
+            dict.fromkeys(each for each in value if isinstance(each, str))
+        )
 
 
 def _dependents(reader: _Reader, rule: Rule, value: Any) -> None:
     """``dependentRequired``, ``dependentSchemas`` and what was one of both before."""
     for name, each in value.items() if isinstance(value, dict) else ():
         if isinstance(each, list):
-            rule.dependent_names.append((name, tuple(map(str, each))))
+            rule.members.dependent_names.append((name, tuple(map(str, each))))
         else:
             rule.dependents.append((name, reader.rule(each)))
 
 
 def _prefix(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, list):
-        rule.prefix = [reader.rule(each) for each in value]
+        rule.elements.prefix = [reader.rule(each) for each in value]
 
 
 def _items(reader: _Reader, rule: Rule, value: Any) -> None:
     """A list is what ``prefixItems`` is now, and ``additionalItems`` then what ``items`` is."""
     if not isinstance(value, list):
-        rule.items = reader.rule(value)
+        rule.elements.items = reader.rule(value)
         return
     _prefix(reader, rule, value)
     if "additionalItems" in reader.schema:
-        rule.items = reader.rule(reader.schema["additionalItems"])
+        rule.elements.items = reader.rule(reader.schema["additionalItems"])
 
 
 def _contains(reader: _Reader, rule: Rule, value: Any) -> None:
-    rule.contained = reader.rule(value)
-    rule.contained_is_evaluated = reader.draft > 2019
+    rule.elements.contained = reader.rule(value)
+    rule.elements.contained_is_evaluated = reader.draft > 2019
 
 
 def _unique(reader: _Reader, rule: Rule, value: Any) -> None:
-    rule.is_unique = value is True
+    rule.elements.is_unique = value is True
 
 
 KEYWORDS: dict[str, Keyword] = {
@@ -331,20 +364,20 @@ KEYWORDS: dict[str, Keyword] = {
     "dependencies": _dependents,
     "properties": _properties,
     "patternProperties": _patterns,
-    "additionalProperties": _one("additional"),
-    "propertyNames": _one("names"),
-    "unevaluatedProperties": _one("unevaluated_properties"),
+    "additionalProperties": _one("additional", _members),
+    "propertyNames": _one("names", _members),
+    "unevaluatedProperties": _one("unevaluated", _members),
     "required": _required,
-    "minProperties": _count("least_properties"),
-    "maxProperties": _count("most_properties"),
+    "minProperties": _count("least", _members),
+    "maxProperties": _count("most", _members),
     "prefixItems": _prefix,
     "items": _items,
     "contains": _contains,
-    "minContains": _count("least_contained"),
-    "maxContains": _count("most_contained"),
-    "unevaluatedItems": _one("unevaluated_items"),
-    "minItems": _count("least_items"),
-    "maxItems": _count("most_items"),
+    "minContains": _count("least_contained", _elements),
+    "maxContains": _count("most_contained", _elements),
+    "unevaluatedItems": _one("unevaluated", _elements),
+    "minItems": _count("least", _elements),
+    "maxItems": _count("most", _elements),
     "uniqueItems": _unique,
     "minLength": _least_chars,
     "maxLength": _most_chars,
