@@ -1,0 +1,176 @@
+"""What the checker next to grammars costs: throughput, and neighbours that have no schema.
+
+    python benchmarks/structured_checker.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 7]
+                                            [--before CHECKOUT] [--json FILE]
+
+Fresh processes in turn, each with one engine: as many requests as --num with a schema whose
+keywords only the checker enforces (`uniqueItems`, `if`, `oneOf`, `not`, `contains`,
+`propertyNames`, `minProperties`), with the same schema without these keywords, and with no schema.
+Every request writes the same number of tokens. Then the same with half of the requests, of which
+the time between tokens of the others is taken. --before: another checkout, which runs the schema
+that needs no checker; it must cost what it did there.
+
+Prints medians over the rounds of each ratio, with 95 % intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import machine
+from measure import median_interval, quantile
+from pairs import in_order
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve()
+ROOT = HERE.parents[1]
+WORDS = ["north", "south", "east", "west", "up", "down"]
+
+ITEM: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 30},
+        "kind": {"enum": ["red", "green", "blue"]},
+        "size": {"type": "integer", "minimum": 0, "maximum": 9999},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+        "sides": {"type": "array", "items": {"enum": WORDS}, "minItems": 1, "maxItems": 4},
+        "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
+    },
+    "required": ["name", "kind", "size", "tags", "sides", "counts"],
+    "additionalProperties": False,
+}
+
+
+def plain_schema() -> dict[str, Any]:
+    """More objects than a request has tokens for, so that all loads have as many."""
+    return {"type": "array", "items": ITEM, "minItems": 500, "maxItems": 600}
+
+
+def checked_schema() -> dict[str, Any]:
+    """The same with keywords that the grammar does not hold."""
+    own = ITEM["properties"]
+    properties = {
+        **own,
+        "name": {**own["name"], "not": {"const": ""}},
+        "size": {**own["size"], "oneOf": [{"multipleOf": 2}, {"multipleOf": 5}, {"maximum": -1}]},
+        "tags": {**own["tags"], "uniqueItems": True},
+        "sides": {**own["sides"], "uniqueItems": True, "contains": {"enum": WORDS[:4]}},
+        "counts": {**own["counts"], "propertyNames": {"maxLength": 8}, "maxProperties": 3},
+    }
+    item = {
+        **ITEM,
+        "properties": properties,
+        "if": {"properties": {"kind": {"const": "red"}}},
+        "then": {"properties": {"tags": {"maxItems": 2}}},
+    }
+    return {**plain_schema(), "items": item, "uniqueItems": True}
+
+
+SCHEMAS = {"checked": checked_schema, "plain": plain_schema, "before": plain_schema}
+
+
+def measured(model: str, side: str, num: int, num_tokens: int) -> dict[str, float]:
+    """In this process: the load of one side, all requests and then half of them."""
+    from structured import run
+
+    from engine import EngineArgs, LLMEngine
+
+    schema = SCHEMAS[side]() if side in SCHEMAS else None
+    args = EngineArgs(model=model, log_level="error", max_model_len=1024, max_num_seqs=num)
+    with LLMEngine.from_engine_args(args) as engine:
+        run(engine, 8, [schema, None] * (num // 2))
+        whole = run(engine, num_tokens, [schema] * num)
+        half = run(engine, num_tokens, [schema, None] * (num // 2))
+    return {
+        "tokens_per_second": whole.tokens_per_second,
+        "p50": quantile(half.gaps, 0.5),
+        "p99": quantile(half.gaps, 0.99),
+    }
+
+
+def in_a_process(options: argparse.Namespace, side: str, checkout: Path) -> dict[str, float]:
+    command = [sys.executable, str(HERE), options.model, "--side", side]
+    command += ["--num", str(options.num), "--tokens", str(options.tokens)]
+    environment = {**os.environ, "PYTHONPATH": str(checkout)}
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+RATIOS = {
+    "throughput, checked to plain": ("tokens_per_second", "checked", "plain"),
+    "throughput, plain to before": ("tokens_per_second", "plain", "before"),
+    "neighbours' p99, checked to plain": ("p99", "checked", "plain"),
+    "neighbours' p99, checked to none": ("p99", "checked", "none"),
+    "neighbours' p50, checked to plain": ("p50", "checked", "plain"),
+}
+
+
+def compared(rounds: Sequence[dict[str, dict[str, float]]]) -> dict[str, dict[str, Any]]:
+    found = {}
+    for name, (what, side, other) in RATIOS.items():
+        ratios = [one[side][what] / one[other][what] for one in rounds if other in one]
+        if ratios:
+            middle = statistics.median(ratios)
+            found[name] = {"median": middle, "interval": median_interval(ratios)}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = _options(argv)
+    if options.side:
+        found = measured(options.model, options.side, options.num, options.tokens)
+        print(json.dumps(found))
+        return 0
+    sides = {"checked": ROOT, "plain": ROOT, "none": ROOT}
+    if options.before:
+        sides["before"] = options.before
+    rounds = []
+    for turn in range(options.rounds):
+        order = in_order(sides, turn)
+        rounds.append({side: in_a_process(options, side, path) for side, path in order.items()})
+    ratios = compared(rounds)
+    about = machine.describe()
+    if options.json:
+        kept = {"machine": about, "rounds": rounds, "ratios": ratios}
+        options.json.write_text(json.dumps(kept, indent=1) + "\n")
+    show(f"{Path(options.model).name}, {about['cpu']}", rounds, ratios)
+    return 0
+
+
+def _options(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    add("model", help="model directory with a tokenizer")
+    add("--num", type=int, default=32, help="requests at once")
+    add("--tokens", type=int, default=96, help="output tokens of each")
+    add("--rounds", type=int, default=7)
+    add("--before", type=Path, help="another checkout, for the schema that needs no checker")
+    add("--json", type=Path, help="keep the figures here")
+    add("--side", help="one load in this process, as the benchmark calls itself")
+    return parser.parse_args(argv)
+
+
+def show(title: str, rounds: Sequence[Any], ratios: dict[str, dict[str, Any]]) -> None:
+    table = Table("", "", title=title)
+    for side in rounds[0]:
+        for what, unit, scale in (("tokens_per_second", "tokens/s", 1), ("p99", "p99, ms", 1e3)):
+            middle = scale * statistics.median(one[side][what] for one in rounds)
+            table.add_row(f"{side}, {unit}", f"{middle:.1f}")
+    for name, ratio in ratios.items():
+        low, high = ratio["interval"]
+        table.add_row(name, f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]")
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
