@@ -66,7 +66,7 @@ def one(name: str) -> dict[str, float]:
     """A case, in this process. Finding the rate of a load is not timed."""
     text, engine, load = CASES[name]
     workload = find_workload(text)
-    rate = None if load is None else rate_at(load, workload, engine, 0)
+    rate = None if load is None else rate_at(load, workload, engine)
     began = time.process_time()
     done = run("fcfs", workload, engine, seed=0, rate=rate)
     seconds = time.process_time() - began

@@ -85,7 +85,7 @@ def workload_of(scene: Scene, num_requests: int) -> Workload:
 
 def rate_of(scene: Scene, workload: Workload, seed: int) -> float:
     """Requests a second that come in a scene."""
-    return rate_at(scene.load, workload, scene.engine, seed) if scene.load < inf else inf
+    return rate_at(scene.load, workload, scene.engine) if scene.load < inf else inf
 
 
 def measured(part: Part) -> dict[str, Pair]:

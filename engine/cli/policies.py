@@ -158,6 +158,7 @@ def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
             "seed": first_seed + number,
             "load": cell.load,
             "rate": cell.rate,
+            "capacity": cell.capacity,
             "setting": cell.setting,
             "state": each.window.state,
             **each.values(),

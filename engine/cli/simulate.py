@@ -107,7 +107,7 @@ def _simulated(parsed: argparse.Namespace) -> Run:
     check_rate(rate)
     for load in loads_of(parsed.load, rate, workload) or []:
         if parsed.rate is None:
-            rate = rate_at(load, workload, engine, parsed.seed)
+            rate = rate_at(load, workload, engine)
     if parsed.real:
         options = {"model": parsed.model, "num_threads": parsed.num_threads}
         given = {name: value for name, value in options.items() if value is not None}

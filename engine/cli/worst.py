@@ -17,7 +17,7 @@ from engine.sim.named import call, split
 from engine.sim.promises import slo
 from engine.sim.run import Engine, check, name_of
 from engine.sim.workloads import Workload
-from engine.sim.worst import KNOBS, LOAD, Case, Found, Hunt, choice, find_worst
+from engine.sim.worst import KNOBS, LOAD, Case, Found, Hunt, choice, find_worst, rate_of
 
 NUM_REQUESTS = 100  # of a case, if not said: many cases tell more than long ones
 NUM_SEEDS = 2
@@ -173,7 +173,7 @@ def _again(hunt: Hunt, case: Case) -> Iterable[str]:
             policies=[hunt.beside, hunt.policy],
             workload=case.workload,
             engine=case.engine,
-            loads=None if case.load is None else [case.load],
+            rate=rate_of(case),
             seeds=range(first, first + NUM_OTHERS),
             slo=hunt.slo,
             is_whole=True,
@@ -199,8 +199,8 @@ def command(parsed: argparse.Namespace, case: Case) -> str:
             words += [flag, str(value)]
     if parsed.slo is not None:
         words += ["--slo", parsed.slo]
-    if case.load is not None:
-        words += ["--loads", f"{case.load:g}"]
+    if (rate := rate_of(case)) is not None:
+        words += ["--rate", repr(rate)]
     words += ["--seed", str(case.seeds[0]), "--seeds", str(len(case.seeds))]
     return shlex.join([*words, "--whole", "--figures", parsed.figure])
 

@@ -155,7 +155,7 @@ def capacities(what: Experiment, asked: Sequence[Limit], *, jobs: int = 1) -> li
 def _start(what: Experiment, workload: Workload, engine: Engine) -> float:
     """What fcfs can serve, once everything was checked."""
     check(what.policies, workload, engine)
-    return rate_at(1.0, workload, engine, what.seeds[0])
+    return rate_at(1.0, workload, engine)
 
 
 def highest(search: Search) -> Highest:

@@ -132,7 +132,7 @@ class Experiment:
     workload: Workload
     engine: Engine = field(default_factory=Engine)
     loads: Sequence[float] | None = None
-    """Of what fcfs can serve, measured with the first seed's requests; ``None``: ``rate``."""
+    """Shares of what fcfs can serve, which is one rate for all seeds; ``None``: ``rate``."""
     rate: float | None = None
     """Requests a second; ``None``: the workload's own."""
     seeds: Sequence[int] = (0,)
@@ -174,8 +174,8 @@ def _cells(
     for load in loads:
         rate = what.rate
         if load is not None:
-            capacity = capacity or rate_at(1.0, workload, engine, what.seeds[0])
-            rate = rate_at(load, workload, engine, what.seeds[0], capacity=capacity)
+            capacity = capacity or rate_at(1.0, workload, engine)
+            rate = rate_at(load, workload, engine, capacity=capacity)
         yield (
             Cell(
                 load=load,

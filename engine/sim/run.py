@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from importlib.metadata import version
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,16 +28,24 @@ from engine.messages.step import Column, StepPlan, Stretch
 from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
+from engine.sim.demand import drawn, served_per_second
 from engine.sim.history import History, Work
 from engine.sim.job import Job
 from engine.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from engine.sim.timing import timing
 from engine.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
 from engine.sim.workloads import Workload, find_workload
+from engine.sim.workloads.reader import Reader
 
 FORMAT = 1
 IDLE_SECONDS = 0.005  # between two looks while all that is left waits for its time
-NUM_AT_ONCE = 1000  # requests by which an engine's capacity is measured, if there are as many
+NUM_AT_ONCE = 2000  # requests by which an engine's capacity is measured, if seats are few
+ROUNDS_AT_ONCE = 8  # times the seats, if they are many
+MOST_AT_ONCE = 20_000
+CAPACITY_SEED = 20261125  # whatever the seed of a run is: a load is the same rate for all
+DRAWN_FOR_EACH = 50  # requests that are only drawn, to know their mean size
+MOST_DRAWN = 200_000
+MOST_KEPT = 64  # capacities
 MAX_LOAD = 1000.0
 
 STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attention", "kv_usage")
@@ -195,35 +203,65 @@ def run(
     engine = engine or Engine()
     workload = find_workload(workload) if isinstance(workload, str) else workload
     if load is not None:
-        rate = rate_at(load, workload, engine, seed)
+        rate = rate_at(load, workload, engine)
     return _Run(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
 
 
 def rate_at(
-    load: float, workload: Workload, engine: Engine, seed: int, *, capacity: float | None = None
+    load: float, workload: Workload, engine: Engine, *, capacity: float | None = None
 ) -> float:
     """Requests a second that are ``load`` times what the engine can serve in order of arrival:
-    ``capacity``, if that is known already."""
+    ``capacity``, if that is known already. It is the same for all seeds and numbers of requests."""
     if not 0 < load <= MAX_LOAD:
         raise ConfigError(f"load is {load}, must be above 0, and at most {MAX_LOAD:g}")
     if workload.natural_rate is None:
         raise ConfigError(
             f"{workload} comes as others end, so it has no load; leave --load and --rate out"
         )
-    return load * (capacity or capacity_of(workload, engine, seed))
+    return load * (capacity or capacity_of(workload, engine))
 
 
-def capacity_of(workload: Workload, engine: Engine, seed: int) -> float:
-    """Requests a second that fcfs serves in the middle of a run in which all had come at once: at
-    its ends seats and blocks are not all in use."""
-    workload = replace(workload, num_requests=min(workload.num_requests, NUM_AT_ONCE))
-    at_once = _Run("fcfs", workload, engine, seed=seed, rate=inf, keeps_steps=False)
-    ends = np.sort(at_once.finish().requests.times("last"))
-    ends = ends[~np.isnan(ends)]
-    if not len(ends):
-        raise ConfigError(f"no request of {workload} can be served by this engine")
-    first, last = (ends[max(0, int(np.ceil(q * len(ends))) - 1)] for q in (0.2, 0.8))
-    return float(0.6 * len(ends) / (last - first) if last > first else 1.0 / ends[-1])
+def capacity_of(workload: Workload, engine: Engine, *, num_requests: int | None = None) -> float:
+    """Requests a second that fcfs can serve of requests like these, however many there are.
+
+    It is measured with a seed of its own and this many requests that all come at once, by default
+    as many as give it to 1 or 2 %, or the whole of a file; and kept for the next call. Raises
+    ``ConfigError`` if none can be served.
+    """
+    at_once = num_requests or max(NUM_AT_ONCE, ROUNDS_AT_ONCE * engine.max_num_seqs)
+    at_once = min(at_once, MOST_AT_ONCE)
+    served = _sized(workload, at_once)
+    for known, by, found in _capacities:
+        if (known, by) == (served, engine):
+            return found
+    found = _measured(served, _sized(workload, min(MOST_DRAWN, DRAWN_FOR_EACH * at_once)), engine)
+    if not isinstance(workload, Reader):  # a file may be another one next time
+        _capacities.append((served, engine, found))
+        del _capacities[:-MOST_KEPT]
+    return found
+
+
+_capacities: list[tuple[Workload, Engine, float]] = []  # those measured last
+
+
+def _sized(workload: Workload, number: int) -> Workload:
+    """The same with this many requests; a file has no more than it has."""
+    least = workload.num_requests if isinstance(workload, Reader) else number
+    return replace(workload, num_requests=min(number, least))
+
+
+def _measured(served: Workload, others: Workload, engine: Engine) -> float:
+    made = _Run("fcfs", served, engine, seed=CAPACITY_SEED, rate=inf, keeps_steps=False)
+    run = made.finish()
+    longest = min(made.max_model_len, engine.num_blocks * engine.block_size)
+    own, every = (
+        drawn(each.source(seed, inf)).at_most(longest)
+        for each, seed in ((served, CAPACITY_SEED), (others, CAPACITY_SEED + 1))
+    )
+    found = served_per_second(run.requests, run.head, own, every)
+    if isnan(found):
+        raise ConfigError(f"no request of {served} can be served by this engine")
+    return found
 
 
 def name_of(policy: Any) -> str:
@@ -333,7 +371,7 @@ class _Run:
         config = scheduler_config(policy, workload, engine)
         self._policy = policy
         self._max_tokens = workload.max_output
-        self._max_model_len = config.max_model_len
+        self.max_model_len = config.max_model_len
         self._clock = VirtualClock()
         self._kv = KVManager(
             engine.num_blocks,
@@ -400,7 +438,7 @@ class _Run:
         return self._result()
 
     def _add(self, job: Job) -> None:
-        if 1 <= (most := self._max_model_len - job.num_prompt) < job.num_output:
+        if 1 <= (most := self.max_model_len - job.num_prompt) < job.num_output:
             job = replace(job, num_output=most)  # as long as the engine lets it become
         self._clock.now += self._timing.add_seconds(job.num_prompt)
         try:

@@ -24,7 +24,7 @@ from engine.errors import ConfigError
 from engine.sim.experiment import Setting, measure, with_option
 from engine.sim.figures import is_better_small
 from engine.sim.promises import Limit
-from engine.sim.run import Engine, rate_at
+from engine.sim.run import Engine, capacity_of, rate_at
 from engine.sim.workloads import Workload
 
 LOAD = "load"
@@ -60,6 +60,7 @@ SHARE_TURNED = 0.4  # of the knobs of a random case
 SHARE_KEPT = 0.8  # of how much worse it is, by a simpler case
 SHARE_SEARCHED = 0.7  # of the time; the rest makes the case simple
 LEAST_REQUESTS = 10
+NUM_AT_ONCE = 100  # requests by which a case's load is measured
 TINY = 1e-3  # is added to both figures, so that one may be 0
 MAX_IDLE_LOOKS = 20_000
 
@@ -259,8 +260,8 @@ def score(hunt: Hunt, case: Case) -> Score:
     engine, rate = replace(case.engine, max_idle_looks=MAX_IDLE_LOOKS), None
     for seed in case.seeds:
         try:
-            if case.load is not None and rate is None:
-                rate = rate_at(case.load, case.workload, engine, seed)
+            if rate is None:
+                rate = rate_of(replace(case, engine=engine))
             setting = Setting(
                 policies=(hunt.beside,),
                 workload=case.workload,
@@ -285,6 +286,15 @@ def score(hunt: Hunt, case: Case) -> Score:
         return Score(worse=-inf)
     sign = 1.0 if is_better_small(hunt.figure) else -1.0
     return Score(worse=sign * worse, ours=own_mean, theirs=other_mean)
+
+
+def rate_of(case: Case) -> float | None:
+    """Requests a second that come in this case; ``None``: as the workload says. What fcfs can
+    serve is measured with few requests, as each case would take longer for it than for its runs."""
+    if case.load is None:
+        return None
+    rough = capacity_of(case.workload, case.engine, num_requests=NUM_AT_ONCE)
+    return rate_at(case.load, case.workload, case.engine, capacity=rough)
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -173,7 +173,7 @@ def test_policies_that_serve_nobody() -> None:
 
 
 def test_load_is_measured_against_what_fcfs_can_serve() -> None:
-    half, over = (rate_at(load, WORKLOAD, ENGINE, 0) for load in (0.5, 2.0))
+    half, over = (rate_at(load, WORKLOAD, ENGINE) for load in (0.5, 2.0))
     assert over == 4 * half
 
     def mean(rate: float) -> float:
@@ -181,7 +181,7 @@ def test_load_is_measured_against_what_fcfs_can_serve() -> None:
 
     assert mean(over) > 3 * mean(half)
     with pytest.raises(ConfigError, match="load is 0, must be above 0"):
-        rate_at(0, WORKLOAD, ENGINE, 0)
+        rate_at(0, WORKLOAD, ENGINE)
 
 
 def test_the_same_seed_writes_the_same_bytes(tmp_path: Path) -> None:
