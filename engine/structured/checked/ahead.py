@@ -1,32 +1,276 @@
 """Looks ahead: can what is written still be finished, and what may the next name or value be?
 
-It errs on one side: what it calls dead is dead, and what it calls alive may turn out not to be.
+It errs to one side: what it finds impossible is, and what it finds possible may turn out not to be.
 """
 
 from __future__ import annotations
 
-from engine.structured.checked.frames import Frame
-from engine.structured.checked.places import Places
+import json
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+
+from engine.structured.checked.demands import UNKNOWN, Verdict
+from engine.structured.checked.exact import FALSE, NULL, TRUE, Exact
+from engine.structured.checked.frames import UNSEEN, Frame, verdicts_on, with_news
+from engine.structured.checked.places import Vector
+
+Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
+MOST_NAMES = 256  # that are looked at one by one
+MOST_MISSING = 64  # members or items that are added to see whether they are enough
+MAX_DEPTH = 2  # values that are looked at, one after the other
+KINDS: tuple[tuple[str, tuple[Exact, ...]], ...] = (
+    *(("object", ()), ("array", ()), ("string", ()), ("number", ())),
+    *(("boolean", (TRUE, FALSE)), ("null", (NULL,))),
+)
 
 
 class Ahead:
     """Looks ahead in the texts of one schema."""
 
-    def __init__(self, places: Places, is_ordered: bool) -> None:
-        self._places = places
+    def __init__(self, *, is_ordered: bool = True) -> None:
         self._is_ordered = is_ordered
+        self._depth = 0
         self.why = ""  # what was answered last cannot go on
 
     def is_alive(self, frame: Frame) -> bool:
-        """Whether the object or the array may be closed, or gone on with."""
-        return True
+        """Whether an object or an array, in which no value is open, may be closed at some time."""
+        if frame.parent is None or not frame.is_watched:
+            return True
+        if self._may_close(frame):
+            return True
+        return self.may_go_on(frame) and self._can_finish(frame)
 
     def may_go_on(self, frame: Frame) -> bool:
+        """Whether another member or item may follow."""
+        if not frame.is_watched:
+            return True
+        if frame.table.kind == "object":
+            return self.names(frame) != ()
+        began = with_news(frame.at_item())
+        return self._judged(began) and self.has_value(began)
+
+    def names(self, frame: Frame) -> Options:
+        """What the next name may be, with the quotation mark before it."""
+        if not frame.is_watched:
+            return None
+        if frame.next_names is UNSEEN:
+            frame.next_names = self._names(frame)
+        found: Options = frame.next_names
+        if found == ():
+            self.why = self.why or "additionalProperties"
+        return found
+
+    def _names(self, frame: Frame) -> Options:
+        names = self._names_left(frame)
+        if names is None or len(names) > MOST_NAMES:
+            return None
+        return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
+
+    def values(self, frame: Frame, kind: str) -> Options:
+        """What the value that is open may be, of one kind: strings without quotation marks."""
+        assert frame.open is not None, "a value is expected"
+        if not frame.is_watched:
+            return None
+        listed = frame.open[1].place.listed(kind)
+        if not listed:
+            return None
+        other = frame.open[1].place.on_others(kind)
+        if self._may_be(frame, other, UNKNOWN):
+            return None
+        verdicts: dict[Vector, bool] = {}
+        return tuple(
+            spelled
+            for value in listed
+            if self._is_option(frame, value, verdicts)
+            for spelled in spellings(value)
+        )
+
+    def is_possible(self, frame: Frame, value: Exact) -> bool:
+        """Whether the value that is open may be this one."""
+        assert frame.open is not None, "a value is expected"
+        if not frame.is_watched:
+            return True
+        return self._may_be(frame, verdicts_on(frame.open[1].place, value), value)
+
+    def has_value(self, frame: Frame) -> bool:
+        """Whether the value that is open may be anything at all."""
+        assert frame.open is not None, "a value is expected"
+        place = frame.open[1].place
+        if place.is_easy:
+            return True
+        for kind, values in KINDS:
+            begun = with_news(frame.opened(place.table(kind).vector))
+            if not self._judged(begun):
+                continue
+            if values:
+                if any(self.is_possible(begun, value) for value in values):
+                    return True
+            elif kind in ("object", "array") or self.values(begun, kind) != ():
+                return True
+        return False
+
+    # -- helpers
+
+    def _is_option(self, frame: Frame, value: Exact, known: dict[Vector, bool]) -> bool:
+        """known: whether values with such verdicts may follow, where nothing else matters."""
+        assert frame.open is not None, "a value is expected"
+        vector = frame.open[1].place.on_listed(value)
+        if frame.keeps_values:
+            return self._may_be(frame, vector, value)
+        if vector not in known:
+            known[vector] = self._may_be(frame, vector, value)
+        return known[vector]
+
+    def _may_be(self, frame: Frame, vector: Vector, value: Exact) -> bool:
+        """Whether the text may go on after a value with these verdicts."""
+        filled = with_news(frame.filled(vector, value))
+        if not self._judged(filled):
+            return False
+        return self._deeper(lambda: self.is_alive(filled))
+
+    def _deeper(self, look: Callable[[], bool]) -> bool:
+        if self._depth >= MAX_DEPTH:
+            return True
+        self._depth += 1
+        try:
+            return look()
+        finally:
+            self._depth -= 1
+
+    def _may_close(self, frame: Frame) -> bool:
+        closed, parent = frame.closed(), frame.parent
+        assert parent is not None, "the document itself is not closed"
+        value = closed.exact if parent.keeps_values else None
+        filled = with_news(parent.filled(closed.vector, value))
+        return self._judged(filled) and self.is_alive(filled)
+
+    def _judged(self, frame: Frame) -> bool:
+        verdict = verdict_of(frame)
+        if isinstance(verdict, str):
+            self.why = verdict
+            return False
         return True
 
-    def names(self, frame: Frame) -> tuple[bytes, ...] | None:
-        """With the quotation mark before them."""
-        return None
+    def _names_left(self, frame: Frame) -> Sequence[str] | None:
+        """The names that may follow; ``None`` if there is no end of them."""
+        place = frame.table.place
+        if place.has_patterns or self._judged(with_news(frame.named(OTHER_NAME, place.others))):
+            return None
+        return [name for name in place.known_names if self._is_left(frame, name)]
 
-    def values(self, frame: Frame, kind: str) -> tuple[bytes, ...] | None:
-        return None
+    def _is_left(self, frame: Frame, name: str) -> bool:
+        """Whether a name may still be written by its order."""
+        if name in frame.names:
+            return False
+        if not self._is_ordered or not isinstance(frame.last, str):
+            return True
+        order = frame.table.place.order
+        if name not in order:
+            return True
+        return order[name] > order.get(frame.last, len(order))
+
+    def _is_possible(self, frame: Frame, name: str) -> bool:
+        began = with_news(frame.named(name))
+        if not self._judged(began) or not self.has_value(began):
+            return False
+        return self._deeper(lambda: self._is_finished_by(began))
+
+    def _is_finished_by(self, began: Frame) -> bool:
+        """Whether the object can be finished after a value that nothing is known of."""
+        filled = self._filled(began)
+        return self._may_close(filled) or self._can_finish(filled)
+
+    def _can_finish(self, frame: Frame) -> bool:
+        """Whether members or items that nothing is known of may make it whole."""
+        if frame.table.kind == "array":
+            return self._can_finish_array(frame)
+        why, waiting, seen = self.why, [frame], {frozenset(frame.names)}
+        for _ in range(MOST_MISSING):
+            if not waiting:
+                self.why = why
+                return False
+            frame = waiting.pop()
+            closed = frame.closed()
+            if self._fits_closed(frame, closed):
+                return True
+            for name in self._others(frame, closed):
+                if (names := frozenset((*frame.names, name))) not in seen:
+                    seen.add(names)
+                    waiting += self._with_member(frame, name)
+        return True  # it would take too long to find out
+
+    def _with_member(self, frame: Frame, name: str) -> Iterator[Frame]:
+        """With a member of which only the name is known, unless that is not allowed."""
+        is_other = name.startswith(OTHER_NAME)
+        began = with_news(frame.named(name, frame.table.place.others if is_other else None))
+        if self._judged(began):
+            yield self._filled(began)
+
+    def _others(self, frame: Frame, closed: Frame) -> list[str]:
+        """Names that may still be written: last those that it lacks."""
+        names = self._names_left(frame)
+        found = [f"{OTHER_NAME}{len(frame.names)}"] if names is None else list(names[:MOST_NAMES])
+        lacking = [n for n in closed.missing if n is not None and self._is_left(frame, n)]
+        if names is None:
+            known = frame.table.place.known_names
+            found += [name for name in known if self._is_left(frame, name)]
+        return [*found, *lacking]
+
+    def _can_finish_array(self, frame: Frame) -> bool:
+        began = with_news(frame.at_item())
+        options = self._num_options(began) if frame.table.is_unique else None
+        for num_more in range(MOST_MISSING):
+            if self._fits_closed(frame, frame.closed()):
+                return options is None or num_more <= options
+            began = with_news(frame.at_item())
+            if not self._judged(began):
+                return False
+            frame = self._filled(began)
+        return True
+
+    def _num_options(self, began: Frame) -> int | None:
+        """How many different values an item may have; ``None`` if there is no end of them."""
+        assert began.open is not None, "an item is expected"
+        place, found = began.open[1].place, 0
+        if place.is_easy:
+            return None
+        for kind, values in KINDS:
+            begun = with_news(began.opened(place.table(kind).vector))
+            if not self._judged(begun):
+                continue
+            if values:
+                found += sum(self.is_possible(begun, value) for value in values)
+            elif kind in ("object", "array") or (more := self.values(begun, kind)) is None:
+                return None
+            else:
+                found += len(more)
+        return found
+
+    def _filled(self, began: Frame) -> Frame:
+        """With a value that nothing is known of."""
+        assert began.open is not None, "a value is open"
+        return with_news(began.filled(began.open[1].place.start, UNKNOWN))
+
+    def _fits_closed(self, frame: Frame, closed: Frame) -> bool:
+        assert frame.parent is not None, "the document itself is not closed"
+        value = closed.exact if frame.parent.keeps_values else None
+        return self._judged(with_news(frame.parent.filled(closed.vector, value)))
+
+
+def verdict_of(frame: Frame) -> Verdict:
+    """How the whole text stands."""
+    while frame.parent is not None:
+        frame = frame.parent
+    return frame.verdicts[-1]
+
+
+def spellings(value: Exact) -> tuple[bytes, ...]:
+    """How a value may begin to be written, of one of which all is known."""
+    if isinstance(value, str):
+        return (value.encode("utf-8", "surrogatepass"),)
+    if isinstance(value, int | Decimal):
+        return (str(value).encode(), json.dumps(float(value)).encode())
+    return ()
+
+
+OTHER_NAME = "\uffff another"

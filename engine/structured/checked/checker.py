@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine.structured.checked.ahead import Ahead
+from engine.structured.checked.ahead import Ahead, verdict_of
 from engine.structured.checked.exact import (
     LITERALS,
     NUMBER,
@@ -49,11 +49,12 @@ class Checker:
         outermost = Rule()
         outermost.elements.prefix = [rules_of(schema)]
         self._top = self.places.place((outermost,)).table("array")
-        self.ahead = Ahead(self.places, is_ordered)
+        self.ahead = Ahead(is_ordered=is_ordered)
 
     def begin(self) -> State:
         """Nothing is written."""
-        return State(self, Frame.begun(self._top, None).at_item())
+        state = State(self, Frame.begun(self._top, None).at_item())
+        return state
 
 
 class State:
@@ -122,7 +123,7 @@ class State:
         if not kind:
             return self._fail(SYNTAX)
         self.mode, self.buffer = mode, b""
-        if not self._learn(kind):
+        if not self._learn(kind, _WORDS.get(byte)):
             return -1
         return at + 1 if mode == STRING else at
 
@@ -226,10 +227,7 @@ class State:
 
     def _judged(self) -> bool:
         """Whether the text may still become right, by what its values say."""
-        frame = self.frame
-        while frame.parent is not None:
-            frame = frame.parent
-        verdict = frame.verdicts[-1]
+        verdict = verdict_of(self.frame)
         if isinstance(verdict, str):
             self.why = verdict
             return False
@@ -240,22 +238,25 @@ class State:
         self.frame = with_news(self.frame.at_item())
         return self._judged()
 
-    def _learn(self, kind: str) -> bool:
-        """The kind of the scalar that begins."""
+    def _learn(self, kind: str, word: Exact) -> bool:
+        """The kind of the scalar that begins. word: if it is a literal."""
         frame = self.frame
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
-        start = place.table(kind).start
-        vector = tuple([start[number] for number in place.ends])
+        vector = place.table(kind).vector
         if vector != frame.open[2]:
             self.frame = with_news(frame.opened(vector))
             if not self._judged():
                 return False
-        self.options = self.checker.ahead.values(self.frame, kind)
-        if self.options == ():
-            self._fail(self.checker.ahead.why)
-            return False
-        return kind == "string" or self._fits()
+        ahead = self.checker.ahead
+        if self.mode == LITERAL:
+            is_right = ahead.is_possible(self.frame, word)
+        else:
+            self.options = ahead.values(self.frame, kind)
+            is_right = self.options != ()
+        if not is_right:
+            self.why = ahead.why
+        return is_right
 
     def _open(self, kind: str, at: int) -> int:
         assert self.frame.open is not None, "a value is expected"
@@ -361,6 +362,7 @@ _BEGINNINGS: dict[int, tuple[str, int]] = {
     0x6E: ("null", LITERAL),
     **dict.fromkeys(b"-0123456789", ("number", NUMERAL)),
 }
+_WORDS = {word[0]: value for word, value in LITERALS.items()}
 _READERS: tuple[Callable[[State, bytes, int], int], ...] = (
     *(State._value, State._name, State._colon, State._after),
     *(State._text, State._numeral, State._literal),

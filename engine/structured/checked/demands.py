@@ -13,6 +13,9 @@ from engine.structured.checked.rules import Rule
 
 Verdict = bool | str | None
 Part = Callable[[Any], Verdict]  # a demand, of a value that is being written
+UNKNOWN, OTHER = ("unknown",), ("other",)
+"""A scalar that nothing is known of, and one of which only is known that no schema lists it."""
+UNREAD = (UNKNOWN, OTHER)
 Numbers = dict[Rule, int]  # of rules in what they are looked at together
 
 
@@ -29,7 +32,13 @@ def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Part, ...]:
 
 def _is_one_of(rule: Rule) -> Part:
     values = rule.values or {}
-    return lambda frame: None if not frame.is_over else frame.exact in values or "enum"
+
+    def judge(frame: Any) -> Verdict:
+        if not frame.is_over or frame.is_vague:
+            return None
+        return frame.exact in values or "enum"
+
+    return judge
 
 
 # -- schemas for the same value
@@ -118,10 +127,21 @@ def _of_number(rule: Rule, numbers: Numbers) -> Iterator[Part]:
         yield _check_whole("type", is_whole)
     for keyword, holds in rule.numbers:
         yield _check_whole(keyword, holds)
+    if rule.domain is not None:
+        yield _is_in(rule.domain)
+
+
+def _is_in(domain: range) -> Part:
+    def judge(frame: Any) -> Verdict:
+        if frame.exact is UNKNOWN:
+            return None
+        return (frame.exact is not OTHER and frame.exact in domain) or "maximum"
+
+    return judge
 
 
 def _check_whole(keyword: str, holds: Callable[[Any], bool]) -> Part:
-    return lambda frame: None if not frame.is_over else holds(frame.exact) or keyword
+    return lambda frame: None if frame.exact in UNREAD else holds(frame.exact) or keyword
 
 
 # -- objects

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.structured.checked.demands import Verdict
+from engine.structured.checked.demands import UNKNOWN, Verdict
 from engine.structured.checked.exact import Exact, array_of, kind_of, object_of
 from engine.structured.checked.places import Member, Place, Table, Vector
 
+UNSEEN = object()  # it was not looked at what may be named next
 Key = str | int  # the name of a property, or the index of an item
 
 
@@ -21,7 +22,7 @@ class Frame:
     __slots__ = (
         *("parent", "table", "verdicts", "failed", "left", "unsure", "hits", "num_unsure"),
         *("names", "count", "open", "is_over", "is_kept", "parts", "seen", "is_repeated"),
-        *("missing", "last"),
+        *("missing", "last", "is_watched", "is_vague", "next_names"),
     )
 
     parent: Frame | None
@@ -41,7 +42,10 @@ class Frame:
     seen: frozenset[Exact]
     is_repeated: bool
     missing: list[str | None]
-    last: Key | None
+    last: str | None
+    is_watched: bool
+    is_vague: bool
+    next_names: Any
 
     @classmethod
     def begun(cls, table: Table, parent: Frame | None) -> Frame:
@@ -55,7 +59,12 @@ class Frame:
         self.open = self.parts = self.last = None
         self.is_over = self.is_repeated = False
         self.is_kept = table.keeps or (parent is not None and parent.keeps_values)
+        self.is_watched = table.is_watchful or (
+            parent is not None and (parent.keeps_values or parent.is_watched)
+        )
+        self.is_vague = False
         self.missing = []
+        self.next_names = UNSEEN
         table.judge(self)
         return self
 
@@ -72,7 +81,9 @@ class Frame:
 
     @property
     def exact(self) -> Exact:
-        """The whole value, of one that is kept."""
+        """The whole value, of one that is kept; equal to no other if something of it is unknown."""
+        if self.is_vague:
+            return object()
         found, parts = [], self.parts
         while parts is not None:
             part, parts = parts
@@ -87,11 +98,14 @@ class Frame:
             setattr(other, name, getattr(self, name))
         other.verdicts = self.verdicts.copy()
         other.missing = []
+        other.next_names = UNSEEN
         return other
 
-    def named(self, name: str) -> Frame:
-        """With a name whose value follows."""
-        other, member = self.copy(), self.table.place.property(name)
+    def named(self, name: str, member: Member | None = None) -> Frame:
+        """With a name whose value follows. member: what holds for it, if that is known."""
+        other = self.copy()
+        if member is None:
+            member = self.table.place.property(name)
         other.names = {**self.names, name: member}
         other.last = name
         if member.failing:
@@ -120,7 +134,8 @@ class Frame:
         key, member, _ = self.open
         if self.table.is_unique:
             other.is_repeated = self.is_repeated or value in self.seen
-            other.seen = self.seen | {value}
+            other.seen = self.seen | {object() if value is UNKNOWN else value}
+        other.is_vague = self.is_vague or value is UNKNOWN
         if self.is_kept:
             part = value if self.table.kind == "array" else (key, value)
             other.parts = part, self.parts

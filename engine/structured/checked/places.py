@@ -7,9 +7,17 @@ failed. Once it is not ``None`` it stays.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
-from engine.structured.checked.demands import Part, Verdict, demands_of, names_members
+from engine.structured.checked.demands import (
+    OTHER,
+    UNKNOWN,
+    Part,
+    Verdict,
+    demands_of,
+    names_members,
+)
 from engine.structured.checked.exact import Exact, kind_of
 from engine.structured.checked.rules import Rule
 
@@ -49,7 +57,10 @@ class Place:
         self.start: Vector = tuple("false" if rule.is_false else None for rule in roots)
         self._tables: dict[str, Table] = {}
         self._members: dict[Any, Member] = {}
+        self._on_listed: dict[Exact, Vector] = {}
+        self._listed: dict[str, list[Exact]] = {}
         self.named = [n for n, rule in enumerate(self.rules) if names_members(rule)]
+        self.has_patterns = any(rule.members.patterns for rule in self.rules)
         self.has_names = any(rule.members.names or rule.members.patterns for rule in self.rules)
         self.prefix = max((len(rule.elements.prefix) for rule in self.rules), default=0)
 
@@ -61,8 +72,64 @@ class Place:
 
     def on_scalar(self, value: Exact) -> Vector:
         """The verdicts of the roots on a string, a number or a literal."""
-        found = Scalar(self.table(kind_of(value)), value).verdicts
-        return tuple([found[number] for number in self.ends])
+        return Scalar(self.table(kind_of(value)), value).vector
+
+    def on_others(self, kind: str) -> Vector:
+        """The verdicts on a value of this kind that no schema lists."""
+        return Scalar(self.table(kind), OTHER).vector
+
+    def on_listed(self, value: Exact) -> Vector:
+        """The verdicts on a scalar that a schema lists."""
+        if (found := self._on_listed.get(value)) is None:
+            found = self._on_listed[value] = self.on_scalar(value)
+        return found
+
+    @cached_property
+    def order(self) -> dict[str, int]:
+        """Where each name stands that is written in an order."""
+        found: dict[str, None] = {}
+        waiting: list[str | Rule] = [*reversed(self.roots)]
+        seen: set[Rule] = set()
+        while waiting:
+            each = waiting.pop()
+            if isinstance(each, str):
+                found.setdefault(each)
+            elif each not in seen:
+                seen.add(each)
+                waiting += reversed(each.order)
+        return {name: at for at, name in enumerate(found)}
+
+    @cached_property
+    def known_names(self) -> list[str]:
+        """All that a schema mentions."""
+        names = [each.members.names for each in self.rules if each.members.names is not None]
+        place = self.places.place(tuple(dict.fromkeys(names)))
+        return [*dict.fromkeys([*self.order, *place.listed("string")])]
+
+    @cached_property
+    def is_easy(self) -> bool:
+        """Whether there are any number of values, as far as is seen at a glance."""
+        return not any(_is_narrow(rule) for rule in self.rules)
+
+    def listed(self, kind: str) -> list[Exact]:
+        """The values of a kind that some schema lists."""
+        if kind not in self._listed:
+            lists = [each for rule in self.rules for each in (rule.values, rule.domain)]
+            every = (value for each in lists for value in each or ())
+            self._listed[kind] = [*dict.fromkeys(v for v in every if kind_of(v) == kind)]
+        return self._listed[kind]
+
+    @cached_property
+    def others(self) -> Member:
+        """What holds for a property that no schema names."""
+        demands = [
+            (number, keyword, rule)
+            for number in self.named
+            for keyword, rule in _of_others(self.rules[number])
+        ]
+        found = self._made(demands)
+        found.failing = tuple(self._failing_names(None))
+        return found
 
     def property(self, name: str) -> Member:
         """What holds for a property of this name."""
@@ -100,7 +167,7 @@ class Place:
             self._members.clear()
         self._members[key] = member
 
-    def _failing_names(self, name: str) -> Iterator[tuple[int, str]]:
+    def _failing_names(self, name: str | None) -> Iterator[tuple[int, str]]:
         rules = [
             (n, rule.members.names)
             for n, rule in enumerate(self.rules)
@@ -109,9 +176,10 @@ class Place:
         if not rules:
             return
         place = self.places.place(tuple(dict.fromkeys(rule for _, rule in rules)))
-        verdicts = dict(zip(place.roots, place.on_scalar(name), strict=True))
+        vector = place.on_others("string") if name is None else place.on_scalar(name)
+        verdicts = dict(zip(place.roots, vector, strict=True))
         for number, rule in rules:
-            if verdicts[rule] is not True:
+            if isinstance(verdicts[rule], str):
                 yield number, "propertyNames"
 
 
@@ -144,7 +212,31 @@ class Table:
                 self.start[number] = True
         is_open = [rule for n, rule in enumerate(place.rules) if self.start[n] is None]
         self.is_unique = kind == "array" and any(rule.elements.is_unique for rule in is_open)
+        self.is_watchful = any(map(self._is_watchful, is_open))
         self.keeps = kind in ("array", "object") and any(rule.values for rule in is_open)
+
+    @cached_property
+    def vector(self) -> Vector:
+        """The verdicts of the roots on a value of which only the kind is known."""
+        if self.kind in ("object", "array"):
+            return tuple([self.start[number] for number in self.place.ends])
+        return Scalar(self, UNKNOWN).vector
+
+    def _is_watchful(self, rule: Rule) -> bool:
+        """Whether a rule of objects or arrays demands what a grammar cannot hold."""
+        at, start = self.place.numbers, self.start
+        if any(each is not None for each in (rule.negated, rule.condition)) or rule.values:
+            return True
+        for group in rule.any_of + rule.one_of:
+            if sum(start[at[each]] is None for each in group) > 1:
+                return True
+        if self.kind == "array":
+            own = rule.elements
+            return own.is_unique or any(e is not None for e in (own.contained, own.unevaluated))
+        members = rule.members
+        others = (members.names, members.most, members.unevaluated)
+        is_bound = members.dependent_names or rule.dependents or members.least
+        return bool(is_bound) or any(each is not None for each in others)
 
     def judge(self, frame: Any) -> None:
         """Bring the verdicts up to date with what is written, those of parts first."""
@@ -161,11 +253,14 @@ class Scalar:
     """A string, a number or a literal, whole."""
 
     is_over = True
+    vector: Vector
 
     def __init__(self, table: Table, value: Exact) -> None:
         self.exact = value
+        self.is_vague = value is UNKNOWN
         self.verdicts = table.start.copy()
         table.judge(self)
+        self.vector = tuple([self.verdicts[number] for number in table.place.ends])
 
 
 def _of_all(parts: tuple[Part, ...], frame: Any) -> Verdict:
@@ -188,6 +283,15 @@ def _at_once(rule: Rule, kind: str) -> Verdict:
     if rule.values is not None and all(kind_of(each) != kind for each in rule.values):
         return "enum"
     return None
+
+
+def _is_narrow(rule: Rule) -> bool:
+    """Whether it may allow only some values, or none."""
+    if rule.is_false or rule.values is not None or rule.domain is not None or rule.one_of:
+        return True
+    if rule.negated is not None or rule.condition is not None:
+        return True
+    return rule.types is not None and not rule.types - {"boolean", "null"}
 
 
 def _in_order(roots: Sequence[Rule]) -> list[Rule]:
@@ -214,8 +318,11 @@ def _of_property(rule: Rule, name: str) -> Iterator[tuple[str, Rule]]:
         if matches(name):
             is_named = True
             yield "patternProperties", each
-    if is_named:
-        return
+    if not is_named:
+        yield from _of_others(rule)
+
+
+def _of_others(rule: Rule) -> Iterator[tuple[str, Rule]]:
     if rule.members.additional is not None:
         yield "additionalProperties", rule.members.additional
     elif rule.members.unevaluated is not None:

@@ -4,7 +4,7 @@ value that it speaks of. References are resolved, recursive ones too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.structured.checked.documents import Document, Resource, Schema
@@ -19,6 +19,7 @@ from engine.structured.checked.formats import FORMATS
 from engine.structured.schemas import SchemaError
 
 Scope = tuple[Resource, ...]  # resources that were entered, the outermost first
+MOST_IN_DOMAIN = 64
 TextCheck = tuple[str, Callable[[str], bool]]  # with the keyword
 NumberCheck = tuple[str, Callable[[Number], bool]]
 
@@ -64,6 +65,7 @@ class Rule:
         self.texts: list[TextCheck] = []
         self.most_chars: int | None = None
         self.numbers: list[NumberCheck] = []
+        self.domain: range | None = None  # all numbers that it allows, if they are few
         # Schemas that hold for the same value.
         self.all_of: list[Rule] = []
         self.any_of: list[list[Rule]] = []
@@ -73,6 +75,7 @@ class Rule:
         self.consequence: Rule | None = None
         self.alternative: Rule | None = None
         self.dependents: list[tuple[str, Rule]] = []  # if there is a property of this name
+        self.order: list[str | Rule] = []  # names and schemas with names, as they are written
         self.members = Members()
         self.elements = Elements()
 
@@ -127,8 +130,10 @@ class _Reader:
             self.schema, self.draft = schema, self._document.home(schema).draft
             if self.draft <= 7 and "$ref" in schema:
                 schema = {"$ref": schema["$ref"]}
-            for key in schema.keys() & KEYWORDS.keys():
+            for key in sorted(schema.keys() & KEYWORDS.keys(), key=[*schema].index):
                 KEYWORDS[key](self, rule, schema[key])
+            rule.order = [*_order(schema, rule)]
+            rule.domain = _domain(schema)
 
     def referred(self, rule: Rule, keyword: str, reference: Any) -> None:
         if not isinstance(reference, str):
@@ -155,6 +160,41 @@ class _Reader:
             return ()
         home = self._document.home(schema)
         return self._scope if home in self._scope else (*self._scope, home)
+
+
+def _order(schema: Schema, rule: Rule) -> Iterator[str | Rule]:
+    """Names in the order in which a grammar has them: by references, by keywords in their order,
+    and those that are only required."""
+    seen = rule.all_of.copy() if "$ref" in schema else []
+    yield from seen[:1]
+    for key in schema:
+        if key == "properties":
+            yield from rule.members.properties
+        elif key == "allOf":
+            yield from rule.all_of
+    yield from (each for each in rule.same if each not in rule.all_of)
+    yield from rule.members.required
+
+
+def _domain(schema: Schema) -> range | None:
+    if schema.get("type") != "integer":
+        return None
+    low = _end(schema, "minimum", "exclusiveMinimum", 1)
+    high = _end(schema, "maximum", "exclusiveMaximum", -1)
+    if low is None or high is None or high - low >= MOST_IN_DOMAIN:
+        return None
+    return range(low, high + 1)
+
+
+def _end(schema: Schema, key: str, strict: str, step: int) -> int | None:
+    """The first or the last whole number; ``None`` if that is not plain to see."""
+    if strict in schema:
+        return schema[strict] + step if _is_int(schema[strict]) else None
+    return schema[key] if _is_int(schema.get(key)) else None
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _check_cycles(rules: Sequence[Rule]) -> None:
