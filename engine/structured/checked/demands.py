@@ -209,9 +209,9 @@ def _members(number: int, names: tuple[str, ...] | None) -> Part:
     """What is known of the values of members or items: did one fail? names: that decide alone."""
 
     def judge(frame: Any) -> Verdict:
-        if (keyword := frame.failed.get(number)) is not None:
+        if (keyword := frame.account.failed.get(number)) is not None:
             return str(keyword)
-        if number in frame.unsure:
+        if number in frame.account.unsure:
             return None
         if frame.is_over:
             return True
@@ -297,10 +297,10 @@ def _contains(rule: Rule, number: int) -> Part:
     )
 
     def judge(frame: Any) -> Verdict:
-        hits = len(frame.hits.get(number, ()))
+        hits = len(frame.account.hits.get(number, ()))
         if most is not None and hits > most:
             return "maxContains"
-        unsure = frame.num_unsure.get(number, 0)
+        unsure = frame.account.num_unsure.get(number, 0)
         if hits < least and not unsure:
             is_full = room is not None and frame.open is None and room - frame.count < least - hits
             return "contains" if frame.is_over or is_full else None
@@ -319,10 +319,10 @@ def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Part:
     number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:
-        for key in frame.left.get(number, ()):
+        for key in frame.account.left.get(number, ()):
             if not _is_evaluated(rule, numbers, key, frame):
                 return keyword
-        if number in frame.unsure:
+        if number in frame.account.unsure:
             return None
         return True if frame.is_over else None
 
@@ -331,7 +331,7 @@ def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Part:
 
 def _is_evaluated(rule: Rule, numbers: Numbers, key: Any, frame: Any) -> bool:
     """Whether a part of the rule that may hold speaks of that member or item."""
-    if rule.elements.contained_is_evaluated and key in frame.hits.get(numbers[rule], ()):
+    if rule.elements.contained_is_evaluated and key in frame.account.hits.get(numbers[rule], ()):
         return True
     waiting = _contributing(rule, numbers, frame)
     while waiting:

@@ -6,6 +6,7 @@ copied by a reference to its innermost frame.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from engine.structured.checked.demands import UNKNOWN, Verdict
@@ -16,11 +17,63 @@ UNSEEN = object()  # it was not looked at what may be named next
 Key = str | int  # the name of a property, or the index of an item
 
 
+class Account:
+    """What is known of the members or items that are written, by the number of a rule."""
+
+    __slots__ = ("failed", "hits", "left", "num_unsure", "unsure")
+
+    def __init__(self) -> None:
+        self.failed: dict[int, str] = {}  # the keyword by which one is wrong
+        self.left: dict[int, tuple[Key, ...]] = {}  # wrong unless another rule speaks of them
+        self.hits: dict[int, frozenset[Key]] = {}  # what ``contains`` is looking for
+        self.num_unsure: dict[int, int] = {}  # which may be
+        self.unsure: frozenset[int] = frozenset()  # one of them may be wrong
+
+    def _copy(self) -> Account:
+        other = Account()
+        for name in Account.__slots__:
+            setattr(other, name, getattr(self, name))
+        return other
+
+    def with_failed(self, failed: Sequence[tuple[int, str]]) -> Account:
+        """With rules that a member or an item breaks, and the keyword; the first one counts."""
+        other = self._copy()
+        other.failed = {**dict(failed), **self.failed}
+        return other
+
+    def with_unsure(self, number: int) -> Account:
+        other = self._copy()
+        other.unsure = self.unsure | {number}
+        return other
+
+    def with_left(self, number: int, key: Key) -> Account:
+        found = self.left.get(number, ())
+        if key in found:
+            return self
+        other = self._copy()
+        other.left = {**self.left, number: (*found, key)}
+        return other
+
+    def with_held(self, number: int, key: Key, verdict: Verdict) -> Account:
+        """verdict: whether the item is what ``contains`` is looking for."""
+        if isinstance(verdict, str):
+            return self
+        other = self._copy()
+        if verdict is True:
+            other.hits = {**self.hits, number: self.hits.get(number, frozenset()) | {key}}
+        else:
+            other.num_unsure = {**self.num_unsure, number: self.num_unsure.get(number, 0) + 1}
+        return other
+
+
+NOTHING = Account()
+
+
 class Frame:
     """A value that others stand in, up to what is written of it."""
 
     __slots__ = (
-        *("parent", "table", "verdicts", "failed", "left", "unsure", "hits", "num_unsure"),
+        *("parent", "table", "verdicts", "account"),
         *("names", "count", "open", "is_over", "is_kept", "parts", "seen", "is_repeated"),
         *("missing", "last", "is_watched", "is_vague", "next_names"),
     )
@@ -28,11 +81,7 @@ class Frame:
     parent: Frame | None
     table: Table
     verdicts: list[Verdict]
-    failed: dict[int, str]
-    left: dict[int, tuple[Key, ...]]
-    unsure: frozenset[int]
-    hits: dict[int, frozenset[Key]]
-    num_unsure: dict[int, int]
+    account: Account
     names: dict[str, Member]
     count: int
     open: tuple[Key, Member, Vector] | None
@@ -53,8 +102,7 @@ class Frame:
         self = cls()
         self.table, self.parent = table, parent
         self.verdicts = table.start.copy()
-        self.failed, self.left, self.hits, self.num_unsure, self.names = {}, {}, {}, {}, {}
-        self.unsure, self.seen = frozenset(), frozenset()
+        self.account, self.names, self.seen = NOTHING, {}, frozenset()
         self.count = 0
         self.open = self.parts = self.last = None
         self.is_over = self.is_repeated = False
@@ -109,7 +157,7 @@ class Frame:
         other.names = {**self.names, name: member}
         other.last = name
         if member.failing:
-            other.failed = {**self.failed, **dict(member.failing)}
+            other.account = self.account.with_failed(member.failing)
         other._note(name, member, member.place.start, is_whole=False)
         return other
 
@@ -154,7 +202,7 @@ class Frame:
         if number in self._member(key).evaluators:
             return True
         rule = self.table.place.rules[number]
-        return rule.elements.contained_is_evaluated and key in self.hits.get(number, ())
+        return rule.elements.contained_is_evaluated and key in self.account.hits.get(number, ())
 
     def _member(self, key: Key) -> Member:
         return self.names[key] if isinstance(key, str) else self.table.place.item(key)
@@ -162,33 +210,24 @@ class Frame:
     def _note(self, key: Key, member: Member, vector: Vector, *, is_whole: bool) -> None:
         """What the value of a member or an item says of this one."""
         self.open = None if is_whole else (key, member, vector)
+        account = self.account
         for number, keyword, slot in member.wires:
             verdict = vector[slot]
             if isinstance(verdict, str):
-                if number not in self.failed:
-                    why = keyword if verdict == "false" else verdict
-                    self.failed = {**self.failed, number: why}
+                account = account.with_failed(
+                    ((number, keyword if verdict == "false" else verdict),)
+                )
             elif is_whole and verdict is None:
-                self.unsure = self.unsure | {number}
+                account = account.with_unsure(number)
         for number, slot in member.left:
-            self._note_left(number, key, vector[slot], is_whole)
-        if is_whole:
-            for number, slot in member.held:
-                self._note_held(number, key, vector[slot])
+            if isinstance(vector[slot], str):
+                account = account.with_left(number, key)
+            elif is_whole and vector[slot] is None:
+                account = account.with_unsure(number)
+        for number, slot in member.held if is_whole else ():
+            account = account.with_held(number, key, vector[slot])
+        self.account = account
         self.table.judge(self)
-
-    def _note_left(self, number: int, key: Key, verdict: Verdict, is_whole: bool) -> None:
-        found = self.left.get(number, ())
-        if isinstance(verdict, str) and key not in found:
-            self.left = {**self.left, number: (*found, key)}
-        elif is_whole and verdict is None:
-            self.unsure = self.unsure | {number}
-
-    def _note_held(self, number: int, key: Key, verdict: Verdict) -> None:
-        if verdict is True:
-            self.hits = {**self.hits, number: self.hits.get(number, frozenset()) | {key}}
-        elif verdict is None:
-            self.num_unsure = {**self.num_unsure, number: self.num_unsure.get(number, 0) + 1}
 
 
 def with_news(frame: Frame) -> Frame:
