@@ -1,7 +1,7 @@
 """Schemas that others wrote: each is compiled, followed at random, and written by a model.
 
-    python tools/schemas_in_the_wild.py [wild] [pydantic] [zod] [--model DIR] [--num 2000]
-                                        [--walks 5] [--only WORD,...] [--max-tokens 384]
+    python tools/schemas_in_the_wild.py [--kinds wild,pydantic,zod] [--model DIR] [--num 2000]
+                                        [--walks 5] [--only WORD,...] [--max-tokens 384] [--all]
                                         [--folder DIR] [--cache DIR] [--json FILE]
 
 wild: ninety JSON schemas that packages on PyPI and npm ship (`tests/structured/wild.jsonl` lists
@@ -61,7 +61,7 @@ HEAD = ("schema", "kB", "compiled, s", "texts", "complete", "cut", "invalid", "d
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
     bench = Bench(options.model)
-    kinds = ["folder"] if options.folder else options.kinds or ["wild", "pydantic", "zod"]
+    kinds = ["folder"] if options.folder else options.kinds.split(",")
     found = [check(bench, kind, options) for kind in kinds]
     if options.json:
         options.json.write_text(json.dumps(report(found), indent=1) + "\n")
@@ -100,7 +100,7 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("kinds", nargs="*", choices=["wild", "pydantic", "zod"], help="by default all")
+    add("--kinds", default="wild,pydantic,zod", help="only schemas of these")
     add("--model", type=Path, default=BOX_MODEL, help="directory; by default the model in the box")
     add("--num", type=int, default=2000, help="texts that the model writes, in all")
     add("--walks", type=int, default=5, help="random walks through each schema")

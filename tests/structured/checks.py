@@ -68,11 +68,14 @@ class Bench:
         return found.pop()
 
     def num_accepted(self, matcher: Matcher, tokens: Sequence[int]) -> int:
-        """How many of the tokens and of the end behind them the masks let pass, one by one."""
+        """How many of the tokens and of the end after them the masks let pass, one by one."""
         found = 0
         for token in [*tokens, self.eos[0]]:
             masks = np.zeros((1, self.num_words), dtype=np.int32)
-            matcher.fill(masks, [])
+            try:
+                matcher.fill(masks, [])
+            except GrammarError:  # a dead end: nothing may follow
+                break
             if not masks[0, token // WORD] >> (token % WORD) & 1:
                 break
             matcher.advance([token])
