@@ -75,6 +75,15 @@ class StructuredOutputsParams(
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
+class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What a text has before a part of it, with the markers as they look."""
+
+    text: str  # nothing: the whole text begins with the part
+    part: int
+    scope: str = ""  # of several such texts, what was written last of all that are scopes
+    follows: bool = False  # it stands right after another part
+
+
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     """What travels to the core, as JSON: equal texts are the same grammar."""
 
@@ -88,6 +97,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     is_lenient: bool = False  # keywords that cannot be enforced are passed over
     parts: tuple[Grammar, ...] = ()  # that a grammar names: @part_0, @part_1, ...
     num_ways: int = 0  # in which the text may go on at one place, where these are many
+    openings: tuple[Opening, ...] = ()  # where parts begin
 
 
 class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
@@ -95,6 +105,7 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
 
     parts: tuple[Grammar, ...] = ()
     num_ways: int = 0
+    openings: tuple[Opening, ...] = ()
 
 
 def grammar_of(params: StructuredOutputsParams) -> str:
@@ -123,6 +134,7 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
         params.backend,
         parts=parts,
         num_ways=composed.num_ways,
+        openings=composed.openings,
     )
 
 

@@ -29,7 +29,7 @@ from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
 from engine.structured import xgrammars
 from engine.structured.checked.forms import checker_of
 from engine.structured.checked.matcher import CheckedMatcher
-from engine.structured.checked.vocabulary import Vocabulary
+from engine.structured.checked.vocabulary import Vocabulary, vocabulary_of
 from engine.structured.decide import Compiled, GrammarError, Matcher
 from engine.structured.schemas import SchemaError, as_given
 from engine.structured.sources import sources_of
@@ -176,8 +176,10 @@ class GuidanceCompiler:
         tokenizer = self._tokenizer(eos)
         with self._making:
             if eos not in self._vocabularies:
-                self._vocabularies[eos] = Vocabulary(
-                    [tokenizer.decode_bytes([each]) for each in range(tokenizer.vocab_size)]
+                self._vocabularies[eos] = vocabulary_of(
+                    lambda token: tokenizer.decode_bytes([token]),
+                    tokenizer.is_special_token,
+                    tokenizer.vocab_size,
                 )
             return self._vocabularies[eos]
 

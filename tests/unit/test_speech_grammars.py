@@ -329,23 +329,55 @@ def test_many_tools(family: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "more",
+    ("more", "right", "wrong"),
     [
-        {"uniqueItems": True},
-        {"not": {"type": "string"}},
-        {"if": {"type": "string"}, "then": {"minLength": 1}},
-        {"propertyNames": {"pattern": "^a"}},
-        {"dependentRequired": {"a": ["b"]}},
-        {"contains": {"const": 1}},
-        {"minProperties": 3},
-        {"x-guidance": {"lenient": False}},
-        {"format": "klingon"},
-        {"nullable": True, "example": 1, "deprecated": True},
+        ({"uniqueItems": True}, [1, 2], [1, 1]),
+        ({"not": {"type": "string"}}, 1, "a"),
+        ({"if": {"type": "string"}, "then": {"minLength": 1}}, "a", ""),
+        ({"propertyNames": {"pattern": "^a"}}, {"a": 1}, {"b": 1}),
+        ({"dependentRequired": {"a": ["b"]}}, {"a": 1, "b": 1}, {"a": 1}),
+        ({"contains": {"const": 1}}, [0, 1], [0]),
+        ({"x-guidance": {"lenient": False}}, [1, 1], None),
+        ({"format": "klingon"}, [1, 1], None),
+        ({"nullable": True, "example": 1, "deprecated": True}, [1, 1], None),
     ],
 )
-def test_keywords_that_nobody_enforces_are_passed_over(more: dict[str, Any]) -> None:
+def test_keywords_are_enforced_for_any_tool_and_unknown_ones_passed_over(
+    more: dict[str, Any], right: Any, wrong: Any
+) -> None:
     schema = {**CITY, "properties": {**CITY["properties"], "more": more}}
     calls = speech_of("hermes").calls
     given = tools(tool("weather", schema), choice="required")
-    assert takes("hermes", given, many(calls, call(calls, "weather", {**ROME, "more": [1, 1]})))
+    assert takes("hermes", given, many(calls, call(calls, "weather", {**ROME, "more": right})))
+    if wrong is not None:
+        written = many(calls, call(calls, "weather", {**ROME, "more": wrong}))
+        assert not takes("hermes", given, written)
     assert not takes("hermes", given, many(calls, call(calls, "weather", BONN)))
+
+
+@families
+def test_a_strict_tool_is_checked_in_every_family(family: str) -> None:
+    unique = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    schema = {
+        "type": "object",
+        "properties": {"tags": unique, "others": unique},
+        "required": ["tags", "others"],
+        "additionalProperties": False,
+    }
+    loose = {**schema, "properties": {name: {"type": "array"} for name in ("tags", "others")}}
+    calls = speech_of(family).calls
+    own = [tool("find", schema, strict=True), tool("found", loose, strict=True)]
+    for choice in ("auto", "required"):
+        given = tools(*own, choice=choice)
+        for name, others, is_right in (
+            ("find", [2, 1], True),
+            ("find", [2, 2], False),
+            ("found", [2, 2], True),
+        ):
+            made = call(calls, name, {"tags": [1, 2], "others": others})
+            assert takes(family, given, many(calls, made)) == is_right, (choice, name, others)
+    second = [call(calls, "find", {"tags": [1], "others": each}) for each in ([1, 2], [1, 1])]
+    if calls.between is not None:
+        first = call(calls, "found", {"tags": [1, 1], "others": []})
+        for made, is_right in zip(second, (True, False), strict=True):
+            assert takes(family, tools(*own), many(calls, first, made)) == is_right

@@ -11,6 +11,7 @@ from typing import Any
 from engine.messages.structured import (
     ComposedForm,
     Grammar,
+    Opening,
     StructuredOutputsParams,
     form_of,
 )
@@ -65,7 +66,7 @@ def _with_calls(
     first = " ".join(filter(None, [rules.text(calls.before), call]))
     answer = rules.many(first, call, calls, is_single=tools.is_single)
     if tools.choice == "auto" and text is not None:
-        answer = f"({answer} | {rules.begun(calls, rules.part(form_of(text)))})"
+        answer = f"({answer} | {rules.answer(speech, form_of(text), prompt)})"
     return rules.form([*rules.thinking(speech, prompt), answer])
 
 
@@ -78,7 +79,7 @@ def _after_thinking(
     if reader is None or not thinks or speech.has_thought(prompt):
         return text
     rules = Rules(reader.markers)
-    answer = rules.begun(speech.calls, rules.part(form_of(text)))
+    answer = rules.answer(speech, form_of(text), prompt)
     return rules.form([*rules.thinking(speech, prompt), answer])
 
 
@@ -89,6 +90,7 @@ class Rules:
         self._markers = markers
         self._rules: list[str] = []
         self._parts: list[Grammar] = []
+        self._openings: list[Opening] = []
         self._num_calls = 0
 
     def add(self, name: str, body: str, attribute: str = "") -> str:
@@ -117,6 +119,23 @@ class Rules:
     def json(self, schema: Any, *, is_strict: bool) -> str:
         """is_strict: a keyword that cannot be enforced is an error."""
         return self.part(schema_of_arguments(schema, is_strict=is_strict))
+
+    def opens(self, text: str, *, scope: str = "", follows: bool = False) -> None:
+        """This text is written before the last part. scope: and this before, as the last of its
+        kind; follows: right after another part."""
+        self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
+
+    def answer(self, speech: Speech, form: Grammar, prompt: str) -> str:
+        """A form of the answer in words, which thinking may come before."""
+        part, calls = self.part(form), speech.calls
+        ends = [calls.text, calls.message_end if calls.before_text else ""]
+        if speech.thinking is not None and not calls.before_text:
+            ends.append(speech.thinking[1])
+        for end in filter(None, ends):
+            self.opens(end)
+        if not speech.is_thinking(prompt):
+            self.opens("")
+        return self.begun(calls, part)
 
     def thinking(self, speech: Speech, prompt: str) -> list[str]:
         """Free text until thinking ends: if it has begun, and else if the model wants to."""
@@ -169,18 +188,21 @@ class Rules:
             backend="guidance",
             parts=tuple(self._parts),
             num_ways=self._num_calls,
+            openings=tuple(self._openings),
         )
 
 
 def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
     """What follows the beginning of a call of this tool."""
-    if calls.form == "arguments":
-        schema = tool.parameters if tool.is_enforced else ANY_OBJECT
-        body = [rules.json(schema, is_strict=tool.is_strict)]
-    elif calls.form == "object":
-        body = [rules.json(_object(calls, tool), is_strict=tool.is_strict)]
-    else:
-        body = list(_tagged(rules, calls, tool))
+    if calls.form not in ("arguments", "object"):
+        return " ".join([*_tagged(rules, calls, tool), rules.text(calls.end)])
+    schema = tool.parameters if tool.is_enforced else ANY_OBJECT
+    if calls.form == "object":
+        schema = _object(calls, tool)
+    body = [rules.json(schema, is_strict=tool.is_strict)]
+    rules.opens(calls.begin.replace("{name}", tool.name) or calls.before)
+    if not calls.begin and calls.between is not None:
+        rules.opens(calls.between, follows=True)
     return " ".join([*body, rules.text(calls.end)])
 
 
@@ -221,6 +243,8 @@ def _tagged(rules: Rules, calls: Calls, tool: Tool) -> Iterator[str]:
         else:
             begin, end = f"<arg_key>{name}</arg_key>\n<arg_value>", "</arg_value>\n"
         value = _value(rules, tool, name, end)
+        if value.startswith("@"):
+            rules.opens(begin, scope=calls.begin.replace("{name}", tool.name))
         whole = rules.add("argument", f"{rules.text(begin)} {value}")
         yield whole if name in required else f"{whole}?"
 

@@ -24,10 +24,11 @@ from engine.structured.checked.exact import (
 from engine.structured.checked.frames import Frame, with_news
 from engine.structured.checked.places import Places, Vector
 from engine.structured.checked.rules import Rule, rules_of
+from engine.structured.checked.vocabulary import SPECIAL, Stops
 
 SPACES = b" \t\r\n"
 _SPACES = re.compile(rb"[ \t\r\n]*")
-_SPECIAL = re.compile(rb'[\x00-\x1f"\\]')
+_SPECIAL = re.compile(rb'[\x00-\x1f"\\\xff]')
 _NUMBER_END = re.compile(rb"[^0-9eE.+-]")
 _ESCAPES = b'"\\/bfnrtu'
 _DIGITS = b"0123456789abcdefABCDEF"
@@ -81,9 +82,10 @@ class State:
         return other
 
     @property
-    def is_free(self) -> bool:
-        """Whether any characters of a string may follow, up to its end or an escape."""
-        return self.mode == STRING and self.options is None and not self.escape
+    def stops(self) -> Stops | None:
+        """The bytes without which any text may follow; ``None`` if each is looked at."""
+        is_free = self.mode == STRING and self.options is None and not self.escape
+        return IN_STRINGS if is_free else None
 
     @property
     def may_end(self) -> bool:
@@ -106,6 +108,20 @@ class State:
             if at < 0:
                 return False
         return True
+
+    def feed_value(self, data: bytes, at: int) -> int:
+        """Go on up to the end of the value, of which other text follows. Where it stopped; -1 if
+        no right value begins so."""
+        while at < len(data) and not self.is_whole:
+            at = _READERS[self.mode](self, data, at)
+            if at < 0:
+                return -1
+        return at
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether nothing but spaces is written."""
+        return self.mode == VALUE and self.frame.parent is None
 
     # -- one thing each; they return where they stopped, or -1
 
@@ -355,6 +371,7 @@ def _unescaped(text: bytes) -> bytes:
     return quote
 
 
+IN_STRINGS = Stops(b'"\\' + bytes(range(0x20)) + SPECIAL)
 _BEGINNINGS: dict[int, tuple[str, int]] = {
     0x22: ("string", STRING),
     0x74: ("boolean", LITERAL),

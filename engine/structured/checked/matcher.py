@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from engine.messages.step import Column
-from engine.structured.checked.vocabulary import Vocabulary, special_at
+from engine.structured.checked.vocabulary import Stops, Vocabulary
 from engine.structured.decide import WORD, GrammarError, Matcher
 
 
@@ -18,8 +18,8 @@ class Following(Protocol):
     why: str
 
     @property
-    def is_free(self) -> bool:
-        """Whether any characters of a string may follow, up to its end or an escape."""
+    def stops(self) -> Stops | None:
+        """The bytes without which any text may follow; ``None`` if each is looked at."""
 
     @property
     def may_end(self) -> bool: ...
@@ -102,7 +102,7 @@ class CheckedMatcher:
         why = ""
         if not state.may_end:
             forbidden += [token for token in self._eos if token in allowed]
-        rest = self._vocabulary.in_order(allowed, only_special=state.is_free)
+        rest = self._vocabulary.in_order(allowed, state.stops)
         trail = Trail(state)
         texts = self._vocabulary.texts
         for token in rest:
@@ -131,11 +131,11 @@ class Trail:
         self._text = text
         at, state = states[-1]
         while state is not None and at < len(text):
-            end = special_at(text, at)
-            if state.is_free and end == len(text):
+            stops = state.stops
+            end = at if stops is None else stops.next(text, at)
+            if end == len(text):
                 return True
-            state = state.copy()
-            end = end + 1 if state.is_free else at + 1
+            state, end = state.copy(), end + 1
             if not state.feed(text[at:end]):
                 self.why = state.why
                 states.append((end, None))

@@ -3,44 +3,62 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 
 from engine.messages.step import Column
 
-_SPECIAL = re.compile(rb'["\\\x00-\x1f]')
+SPECIAL = b"\xff"
+"""What the bytes of a token that no text spells begin with: no text has this byte."""
+
+
+class Stops:
+    """Bytes at which a checker looks closely; it passes over all others where it stands."""
+
+    def __init__(self, stops: Iterable[int]) -> None:
+        self.bytes = frozenset(stops)
+        self._pattern = re.compile(b"[" + b"".join(re.escape(bytes([b])) for b in stops) + b"]")
+
+    def next(self, text: bytes, at: int) -> int:
+        """Where the next of them stands; the length if none does."""
+        found = self._pattern.search(text, at)
+        return len(text) if found is None else found.start()
 
 
 class Vocabulary:
     """All tokens by number."""
 
     def __init__(self, texts: list[bytes]) -> None:
-        """texts: the bytes that each token spells; none for one that no text spells."""
+        """texts: the bytes that each token spells."""
         self.texts = texts
         order = sorted(range(len(texts)), key=texts.__getitem__)
         self._rank: Column = np.empty(len(texts), dtype=np.int32)
         self._rank[order] = np.arange(len(texts), dtype=np.int32)
-        self._is_special = np.array([_SPECIAL.search(text) is not None for text in texts])
+        self._having: dict[frozenset[int], Column] = {}
 
     def text(self, token: int) -> bytes:
         return self.texts[token]
 
-    def in_order(self, tokens: Column, *, only_special: bool) -> Iterator[int]:
-        """These tokens in the order of their bytes. only_special: those alone that may end a
-        string, escape a character or break one."""
+    def in_order(self, tokens: Column, stops: Stops | None) -> Iterator[int]:
+        """These tokens in the order of their bytes. stops: those alone that have one of them."""
         tokens = tokens[tokens < len(self.texts)]
-        if only_special:
-            tokens = tokens[self._is_special[tokens]]
+        if stops is not None:
+            tokens = tokens[self._that_have(stops)[tokens]]
         yield from tokens[np.argsort(self._rank[tokens])].tolist()
 
+    def _that_have(self, stops: Stops) -> Column:
+        if stops.bytes not in self._having:
+            self._having[stops.bytes] = np.array(
+                [stops.next(text, 0) < len(text) for text in self.texts]
+            )
+        return self._having[stops.bytes]
 
-def vocabulary_of(spelled: Callable[[int], bytes], size: int) -> Vocabulary:
-    """spelled: the bytes of a token."""
-    return Vocabulary([spelled(token) for token in range(size)])
 
-
-def special_at(text: bytes, at: int) -> int:
-    """Where the next character stands that may end a string or escape one; the length if none."""
-    found = _SPECIAL.search(text, at)
-    return len(text) if found is None else found.start()
+def vocabulary_of(
+    spelled: Callable[[int], bytes], is_special: Callable[[int], bool], size: int
+) -> Vocabulary:
+    """spelled: the bytes of a token; is_special: whether no text spells it."""
+    return Vocabulary(
+        [(SPECIAL if is_special(token) else b"") + spelled(token) for token in range(size)]
+    )
