@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json as json_library
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -13,13 +13,22 @@ Kind = Literal["json", "regex", "choice", "grammar", "json_object", "structural_
 KINDS: tuple[Kind, ...] = get_args(Kind)
 Backend = Literal["auto", "guidance", "xgrammar"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
+AdditionalProperties = Literal["closed", "open"]
+PropertyOrder = Literal["schema", "free"]
+CHOSEN: dict[str, tuple[str, ...]] = {
+    "additional_properties": get_args(AdditionalProperties),
+    "property_order": get_args(PropertyOrder),
+}
 OF_XGRAMMAR = ("json", "json_object", "grammar")  # what that library is offered for
 MAX_GRAMMAR_CHARS = 1 << 20
 # Compiling an expression takes time by the square of its length, and following a long literal time
 # for each token of all that run beside it.
 MAX_REGEX_CHARS = 8192
 MAX_CHOICE_CHARS = 4096  # of one text
-OF_JSON = ("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern")
+OF_JSON = (
+    *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
+    *CHOSEN,
+)
 MAX_TAGS = 256
 TAG_EXAMPLE = (
     '{"structures": [{"begin": "<function=f>", "schema": {"type": "object"}, "end": "</function>"}]'
@@ -42,6 +51,10 @@ class StructuredOutputsParams(
     For the schemas among them: ``disable_any_whitespace`` writes none between tokens of JSON,
     ``whitespace_pattern`` is what stands there, each time (a regular expression; ``""`` is none),
     ``disable_additional_properties`` allows only properties that a schema names. Names are vLLM's.
+    Two are ours, and ``None`` is what the engine is set to: ``additional_properties="closed"``: an
+    object whose schema names properties and says nothing about others has no others; ``"open"`` is
+    what JSON schema says. ``property_order="schema"``: properties come as the schema writes them;
+    ``"free"`` is any order.
 
     ``backend``: the library that compiles it. ``guidance`` is llguidance, ``xgrammar`` is optional,
     for ``json``, ``json_object`` and ``grammar`` in GBNF; ``auto`` is llguidance, and xgrammar for
@@ -61,6 +74,8 @@ class StructuredOutputsParams(
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
     backend: Backend = "auto"
+    additional_properties: AdditionalProperties | None = None
+    property_order: PropertyOrder | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -98,6 +113,37 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     parts: tuple[Grammar, ...] = ()  # that a grammar names: @part_0, @part_1, ...
     num_ways: int = 0  # in which the text may go on at one place, where these are many
     openings: tuple[Opening, ...] = ()  # where parts begin
+    additional_properties: AdditionalProperties | None = None  # as the engine is set
+    property_order: PropertyOrder | None = None
+
+    def with_defaults(self, defaults: ObjectDefaults) -> Grammar:
+        """The same, with these where nothing was chosen; its parts too. What is the default of all
+        engines is left out, so that equal grammars have equal texts."""
+        own = defaults.chosen(self.additional_properties, self.property_order)
+        parts = tuple(part.with_defaults(defaults) for part in self.parts)
+        return msgspec.structs.replace(
+            self, additional_properties=own[0], property_order=own[1], parts=parts
+        )
+
+
+class ObjectDefaults(NamedTuple):
+    """What an engine does with objects of JSON schemas where a request does not say it."""
+
+    additional_properties: AdditionalProperties = "closed"
+    property_order: PropertyOrder = "schema"
+
+    def chosen(
+        self, additional: AdditionalProperties | None, order: PropertyOrder | None
+    ) -> tuple[AdditionalProperties | None, PropertyOrder | None]:
+        """As a grammar has them: ``None`` for ``closed`` and for ``schema``."""
+        additional = additional or self.additional_properties
+        order = order or self.property_order
+        return (None if additional == "closed" else additional), (
+            None if order == "schema" else order
+        )
+
+
+OBJECT_DEFAULTS = ObjectDefaults()
 
 
 class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
@@ -108,9 +154,9 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
     openings: tuple[Opening, ...] = ()
 
 
-def grammar_of(params: StructuredOutputsParams) -> str:
+def grammar_of(params: StructuredOutputsParams, defaults: ObjectDefaults = OBJECT_DEFAULTS) -> str:
     """As ``AddRequest.grammar`` has it. Raises ``RequestError`` if it is too long."""
-    return msgspec.json.encode(form_of(params)).decode()
+    return msgspec.json.encode(form_of(params).with_defaults(defaults)).decode()
 
 
 def form_of(params: StructuredOutputsParams) -> Grammar:
@@ -132,6 +178,8 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
         params.disable_additional_properties,
         params.whitespace_pattern or None,
         params.backend,
+        additional_properties=params.additional_properties,
+        property_order=params.property_order,
         parts=parts,
         num_ways=composed.num_ways,
         openings=composed.openings,
@@ -170,6 +218,13 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
     _check_backend(params, kind)
     for name in OF_JSON[:2]:
         _check_type(name, getattr(params, name), bool)
+    for name, values in CHOSEN.items():
+        check_chosen(f"{name} of structured_outputs", getattr(params, name), values)
+    if params.additional_properties == "open" and params.disable_additional_properties:
+        raise RequestError(
+            "additional_properties is 'open' and disable_additional_properties is True: leave one "
+            "of them out"
+        )
     if params.whitespace_pattern is not None:
         _check_type("whitespace_pattern", params.whitespace_pattern, str)
         _check_characters("whitespace_pattern", params.whitespace_pattern)
@@ -186,6 +241,12 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
                 f"structured_outputs has {name} with {kind}, but it is for json, json_object and "
                 "structural_tag: leave it out"
             )
+
+
+def check_chosen(name: str, value: object, values: tuple[str, ...]) -> None:
+    """Raise ``RequestError`` if it is neither ``None`` nor one of these."""
+    if value is not None and value not in values:
+        raise RequestError(f"{name} is {value!r:.80}, must be one of: {', '.join(values)}")
 
 
 def _check_backend(params: StructuredOutputsParams, kind: Kind) -> None:

@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from engine.messages.finite import without_endless
 from engine.messages.structured import Grammar
 from engine.structured.decide import GrammarError
-from engine.structured.schemas import prepared
+from engine.structured.plans import plan_of
 from engine.structured.tags import SpecialOf, lark_of, none_special
 
 if TYPE_CHECKING:
@@ -99,9 +98,8 @@ def of_schema(schema: Any, form: Grammar, name: str) -> Named:
     elif form.is_as_trained:
         options = {**AS_TRAINED}
     if form.is_lenient:
-        options = {**options, "lenient": True, "coerce_one_of": True}
-    schema = without_endless(schema, is_closed=form.is_closed)
-    text = json_text(prepared(schema, form.is_closed, is_lenient=form.is_lenient))
+        options = {**options, "lenient": True}
+    text = json_text(plan_of(schema, form).written)
     made = LLMatcher.grammar_from_json_schema(text, overrides=options)
     (asked,) = msgspec.json.decode(made)["grammars"]
     return {**asked, "name": name}

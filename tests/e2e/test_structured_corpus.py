@@ -114,7 +114,7 @@ def test_white_space_in_a_pattern_is_that_of_ecmascript(schema: dict[str, str]) 
         assert accepted == is_one, space
 
 
-@pytest.mark.parametrize("pattern", [r"^[0-9+-\s]+$", r"^[A-\s]$", r"^\s(?!x)$"])
+@pytest.mark.parametrize("pattern", [r"^[0-9+-\s]+$", r"^[A-\s]$", r"^\s(x$"])
 def test_what_is_wrong_with_a_pattern_is_said_of_it_as_it_was_given(pattern: str) -> None:
     """A class is no end of a range."""
     with pytest.raises(GrammarError, match=re.escape(pattern)):

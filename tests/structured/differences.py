@@ -25,15 +25,6 @@ NARROWER: dict[str, tuple[dict[str, Any], list[str]]] = {
         {"type": "array"},
         [" []", "[] ", "[   ]", "[\n\n]", "[\n" + " " * 25 + "]"],
     ),
-    "beside a reference of draft 7": (
-        {
-            "$schema": "http://json-schema.org/draft-07/schema#",
-            "definitions": {"a": {"type": "string"}},
-            "$ref": "#/definitions/a",
-            "maxLength": 2,
-        },
-        ['"abc"'],
-    ),
     "the year 0000": ({"type": "string", "format": "date"}, ['"0000-01-01"']),
     "an address of both kinds": ({"type": "string", "format": "ipv6"}, ['"::ffff:1.2.3.4"']),
 }

@@ -26,7 +26,7 @@ DRAFTS = {
 }
 PART = Path(__file__).parent / "suite"  # a part of the suite, with its licence
 # Options of ``StructuredOutputsParams`` with which objects are as JSON schema has them.
-OPENED: dict[str, Any] = {}
+OPENED: dict[str, Any] = {"additional_properties": "open", "property_order": "free"}
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _NO_SCHEMAS = ("enum", "const", "default", "examples")
 

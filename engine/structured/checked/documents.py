@@ -56,6 +56,11 @@ class Document:
         self._resources.setdefault("", self.root)
         self._walk(schema, self.root)
 
+    @property
+    def resources(self) -> list[Resource]:
+        """All of them, each once."""
+        return list(dict.fromkeys(self._resources.values()))
+
     def home(self, schema: Schema) -> Resource:
         return self._homes[id(schema)]
 

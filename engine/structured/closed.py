@@ -1,0 +1,303 @@
+"""JSON schemas whose objects have no other properties than those that are named.
+
+Small models that may write any property write them without end. So an object whose schema names
+properties, and says nothing about others, is closed as ``unevaluatedProperties: false`` at the
+outermost schema of the object closes it: what ``allOf``, ``anyOf``, ``oneOf``, ``if``,
+``dependentSchemas`` and references name together may be written. An object that names none stays
+open, and so does an alternative that names none next to others that do. A name that is only
+``required`` may be written with any value.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from engine.messages.references import REFERENCES, References
+
+Schema = dict[str, Any]
+Choices = tuple[tuple[int, int], ...]  # the alternatives that a part belongs to, with their number
+
+OF_OTHERS = ("additionalProperties", "unevaluatedProperties")
+_ANSWERS = (*OF_OTHERS, "const", "enum")  # what is said of all properties
+# Keywords with schemas that hold for the same value: all of them, or some.
+_ALL, _SOME = ("allOf",), ("anyOf", "oneOf")
+_CASES = ("if", "then", "else")
+_DEFINITIONS = ("$defs", "definitions")
+# Keywords whose schemas ask something of a value, and do not describe it.
+_QUESTIONS = ("if", "not", "contains", "propertyNames")
+# Keywords with schemas of parts of a value: by name, in a list, alone.
+_PARTS_BY_NAME = ("properties", "patternProperties")
+_PARTS_IN_LISTS = ("prefixItems", "items")
+_PARTS = ("items", "additionalItems", "unevaluatedItems", *OF_OTHERS)
+_KEPT = ("$schema", "$id", "id", "$anchor", "$dynamicAnchor", *_DEFINITIONS)
+_ANNOTATIONS = {
+    *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
+    *("$comment", "$defs", "definitions", "$schema"),
+}
+
+
+@dataclass
+class Nest:
+    """What all schemas that speak of one object say of its properties."""
+
+    names: set[str] = field(default_factory=set)
+    own_names: bool = False  # one that always holds names properties
+    patterns: set[str] = field(default_factory=set)
+    required: list[str] = field(default_factory=list)
+    least: int = 0
+    is_answered: bool = False  # one that always holds speaks of all others
+    num_parts: int = 0
+    children: dict[str, list[tuple[Schema, Choices]]] = field(default_factory=dict)
+
+    @property
+    def is_named(self) -> bool:
+        return bool(self.names or self.patterns)
+
+
+def closed(schema: Any) -> Any:
+    """A copy in which objects that name properties have no others. Standard keywords say so, which
+    are to be read in every draft."""
+    if not isinstance(schema, dict):
+        return schema
+    whole = msgspec.json.decode(msgspec.json.encode(schema))
+    _Closer(whole).close()
+    return whole
+
+
+def only_named(schema: Any) -> Any:
+    """A copy in which every object has only the properties that its own schema names, as vLLM's
+    ``disable_additional_properties`` has it."""
+    if not isinstance(schema, dict):
+        return schema
+    whole: Schema = msgspec.json.decode(msgspec.json.encode(schema))
+    for each in References(whole).schemas:
+        if "properties" in each or "patternProperties" in each or each.get("type") == "object":
+            each.setdefault("additionalProperties", False)
+    return whole
+
+
+class _Closer:
+    """Closes the objects of one document where they stand."""
+
+    def __init__(self, whole: Schema) -> None:
+        self._references = References(whole)
+        self._nests: dict[int, Nest] = {}
+        self._objects = [*_outermost(whole)]
+        self._sole = self._only_whole()
+
+    def close(self) -> None:
+        joint = {id(child) for each in self._objects for child in self._joint(each)}
+        whole = {id(each): each for each in [*self._objects, *self._sole.values()]}
+        for each in whole.values():
+            self._nest(each)  # before anything is changed
+        for each in whole.values():
+            if id(each) not in joint and not self._is_left_to_target(each):
+                self._close(each)
+
+    def _close(self, schema: Schema) -> None:
+        nest = self._nest(schema)
+        if not nest.is_named or nest.is_answered or not _may_be_object(schema):
+            return
+        if nest.least > len(nest.names) and not nest.patterns:
+            return
+        self._open_alternatives(schema, nest)
+        unnamed = [name for name in nest.required if not _is_in(name, nest)]
+        if unnamed:
+            schema["properties"] = {
+                **_dict(schema.get("properties")),
+                **dict.fromkeys(unnamed, True),
+            }
+        if nest.num_parts == 1:
+            schema["additionalProperties"] = False
+        elif "$ref" in schema:  # beside which older drafts read nothing
+            inner = dict(schema)
+            unnamed_too = inner.pop("properties", None) if unnamed else None
+            kept = {key: inner.pop(key) for key in _KEPT if key in inner}
+            schema.clear()
+            schema.update({**kept, "allOf": [inner], "unevaluatedProperties": False})
+            if unnamed_too is not None:
+                schema["properties"] = unnamed_too
+        else:
+            schema["unevaluatedProperties"] = False
+
+    def _open_alternatives(self, schema: Schema, nest: Nest) -> None:
+        """Alternatives that name nothing allow everything, if nothing beside them names either."""
+        if nest.own_names:
+            return
+        for key in _SOME:
+            for at, each in enumerate(_list(schema.get(key))):
+                if each is True or (isinstance(each, dict) and _may_be_object(each)):
+                    own = {} if each is True else each
+                    if each is True or not self._nest(each).is_named:
+                        schema[key][at] = {"allOf": [own], "additionalProperties": True}
+
+    # -- what is said of an object
+
+    def _nest(self, schema: Schema) -> Nest:
+        if id(schema) not in self._nests:
+            nest = self._nests[id(schema)] = Nest()
+            for part, choices, is_question in self._parts(schema):
+                _note(nest, part, choices, is_question)
+        return self._nests[id(schema)]
+
+    def _parts(self, schema: Schema) -> Iterator[tuple[Schema, Choices, bool]]:
+        """The schemas that may hold for the same value, and whether one only asks."""
+        waiting: list[tuple[Any, Choices, bool]] = [(schema, (), False)]
+        seen = set()
+        while waiting:
+            part, choices, is_question = waiting.pop()
+            if not isinstance(part, dict) or id(part) in seen:
+                continue
+            seen.add(id(part))
+            yield part, choices, is_question
+            for each in (*self._references.targets(part), *_list(part.get("allOf"))):
+                waiting.append((each, choices, is_question))
+            for key in _SOME:
+                own = id(part.get(key))
+                waiting += [
+                    (each, (*choices, (own, at)), is_question)
+                    for at, each in enumerate(_list(part.get(key)))
+                ]
+            for at, key in enumerate(_CASES):
+                case = (*choices, (id(part), min(at, 1) if key != "else" else 2))
+                waiting.append((part.get(key), case, is_question or key == "if"))
+            for key in ("dependentSchemas", "dependencies"):
+                waiting += [
+                    (each, (*choices, (id(each), 0)), is_question)
+                    for each in _dict(part.get(key)).values()
+                ]
+
+    def _joint(self, schema: Schema) -> Iterator[Schema]:
+        """Schemas of properties, of which several speak that hold together: each alone says too
+        little to close what it speaks of."""
+        for said in self._nest(schema).children.values():
+            named = [(each, choices) for each, choices in said if self._nest(each).is_named]
+            for at, (one, choices) in enumerate(named[:64]):
+                for other, others in named[:at]:
+                    if one is not other and _go_together(choices, others):
+                        yield one
+                        yield other
+
+    # -- what references lead to
+
+    def _only_whole(self) -> dict[int, Schema]:
+        """Schemas by their ``id()`` to which references lead only as to all that is said of an
+        object: they can be closed themselves."""
+        users: dict[int, list[bool]] = {}
+        targets: dict[int, Schema] = {}
+        whole = {id(each) for each in self._objects}
+        alternatives = {id(alone) for each in self._objects if (alone := self._only_object(each))}
+        for each in self._references.schemas:
+            for target in self._references.targets(each):
+                if isinstance(target, dict):
+                    targets[id(target)] = target
+                    is_whole = id(each) in whole or id(each) in alternatives
+                    users.setdefault(id(target), []).append(is_whole and _is_reference(each))
+        return {each: targets[each] for each, found in users.items() if all(found)}
+
+    def _only_object(self, schema: Schema) -> Schema | None:
+        """The one of its alternatives that may be an object, where nothing else is said."""
+        rest = schema.keys() - _ANNOTATIONS
+        if len(rest) != 1 or (key := next(iter(rest))) not in _SOME:
+            return None
+        able = [each for each in _list(schema[key]) if each is True or _may_be_object(each)]
+        return able[0] if len(able) == 1 and isinstance(able[0], dict) else None
+
+    def _is_left_to_target(self, schema: Schema) -> bool:
+        """Whether it is only a reference, to what is closed itself."""
+        alone = schema if _is_reference(schema) else self._only_object(schema)
+        if alone is None or not _is_reference(alone):
+            return False
+        return all(id(each) in self._sole for each in self._references.targets(alone))
+
+
+def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None:
+    properties, patterns = _dict(part.get("properties")), _dict(part.get("patternProperties"))
+    nest.num_parts += 1
+    nest.names |= properties.keys()
+    nest.patterns |= patterns.keys()
+    nest.required += [name for name in _list(part.get("required")) if isinstance(name, str)]
+    for key in ("dependentRequired", "dependencies"):
+        for names in _dict(part.get(key)).values():
+            nest.required += [name for name in _list(names) if isinstance(name, str)]
+    if not choices:
+        nest.own_names = nest.own_names or bool(properties or patterns)
+        nest.is_answered = nest.is_answered or any(key in part for key in _ANSWERS)
+        least = part.get("minProperties", 0)
+        nest.least = max(nest.least, least if isinstance(least, int) else 0)
+    if is_question:
+        return
+    for name, each in properties.items():
+        if isinstance(each, dict):
+            nest.children.setdefault(name, []).append((each, choices))
+
+
+def _outermost(whole: Schema) -> Iterator[Schema]:
+    """The schemas that are all that is said of a value at their place."""
+    waiting: list[tuple[Any, bool]] = [(whole, True)]
+    while waiting:
+        schema, is_whole = waiting.pop()
+        if not isinstance(schema, dict):
+            continue
+        if is_whole:
+            yield schema
+        for key, value in schema.items():
+            if key in _QUESTIONS:
+                continue
+            if key in (*_PARTS_BY_NAME, *_DEFINITIONS, "dependentSchemas", "dependencies"):
+                waiting += [(each, key in _PARTS_BY_NAME) for each in _dict(value).values()]
+            elif key in (*_ALL, *_SOME) or (key in _PARTS_IN_LISTS and isinstance(value, list)):
+                waiting += [(each, key in _PARTS_IN_LISTS) for each in _list(value)]
+            elif key in _PARTS or key in _CASES:
+                waiting.append((value, key in _PARTS))
+
+
+def _go_together(one: Choices, other: Choices) -> bool:
+    """Whether parts of these alternatives may hold for the same value."""
+    taken = dict(one)
+    return all(taken.get(choice, number) == number for choice, number in other)
+
+
+def _is_reference(schema: Any) -> bool:
+    """Whether it is nothing but a reference."""
+    return isinstance(schema, dict) and schema.keys() - _ANNOTATIONS in (
+        {each} for each in REFERENCES
+    )
+
+
+def _may_be_object(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    if "const" in schema or "enum" in schema:
+        return any(isinstance(each, dict) for each in _values(schema))
+    kind = schema.get("type", "object")
+    return "object" in (kind if isinstance(kind, list) else [kind])
+
+
+def _values(schema: Schema) -> list[Any]:
+    return [schema["const"]] if "const" in schema else _list(schema["enum"])
+
+
+def _is_in(name: str, nest: Nest) -> bool:
+    if name in nest.names:
+        return True
+    for pattern in nest.patterns:
+        try:
+            if re.search(pattern, name):
+                return True
+        except re.error:
+            continue
+    return False
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _dict(value: Any) -> Schema:
+    return value if isinstance(value, dict) else {}

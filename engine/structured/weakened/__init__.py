@@ -1,0 +1,1 @@
+"""A JSON schema in the words of a grammar: all that it allows, and as little more as can be."""

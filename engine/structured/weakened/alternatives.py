@@ -1,0 +1,108 @@
+"""Are the alternatives of oneOf apart: is what is written for one never right for another?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from engine.structured.checked.exact import Exact, exact
+from engine.structured.weakened.arrays import Writes
+from engine.structured.weakened.readings import Reading
+from engine.structured.weakened.shapes import listed, named
+
+Schema = dict[str, Any]
+
+
+def are_apart(readings: Sequence[Reading], writer: Writes) -> bool:
+    """Whether it is proved of all of them that took different ways of the same oneOf."""
+    return all(
+        _are_apart(one, other)
+        for at, one in enumerate(readings)
+        for other in readings[:at]
+        if _differ(one, other)
+    )
+
+
+def _differ(one: Reading, other: Reading) -> bool:
+    return any(other.taken.get(each, way) != way for each, way in one.taken.items())
+
+
+def _are_apart(one: Reading, other: Reading) -> bool:
+    common = one.types & other.types
+    if common == {"number"} or not common:
+        return not common
+    own, others = _values(one), _values(other)
+    if own is not None and others is not None:
+        return not own & others
+    if common != {"object"}:
+        return False
+    return _lacks(one, other) or _lacks(other, one) or _have_another(one, other)
+
+
+def _have_another(one: Reading, other: Reading) -> bool:
+    """Whether a property that one of them must have has other values in the other."""
+    for name in one.required | other.required:
+        own, others = one.constants.get(name), other.constants.get(name)
+        if own is not None and others is not None and not set(own) & set(others):
+            return True
+        if own is not None and others is None and set(own) <= set(other.excluded.get(name, ())):
+            return True
+        types = [_types_at(each, name) for each in (one, other)]
+        if not types[0] & types[1]:
+            return True
+    return False
+
+
+def _types_at(reading: Reading, name: str) -> frozenset[str]:
+    """The types that a property is seen to have."""
+    found = frozenset({"null", "boolean", "number", "string", "array", "object"})
+    for part in reading.parts:
+        said = named(part.schema.get("properties")).get(name)
+        if isinstance(said, dict) and "type" in said:
+            kind = said["type"]
+            names = {kind} if isinstance(kind, str) else set(kind)
+            found &= {"number" if each == "integer" else each for each in names}
+    return found
+
+
+def _lacks(one: Reading, other: Reading) -> bool:
+    """Whether the one cannot write a property that the other must have."""
+    for name in other.required:
+        if one.constants.get(name) == []:
+            return True
+        is_closed = any(
+            part.schema.get("additionalProperties") is False
+            and name not in named(part.schema.get("properties"))
+            and not part.schema.get("patternProperties")
+            for part in one.parts
+        )
+        if is_closed or _is_left_out(one, name):
+            return True
+    return False
+
+
+def _is_left_out(reading: Reading, name: str) -> bool:
+    """Whether an object that says nothing of others does not name it."""
+    for number, holder in reading.holders.items():
+        if holder.get("unevaluatedProperties") is not False:
+            continue
+        group = [part.schema for part in reading.parts if number in part.holders]
+        speaks = ("additionalProperties", "patternProperties")
+        if not any(
+            any(key in each for key in speaks) or name in named(each.get("properties"))
+            for each in group
+        ):
+            return True
+    return False
+
+
+def _values(reading: Reading) -> set[Exact] | None:
+    found: set[Exact] | None = None
+    for part in reading.parts:
+        if "const" in part.schema or "enum" in part.schema:
+            listed_values = (
+                [part.schema["const"]] if "const" in part.schema else listed(part.schema["enum"])
+            )
+            own = {exact(each) for each in listed_values}
+            found = own if found is None else found & own
+    return found

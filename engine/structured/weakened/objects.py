@@ -1,0 +1,404 @@
+"""Objects of several schemas at once, in the library's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import combinations
+from math import comb
+from typing import Any
+
+from engine.structured.checked.expressions import searcher
+from engine.structured.schemas import SchemaError, of_rust
+from engine.structured.weakened.arrays import Writes
+from engine.structured.weakened.readings import Part, Reading
+from engine.structured.weakened.scalars import Loosen, is_taken, limits, widened
+from engine.structured.weakened.shapes import listed, named
+
+Schema = dict[str, Any]
+
+MOST_SETS = 32  # of properties, of which one must be there
+MOST_GROUPS = 48  # of properties in any order, by their schemas: each two are compared
+MOST_PATTERNS = 48
+# What one way of a choice leaves open another may demand: in any order it can still be written.
+ORDERED = ("if", "not", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "dependencies")
+
+
+@dataclass
+class Names:
+    """What an object's properties are by their names, as it is written."""
+
+    properties: dict[str, Any]  # by name, in order
+    patterns: dict[str, Any]
+    additional: Any
+    required: list[str]
+
+
+class Objects:
+    """Writes the objects of one reading."""
+
+    def __init__(self, reading: Reading, writer: Writes, loosen: Loosen, *, is_free: bool) -> None:
+        self._reading = reading
+        self._parts = reading.parts
+        self._writer = writer
+        self._loosen = loosen
+        self._is_free = is_free or any(key in reading.loose for key in ORDERED)
+        self._groups = {
+            number: [part for part in self._parts if number in part.holders]
+            for number, holder in reading.holders.items()
+            if "unevaluatedProperties" in holder
+        }
+
+    def written(self) -> list[Schema]:
+        """The ways in which an object is right; none if none is."""
+        schemas = [part.schema for part in self._parts]
+        found = limits(schemas, "minProperties", "maxProperties")
+        if found is None:
+            return []
+        names = self._names()
+        if names is None:
+            return []
+        least, most = found.get("minProperties", 0), found.get("maxProperties")
+        if most is not None and most < len(names.required):
+            return []
+        if self._is_free:
+            return [self._free(names, least, most)]
+        return self._counted(names, least, most)
+
+    # -- what is said of each name
+
+    def _names(self) -> Names | None:
+        """``None`` if a property that is required cannot be written."""
+        required = list(
+            dict.fromkeys(
+                name
+                for part in self._parts
+                for name in listed(part.schema.get("required"))
+                if isinstance(name, str)
+            )
+        )
+        patterns = self._patterns()
+        additional = self._writer.place(self._of_others())
+        if additional is not False or patterns:
+            self._loosen("names", True)  # one may come twice
+        limited, by_pattern = self._limited_names()
+        own = [*self._own_names(), *required, *(limited or ())]
+        properties: dict[str, Any] = {}
+        for name in dict.fromkeys(own):
+            is_right = self._allows(name) and (limited is None or name in limited)
+            written = self._writer.place(self._of_name(name)) if is_right else False
+            if written is False and name in required:
+                return None
+            properties[name] = written
+        if limited is not None:
+            additional = False
+            patterns = {}
+        elif by_pattern is not None and not patterns and additional is not False:
+            patterns, additional = {by_pattern: additional}, False
+        if additional is False and not patterns:
+            properties = {name: each for name, each in properties.items() if each is not False}
+        return self._apart(Names(properties, patterns, additional, required))
+
+    def _own_names(self) -> Iterator[str]:
+        for part in sorted(self._parts, key=lambda part: part.is_silent):
+            yield from named(part.schema.get("properties"))
+
+    def _of_name(self, name: str) -> list[Any]:
+        found: list[Any] = []
+        for part in self._parts:
+            found += self._said(part, name)
+        for number, group in self._groups.items():
+            if not any(self._evaluates(part, name, number) for part in group):
+                found.append(self._reading.holders[number]["unevaluatedProperties"])
+        return found
+
+    def _said(self, part: Part, name: str) -> list[Any]:
+        """What one schema says of a property of this name."""
+        properties = named(part.schema.get("properties"))
+        found = [properties[name]] if name in properties else []
+        patterns = named(part.schema.get("patternProperties"))
+        found += [each for pattern, each in patterns.items() if _matches(pattern, name)]
+        if found or name in properties:
+            return found
+        return [part.schema["additionalProperties"]] if _speaks_of_others(part) else []
+
+    def _evaluates(self, part: Part, name: str | None, holder: int) -> bool:
+        """Whether a part speaks of a property of this name, or of all others."""
+        if part.is_silent:
+            return False
+        if _speaks_of_others(part):
+            return True
+        if id(part.schema) != holder and "unevaluatedProperties" in part.schema:
+            return True
+        if name is None:
+            return False
+        patterns = named(part.schema.get("patternProperties"))
+        is_named = name in named(part.schema.get("properties"))
+        return is_named or any(_matches(each, name) for each in patterns)
+
+    def _of_others(self) -> list[Any]:
+        found = [
+            part.schema["additionalProperties"] for part in self._parts if _speaks_of_others(part)
+        ]
+        for number, group in self._groups.items():
+            if not any(self._evaluates(part, None, number) for part in group):
+                found.append(self._reading.holders[number]["unevaluatedProperties"])
+        return found
+
+    # -- patterns of names
+
+    def _patterns(self) -> dict[str, Any]:
+        """Values by patterns that no name matches two of."""
+        asked = list(
+            dict.fromkeys(
+                pattern
+                for part in self._parts
+                for pattern in named(part.schema.get("patternProperties"))
+            )
+        )
+        found: dict[str, Any] = {}
+        for group in _overlapping(asked, self._loosen):
+            values = [self._writer.place(self._of_pattern(each, group)) for each in group]
+            kept = [each for each in values if each is not False]
+            if len(group) > 1:
+                self._loosen("patternProperties", group)
+            pattern = "|".join(f"(?:{each})" for each in map(_rust, group))
+            found[pattern if len(group) > 1 else _rust(group[0])] = one_of(kept)
+        return found
+
+    def _of_pattern(self, pattern: str, group: list[str]) -> list[Any]:
+        """What is said of names that match this pattern, and perhaps others of the group."""
+        found: list[Any] = []
+        for part in self._parts:
+            patterns = named(part.schema.get("patternProperties"))
+            if pattern in patterns:
+                found.append(patterns[pattern])
+            elif _speaks_of_others(part) and not any(each in patterns for each in group):
+                found.append(part.schema["additionalProperties"])
+        for number, parts in self._groups.items():
+            is_evaluated = any(
+                self._evaluates(part, None, number)
+                or (
+                    not part.is_silent
+                    and any(each in named(part.schema.get("patternProperties")) for each in group)
+                )
+                for part in parts
+            )
+            if not is_evaluated:
+                found.append(self._reading.holders[number]["unevaluatedProperties"])
+        return found
+
+    def _apart(self, names: Names) -> Names:
+        """The library puts a property and the pattern that its name matches together, which it
+        cannot do for what comes back to itself: such a property is one of the pattern."""
+        for pattern, value in names.patterns.items():
+            if "$ref" not in str(value):
+                continue
+            for name in [each for each in names.properties if _matches(pattern, each)]:
+                if "$ref" in str(names.properties[name]):
+                    del names.properties[name]
+                    self._loosen("patternProperties", pattern)
+                    names.required = [each for each in names.required if each != name]
+        return names
+
+    # -- propertyNames
+
+    def _limited_names(self) -> tuple[list[str] | None, str | None]:
+        """The names that an object may have at all, or a pattern of them."""
+        asked = [
+            part.schema["propertyNames"]
+            for part in self._parts
+            if part.schema.get("propertyNames", True) not in (True, {})
+        ]
+        if not asked:
+            return None, None
+        self._loosen("propertyNames", asked[0])
+        written = self._writer.place([*asked, {"type": "string"}])
+        if written is False:
+            return [], None
+        if isinstance(written, dict) and "enum" in written:
+            return [each for each in written["enum"] if isinstance(each, str)], None
+        return None, _pattern_of(written)
+
+    def _allows(self, name: str) -> bool:
+        """Whether a name is not seen to break ``propertyNames``."""
+        for part in self._parts:
+            asked = part.schema.get("propertyNames", True)
+            if asked is False:
+                return False
+            if isinstance(asked, dict) and not _is_name(asked, name):
+                return False
+        return True
+
+    # -- how many
+
+    def _counted(self, names: Names, least: int, most: int | None) -> list[Schema]:
+        """In the order of the schema."""
+        written = _written(names)
+        writable = [name for name, each in names.properties.items() if each is not False]
+        optional = [name for name in writable if name not in names.required]
+        is_closed = names.additional is False and not names.patterns
+        if most is not None and (not is_closed or most < len(writable)):
+            if optional:
+                self._loosen("maxProperties", most)
+            else:
+                written["maxProperties"] = most
+        missing = least - len(names.required)
+        if missing <= 0:
+            return [written]
+        if not optional:
+            return [] if is_closed else [{**written, "minProperties": least}]
+        if not is_closed:
+            self._loosen("minProperties", least)  # others may still follow
+            return [written]
+        if missing > len(optional):
+            return []
+        if comb(len(optional), missing) > MOST_SETS:
+            self._loosen("minProperties", least)
+            return [self._free(names, least, most)]
+        return [_with_first(written, optional, each) for each in combinations(optional, missing)]
+
+    def _free(self, names: Names, least: int, most: int | None) -> Schema:
+        """In any order: what is required, and that no name comes twice, is left to the checker."""
+        self._loosen("required", names.required)
+        writable = {name: each for name, each in names.properties.items() if each is not False}
+        own = {
+            name: each
+            for name, each in writable.items()  # what a pattern has as well is written by that
+            if all(_are_apart(pattern, f"^{_quoted(name)}$") for pattern in names.patterns)
+        }
+        groups = {**names.patterns, **_grouped(own)}
+        least = max(least, len(names.required))
+        found: Schema = {"patternProperties": groups} if groups else {}
+        if banned := [name for name, each in names.properties.items() if each is False]:
+            found["properties"] = dict.fromkeys(banned, False)
+        if names.additional is False and not names.patterns:
+            most = len(writable) if most is None else min(most, len(writable))
+        if names.additional not in (True, {}):
+            found["additionalProperties"] = names.additional
+        if not banned:
+            found |= {"minProperties": least} if least else {}
+            found |= {} if most is None else {"maxProperties": most}
+        return found
+
+
+def _written(names: Names) -> Schema:
+    found: Schema = {}
+    if names.properties:
+        found["properties"] = names.properties
+    if names.required:
+        found["required"] = names.required
+    if names.patterns:
+        found["patternProperties"] = names.patterns
+    if names.additional not in (True, {}):
+        found["additionalProperties"] = names.additional
+    return found
+
+
+def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) -> Schema:
+    """The same in which these are the first properties that need not be there."""
+    last = optional.index(first[-1])
+    left = {name for name in optional[:last] if name not in first}
+    properties = {name: each for name, each in written["properties"].items() if name not in left}
+    return {**written, "properties": properties, "required": [*written.get("required", []), *first]}
+
+
+def _grouped(properties: dict[str, Any]) -> dict[str, Any]:
+    """Values by patterns of exactly these names: those of one schema together."""
+    by_value: dict[str, list[str]] = {}
+    values: dict[str, Any] = {}
+    for name, each in properties.items():
+        values[repr(each)] = each
+        by_value.setdefault(repr(each), []).append(name)
+    groups = [(names, values[key]) for key, names in by_value.items()]
+    if len(groups) > MOST_GROUPS:
+        rest = groups[MOST_GROUPS - 1 :]
+        whole = [name for names, _ in rest for name in names]
+        groups = [*groups[: MOST_GROUPS - 1], (whole, one_of([each for _, each in rest]))]
+    return {f"^(?:{'|'.join(map(_quoted, names))})$": value for names, value in groups}
+
+
+def one_of(schemas: list[Any]) -> Any:
+    """What any of them allows."""
+    if any(each in (True, {}) for each in schemas):
+        return True
+    kept = list({repr(each): each for each in schemas}.values())
+    if not kept:
+        return False
+    return kept[0] if len(kept) == 1 else {"anyOf": kept}
+
+
+def _speaks_of_others(part: Part) -> bool:
+    return "additionalProperties" in part.schema
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return searcher(pattern)(name)
+    except SchemaError:
+        return False  # the library says what is wrong with it
+
+
+def _is_name(asked: Schema, name: str) -> bool:
+    if "const" in asked and asked["const"] != name:
+        return False
+    if "enum" in asked and name not in listed(asked["enum"]):
+        return False
+    if "maxLength" in asked and len(name) > asked["maxLength"]:
+        return False
+    if "minLength" in asked and len(name) < asked["minLength"]:
+        return False
+    return not ("pattern" in asked and not _matches(asked["pattern"], name))
+
+
+def _pattern_of(written: Any) -> str | None:
+    """A pattern of the names that a schema of texts allows, or of more."""
+    if not isinstance(written, dict):
+        return None
+    if "pattern" in written:
+        found: str = written["pattern"]
+        return found
+    if "minLength" in written or "maxLength" in written:
+        return rf"^[\s\S]{{{written.get('minLength', 0)},{written.get('maxLength', '')}}}$"
+    return None
+
+
+def _rust(pattern: str) -> str:
+    """In the library's dialect, and wider where that has no words for it."""
+    written = of_rust(pattern)
+    if is_taken(written):
+        return written
+    wider = of_rust(widened(pattern))
+    return wider if is_taken(wider) else written
+
+
+def _overlapping(patterns: list[str], loosen: Loosen) -> Iterator[list[str]]:
+    """Groups of patterns; no name matches patterns of two groups."""
+    for each in patterns:
+        if not is_taken(of_rust(each)):
+            loosen("patternProperties", each)
+    if len(patterns) > MOST_PATTERNS:
+        yield patterns
+        return
+    groups: list[list[str]] = []
+    for each in patterns:
+        joined = [group for group in groups if any(not _are_apart(each, one) for one in group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append([*(one for group in joined for one in group), each])
+    yield from groups
+
+
+@lru_cache(maxsize=4096)
+def _are_apart(one: str, other: str) -> bool:
+    from llguidance import LLMatcher
+
+    schema = {"type": "object", "patternProperties": {_rust(one): {}, _rust(other): {}}}
+    text = LLMatcher.grammar_from_json_schema(schema)
+    return not LLMatcher.validate_grammar(text)
+
+
+def _quoted(text: str) -> str:
+    """Matches the text itself in a regular expression of Rust's."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)

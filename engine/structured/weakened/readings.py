@@ -1,0 +1,375 @@
+"""What schemas say together of one value: each way to satisfy them as a list of flat schemas.
+
+References and ``allOf`` are followed. ``anyOf``, ``oneOf``, ``if``, ``not`` and what depends on a
+property are choices; each combination of them that is not seen to contradict itself is a reading.
+Where these are too many a choice is passed over: the reading then allows more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+from engine.structured.checked.documents import Document
+from engine.structured.checked.exact import Exact, exact
+from engine.structured.merged import EVERY_TYPE, types_of
+from engine.structured.schemas import SchemaError
+from engine.structured.weakened.opposites import EXCEPT, Opposite
+from engine.structured.weakened.shapes import check_shapes, is_idle, listed, named
+
+Schema = dict[str, Any]
+
+MOST_READINGS = 64  # of one value
+MOST_IN_ALL = 100_000
+MOST_TOGETHER = 3  # alternatives of anyOf, of which several at once are looked at
+UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
+
+
+class Part(NamedTuple):
+    """A schema that holds for a value."""
+
+    schema: Any
+    holders: tuple[int, ...] = ()  # ids of schemas around it that speak of what is not evaluated
+    is_silent: bool = False  # what it names it does not evaluate
+    is_flat: bool = False  # what holds next to its own keywords was read
+
+
+class Choice(NamedTuple):
+    """One of these ways holds, each of several parts."""
+
+    keyword: str
+    number: int
+    ways: list[list[Part]]
+    is_exact: bool = True
+
+
+@dataclass(slots=True)
+class Reading:
+    """Schemas of one value that are being put together."""
+
+    waiting: list[Part]
+    parts: list[Part] = field(default_factory=list)
+    choices: list[Choice] = field(default_factory=list)
+    seen: set[tuple[int, tuple[int, ...], bool, bool]] = field(default_factory=set)
+    types: set[str] = field(default_factory=lambda: set(EVERY_TYPE))
+    required: set[str] = field(default_factory=set)
+    constants: dict[str, list[Exact]] = field(default_factory=dict)  # of properties
+    excluded: dict[str, list[Exact]] = field(default_factory=dict)
+    taken: dict[int, int] = field(default_factory=dict)  # ways of oneOf, by the choice's number
+    loose: dict[str, Any] = field(default_factory=dict)
+    """Keywords that it does not hold wholly, with a value."""
+    holders: dict[int, Schema] = field(default_factory=dict)
+
+    def by(self, choice: Choice, number: int) -> Reading:
+        """The same on one of the ways."""
+        taken = self.taken
+        if choice.keyword == "oneOf":
+            taken = {**taken, choice.number: number}
+        loose = self.loose if choice.is_exact else {**self.loose, choice.keyword: True}
+        return replace(
+            self,
+            waiting=[*self.waiting, *reversed(choice.ways[number])],
+            parts=[*self.parts],
+            choices=[*self.choices],
+            seen=set(self.seen),
+            types=set(self.types),
+            required=set(self.required),
+            constants={**self.constants},
+            excluded={**self.excluded},
+            taken=taken,
+            loose={**loose},
+            holders={**self.holders},
+        )
+
+
+class Reader:
+    """Reads the schemas of one document."""
+
+    def __init__(self, document: Document, *, is_lenient: bool) -> None:
+        self.document = document
+        self._is_lenient = is_lenient
+        self._left = MOST_IN_ALL
+        self._made: dict[Any, Any] = {}  # kept, so that no other gets their ids
+
+    def readings(self, schemas: Sequence[Any]) -> list[Reading]:
+        """All ways to satisfy all of them; none if nothing does."""
+        done: list[Reading] = []
+        pending = [Reading([Part(each) for each in reversed(schemas)])]
+        while pending:
+            reading = pending.pop()
+            if not self._read_on(reading):
+                continue
+            if not reading.choices:
+                done.append(reading)
+                continue
+            choice = reading.choices.pop(0)
+            self._left -= len(choice.ways)
+            if self._left < 0 or len(done) + len(pending) + len(choice.ways) > MOST_READINGS:
+                self._pass_over(reading, choice)
+                pending.append(reading)
+            else:
+                pending += [reading.by(choice, each) for each in reversed(range(len(choice.ways)))]
+        return done
+
+    def targets(self, schema: Schema, keys: Sequence[str] = REFERENCES) -> list[Any]:
+        """What it refers to: of a reference that depends on how it was reached, all that it may
+        mean. Raises ``SchemaError`` for another file."""
+        found: list[Any] = []
+        for key in keys:
+            if key not in schema:
+                continue
+            target = self.document.found(schema, schema[key], key)
+            found += [target] if key == "$ref" else self._dynamic(schema, target, key)
+        return found
+
+    def read(self, schema: Schema) -> Schema:
+        """Its keywords that count: of older drafts nothing beside a reference."""
+        if len(schema) > 1 and "$ref" in schema and self._draft(schema) <= 7:
+            only: Schema = self._made.setdefault(("$ref", id(schema)), {"$ref": schema["$ref"]})
+            return only
+        return schema
+
+    def _draft(self, schema: Schema) -> int:
+        try:
+            return self.document.home(schema).draft
+        except KeyError:
+            return 2020  # one of ours
+
+    def _dynamic(self, schema: Schema, target: Any, key: str) -> list[Any]:
+        if key == "$recursiveRef":
+            if not self.document.home(target).is_recursive:
+                return [target]
+            return [each.root for each in self.document.resources if each.is_recursive]
+        name = schema[key].partition("#")[2]
+        if not isinstance(target, dict) or target.get("$dynamicAnchor") != name:
+            return [target]
+        return [each.dynamic[name] for each in self.document.resources if name in each.dynamic]
+
+    # -- reading on
+
+    def _read_on(self, reading: Reading) -> bool:
+        """Up to the next choices; ``False`` if nothing satisfies it."""
+        while reading.waiting:
+            part = reading.waiting.pop()
+            if part.schema is False:
+                return False
+            if part.schema is True:
+                continue
+            if not isinstance(part.schema, dict):
+                raise SchemaError(f"a schema is {part.schema!r:.80}, must be an object or a bool")
+            key = id(part.schema), part.holders, part.is_silent, part.is_flat
+            if key in reading.seen:
+                continue
+            reading.seen.add(key)
+            if not self._read_part(reading, part):
+                return False
+        return True
+
+    def _read_part(self, reading: Reading, part: Part) -> bool:
+        schema = self.read(part.schema)
+        if part.is_flat:
+            reading.parts.append(part._replace(schema=schema))
+            return self._note(reading, schema)
+        check_shapes(schema, is_lenient=self._is_lenient)
+        holders = part.holders
+        if any(key in schema and not is_idle(key, schema[key]) for key in UNEVALUATED):
+            holders = tuple(dict.fromkeys((*holders, id(part.schema))))
+            reading.holders[id(part.schema)] = schema
+        around = part._replace(holders=holders)
+        reading.waiting += reversed([*self._in_order(schema, around)])
+        reading.choices += self._choices(schema, around)
+        return True
+
+    def _in_order(self, schema: Schema, part: Part) -> Iterator[Part]:
+        """What holds next to each other, as the schema writes it: the order of properties."""
+        own = part._replace(is_flat=True)
+        is_due = True
+        for key in schema:
+            if key == "properties" and is_due:
+                yield own
+                is_due = False
+            elif key == "allOf":
+                yield from (part._replace(schema=each) for each in listed(schema[key]))
+            elif key == "$ref":
+                targets = self.targets(part.schema, [key])
+                yield from (part._replace(schema=each) for each in targets)
+        if is_due:
+            yield own
+
+    def _note(self, reading: Reading, schema: Schema) -> bool:
+        """Whether it may still hold with what was read before."""
+        if "type" in schema:
+            reading.types &= types_of(schema)
+        if not reading.types:
+            return False
+        if reading.types == {"object"}:
+            reading.required.update(
+                each for each in listed(schema.get("required")) if isinstance(each, str)
+            )
+        for name, each in named(schema.get("properties")).items():
+            self._note_constants(reading, name, each)
+        return not any(reading.constants.get(name) == [] for name in reading.required)
+
+    def _note_constants(self, reading: Reading, name: str, schema: Any) -> None:
+        if schema is False:
+            reading.constants[name] = []
+        if not isinstance(schema, dict):
+            return
+        if (values := self._values(schema)) is not None:
+            known = reading.constants.get(name, values)
+            reading.constants[name] = [each for each in known if each in values]
+        if EXCEPT in schema:
+            before = reading.excluded.get(name, [])
+            reading.excluded[name] = [*before, *map(exact, schema[EXCEPT])]
+        if name in reading.constants and name in reading.excluded:
+            reading.constants[name] = [
+                each for each in reading.constants[name] if each not in reading.excluded[name]
+            ]
+
+    def _values(self, schema: Schema) -> list[Exact] | None:
+        """Those of enum or const, its own or of what it refers to."""
+        for _ in range(8):
+            if "const" in schema:
+                return [exact(schema["const"])]
+            if "enum" in schema:
+                return [exact(each) for each in listed(schema["enum"])]
+            if "$ref" not in schema:
+                return None
+            targets = self.targets(schema)
+            if not targets or not isinstance(targets[0], dict):
+                return None
+            schema = targets[0]
+        return None
+
+    # -- choices
+
+    def _choices(self, schema: Schema, part: Part) -> Iterator[Choice]:
+        for key in ("anyOf", "oneOf"):
+            if key in schema:
+                ways = [[part._replace(schema=each)] for each in listed(schema[key])]
+                if key == "anyOf" and part.holders:
+                    ways += _together(ways)
+                yield Choice(key, id(schema[key]), ways)
+        for key in ("$dynamicRef", "$recursiveRef"):
+            if key in schema:
+                targets = self.targets(part.schema, [key])
+                ways = [[part._replace(schema=each)] for each in targets]
+                yield Choice(key, id(schema), ways, len(ways) == 1)
+        if "if" in schema and ("then" in schema or "else" in schema or part.holders):
+            yield self._condition(schema, part)
+        if "not" in schema:
+            ways, is_exact = self._opposite(schema["not"], part)
+            yield Choice("not", id(schema), ways, is_exact)
+        for key in ("dependentRequired", "dependentSchemas", "dependencies"):
+            for name, each in named(schema.get(key)).items():
+                yield self._dependency(key, name, each, part)
+
+    def _condition(self, schema: Schema, part: Part) -> Choice:
+        ways, is_exact = self._opposite(schema["if"], part)
+        then = part._replace(schema=schema.get("then", True))
+        otherwise = part._replace(schema=schema.get("else", True))
+        return Choice(
+            "if",
+            id(schema),
+            [
+                [part._replace(schema=schema["if"]), then],
+                *([*each, otherwise] for each in ways),
+            ],
+            is_exact,
+        )
+
+    def _opposite(self, schema: Any, part: Part) -> tuple[list[list[Part]], bool]:
+        key = ("not", id(schema))
+        if key not in self._made:
+            self._made[key] = Opposite(schema, self.targets)
+        found: Opposite = self._made[key]
+        ways = [[Part(each, part.holders, is_silent=True)] for each in found.ways]
+        return ways, found.is_exact
+
+    def _dependency(self, key: str, name: str, each: Any, part: Part) -> Choice:
+        made = ("dependency", id(each), name)
+        if made not in self._made:
+            needed = [name, *each] if isinstance(each, list) else [name]
+            self._made[made] = (
+                {"properties": {name: False}},
+                {"type": "object", "required": needed},
+                each,
+            )
+        absent, present, each = self._made[made]
+        without = [Part(absent, part.holders, is_silent=True)]
+        with_it = [part._replace(schema=present)]
+        if not isinstance(each, list):
+            with_it.append(part._replace(schema=each))
+        return Choice(key, id(absent), [without, with_it])
+
+    def _pass_over(self, reading: Reading, choice: Choice) -> None:
+        """Its ways are too many. What they name is offered, of the types that it has in some."""
+        reading.loose[choice.keyword] = True
+        own = ("union", choice.keyword, choice.number)
+        if own not in self._made:
+            self._made[own] = self._union(choice)
+        part = choice.ways[0][0] if choice.ways else None
+        if part is not None:
+            reading.waiting.append(Part(self._made[own], part.holders))
+
+    def _union(self, choice: Choice) -> Schema:
+        names: dict[str, list[Any]] = {}
+        patterns: dict[str, list[Any]] = {}
+        is_answered = False
+        for way in choice.ways:
+            for each in self._around(way):
+                for name, own in named(each.get("properties")).items():
+                    names.setdefault(name, []).append(own)
+                for name, own in named(each.get("patternProperties")).items():
+                    patterns.setdefault(name, []).append(own)
+                is_answered = is_answered or "additionalProperties" in each
+        found: Schema = {"additionalProperties": True} if is_answered else {}
+        found["properties"] = {name: _any(each) for name, each in names.items()}
+        found["patternProperties"] = {name: _any(each) for name, each in patterns.items()}
+        return found
+
+    def _around(self, way: list[Part]) -> Iterator[Schema]:
+        """The schemas that hold for the same value on a way, those of further choices too."""
+        waiting = [each.schema for each in way if not each.is_silent]
+        seen = set()
+        while waiting:
+            schema = waiting.pop()
+            if not isinstance(schema, dict) or id(schema) in seen:
+                continue
+            seen.add(id(schema))
+            schema = self.read(schema)
+            yield schema
+            waiting += self.targets(schema)
+            for key in ("allOf", "anyOf", "oneOf"):
+                waiting += listed(schema.get(key))
+            waiting += [schema[key] for key in ("if", "then", "else") if key in schema]
+            waiting += named(schema.get("dependentSchemas")).values()
+
+
+def _any(schemas: list[Any]) -> Any:
+    kept = list({id(each): each for each in schemas if each is not False}.values())
+    if any(each is True for each in kept):
+        return True
+    return kept[0] if len(kept) == 1 else {"anyOf": kept}
+
+
+def _together(ways: list[list[Part]]) -> list[list[Part]]:
+    """Several of them at once, where each may name properties that the others do not."""
+    able = [way for way in ways if _may_name(way[0].schema)]
+    if not 1 < len(able) <= MOST_TOGETHER:
+        return []
+    pairs = [[*one, *other] for at, one in enumerate(able) for other in able[:at]]
+    whole = [part for way in able for part in way]
+    return [*pairs, whole] if len(able) > 2 else pairs
+
+
+def _may_name(schema: Any) -> bool:
+    if not isinstance(schema, dict):
+        return False
+    kind = schema.get("type", "object")
+    speaks = ("properties", "patternProperties", "allOf", "anyOf", "oneOf", "if", *REFERENCES)
+    return "object" in (kind if isinstance(kind, list) else [kind]) and any(
+        key in schema for key in speaks
+    )

@@ -1,0 +1,163 @@
+"""Strings and numbers of several schemas at once, in the library's words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+from engine.structured.checked.formats import FORMATS
+from engine.structured.schemas import MORE_OF_FORMAT, of_rust
+from engine.structured.weakened.shapes import is_number
+
+Schema = dict[str, Any]
+Loosen = Callable[[str, Any], None]  # a keyword and its value, which the grammar does not hold
+
+# Formats that the library knows.
+WRITTEN = (
+    *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
+)
+_LARGE = 1 << 62
+
+
+def strings(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
+    """What they say of strings; ``None`` if no string is right."""
+    found = limits(schemas, "minLength", "maxLength")
+    if found is None:
+        return None
+    more: list[Schema] = []
+    for pattern in _each(schemas, "pattern"):
+        if (written := _written(pattern, loosen)) is not None:
+            more.append({"pattern": written})
+    for name in _each(schemas, "format"):
+        if name in WRITTEN:
+            more.append({"format": name})
+            more += [MORE_OF_FORMAT[name]] if name in MORE_OF_FORMAT else []
+        elif name in FORMATS:
+            loosen("format", name)
+    for each in more:
+        if found.keys() & each.keys():
+            found["allOf"] = [*found.get("allOf", []), each]
+        else:
+            found.update(each)
+    return found
+
+
+def numbers(schemas: Sequence[Schema]) -> Schema | None:
+    """What they say of numbers; ``None`` if none is right."""
+    lows = [*_bounds(schemas, "minimum", "exclusiveMinimum")]
+    highs = [*_bounds(schemas, "maximum", "exclusiveMaximum")]
+    found: Schema = {}
+    if lows:
+        low, is_strict = max(lows)
+        found["exclusiveMinimum" if is_strict else "minimum"] = low
+    if highs:
+        high, is_loose = min((value, not is_strict) for value, is_strict in highs)
+        found["maximum" if is_loose else "exclusiveMaximum"] = high
+    if lows and highs:
+        low, high = max(lows)[0], min(highs)[0]
+        is_open = "exclusiveMinimum" in found or "exclusiveMaximum" in found
+        if low > high or (low == high and is_open):
+            return None
+    steps = list(dict.fromkeys(_each(schemas, "multipleOf")))
+    if steps:
+        found["multipleOf"] = steps[0]
+    if len(steps) > 1:
+        found["allOf"] = [{"multipleOf": step} for step in steps[1:]]
+    return found
+
+
+def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
+    """The least and the most that two keywords say; ``None`` if nothing is right."""
+    least = max((int(value) for value in _each(schemas, low)), default=0)
+    most = min((int(value) for value in _each(schemas, high)), default=None)
+    if most is not None and most < least:
+        return None
+    found: Schema = {low: least} if least else {}
+    return found if most is None else {**found, high: most}
+
+
+def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[float, bool]]:
+    """Ends of ranges, and whether they are outside: draft 4 says that by a bool."""
+    for each in schemas:
+        if is_number(each.get(key)):
+            yield each[key], each.get(strict) is True
+        if is_number(each.get(strict)):
+            yield each[strict], True
+
+
+def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
+    """The values that a keyword has in them, each once."""
+    found: list[Any] = []
+    found += (each[key] for each in schemas if key in each and each[key] not in found)
+    return list(dict.fromkeys(found))
+
+
+def _written(pattern: str, loosen: Loosen) -> str | None:
+    """The pattern as the library reads it; ``None`` if it takes no part of it."""
+    written = of_rust(pattern)
+    if is_taken(written):
+        return written
+    wider = widened(pattern)
+    if wider == pattern:
+        return written  # the library says what is wrong
+    loosen("pattern", pattern)
+    written = of_rust(wider)
+    return written if is_taken(written) else None
+
+
+@lru_cache(maxsize=4096)
+def is_taken(pattern: str) -> bool:
+    """Whether the library takes a pattern, which is in its dialect."""
+    from llguidance import LLMatcher
+
+    text = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
+    return "Unsatisfiable" in (said := LLMatcher.validate_grammar(text)) or not said
+
+
+_LOOKS = re.compile(r"\(\?(?:=|!|<=|<!)")
+_PARTS = re.compile(r"\\k<\w+>|\\[1-9]\d*|\\.|\(\?<(?![=!])|\[(?:\\.|[^\]\\])*\]|.", re.S)
+
+
+def widened(pattern: str) -> str:
+    """The pattern without what looks around or back: it matches all that the pattern does."""
+    found: list[str] = []
+    rest = pattern
+    while rest:
+        if look := _LOOKS.match(rest):
+            end = _closing(rest)
+            if end is None:
+                return pattern  # no pattern at all
+            del look
+            rest = re.sub(r"^(?:[*+?]|\{\d+(?:,\d*)?\})\??", "", rest[end + 1 :])
+            found.append("(?:)")
+            continue
+        part = _PARTS.match(rest)
+        assert part is not None, "any character is a part"
+        rest = rest[part.end() :]
+        found.append(_wider(part[0]))
+    return "".join(found)
+
+
+def _wider(part: str) -> str:
+    if part in (r"\b", r"\B"):
+        return "(?:)"
+    if part == r"\Z":
+        return "$"
+    if part == r"\A":
+        return "^"
+    if re.fullmatch(r"\\k<\w+>|\\[1-9]\d*", part):
+        return r"(?:[\s\S]*)"
+    return part
+
+
+def _closing(text: str) -> int | None:
+    """Where the bracket ends that a text begins with."""
+    depth, at = 0, 0
+    for part in _PARTS.finditer(text):
+        at = part.start()
+        depth += part[0].startswith("(") - (part[0] == ")")
+        if depth == 0:
+            return at
+    return None
