@@ -21,6 +21,7 @@ LAZY_IMPORTS = {
     "kernels.bodies": "Triton is imported only where it computes",
     "engine.structured.guidance": "llguidance is imported only for a grammar",
     "engine.structured.sources": "the same",
+    "engine.structured.weakened.library": "the same",
     "engine.structured.xgrammars": "xgrammar, which is optional, brings torch and pydantic",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.cli.entry": "what an interrupt does is settled before anything heavy is imported",

@@ -25,6 +25,8 @@ class Plan(NamedTuple):
     """The same or less, in words that the grammar's library takes."""
     needs_checker: bool
     """Whether it is less."""
+    may_repeat: bool
+    """Whether the grammar lets a name come twice in an object."""
 
 
 def plan_of(schema: Any, form: Grammar) -> Plan:
@@ -45,4 +47,4 @@ def _plan(text: bytes, is_closed: bool, is_open: bool, is_free: bool, is_lenient
     elif not is_open:
         schema = closed(schema)
     made = written(schema, is_free=is_free, is_lenient=is_lenient)
-    return Plan(schema, made.schema, made.needs_checker)
+    return Plan(schema, made.schema, made.needs_checker, made.may_repeat)

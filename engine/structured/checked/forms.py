@@ -20,7 +20,7 @@ def checker_of(form: Grammar) -> Checker | Layout | None:
     if form.kind in ("json", "json_object"):
         schema = msgspec.json.decode(form.text) if form.kind == "json" else {"type": "object"}
         plan = plan_of(schema, form)
-        return _checker(plan, form) if plan.needs_checker else None
+        return _checker(plan, form) if plan.needs_checker or plan.may_repeat else None
     if form.kind == "structural_tag":
         tags = msgspec.json.decode(form.text)["structures"]
         places = [(each["begin"], "", False, each["schema"], form) for each in tags]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import combinations
 from math import comb
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 from engine.structured.checked.expressions import searcher
 from engine.structured.schemas import SchemaError, of_rust
 from engine.structured.weakened.arrays import Writes
+from engine.structured.weakened.library import is_taken, no_name_matches
 from engine.structured.weakened.readings import Part, Reading
-from engine.structured.weakened.scalars import Loosen, is_taken, limits, widened
+from engine.structured.weakened.scalars import Loosen, limits, widened
 from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
@@ -267,7 +267,7 @@ class Objects:
         own = {
             name: each
             for name, each in writable.items()  # what a pattern has as well is written by that
-            if all(_are_apart(pattern, f"^{_quoted(name)}$") for pattern in names.patterns)
+            if all(no_name_matches(pattern, f"^{_quoted(name)}$") for pattern in names.patterns)
         }
         groups = {**names.patterns, **_grouped(own)}
         least = max(least, len(names.required))
@@ -384,19 +384,15 @@ def _overlapping(patterns: list[str], loosen: Loosen) -> Iterator[list[str]]:
         return
     groups: list[list[str]] = []
     for each in patterns:
-        joined = [group for group in groups if any(not _are_apart(each, one) for one in group)]
+        own = _rust(each)
+        joined = [
+            group
+            for group in groups
+            if not all(no_name_matches(own, _rust(other)) for other in group)
+        ]
         groups = [group for group in groups if group not in joined]
         groups.append([*(one for group in joined for one in group), each])
     yield from groups
-
-
-@lru_cache(maxsize=4096)
-def _are_apart(one: str, other: str) -> bool:
-    from llguidance import LLMatcher
-
-    schema = {"type": "object", "patternProperties": {_rust(one): {}, _rust(other): {}}}
-    text = LLMatcher.grammar_from_json_schema(schema)
-    return not LLMatcher.validate_grammar(text)
 
 
 def _quoted(text: str) -> str:

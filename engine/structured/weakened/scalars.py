@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 from engine.structured.checked.formats import FORMATS
 from engine.structured.schemas import MORE_OF_FORMAT, of_rust
+from engine.structured.weakened.library import is_taken
 from engine.structured.weakened.shapes import is_number
 
 Schema = dict[str, Any]
@@ -105,15 +105,6 @@ def _written(pattern: str, loosen: Loosen) -> str | None:
     loosen("pattern", pattern)
     written = of_rust(wider)
     return written if is_taken(written) else None
-
-
-@lru_cache(maxsize=4096)
-def is_taken(pattern: str) -> bool:
-    """Whether the library takes a pattern, which is in its dialect."""
-    from llguidance import LLMatcher
-
-    text = LLMatcher.grammar_from_json_schema({"type": "string", "pattern": pattern})
-    return "Unsatisfiable" in (said := LLMatcher.validate_grammar(text)) or not said
 
 
 _LOOKS = re.compile(r"\(\?(?:=|!|<=|<!)")

@@ -12,6 +12,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
+from engine.structured.checked.checker import Checker
 from engine.structured.checked.documents import Document
 from engine.structured.checked.exact import exact
 from engine.structured.checked.known import KNOWN
@@ -54,6 +57,8 @@ class Written(NamedTuple):
     schema: Any
     needs_checker: bool
     """Whether it allows more than it was made from."""
+    may_repeat: bool
+    """Whether it has objects in which a name might come twice."""
 
 
 def written(schema: Any, *, is_free: bool = False, is_lenient: bool = False) -> Written:
@@ -78,6 +83,7 @@ class _Writer:
         self._waiting: deque[tuple[str, list[Reading]]] = deque()
         self._kept: list[Any] = []  # schemas that were made, so that no other gets their ids
         self._is_loose = False
+        self._may_repeat = False
 
     def whole(self, schema: Any) -> Written:
         root = self.place([schema])
@@ -91,7 +97,7 @@ class _Writer:
             raise SchemaError("nothing is right: the schema contradicts itself")
         if self._definitions:
             root = {**root, "$defs": self._definitions}
-        return Written(root, self._is_loose)
+        return Written(root, self._is_loose, self._may_repeat)
 
     # -- Writes
 
@@ -101,7 +107,7 @@ class _Writer:
             return False
         kept = [each for each in schemas if not (each is True or _is_annotation(each))]
         if not kept:
-            self._is_loose = True  # objects, of which names may come twice
+            self._may_repeat = True
             return True
         self._kept.append(kept)
         key = frozenset(map(self._key, kept))
@@ -172,7 +178,7 @@ class _Writer:
         if "array" in types and _speaks(schemas, _OF_ARRAYS):
             self._join(found, types, "array", array(reading, self, self._loosen))
         elif types & {"array", "object"} and not _speaks(schemas, _OF_OBJECTS):
-            self._is_loose = True  # the same
+            self._may_repeat = True
         ways: list[Schema] = [found]
         if "object" in types and _speaks(schemas, _OF_OBJECTS):
             objects = Objects(reading, self, self._loosen, is_free=self._is_free)
@@ -244,9 +250,12 @@ class _Writer:
             return True
         if not _speaks(schemas, _OF_SCALARS):
             return True
-        return is_right(value, schemas)
+        return _keeps(value, schemas)
 
     def _loosen(self, key: str, value: Any) -> None:
+        if key == "names":
+            self._may_repeat = True
+            return
         if key in _HELD or self._is_lenient or key in KNOWN:
             self._is_loose = True
             return
@@ -275,7 +284,7 @@ class _Writer:
 
 
 # What the checker enforces that is no keyword of its own, or one that the grammar mostly holds.
-_HELD = frozenset({"enum", "required", "format", "pattern", "anyOf", "names"})
+_HELD = frozenset({"enum", "required", "format", "pattern", "anyOf"})
 
 
 def _without(schema: Any, nothing: set[str]) -> Any:
@@ -361,15 +370,12 @@ def _is_excluded(value: Any, types: set[str]) -> bool:
     return not _types_of(value) & types
 
 
-def is_right(value: Any, schemas: Sequence[Schema]) -> bool:
-    from engine.structured.checked.checker import Checker
-    from engine.structured.sources import json_text
-
-    keys = _OF_SCALARS
+def _keeps(value: Any, schemas: Sequence[Schema]) -> bool:
+    """Whether a scalar is right by what they say of scalars."""
+    text = msgspec.json.encode(value)
     for schema in schemas:
-        own = {key: schema[key] for key in keys & schema.keys()}
-        if own:
+        if own := {key: schema[key] for key in _OF_SCALARS & schema.keys()}:
             state = Checker(own).begin()
-            if not (state.feed(json_text(value).encode()) and state.may_end):
+            if not (state.feed(text) and state.may_end):
                 return False
     return True
