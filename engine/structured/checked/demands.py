@@ -300,7 +300,7 @@ def _contains(rule: Rule, number: int) -> Part:
         hits = len(frame.account.hits.get(number, ()))
         if most is not None and hits > most:
             return "maxContains"
-        unsure = frame.account.num_unsure.get(number, 0)
+        unsure = number in frame.account.perhaps
         if hits < least and not unsure:
             is_full = room is not None and frame.open is None and room - frame.count < least - hits
             return "contains" if frame.is_over or is_full else None
@@ -331,7 +331,7 @@ def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Part:
 
 def _is_evaluated(rule: Rule, numbers: Numbers, key: Any, frame: Any) -> bool:
     """Whether a part of the rule that may hold speaks of that member or item."""
-    if rule.elements.contained_is_evaluated and key in frame.account.hits.get(numbers[rule], ()):
+    if frame.may_contain(numbers[rule], key):
         return True
     waiting = _contributing(rule, numbers, frame)
     while waiting:

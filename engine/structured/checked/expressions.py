@@ -6,8 +6,6 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-import regex
-
 from engine.structured.schemas import SchemaError
 
 _SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
@@ -19,6 +17,8 @@ _PARTS = re.compile(r"\\c[A-Za-z]|\\u\{[0-9a-fA-F]+\}|\(\?<(?![=!])|\\k<|\\.|.",
 @lru_cache(maxsize=1024)
 def searcher(pattern: str) -> Callable[[str], bool]:
     """Whether a text has a match somewhere. Raises ``SchemaError`` for what is no expression."""
+    import regex
+
     try:
         found = regex.compile(_of_python(pattern), regex.V0)
     except regex.error as error:

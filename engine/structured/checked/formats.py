@@ -89,8 +89,10 @@ def _ipv4(text: str) -> bool:
 
 
 def _idn_host(text: str) -> bool:
+    import idna
+
     try:
-        written = text.encode("idna").decode()
+        written = idna.encode(text).decode()
     except UnicodeError:
         return False
     return _host(written)

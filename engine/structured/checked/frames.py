@@ -20,13 +20,13 @@ Key = str | int  # the name of a property, or the index of an item
 class Account:
     """What is known of the members or items that are written, by the number of a rule."""
 
-    __slots__ = ("failed", "hits", "left", "num_unsure", "unsure")
+    __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
 
     def __init__(self) -> None:
         self.failed: dict[int, str] = {}  # the keyword by which one is wrong
         self.left: dict[int, tuple[Key, ...]] = {}  # wrong unless another rule speaks of them
         self.hits: dict[int, frozenset[Key]] = {}  # what ``contains`` is looking for
-        self.num_unsure: dict[int, int] = {}  # which may be
+        self.perhaps: dict[int, frozenset[Key]] = {}  # of which that is not known
         self.unsure: frozenset[int] = frozenset()  # one of them may be wrong
 
     def _copy(self) -> Account:
@@ -59,10 +59,12 @@ class Account:
         if isinstance(verdict, str):
             return self
         other = self._copy()
+        found = self.hits if verdict is True else self.perhaps
+        found = {**found, number: found.get(number, frozenset()) | {key}}
         if verdict is True:
-            other.hits = {**self.hits, number: self.hits.get(number, frozenset()) | {key}}
+            other.hits = found
         else:
-            other.num_unsure = {**self.num_unsure, number: self.num_unsure.get(number, 0) + 1}
+            other.perhaps = found
         return other
 
 
@@ -199,10 +201,19 @@ class Frame:
 
     def is_evaluated_by(self, number: int, key: Key) -> bool:
         """Whether a rule of the value speaks of a member or an item in it."""
-        if number in self._member(key).evaluators:
-            return True
+        return number in self._member(key).evaluators or self.may_contain(number, key)
+
+    def may_contain(self, number: int, key: Key) -> bool:
+        """Whether an item may be what a rule's ``contains`` is looking for, which counts as
+        evaluated."""
         rule = self.table.place.rules[number]
-        return rule.elements.contained_is_evaluated and key in self.account.hits.get(number, ())
+        if rule.elements.contained is None or not rule.elements.contained_is_evaluated:
+            return False
+        if self.open is None or self.open[0] != key:
+            account = self.account
+            return key in account.hits.get(number, ()) or key in account.perhaps.get(number, ())
+        _, member, vector = self.open
+        return not any(n == number and isinstance(vector[slot], str) for n, slot in member.held)
 
     def _member(self, key: Key) -> Member:
         return self.names[key] if isinstance(key, str) else self.table.place.item(key)

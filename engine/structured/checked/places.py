@@ -104,7 +104,8 @@ class Place:
         """All that a schema mentions."""
         names = [each.members.names for each in self.rules if each.members.names is not None]
         place = self.places.place(tuple(dict.fromkeys(names)))
-        return [*dict.fromkeys([*self.order, *place.listed("string")])]
+        others = (name for rule in self.rules for name in rule.members.properties)
+        return [*dict.fromkeys([*self.order, *others, *place.listed("string")])]
 
     @cached_property
     def is_easy(self) -> bool:

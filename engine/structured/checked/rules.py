@@ -172,7 +172,7 @@ def _order(schema: Schema, rule: Rule) -> Iterator[str | Rule]:
             yield from rule.members.properties
         elif key == "allOf":
             yield from rule.all_of
-    yield from (each for each in rule.same if each not in rule.all_of)
+    yield from rule.same
     yield from rule.members.required
 
 
