@@ -23,7 +23,7 @@ MAX_POOL_SIZE = 64  # of text processes of each kind
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Device, threads, log, and processes for text."""
+    """Device, threads, log, objects of JSON schemas, and processes for text."""
 
     device: Device = "auto"
     """Where the model runs; auto is a CUDA GPU if there is one, else the CPU."""
@@ -46,6 +46,13 @@ class EngineOptions:
     METRONOME_KERNEL_CACHE, else the package's own and ~/.cache/metronome if not given."""
     logits_processors: list[Any] | tuple[Any, ...] = ()
     """Factories of custom logits processors, or their dotted paths, applied in this order."""
+    additional_properties: Literal["closed", "open"] = field(default="closed", metadata=FRONT_END)
+    """What structured outputs and tools make of an object whose schema names properties and says
+    nothing about others: closed: it has no others; open: any, as JSON schema has it, which small
+    models write without end. A request may say it, too."""
+    property_order: Literal["schema", "free"] = field(default="schema", metadata=FRONT_END)
+    """The order in which properties are written: schema: as the schema names them; free: any. A
+    request may say it, too."""
     tokenizer_pool_size: int = field(default=0, metadata=FRONT_END)
     """Processes that tokenise, and as many that detokenise; 0: this process does both. They do not
     pay on two cores (a token costs 1.5 to 2 times the processor time); they keep a tokenizer that

@@ -28,7 +28,7 @@ from engine.frontend.text_workers import TextPool
 from engine.messages.finite import check_finite
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
-from engine.messages.structured import grammar_of
+from engine.messages.structured import NO_RULES, ObjectRules, grammar_of
 from engine.messages.text import Rendering
 from engine.text.chat import Messages, chat_values
 from engine.text.tokenizer import Tokenizer
@@ -100,6 +100,8 @@ class ModelLimits:
     """Ids that end text: of config, generation config and tokenizer together."""
     scheduling_policy: str
     seed: int
+    objects: ObjectRules = NO_RULES
+    """For objects of JSON schemas, where a request says nothing of them."""
 
 
 class InputProcessor:
@@ -201,7 +203,7 @@ class InputProcessor:
                 "tokenizer names a token that ends text: set eos_token_id in config.json",
                 param="structured_outputs",
             )
-        grammar = grammar_of(params.structured_outputs)
+        grammar = grammar_of(params.structured_outputs, self._limits.objects)
         check_finite(grammar)
         return grammar
 

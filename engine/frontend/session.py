@@ -28,6 +28,7 @@ from engine.frontend.text_workers import TextPool
 from engine.hub.fetch import fetched
 from engine.messages.requests import CoreOutputs, RequestOutput
 from engine.messages.stats import SchedulerStats
+from engine.messages.structured import ObjectRules
 from engine.messages.wire import Welcome
 from engine.observe.guard import Failures, Guard, with_failures
 from engine.observe.logs import LOST, set_up_logging
@@ -227,6 +228,7 @@ def _limits(
         eos_token_ids=tuple(i for i in dict.fromkeys(eos) if 0 <= i < decided.vocab_size),
         scheduling_policy=config.scheduler.scheduling_policy,
         seed=config.model.seed,
+        objects=ObjectRules(config.additional_properties, config.property_order),
     )
 
 

@@ -19,6 +19,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "additional_properties": get_args(AdditionalProperties),
     "property_order": get_args(PropertyOrder),
 }
+WITH_SCHEMAS = ("json", "json_object", "structural_tag")
 OF_XGRAMMAR = ("json", "json_object", "grammar")  # what that library is offered for
 MAX_GRAMMAR_CHARS = 1 << 20
 # Compiling an expression takes time by the square of its length, and following a long literal time
@@ -116,34 +117,34 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     additional_properties: AdditionalProperties | None = None  # as the engine is set
     property_order: PropertyOrder | None = None
 
-    def with_defaults(self, defaults: ObjectDefaults) -> Grammar:
-        """The same, with these where nothing was chosen; its parts too. What is the default of all
-        engines is left out, so that equal grammars have equal texts."""
-        own = defaults.chosen(self.additional_properties, self.property_order)
-        parts = tuple(part.with_defaults(defaults) for part in self.parts)
+    def with_rules(self, rules: ObjectRules) -> Grammar:
+        """The same, with these where none are chosen; its parts too."""
         return msgspec.structs.replace(
-            self, additional_properties=own[0], property_order=own[1], parts=parts
+            self,
+            additional_properties=self.additional_properties or rules.additional_properties,
+            property_order=self.property_order or rules.property_order,
+            parts=tuple(part.with_rules(rules) for part in self.parts),
+        )
+
+    def plain(self) -> Grammar:
+        """The same without choices that change nothing, so that equal grammars have equal texts."""
+        is_open, is_free = self.additional_properties == "open", self.property_order == "free"
+        return msgspec.structs.replace(
+            self,
+            additional_properties="open" if is_open else None,
+            property_order="free" if is_free else None,
+            parts=tuple(part.plain() for part in self.parts),
         )
 
 
-class ObjectDefaults(NamedTuple):
-    """What an engine does with objects of JSON schemas where a request does not say it."""
+class ObjectRules(NamedTuple):
+    """What is done with the objects of JSON schemas; ``None`` where that is left to others."""
 
-    additional_properties: AdditionalProperties = "closed"
-    property_order: PropertyOrder = "schema"
-
-    def chosen(
-        self, additional: AdditionalProperties | None, order: PropertyOrder | None
-    ) -> tuple[AdditionalProperties | None, PropertyOrder | None]:
-        """As a grammar has them: ``None`` for ``closed`` and for ``schema``."""
-        additional = additional or self.additional_properties
-        order = order or self.property_order
-        return (None if additional == "closed" else additional), (
-            None if order == "schema" else order
-        )
+    additional_properties: AdditionalProperties | None = None
+    property_order: PropertyOrder | None = None
 
 
-OBJECT_DEFAULTS = ObjectDefaults()
+NO_RULES = ObjectRules()
 
 
 class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
@@ -154,9 +155,24 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
     openings: tuple[Opening, ...] = ()
 
 
-def grammar_of(params: StructuredOutputsParams, defaults: ObjectDefaults = OBJECT_DEFAULTS) -> str:
-    """As ``AddRequest.grammar`` has it. Raises ``RequestError`` if it is too long."""
-    return msgspec.json.encode(form_of(params).with_defaults(defaults)).decode()
+def grammar_of(params: StructuredOutputsParams, rules: ObjectRules = NO_RULES) -> str:
+    """As ``AddRequest.grammar`` has it. rules: where the request has none. Raises ``RequestError``
+    if it is too long."""
+    return msgspec.json.encode(form_of(params).with_rules(rules).plain()).decode()
+
+
+def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> StructuredOutputsParams:
+    """The same form with these rules, where it has schemas and none of its own."""
+    if isinstance(params, ComposedForm):
+        parts = tuple(part.with_rules(rules) for part in params.parts)
+        return msgspec.structs.replace(params, parts=parts)
+    if params.kind not in WITH_SCHEMAS:
+        return params
+    return msgspec.structs.replace(
+        params,
+        additional_properties=params.additional_properties or rules.additional_properties,
+        property_order=params.property_order or rules.property_order,
+    )
 
 
 def form_of(params: StructuredOutputsParams) -> Grammar:
@@ -233,7 +249,7 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
                 f"whitespace_pattern is {params.whitespace_pattern!r:.80} and "
                 "disable_any_whitespace is True: leave one of them out"
             )
-    if kind in ("json", "json_object", "structural_tag"):
+    if kind in WITH_SCHEMAS:
         return
     for name in OF_JSON:
         if getattr(params, name) not in (None, False):

@@ -17,7 +17,13 @@ from engine.config.near import near_value
 from engine.frontend.prompt import RequestOptions
 from engine.messages.params import GREEDY_BELOW, SamplingParams
 from engine.messages.requests import CompletionOutput
-from engine.messages.structured import StructuredOutputsParams
+from engine.messages.structured import (
+    AdditionalProperties,
+    ObjectRules,
+    PropertyOrder,
+    StructuredOutputsParams,
+    with_rules,
+)
 from engine.server.absent import without_absent
 from engine.server.diagnosis import read_from
 from engine.server.errors import ApiError
@@ -87,6 +93,8 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     deadline: float | None = None  # seconds from now, a wish
     tbt: float | None = None  # seconds between tokens, a wish
     expected_tokens: int | None = None
+    additional_properties: AdditionalProperties | None = None  # of structured outputs and tools
+    property_order: PropertyOrder | None = None  # the same
     hints: dict[str, Any] | None = None
 
     def options(self) -> RequestOptions:
@@ -139,6 +147,11 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             structured_outputs=self._form(),
         )
 
+    @property
+    def objects(self) -> ObjectRules:
+        """For objects of the JSON schemas that it has."""
+        return ObjectRules(self.additional_properties, self.property_order)
+
     def _form(self) -> StructuredOutputsParams | None:
         """The form of the text, by either name."""
         if self.structured_outputs is not None and self.response_format is not None:
@@ -147,10 +160,12 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
                 "structured_outputs and response_format are both given: leave one of them out",
                 param="response_format",
             )
+        form: StructuredOutputsParams | None = None
         if self.structured_outputs is not None:
-            form = self.structured_outputs
-            return read_from(form, StructuredOutputsParams, "structured_outputs")
-        return None if self.response_format is None else form_of(self.response_format)
+            form = read_from(self.structured_outputs, StructuredOutputsParams, "structured_outputs")
+        elif self.response_format is not None:
+            form = form_of(self.response_format)
+        return None if form is None else with_rules(form, self.objects)
 
 
 OPTIONS: tuple[Literal["priority", "user", "timeout", "queue_timeout"], ...] = (

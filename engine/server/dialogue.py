@@ -12,7 +12,7 @@ from engine.errors import RefusedError, RequestError
 from engine.frontend.prompt import TextPrompt
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
-from engine.messages.structured import StructuredOutputsParams
+from engine.messages.structured import StructuredOutputsParams, with_rules
 from engine.server.adapt import adapter_of, strictest
 from engine.server.asked import ChatRequest, copies
 from engine.server.conversation import Message, plain_messages
@@ -211,8 +211,10 @@ class Dialogue:
         """Raises ``ApiError`` for schemas of tools that cannot be enforced."""
         form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
         if tools is None:
-            return form_of_answer(speech, tools, form, prompt)
-        return await asyncio.to_thread(form_of_answer, speech, tools, form, prompt)
+            found = form_of_answer(speech, tools, form, prompt)
+        else:
+            found = await asyncio.to_thread(form_of_answer, speech, tools, form, prompt)
+        return None if found is None else with_rules(found, self._asked.objects)
 
 
 def check_asked(asked: ChatRequest) -> None:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from engine.config.near import near_value
+from engine.messages.structured import AdditionalProperties, PropertyOrder
 from engine.server.asked import ChatRequest
 from engine.server.conversation import known_role, last_answer, system_text, text_of, think
 from engine.server.errors import ApiError
@@ -86,12 +87,14 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
+    additional_properties: AdditionalProperties | None = None
+    property_order: PropertyOrder | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 SHARED = (
     "model", "stream", "temperature", "top_p", "seed", "ignore_eos", "priority", "cache_salt",
-    "timeout",
+    "timeout", "additional_properties", "property_order",
 )  # fmt: skip
 
 

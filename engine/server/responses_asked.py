@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal
 import msgspec
 
 from engine.config.near import near_value
+from engine.messages.structured import AdditionalProperties, PropertyOrder
 from engine.server.asked import FORMS, ChatRequest
 from engine.server.conversation import Message
 from engine.server.errors import ApiError
@@ -111,6 +112,8 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     priority: int | None = None
     cache_salt: str | None = None
     timeout: float | None = None
+    additional_properties: AdditionalProperties | None = None
+    property_order: PropertyOrder | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 
@@ -119,7 +122,7 @@ OWN_TOOLS = ("function", "custom")
 SHARED = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "top_k",
     "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "priority",
-    "cache_salt", "timeout", "chat_template_kwargs",
+    "cache_salt", "timeout", "additional_properties", "property_order", "chat_template_kwargs",
 )  # fmt: skip
 
 

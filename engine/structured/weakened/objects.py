@@ -102,7 +102,7 @@ class Objects:
         return self._apart(Names(properties, patterns, additional, required))
 
     def _own_names(self) -> Iterator[str]:
-        for part in sorted(self._parts, key=lambda part: part.is_silent):
+        for part in sorted(self._parts, key=lambda part: (part.is_silent, part.rank)):
             yield from named(part.schema.get("properties"))
 
     def _of_name(self, name: str) -> list[Any]:

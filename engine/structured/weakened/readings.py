@@ -34,6 +34,11 @@ class Part(NamedTuple):
     holders: tuple[int, ...] = ()  # ids of schemas around it that speak of what is not evaluated
     is_silent: bool = False  # what it names it does not evaluate
     is_flat: bool = False  # what holds next to its own keywords was read
+    rank: tuple[int, ...] = ()  # where it is written, by the keywords that lead to it
+
+    def within(self, schema: Any, *steps: int) -> Part:
+        """A schema within it that holds for the same value."""
+        return self._replace(schema=schema, rank=(*self.rank, *steps))
 
 
 class Choice(NamedTuple):
@@ -183,20 +188,17 @@ class Reader:
         return True
 
     def _in_order(self, schema: Schema, part: Part) -> Iterator[Part]:
-        """What holds next to each other, as the schema writes it: the order of properties."""
-        own = part._replace(is_flat=True)
-        is_due = True
-        for key in schema:
-            if key == "properties" and is_due:
-                yield own
-                is_due = False
-            elif key == "allOf":
-                yield from (part._replace(schema=each) for each in listed(schema[key]))
+        """What holds next to each other."""
+        keys = list(schema)
+        place = keys.index("properties") if "properties" in schema else len(keys)
+        yield part._replace(is_flat=True, rank=(*part.rank, place))
+        for at, key in enumerate(keys):
+            if key == "allOf":
+                for number, each in enumerate(listed(schema[key])):
+                    yield part.within(each, at, number)
             elif key == "$ref":
-                targets = self.targets(part.schema, [key])
-                yield from (part._replace(schema=each) for each in targets)
-        if is_due:
-            yield own
+                for each in self.targets(part.schema, [key]):
+                    yield part.within(each, at)
 
     def _note(self, reading: Reading, schema: Schema) -> bool:
         """Whether it may still hold with what was read before."""
@@ -246,16 +248,18 @@ class Reader:
     # -- choices
 
     def _choices(self, schema: Schema, part: Part) -> Iterator[Choice]:
+        keys = list(schema)
         for key in ("anyOf", "oneOf"):
             if key in schema:
-                ways = [[part._replace(schema=each)] for each in listed(schema[key])]
+                at = keys.index(key)
+                ways = [[part.within(each, at, n)] for n, each in enumerate(listed(schema[key]))]
                 if key == "anyOf" and part.holders:
                     ways += _together(ways)
                 yield Choice(key, id(schema[key]), ways)
         for key in ("$dynamicRef", "$recursiveRef"):
             if key in schema:
                 targets = self.targets(part.schema, [key])
-                ways = [[part._replace(schema=each)] for each in targets]
+                ways = [[part.within(each, keys.index(key))] for each in targets]
                 yield Choice(key, id(schema), ways, len(ways) == 1)
         if "if" in schema and ("then" in schema or "else" in schema or part.holders):
             yield self._condition(schema, part)
@@ -263,21 +267,19 @@ class Reader:
             ways, is_exact = self._opposite(schema["not"], part)
             yield Choice("not", id(schema), ways, is_exact)
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
-            for name, each in named(schema.get(key)).items():
-                yield self._dependency(key, name, each, part)
+            around = part.within(schema, keys.index(key)) if key in schema else part
+            for number, (name, each) in enumerate(named(schema.get(key)).items()):
+                yield self._dependency(key, name, each, around.within(schema, number))
 
     def _condition(self, schema: Schema, part: Part) -> Choice:
         ways, is_exact = self._opposite(schema["if"], part)
-        then = part._replace(schema=schema.get("then", True))
-        otherwise = part._replace(schema=schema.get("else", True))
+        keys = list(schema)
+        asked, then, otherwise = (
+            part.within(schema.get(key, True), keys.index(key) if key in schema else 0)
+            for key in ("if", "then", "else")
+        )
         return Choice(
-            "if",
-            id(schema),
-            [
-                [part._replace(schema=schema["if"]), then],
-                *([*each, otherwise] for each in ways),
-            ],
-            is_exact,
+            "if", id(schema), [[asked, then], *([*each, otherwise] for each in ways)], is_exact
         )
 
     def _opposite(self, schema: Any, part: Part) -> tuple[list[list[Part]], bool]:
@@ -312,7 +314,7 @@ class Reader:
             self._made[own] = self._union(choice)
         part = choice.ways[0][0] if choice.ways else None
         if part is not None:
-            reading.waiting.append(Part(self._made[own], part.holders))
+            reading.waiting.append(Part(self._made[own], part.holders, rank=part.rank))
 
     def _union(self, choice: Choice) -> Schema:
         names: dict[str, list[Any]] = {}
@@ -360,7 +362,7 @@ def _together(ways: list[list[Part]]) -> list[list[Part]]:
     able = [way for way in ways if _may_name(way[0].schema)]
     if not 1 < len(able) <= MOST_TOGETHER:
         return []
-    pairs = [[*one, *other] for at, one in enumerate(able) for other in able[:at]]
+    pairs = [[*other, *one] for at, one in enumerate(able) for other in able[:at]]
     whole = [part for way in able for part in way]
     return [*pairs, whole] if len(able) > 2 else pairs
 
