@@ -6,14 +6,40 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.structured.checked.exact import Exact, exact
-from engine.structured.weakened.arrays import Writes
+from engine.structured.weakened.opposites import EXCEPT
 from engine.structured.weakened.readings import Reading
-from engine.structured.weakened.shapes import listed, named
+from engine.structured.weakened.shapes import KEYWORDS_OF, listed, named
 
 Schema = dict[str, Any]
 
 
-def are_apart(readings: Sequence[Reading], writer: Writes) -> bool:
+def part_types(readings: Sequence[Reading]) -> None:
+    """Take away the types of which two alternatives of oneOf say the same: all values of such a
+    type are right for both, or for none."""
+    same: list[tuple[Reading, set[str]]] = []
+    for at, one in enumerate(readings):
+        for other in readings[:at]:
+            if _differ(one, other):
+                found = _same_types(one, other)
+                same += [(one, found), (other, found)]
+    for reading, types in same:
+        reading.types -= types
+
+
+def _same_types(one: Reading, other: Reading) -> set[str]:
+    common = {id(part.schema) for part in one.parts} & {id(part.schema) for part in other.parts}
+    own = [part.schema for part in (*one.parts, *other.parts) if id(part.schema) not in common]
+    keys = {key for schema in own for key in schema}
+    if keys & {"enum", "const", EXCEPT}:
+        return set()
+    return {
+        kind
+        for kind, speaks in KEYWORDS_OF.items()
+        if kind in one.types & other.types and not keys & speaks
+    }
+
+
+def are_apart(readings: Sequence[Reading]) -> bool:
     """Whether it is proved of all of them that took different ways of the same oneOf."""
     return all(
         _are_apart(one, other)
@@ -41,7 +67,7 @@ def _are_apart(one: Reading, other: Reading) -> bool:
 
 def _have_another(one: Reading, other: Reading) -> bool:
     """Whether a property that one of them must have has other values in the other."""
-    for name in one.required | other.required:
+    for name in _required(one) | _required(other):
         own, others = one.constants.get(name), other.constants.get(name)
         if own is not None and others is not None and not set(own) & set(others):
             return True
@@ -51,6 +77,15 @@ def _have_another(one: Reading, other: Reading) -> bool:
         if not types[0] & types[1]:
             return True
     return False
+
+
+def _required(reading: Reading) -> set[str]:
+    return {
+        name
+        for part in reading.parts
+        for name in listed(part.schema.get("required"))
+        if isinstance(name, str)
+    }
 
 
 def _types_at(reading: Reading, name: str) -> frozenset[str]:
@@ -67,7 +102,7 @@ def _types_at(reading: Reading, name: str) -> frozenset[str]:
 
 def _lacks(one: Reading, other: Reading) -> bool:
     """Whether the one cannot write a property that the other must have."""
-    for name in other.required:
+    for name in _required(other):
         if one.constants.get(name) == []:
             return True
         is_closed = any(

@@ -31,6 +31,30 @@ _SCHEMAS = (
 )
 
 
+OF_OBJECTS = frozenset(
+    {
+        *("properties", "patternProperties", "additionalProperties", "required", "minProperties"),
+        *("maxProperties", "propertyNames", "unevaluatedProperties"),
+    }
+)
+OF_ARRAYS = frozenset(
+    {
+        *("items", "prefixItems", "additionalItems", "contains", "minItems", "maxItems"),
+        *("uniqueItems", "unevaluatedItems"),
+    }
+)
+OF_STRINGS = frozenset({"pattern", "format", "minLength", "maxLength"})
+OF_NUMBERS = frozenset({"multipleOf", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"})
+KEYWORDS_OF: dict[str, frozenset[str]] = {
+    "null": frozenset(),
+    "boolean": frozenset(),
+    "integer": OF_NUMBERS,
+    "number": OF_NUMBERS,
+    "string": OF_STRINGS,
+    "array": OF_ARRAYS,
+    "object": OF_OBJECTS,
+}
+"""The keywords that speak of values of a type alone."""
 IDLE: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),

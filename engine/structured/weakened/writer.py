@@ -20,35 +20,25 @@ from engine.structured.checked.exact import exact
 from engine.structured.checked.known import KNOWN
 from engine.structured.merged import EVERY_TYPE
 from engine.structured.schemas import SchemaError
-from engine.structured.weakened.alternatives import are_apart
+from engine.structured.weakened.alternatives import are_apart, part_types
 from engine.structured.weakened.arrays import array
 from engine.structured.weakened.objects import Objects, one_of
 from engine.structured.weakened.opposites import EXCEPT
 from engine.structured.weakened.readings import Reader, Reading
 from engine.structured.weakened.scalars import numbers, strings
-from engine.structured.weakened.shapes import ANNOTATIONS, listed
+from engine.structured.weakened.shapes import (
+    ANNOTATIONS,
+    OF_ARRAYS,
+    OF_NUMBERS,
+    OF_OBJECTS,
+    OF_STRINGS,
+    listed,
+)
 
 Schema = dict[str, Any]
 Key = frozenset[Any]
 _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
-_OF_OBJECTS = frozenset(
-    {
-        *("properties", "patternProperties", "additionalProperties", "required", "minProperties"),
-        *("maxProperties", "propertyNames", "unevaluatedProperties"),
-    }
-)
-_OF_ARRAYS = frozenset(
-    {
-        *("items", "prefixItems", "additionalItems", "contains", "minItems", "maxItems"),
-        *("uniqueItems", "unevaluatedItems"),
-    }
-)
-_OF_SCALARS = frozenset(
-    {
-        *("pattern", "format", "minLength", "maxLength", "multipleOf", "minimum", "maximum"),
-        *("exclusiveMinimum", "exclusiveMaximum"),
-    }
-)
+_OF_SCALARS = OF_STRINGS | OF_NUMBERS
 
 
 class Written(NamedTuple):
@@ -159,7 +149,8 @@ class _Writer:
         for reading in readings:
             for key, value in reading.loose.items():
                 self._loosen(key, value)
-        if not are_apart(readings, self):
+        part_types(readings)
+        if not are_apart(readings):
             self._loosen("oneOf", True)
         return one_of([way for each in readings for way in self._ways(each)])
 
@@ -175,12 +166,12 @@ class _Writer:
         if types & {"number", "integer"}:
             kind = "number" if "number" in types else "integer"
             self._join(found, types, kind, numbers(schemas))
-        if "array" in types and _speaks(schemas, _OF_ARRAYS):
+        if "array" in types and _speaks(schemas, OF_ARRAYS):
             self._join(found, types, "array", array(reading, self, self._loosen))
-        elif types & {"array", "object"} and not _speaks(schemas, _OF_OBJECTS):
+        elif types & {"array", "object"} and not _speaks(schemas, OF_OBJECTS):
             self._may_repeat = True
         ways: list[Schema] = [found]
-        if "object" in types and _speaks(schemas, _OF_OBJECTS):
+        if "object" in types and _speaks(schemas, OF_OBJECTS):
             objects = Objects(reading, self, self._loosen, is_free=self._is_free)
             whole = objects.written()
             if not whole:
@@ -243,7 +234,7 @@ class _Writer:
         """Whether a value that is listed is not seen to break another keyword."""
         if not reading.types & _types_of(value):
             return False
-        keys = _OF_OBJECTS if isinstance(value, dict) else _OF_ARRAYS
+        keys = OF_OBJECTS if isinstance(value, dict) else OF_ARRAYS
         if isinstance(value, dict | list):
             if _speaks(schemas, keys):
                 self._loosen("enum", value)
@@ -316,7 +307,7 @@ def _typed_without(found: Schema) -> Any:
     names = [n for n in found.get("required", ()) if found.get("properties", {}).get(n) is False]
     if names:
         types = [each for each in types if each != "object"]
-        for key in _OF_OBJECTS:
+        for key in OF_OBJECTS:
             found.pop(key, None)
     prefix = found.get("prefixItems", [])
     is_short = False in prefix or (found.get("items") is False and not prefix)
@@ -352,8 +343,8 @@ def _is_scalar(reading: Reading) -> bool:
     schemas = [part.schema for part in reading.parts]
     if _speaks(schemas, frozenset({"enum", "const"})):
         return True
-    is_object = "object" in reading.types and _speaks(schemas, _OF_OBJECTS)
-    return not is_object and not ("array" in reading.types and _speaks(schemas, _OF_ARRAYS))
+    is_object = "object" in reading.types and _speaks(schemas, OF_OBJECTS)
+    return not is_object and not ("array" in reading.types and _speaks(schemas, OF_ARRAYS))
 
 
 def _types_of(value: Any) -> set[str]:
