@@ -1,27 +1,27 @@
 """Looks ahead: can what is written still be finished, and what may the next name or value be?
 
 It errs to one side: what it finds impossible is, and what it finds possible may turn out not to be.
+Where only a value's own rules count, what they leave is found once for all texts; it is looked at
+what a name or a value would bring about only where other rules depend on it.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from decimal import Decimal
+from typing import Any, TypeVar
 
 from engine.structured.checked.demands import UNKNOWN, Verdict
-from engine.structured.checked.exact import FALSE, NULL, TRUE, Exact
+from engine.structured.checked.exact import Exact
 from engine.structured.checked.frames import UNSEEN, Frame, verdicts_on, with_news
-from engine.structured.checked.places import Vector
+from engine.structured.checked.places import KINDS, Vector
 
+Found = TypeVar("Found")
 Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
 MOST_NAMES = 256  # that are looked at one by one
-MOST_MISSING = 64  # members or items that are added to see whether they are enough
+MOST_MISSING = 64  # ways to add members that are tried
+MOST_KEPT = 20_000  # answers
 MAX_DEPTH = 2  # values that are looked at, one after the other
-KINDS: tuple[tuple[str, tuple[Exact, ...]], ...] = (
-    *(("object", ()), ("array", ()), ("string", ()), ("number", ())),
-    *(("boolean", (TRUE, FALSE)), ("null", (NULL,))),
-)
+OTHER_NAME = "\uffff another"
 
 
 class Ahead:
@@ -30,15 +30,21 @@ class Ahead:
     def __init__(self, *, is_ordered: bool = True) -> None:
         self._is_ordered = is_ordered
         self._depth = 0
+        self._kept: dict[tuple[str, int, Any], tuple[Any, str]] = {}  # answers, with the keyword
         self.why = ""  # what was answered last cannot go on
 
     def is_alive(self, frame: Frame) -> bool:
         """Whether an object or an array, in which no value is open, may be closed at some time."""
-        if frame.parent is None or not frame.is_watched:
+        if frame.parent is None or not frame.is_watched or self._is_as_before(frame):
             return True
+        return bool(self._kept_or("alive", frame, self._is_alive))
+
+    def _is_alive(self, frame: Frame) -> bool:
         if self._may_close(frame):
             return True
-        return self.may_go_on(frame) and self._can_finish(frame)
+        if frame.table.kind == "object":
+            return self._can_finish(frame)
+        return self.may_go_on(frame) and self._can_finish_array(frame)
 
     def may_go_on(self, frame: Frame) -> bool:
         """Whether another member or item may follow."""
@@ -54,52 +60,73 @@ class Ahead:
         if not frame.is_watched:
             return None
         if frame.next_names is UNSEEN:
-            frame.next_names = self._names(frame)
+            frame.next_names = self._kept_or("names", frame, self._names)
         found: Options = frame.next_names
         if found == ():
             self.why = self.why or "additionalProperties"
         return found
 
-    def _names(self, frame: Frame) -> Options:
-        names = self._names_left(frame)
-        if names is None or len(names) > MOST_NAMES:
-            return None
-        return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
-
     def values(self, frame: Frame, kind: str) -> Options:
         """What the value that is open may be, of one kind: strings without quotation marks."""
         assert frame.open is not None, "a value is expected"
-        if not frame.is_watched:
+        place = frame.open[1].place
+        listed = place.listed(kind)
+        if not listed or (place.is_plain and not frame.is_watched):
             return None
-        listed = frame.open[1].place.listed(kind)
-        if not listed:
+        found: list[Exact] | None
+        if place.is_must and not frame.is_watched:
+            found = place.own_options(kind)
+        else:
+            found = self._kept_or(kind, frame, lambda frame: self._values(frame, kind))
+        if found is None:
             return None
-        other = frame.open[1].place.on_others(kind)
-        if self._may_be(frame, other, UNKNOWN):
+        return tuple(spelled for value in found for spelled in spellings(value))
+
+    def _values(self, frame: Frame, kind: str) -> list[Exact] | None:
+        assert frame.open is not None, "a value is expected"
+        place = frame.open[1].place
+        if not frame.is_watched or self._may_be(frame, place.on_others(kind), UNKNOWN):
             return None
         verdicts: dict[Vector, bool] = {}
-        return tuple(
-            spelled
-            for value in listed
-            if self._is_option(frame, value, verdicts)
-            for spelled in spellings(value)
-        )
+        return [v for v in place.listed(kind) if self._is_option(frame, v, verdicts)]
+
+    def _kept_or(self, what: str, frame: Frame, look: Callable[[Frame], Found]) -> Found:
+        """The answer to a question that was put to such a frame before, as deeply as now."""
+        standing = frame.standing
+        if standing is None:
+            return look(frame)
+        key = what, self._depth, standing
+        if key not in self._kept:
+            if len(self._kept) >= MOST_KEPT:
+                self._kept.clear()
+            self.why = ""
+            found = look(frame)
+            self._kept[key] = found, self.why
+        found, why = self._kept[key]
+        self.why = why or self.why
+        return found
 
     def is_possible(self, frame: Frame, value: Exact) -> bool:
-        """Whether the value that is open may be this one."""
+        """Whether the value that is open may be this one, a literal."""
         assert frame.open is not None, "a value is expected"
+        place = frame.open[1].place
+        if place.is_must and not frame.compares:
+            return self._fits(place.on_listed(value))
         if not frame.is_watched:
             return True
-        return self._may_be(frame, verdicts_on(frame.open[1].place, value), value)
+        return self._may_be(frame, verdicts_on(place, value), value)
 
     def has_value(self, frame: Frame) -> bool:
         """Whether the value that is open may be anything at all."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
-        if place.is_easy:
-            return True
-        for kind, values in KINDS:
-            begun = with_news(frame.opened(place.table(kind).vector))
+        if place.is_easy or (place.is_must and not frame.compares):
+            return place.has_value
+        for kind, values in KINDS.items():
+            vector = place.table(kind).vector
+            if place.is_must and not self._fits(vector):
+                continue
+            begun = with_news(frame.opened(vector))
             if not self._judged(begun):
                 continue
             if values:
@@ -111,11 +138,32 @@ class Ahead:
 
     # -- helpers
 
+    def _is_as_before(self, frame: Frame) -> bool:
+        """Whether the last member changed nothing about what else must be or may be there."""
+        quiet = frame.table.quiet
+        if frame.last not in quiet:
+            return False
+        if not self._is_ordered:
+            return True
+        order = frame.table.place.order
+        at = order.get(frame.last, -1)
+        return all(name in quiet or name in frame.names or order[name] > at for name in order)
+
+    def _fits(self, vector: Vector) -> bool:
+        """Whether verdicts that all count are right."""
+        for verdict in vector:
+            if isinstance(verdict, str):
+                self.why = verdict
+                return False
+        return True
+
     def _is_option(self, frame: Frame, value: Exact, known: dict[Vector, bool]) -> bool:
         """known: whether values with such verdicts may follow, where nothing else matters."""
         assert frame.open is not None, "a value is expected"
         vector = frame.open[1].place.on_listed(value)
-        if frame.keeps_values:
+        if frame.is_compared:
+            return self._may_be(frame, vector, value)
+        if frame.table.is_unique and value in frame.seen:
             return self._may_be(frame, vector, value)
         if vector not in known:
             known[vector] = self._may_be(frame, vector, value)
@@ -140,9 +188,21 @@ class Ahead:
     def _may_close(self, frame: Frame) -> bool:
         closed, parent = frame.closed(), frame.parent
         assert parent is not None, "the document itself is not closed"
+        place = frame.table.place
+        if place.is_must and not frame.is_compared:
+            return self._fits(closed.vector)
         value = closed.exact if parent.keeps_values else None
         filled = with_news(parent.filled(closed.vector, value))
         return self._judged(filled) and self.is_alive(filled)
+
+    def _fits_closed(self, frame: Frame, closed: Frame) -> bool:
+        """The same without a look at what follows."""
+        parent, place = frame.parent, frame.table.place
+        assert parent is not None, "the document itself is not closed"
+        if place.is_must and not frame.is_compared:
+            return self._fits(closed.vector)
+        value = closed.exact if parent.keeps_values else None
+        return self._judged(with_news(parent.filled(closed.vector, value)))
 
     def _judged(self, frame: Frame) -> bool:
         verdict = verdict_of(frame)
@@ -150,6 +210,14 @@ class Ahead:
             self.why = verdict
             return False
         return True
+
+    # -- objects
+
+    def _names(self, frame: Frame) -> Options:
+        names = self._names_left(frame)
+        if names is None or len(names) > MOST_NAMES:
+            return None
+        return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
 
     def _names_left(self, frame: Frame) -> Sequence[str] | None:
         """The names that may follow; ``None`` if there is no end of them."""
@@ -171,9 +239,14 @@ class Ahead:
 
     def _is_possible(self, frame: Frame, name: str) -> bool:
         began = with_news(frame.named(name))
-        if not self._judged(began) or not self.has_value(began):
+        if not self._judged(began):
             return False
-        return self._deeper(lambda: self._is_finished_by(began))
+        assert began.open is not None, "a value follows"
+        place = began.open[1].place
+        if place.is_must and not place.has_value:
+            self.why = "properties"
+            return False
+        return self._is_as_before(began) or self._deeper(lambda: self._is_finished_by(began))
 
     def _is_finished_by(self, began: Frame) -> bool:
         """Whether the object can be finished after a value that nothing is known of."""
@@ -181,10 +254,17 @@ class Ahead:
         return self._may_close(filled) or self._can_finish(filled)
 
     def _can_finish(self, frame: Frame) -> bool:
-        """Whether members or items that nothing is known of may make it whole."""
-        if frame.table.kind == "array":
-            return self._can_finish_array(frame)
-        why, waiting, seen = self.why, [frame], {frozenset(frame.names)}
+        """Whether members that nothing is known of may make an object whole."""
+        why, waiting, seen = self.why, [frame], {frozenset[str](frame.names)}
+        closed = frame.closed()
+        if not self._fits_closed(frame, closed):
+            lacking = dict.fromkeys(each for each in closed.missing if isinstance(each, str))
+            if lacking and all(self._is_left(frame, name) for name in lacking):
+                order = frame.table.place.order
+                in_order = sorted(lacking, key=lambda name: order.get(name, len(order)))
+                whole = with_news(frame.with_members(in_order))
+                if self._judged(whole) and self._fits_closed(whole, whole.closed()):
+                    return True
         for _ in range(MOST_MISSING):
             if not waiting:
                 self.why = why
@@ -210,32 +290,46 @@ class Ahead:
         """Names that may still be written: last those that it lacks."""
         names = self._names_left(frame)
         found = [f"{OTHER_NAME}{len(frame.names)}"] if names is None else list(names[:MOST_NAMES])
-        lacking = [n for n in closed.missing if n is not None and self._is_left(frame, n)]
         if names is None:
             known = frame.table.place.known_names
             found += [name for name in known if self._is_left(frame, name)]
+        lacking = [n for n in closed.missing if isinstance(n, str) and self._is_left(frame, n)]
         return [*found, *lacking]
+
+    def _filled(self, began: Frame) -> Frame:
+        """With a value that nothing is known of."""
+        assert began.open is not None, "a value is open"
+        return with_news(began.filled(began.open[1].place.start, UNKNOWN))
+
+    # -- arrays
 
     def _can_finish_array(self, frame: Frame) -> bool:
         began = with_news(frame.at_item())
         options = self._num_options(began) if frame.table.is_unique else None
-        for num_more in range(MOST_MISSING):
-            if self._fits_closed(frame, frame.closed()):
-                return options is None or num_more <= options
-            began = with_news(frame.at_item())
-            if not self._judged(began):
+        for _ in range(MAX_DEPTH):
+            closed = frame.closed()
+            if self._fits_closed(frame, closed):
+                return True
+            num_more = max((n for n in closed.missing if isinstance(n, int)), default=1)
+            if options is not None and num_more > options:
+                self.why = "uniqueItems"
                 return False
-            frame = self._filled(began)
+            frame = with_news(frame.stretched(num_more))
+            if not self._judged(frame):
+                return False
         return True
 
     def _num_options(self, began: Frame) -> int | None:
         """How many different values an item may have; ``None`` if there is no end of them."""
         assert began.open is not None, "an item is expected"
         place, found = began.open[1].place, 0
-        if place.is_easy:
+        if place.is_endless:
             return None
-        for kind, values in KINDS:
-            begun = with_news(began.opened(place.table(kind).vector))
+        for kind, values in KINDS.items():
+            vector = place.table(kind).vector
+            if place.is_must and not self._fits(vector):
+                continue
+            begun = with_news(began.opened(vector))
             if not self._judged(begun):
                 continue
             if values:
@@ -245,16 +339,6 @@ class Ahead:
             else:
                 found += len(more)
         return found
-
-    def _filled(self, began: Frame) -> Frame:
-        """With a value that nothing is known of."""
-        assert began.open is not None, "a value is open"
-        return with_news(began.filled(began.open[1].place.start, UNKNOWN))
-
-    def _fits_closed(self, frame: Frame, closed: Frame) -> bool:
-        assert frame.parent is not None, "the document itself is not closed"
-        value = closed.exact if frame.parent.keeps_values else None
-        return self._judged(with_news(frame.parent.filled(closed.vector, value)))
 
 
 def verdict_of(frame: Frame) -> Verdict:
@@ -268,9 +352,4 @@ def spellings(value: Exact) -> tuple[bytes, ...]:
     """How a value may begin to be written, of one of which all is known."""
     if isinstance(value, str):
         return (value.encode("utf-8", "surrogatepass"),)
-    if isinstance(value, int | Decimal):
-        return (str(value).encode(), json.dumps(float(value)).encode())
-    return ()
-
-
-OTHER_NAME = "\uffff another"
+    return (str(value).encode(),)

@@ -30,6 +30,7 @@ SPACES = b" \t\r\n"
 _SPACES = re.compile(rb"[ \t\r\n]*")
 _SPECIAL = re.compile(rb'[\x00-\x1f"\\\xff]')
 _NUMBER_END = re.compile(rb"[^0-9eE.+-]")
+_FRACTION = re.compile(rb"[.eE]")
 _ESCAPES = b'"\\/bfnrtu'
 _DIGITS = b"0123456789abcdefABCDEF"
 # Where a text stands.
@@ -49,7 +50,7 @@ class Checker:
         self.places = Places()
         outermost = Rule()
         outermost.elements.prefix = [rules_of(schema)]
-        self._top = self.places.place((outermost,)).table("array")
+        self._top = self.places.place((outermost,), (True,)).table("array")
         self.ahead = Ahead(is_ordered=is_ordered)
 
     def begin(self) -> State:
@@ -338,6 +339,8 @@ class State:
         if self.options is None:
             return True
         written = self.buffer
+        if self.mode == NUMERAL and _FRACTION.search(written):
+            return True  # it may be the same number in other digits
         if self.mode != NUMERAL and b"\\" in written:
             written = _unescaped(written)
         if any(option.startswith(written) for option in self.options):

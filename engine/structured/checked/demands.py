@@ -166,13 +166,13 @@ def _of_object(rule: Rule, numbers: Numbers) -> Iterator[Part]:
 
 def _required(names: tuple[str, ...]) -> Part:
     def judge(frame: Any) -> Verdict:
-        for name in names:
-            if name not in frame.names:
-                if not frame.is_over:
-                    return None
-                frame.missing.append(name)
-                return "required"
-        return True
+        missing = [name for name in names if name not in frame.names]
+        if not missing:
+            return True
+        if not frame.is_over:
+            return None
+        frame.missing += missing
+        return "required"
 
     return judge
 
@@ -269,7 +269,10 @@ def _least_items(least: int) -> Part:
     def judge(frame: Any) -> Verdict:
         if frame.count >= least:
             return True
-        return "minItems" if frame.is_over else None
+        if not frame.is_over:
+            return None
+        frame.missing.append(least - frame.count)
+        return "minItems"
 
     return judge
 

@@ -13,6 +13,7 @@ from engine.structured.checked.demands import UNKNOWN, Verdict
 from engine.structured.checked.exact import Exact, array_of, kind_of, object_of
 from engine.structured.checked.places import Member, Place, Table, Vector
 
+MOST_COMPARED = 64  # names or items
 UNSEEN = object()  # it was not looked at what may be named next
 Key = str | int  # the name of a property, or the index of an item
 
@@ -30,18 +31,22 @@ class Account:
         self.unsure: frozenset[int] = frozenset()  # one of them may be wrong
 
     def _copy(self) -> Account:
-        other = Account()
-        for name in Account.__slots__:
-            setattr(other, name, getattr(self, name))
+        other = Account.__new__(Account)
+        other.failed, other.hits, other.left = self.failed, self.hits, self.left
+        other.perhaps, other.unsure = self.perhaps, self.unsure
         return other
 
     def with_failed(self, failed: Sequence[tuple[int, str]]) -> Account:
         """With rules that a member or an item breaks, and the keyword; the first one counts."""
+        if all(number in self.failed for number, _ in failed):
+            return self
         other = self._copy()
         other.failed = {**dict(failed), **self.failed}
         return other
 
     def with_unsure(self, number: int) -> Account:
+        if number in self.unsure:
+            return self
         other = self._copy()
         other.unsure = self.unsure | {number}
         return other
@@ -77,7 +82,7 @@ class Frame:
     __slots__ = (
         *("parent", "table", "verdicts", "account"),
         *("names", "count", "open", "is_over", "is_kept", "parts", "seen", "is_repeated"),
-        *("missing", "last", "is_watched", "is_vague", "next_names"),
+        *("missing", "last", "is_compared", "is_watched", "is_vague", "next_names"),
     )
 
     parent: Frame | None
@@ -92,8 +97,9 @@ class Frame:
     parts: Any
     seen: frozenset[Exact]
     is_repeated: bool
-    missing: list[str | None]
+    missing: list[str | int | None]
     last: str | None
+    is_compared: bool
     is_watched: bool
     is_vague: bool
     next_names: Any
@@ -109,9 +115,10 @@ class Frame:
         self.open = self.parts = self.last = None
         self.is_over = self.is_repeated = False
         self.is_kept = table.keeps or (parent is not None and parent.keeps_values)
-        self.is_watched = table.is_watchful or (
-            parent is not None and (parent.keeps_values or parent.is_watched)
-        )
+        is_within = parent is not None and parent.compares
+        self.is_compared = table.keeps or (is_within and not table.place.is_endless)
+        is_watched = parent is not None and parent.is_watched and not table.place.is_must
+        self.is_watched = table.is_watchful or self.is_compared or is_watched
         self.is_vague = False
         self.missing = []
         self.next_names = UNSEEN
@@ -124,10 +131,33 @@ class Frame:
         return self.is_kept or self.table.is_unique
 
     @property
+    def compares(self) -> bool:
+        """Whether what may follow depends on which values it has, and not on their verdicts
+        alone."""
+        return self.is_compared or self.table.is_unique
+
+    @property
     def vector(self) -> Vector:
         """The verdicts that whoever holds it waits for."""
         verdicts = self.verdicts
         return tuple([verdicts[number] for number in self.table.place.ends])
+
+    @property
+    def standing(self) -> Any:
+        """All that decides about how it may go on; equal ones go on alike. ``None`` if that depends
+        on values that are too many to be compared."""
+        parent, place = self.parent, self.table.place
+        outer: Any = 0
+        if self.is_compared or len(self.names) > MOST_COMPARED or len(self.seen) > MOST_COMPARED:
+            return None
+        if parent is not None and not place.is_must and (outer := parent.standing) is None:
+            return None
+        account = self.account
+        return (
+            *(self.table, tuple(self.verdicts), self.count, self.seen, self.last),
+            *(frozenset(self.names), self.is_vague, outer, self.open and self.open[2]),
+            *(tuple(account.hits.items()), tuple(account.left.items()), account.unsure),
+        )
 
     @property
     def exact(self) -> Exact:
@@ -144,11 +174,13 @@ class Frame:
     def copy(self) -> Frame:
         """One that may be changed, its lists of verdicts too."""
         other = Frame()
-        for name in Frame.__slots__:
-            setattr(other, name, getattr(self, name))
-        other.verdicts = self.verdicts.copy()
-        other.missing = []
-        other.next_names = UNSEEN
+        other.parent, other.table, other.account = self.parent, self.table, self.account
+        other.names, other.count, other.open = self.names, self.count, self.open
+        other.is_over, other.is_kept, other.parts = self.is_over, self.is_kept, self.parts
+        other.seen, other.is_repeated, other.last = self.seen, self.is_repeated, self.last
+        other.is_watched, other.is_vague = self.is_watched, self.is_vague
+        other.is_compared = self.is_compared
+        other.verdicts, other.missing, other.next_names = self.verdicts.copy(), [], UNSEEN
         return other
 
     def named(self, name: str, member: Member | None = None) -> Frame:
@@ -192,6 +224,26 @@ class Frame:
         other._note(key, member, vector, is_whole=True)
         return other
 
+    def with_members(self, names: Sequence[str]) -> Frame:
+        """With members of which only the names are known."""
+        other, place = self.copy(), self.table.place
+        members = {name: place.property(name) for name in names}
+        other.names, other.last, other.is_vague = {**self.names, **members}, names[-1], True
+        for name, member in members.items():
+            other.account = other.account.with_failed(member.failing)
+            other._note(name, member, member.place.start, is_whole=True, is_judged=False)
+        self.table.judge(other)
+        return other
+
+    def stretched(self, num_more: int) -> Frame:
+        """With this many items that nothing is known of."""
+        other, member = self.copy(), self.table.place.item(self.count)
+        other.count += num_more - 1
+        other._note(other.count, member, member.place.start, is_whole=True)
+        other.count += 1
+        other.is_vague = True
+        return other
+
     def closed(self) -> Frame:
         """With nothing after it."""
         other = self.copy()
@@ -218,8 +270,16 @@ class Frame:
     def _member(self, key: Key) -> Member:
         return self.names[key] if isinstance(key, str) else self.table.place.item(key)
 
-    def _note(self, key: Key, member: Member, vector: Vector, *, is_whole: bool) -> None:
-        """What the value of a member or an item says of this one."""
+    def _note(
+        self,
+        key: Key,
+        member: Member,
+        vector: Vector,
+        *,
+        is_whole: bool,
+        is_judged: bool = True,
+    ) -> None:
+        """What the value of a member or an item says of this one. is_judged: it is all there is."""
         self.open = None if is_whole else (key, member, vector)
         account = self.account
         for number, keyword, slot in member.wires:
@@ -238,7 +298,8 @@ class Frame:
         for number, slot in member.held if is_whole else ():
             account = account.with_held(number, key, vector[slot])
         self.account = account
-        self.table.judge(self)
+        if is_judged:
+            self.table.judge(self)
 
 
 def with_news(frame: Frame) -> Frame:

@@ -18,8 +18,8 @@ from engine.structured.checked.demands import (
     demands_of,
     names_members,
 )
-from engine.structured.checked.exact import Exact, kind_of
-from engine.structured.checked.rules import Rule
+from engine.structured.checked.exact import FALSE, NULL, TRUE, Exact, kind_of
+from engine.structured.checked.rules import Rule, is_endless
 
 Vector = tuple[Verdict, ...]  # of several rules
 Row = tuple[int, tuple[Part, ...]]  # the demands of one rule, by its number in the place
@@ -48,8 +48,12 @@ APART = ("contains", "unevaluatedProperties", "unevaluatedItems")
 class Place:
     """Rules that are looked at for one value, and those they lead to for the same value."""
 
-    def __init__(self, roots: tuple[Rule, ...], places: Places) -> None:
+    def __init__(
+        self, roots: tuple[Rule, ...], places: Places, musts: tuple[bool, ...] = ()
+    ) -> None:
+        """musts: of each root, whether the text is wrong if it does not hold."""
         self.roots = roots
+        self.is_must = all(musts) and bool(musts)
         self.places = places
         self.rules = _in_order(roots)
         self.numbers = {rule: number for number, rule in enumerate(self.rules)}
@@ -59,10 +63,23 @@ class Place:
         self._members: dict[Any, Member] = {}
         self._on_listed: dict[Exact, Vector] = {}
         self._listed: dict[str, list[Exact]] = {}
+        self._options: dict[str, list[Exact] | None] = {}
         self.named = [n for n, rule in enumerate(self.rules) if names_members(rule)]
         self.has_patterns = any(rule.members.patterns for rule in self.rules)
         self.has_names = any(rule.members.names or rule.members.patterns for rule in self.rules)
+        self.must = self._must(musts)
         self.prefix = max((len(rule.elements.prefix) for rule in self.rules), default=0)
+
+    def _must(self, musts: tuple[bool, ...]) -> frozenset[int]:
+        """The rules without which the text is wrong."""
+        found: set[int] = set()
+        waiting = [rule for rule, must in zip(self.roots, musts, strict=False) if must]
+        while waiting:
+            rule = waiting.pop()
+            if (number := self.numbers[rule]) not in found:
+                found.add(number)
+                waiting += rule.all_of
+        return frozenset(found)
 
     def table(self, kind: str) -> Table:
         """The demands on a value of this kind."""
@@ -106,6 +123,42 @@ class Place:
         place = self.places.place(tuple(dict.fromkeys(names)))
         others = (name for rule in self.rules for name in rule.members.properties)
         return [*dict.fromkeys([*self.order, *others, *place.listed("string")])]
+
+    @cached_property
+    def is_endless(self) -> bool:
+        """Whether there are far more values than will be written, as far as is seen at a glance."""
+        return all(map(is_endless, self.roots))
+
+    @cached_property
+    def has_value(self) -> bool:
+        """Whether there is a value at all, as far as its own rules say."""
+        return self.is_easy or any(self._has_value(kind) for kind in KINDS)
+
+    def _has_value(self, kind: str) -> bool:
+        if not _may_hold(self.table(kind).vector):
+            return False
+        if values := KINDS[kind]:
+            return any(_may_hold(self.on_scalar(value)) for value in values)
+        return kind in ("object", "array") or self.own_options(kind) != []
+
+    def own_options(self, kind: str) -> list[Exact] | None:
+        """The strings or numbers that its own rules leave, where these are listed; ``None`` for any
+        number of them."""
+        if kind not in self._options:
+            found, listed = None, self.listed(kind)
+            if listed and not _may_hold(self.on_others(kind)):
+                found = [value for value in listed if _may_hold(self.on_listed(value))]
+            self._options[kind] = found
+        return self._options[kind]
+
+    @cached_property
+    def is_plain(self) -> bool:
+        """Whether a grammar holds all that its rules say of scalars."""
+        lists = [rule for rule in self.rules if rule.values is not None]
+        return len(lists) <= 1 and not any(
+            rule.one_of or rule.negated is not None or rule.condition is not None
+            for rule in self.rules
+        )
 
     @cached_property
     def is_easy(self) -> bool:
@@ -160,8 +213,10 @@ class Place:
         return found
 
     def _made(self, demands: list[tuple[int, str, Rule]]) -> Member:
-        rules = tuple(dict.fromkeys(rule for _, _, rule in demands))
-        return Member(self.places.place(rules), demands)
+        musts = dict.fromkeys((rule for _, _, rule in demands), False)
+        for number, keyword, rule in demands:
+            musts[rule] = musts[rule] or (number in self.must and keyword not in APART)
+        return Member(self.places.place(tuple(musts), tuple(musts.values())), demands)
 
     def _keep(self, key: Any, member: Member) -> None:
         if len(self._members) >= MOST_MEMBERS:
@@ -188,12 +243,14 @@ class Places:
     """All places of a schema, made as they are met."""
 
     def __init__(self) -> None:
-        self._places: dict[tuple[Rule, ...], Place] = {}
+        self._places: dict[tuple[tuple[Rule, ...], tuple[bool, ...]], Place] = {}
 
-    def place(self, roots: tuple[Rule, ...]) -> Place:
-        if roots not in self._places:
-            self._places[roots] = Place(roots, self)
-        return self._places[roots]
+    def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
+        """musts: of each root, whether the text is wrong if it does not hold."""
+        key = roots, musts
+        if key not in self._places:
+            self._places[key] = Place(roots, self, musts)
+        return self._places[key]
 
 
 class Table:
@@ -214,6 +271,7 @@ class Table:
         is_open = [rule for n, rule in enumerate(place.rules) if self.start[n] is None]
         self.is_unique = kind == "array" and any(rule.elements.is_unique for rule in is_open)
         self.is_watchful = any(map(self._is_watchful, is_open))
+        self.quiet = self._quiet() if kind == "object" else frozenset()
         self.keeps = kind in ("array", "object") and any(rule.values for rule in is_open)
 
     @cached_property
@@ -232,12 +290,36 @@ class Table:
             if sum(start[at[each]] is None for each in group) > 1:
                 return True
         if self.kind == "array":
-            own = rule.elements
-            return own.is_unique or any(e is not None for e in (own.contained, own.unevaluated))
+            own, items = rule.elements, range(self.place.prefix + 1)
+            if own.is_unique and not all(self.place.item(at).place.is_endless for at in items):
+                return True
+            return any(each is not None for each in (own.contained, own.unevaluated))
         members = rule.members
-        others = (members.names, members.most, members.unevaluated)
+        others = (members.names, members.most)
         is_bound = members.dependent_names or rule.dependents or members.least
+        if members.unevaluated is not None and len(self.place.must) < len(at):
+            return True
         return bool(is_bound) or any(each is not None for each in others)
+
+    def _quiet(self) -> frozenset[str]:
+        """Names that change nothing about what else must be or may be there."""
+        loud: set[str] = set()
+        for number, rule in enumerate(self.place.rules):
+            own, is_must = rule.members, number in self.place.must
+            if self.start[number] is not None:
+                continue
+            if own.least or own.most is not None:
+                return frozenset()
+            for name, others in own.dependent_names:
+                loud |= {name, *others}
+            loud |= {name for name, _ in rule.dependents}
+            if is_must:
+                continue
+            rest = (own.additional, own.names, own.unevaluated)
+            if own.patterns or any(each is not None for each in rest):
+                return frozenset()
+            loud |= {*own.properties, *own.required}
+        return frozenset(self.place.known_names) - loud
 
     def judge(self, frame: Any) -> None:
         """Bring the verdicts up to date with what is written, those of parts first."""
@@ -247,6 +329,12 @@ class Table:
                 verdicts[number] = _of_all(parts, frame)
 
 
+# All values of a kind, where they are few.
+KINDS: dict[str, tuple[Exact, ...]] = {
+    **dict.fromkeys(("object", "array", "string", "number"), ()),
+    "boolean": (TRUE, FALSE),
+    "null": (NULL,),
+}
 _TYPES = {"number": {"number", "integer"}}
 
 
@@ -284,6 +372,10 @@ def _at_once(rule: Rule, kind: str) -> Verdict:
     if rule.values is not None and all(kind_of(each) != kind for each in rule.values):
         return "enum"
     return None
+
+
+def _may_hold(vector: Vector) -> bool:
+    return not any(isinstance(verdict, str) for verdict in vector)
 
 
 def _is_narrow(rule: Rule) -> bool:

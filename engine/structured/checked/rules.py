@@ -4,7 +4,7 @@ value that it speaks of. References are resolved, recursive ones too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from engine.structured.checked.documents import Document, Resource, Schema
@@ -19,6 +19,7 @@ from engine.structured.checked.formats import FORMATS
 from engine.structured.schemas import SchemaError
 
 Scope = tuple[Resource, ...]  # resources that were entered, the outermost first
+MAX_DEPTH = 4  # of rules within each other that are looked at
 MOST_IN_DOMAIN = 64
 TextCheck = tuple[str, Callable[[str], bool]]  # with the keyword
 NumberCheck = tuple[str, Callable[[Number], bool]]
@@ -85,6 +86,30 @@ class Rule:
         found = [*self.all_of, *(each for group in self.any_of + self.one_of for each in group)]
         single = (self.negated, self.condition, self.consequence, self.alternative)
         return [*found, *filter(None, single), *(each for _, each in self.dependents)]
+
+
+def is_endless(rule: Rule, depth: int = 0) -> bool:
+    """Whether far more values satisfy a rule than will be written, as far as is seen at a glance.
+
+    depth: of the rule within others that were looked at.
+    """
+    if rule.is_false or rule.values is not None or rule.domain is not None or depth > MAX_DEPTH:
+        return False
+    if rule.negated is not None and rule.negated.values is None:
+        return False
+
+    def has_some(rules: Iterable[Rule]) -> bool:
+        return any(is_endless(each, depth + 1) for each in rules)
+
+    ways = [each for each in (rule.consequence, rule.alternative) if each is not None]
+    groups = [*([each] for each in [*rule.all_of, *ways]), *rule.any_of, *rule.one_of]
+    if not all(map(has_some, groups)):
+        return False
+    if rule.types is None or rule.types & {"string", "number", "integer"}:
+        return True
+    own = rule.members
+    names = (own.properties[name] for name in own.required if name in own.properties)
+    return "object" in rule.types and has_some(names)
 
 
 def rules_of(schema: Any) -> Rule:
