@@ -64,11 +64,17 @@ SHAPES = [
 
 
 AT_EACH_LEVEL = ("float32", "widened", "dots")
+OWN = [name for name in ("widened", *NEEDS) if CASES[name].runs_here][-1]
+"""The way this processor multiplies bfloat16, which is compiled for other tests as well."""
 
 
-@pytest.fixture(
-    params=[pytest.param(name, marks=[pytest.mark.isa] * (name in AT_EACH_LEVEL)) for name in CASES]
-)
+def marks_of(name: str) -> list[pytest.MarkDecorator]:
+    """Compiling attention takes some ten seconds for each way to multiply."""
+    is_short = name in ("float32", OWN)
+    return [pytest.mark.isa] * (name in AT_EACH_LEVEL) + [pytest.mark.slow] * (not is_short)
+
+
+@pytest.fixture(params=[pytest.param(name, marks=marks_of(name)) for name in CASES])
 def case(request: pytest.FixtureRequest) -> Case:
     found = CASES[request.param]
     if not found.runs_here:

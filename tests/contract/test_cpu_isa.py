@@ -11,7 +11,7 @@ from kernels.cpu import isa
 HERE = Path(__file__).parent
 
 # Each level in a process that has imported torch and Numba, but has compiled nothing yet.
-LEVELS = """
+CHOICES = """
 import os, sys
 import numba, torch
 for level in sys.argv[1:]:
@@ -47,21 +47,35 @@ def run(*command: str, level: str | None, **more: str) -> subprocess.CompletedPr
     )
 
 
+# Each compiles all kernels anew: the one that most processors have, and in the campaign the others.
+FIRST = "avx2"
+LEVELS = [FIRST] + [
+    pytest.param(level, marks=pytest.mark.slow)
+    for level in isa.LEVELS
+    if level not in ("base", FIRST)
+]
+
 # Bodies that no processor of a level below the highest runs by itself.
 OF_OTHERS = "soft or ordered or summed_as_tiles"
+KERNELS = ("test_cpu_products.py", "test_kernels.py")
+BITS = ("test_cpu_attention_bits.py",)  # compiles attention for each way to multiply
 
 
 @pytest.mark.parametrize(
-    "chosen", [f"not ({OF_OTHERS})", pytest.param(OF_OTHERS, marks=pytest.mark.slow)]
+    ("names", "chosen"),
+    [
+        (KERNELS, f"not ({OF_OTHERS})"),
+        pytest.param(KERNELS, OF_OTHERS, marks=pytest.mark.slow),
+        pytest.param(BITS, "bits", marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("level", [level for level in isa.LEVELS if level != "base"])
-def test_each_level_computes_the_same(level: str, chosen: str) -> None:
+@pytest.mark.parametrize("level", LEVELS)
+def test_each_level_computes_the_same(level: str, names: tuple[str, ...], chosen: str) -> None:
     """Those cases of the kernels' tests that are marked for it."""
     if level == isa.LEVEL:
         pytest.skip(f"{level} is what this process uses: its cases have run beside this one")
     if level not in isa.available():
         pytest.skip(f"{isa.processor()} has no {level}")
-    names = ("test_cpu_products.py", "test_kernels.py", "test_cpu_attention_bits.py")
     files = [str(HERE / name) for name in names]
     done = run(
         "-m",
@@ -83,7 +97,7 @@ def test_each_level_computes_the_same(level: str, chosen: str) -> None:
 @pytest.fixture(scope="module")
 def told() -> dict[str, list[str]]:
     """Of each level, known or not: the one that was taken, and what is said of it."""
-    done = run("-c", LEVELS, *isa.LEVELS, "avx1024", level=None)
+    done = run("-c", CHOICES, *isa.LEVELS, "avx1024", level=None)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [line.split("|") for line in done.stdout.splitlines()]
     assert len(lines) == len(isa.LEVELS) + 1, done.stderr[-2000:]

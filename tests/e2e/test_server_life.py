@@ -153,7 +153,7 @@ def test_one_of_two_cores_dies_and_then_the_other(tmp_path: Path) -> None:
         assert "was killed by SIGKILL" in it.lines("CRITICAL")[0]
 
 
-@pytest.mark.parametrize("num_cores", [1, 2])
+@pytest.mark.parametrize("num_cores", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_dead_cores_are_started_again(tmp_path: Path, num_cores: int) -> None:
     options = ("--on-core-death", "restart", "--data-parallel-size", str(num_cores))
     with watched(tmp_path, *options) as it:
