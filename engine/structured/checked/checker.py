@@ -85,8 +85,8 @@ class State:
     @property
     def stops(self) -> Stops | None:
         """The bytes without which any text may follow; ``None`` if each is looked at."""
-        is_free = self.mode == STRING and self.options is None and not self.escape
-        return IN_STRINGS if is_free else None
+        is_text = self.mode == STRING or (self.mode == NAME and self.buffer)
+        return IN_STRINGS if is_text and self.options is None and not self.escape else None
 
     @property
     def may_end(self) -> bool:

@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
 from engine.messages.step import Column
-from engine.structured.checked.vocabulary import Stops, Vocabulary
-from engine.structured.decide import WORD, GrammarError, Matcher
-
-
-class Following(Protocol):
-    """How far a checker has followed a text."""
-
-    why: str
-
-    @property
-    def stops(self) -> Stops | None:
-        """The bytes without which any text may follow; ``None`` if each is looked at."""
-
-    @property
-    def may_end(self) -> bool: ...
-
-    def copy(self) -> Following: ...
-
-    def feed(self, data: bytes) -> bool: ...
+from engine.structured.checked.narrowing import Following, Narrowing
+from engine.structured.checked.vocabulary import Vocabulary
+from engine.structured.decide import GrammarError, Matcher
 
 
 class CheckedMatcher:
@@ -85,74 +68,15 @@ class CheckedMatcher:
 
     def _narrow(self, words: Column, state: Following) -> str:
         """Clear the bits of what the checker forbids; the reason where nothing is left."""
-        allowed = _tokens_of(words)
-        if not len(allowed):
+        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
+        num_allowed = int(is_allowed.sum())
+        if not num_allowed:
             return ""
-        forbidden, why = self._forbidden(allowed, state)
-        if not forbidden:
-            return ""
-        tokens = np.array(forbidden)
-        cleared: Column = np.zeros(len(words) * WORD, dtype=np.uint8)
-        cleared[tokens] = 1
-        words &= ~np.packbits(cleared, bitorder="little").view(np.int32)
-        return why if len(forbidden) == len(allowed) else ""
-
-    def _forbidden(self, allowed: Column, state: Following) -> tuple[list[int], str]:
-        forbidden: list[int] = []
-        why = ""
-        if not state.may_end:
-            forbidden += [token for token in self._eos if token in allowed]
-        rest = self._vocabulary.in_order(allowed, state.stops)
-        trail = Trail(state)
-        texts = self._vocabulary.texts
-        for token in rest:
-            if token in self._eos:
-                continue
-            if not trail.takes(texts[token]):
-                forbidden.append(token)
-                why = trail.why or why
-        return forbidden, why
-
-
-class Trail:
-    """Feeds texts that share beginnings, each shared one once."""
-
-    def __init__(self, state: Following) -> None:
-        self._text = b""
-        self._states: list[tuple[int, Following | None]] = [(0, state)]  # by how much is fed
-        self.why = ""
-
-    def takes(self, text: bytes) -> bool:
-        """Whether the text may follow. Texts come in the order of their bytes."""
-        shared = _num_shared(self._text, text)
-        states = self._states
-        while states[-1][0] > shared:
-            states.pop()
-        self._text = text
-        at, state = states[-1]
-        while state is not None and at < len(text):
-            stops = state.stops
-            end = at if stops is None else stops.next(text, at)
-            if end == len(text):
-                return True
-            state, end = state.copy(), end + 1
-            if not state.feed(text[at:end]):
-                self.why = state.why
-                states.append((end, None))
-                return False
-            states.append((end, state))
-            at = end
-        return state is not None
-
-
-def _num_shared(one: bytes, other: bytes) -> int:
-    """How many bytes both begin with."""
-    most = min(len(one), len(other))
-    if one[:most] == other[:most]:
-        return most
-    return next(place for place in range(most) if one[place] != other[place])
-
-
-def _tokens_of(words: Column) -> Column:
-    bits = np.unpackbits(words.view(np.uint8), bitorder="little")
-    return np.flatnonzero(bits).astype(np.int32)
+        may_end = [token for token in self._eos if is_allowed[token]]
+        is_allowed[may_end] = 0
+        narrowing = Narrowing(self._vocabulary, is_allowed)
+        is_allowed[narrowing.forbidden(state)] = 0
+        if may_end and state.may_end:
+            is_allowed[may_end] = 1
+        words[:] = np.packbits(is_allowed, bitorder="little").view(np.int32)
+        return "" if is_allowed.any() else narrowing.why or "JSON"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -18,7 +18,9 @@ class Stops:
 
     def __init__(self, stops: Iterable[int]) -> None:
         self.bytes = frozenset(stops)
-        self._pattern = re.compile(b"[" + b"".join(re.escape(bytes([b])) for b in stops) + b"]")
+        self._pattern = re.compile(
+            b"[" + b"".join(re.escape(bytes([byte])) for byte in self.bytes) + b"]"
+        )
 
     def next(self, text: bytes, at: int) -> int:
         """Where the next of them stands; the length if none does."""
@@ -31,28 +33,29 @@ class Vocabulary:
 
     def __init__(self, texts: list[bytes]) -> None:
         """texts: the bytes that each token spells."""
-        self.texts = texts
-        order = sorted(range(len(texts)), key=texts.__getitem__)
-        self._rank: Column = np.empty(len(texts), dtype=np.int32)
-        self._rank[order] = np.arange(len(texts), dtype=np.int32)
-        self._having: dict[frozenset[int], Column] = {}
+        self._texts = texts
+        tokens = sorted(range(len(texts)), key=texts.__getitem__)
+        self.tokens: Column = np.array(tokens, dtype=np.int32)
+        """All of them in the order of their bytes; a token's place there is its rank."""
+        self.in_order = [texts[token] for token in tokens]
+        self._last_stops: dict[frozenset[int], Column] = {}
 
     def text(self, token: int) -> bytes:
-        return self.texts[token]
+        return self._texts[token]
 
-    def in_order(self, tokens: Column, stops: Stops | None) -> Iterator[int]:
-        """These tokens in the order of their bytes. stops: those alone that have one of them."""
-        tokens = tokens[tokens < len(self.texts)]
-        if stops is not None:
-            tokens = tokens[self._that_have(stops)[tokens]]
-        yield from tokens[np.argsort(self._rank[tokens])].tolist()
-
-    def _that_have(self, stops: Stops) -> Column:
-        if stops.bytes not in self._having:
-            self._having[stops.bytes] = np.array(
-                [stops.next(text, 0) < len(text) for text in self.texts]
-            )
-        return self._having[stops.bytes]
+    def last_stops(self, stops: Stops) -> Column:
+        """By rank, where the last of these bytes stands; -1 where none does."""
+        if stops.bytes not in self._last_stops:
+            flat = np.frombuffer(b"".join(text + b"\0" for text in self.in_order), np.uint8)
+            ends = np.cumsum([len(text) + 1 for text in self.in_order])
+            starts = np.concatenate([[0], ends[:-1]])
+            is_stop = np.zeros(256, bool)
+            is_stop[[*stops.bytes]] = True
+            places = np.arange(len(flat)) - np.repeat(starts, ends - starts)
+            places[~is_stop[flat]] = -1
+            places[ends - 1] = -1  # of the zeros between
+            self._last_stops[stops.bytes] = np.maximum.reduceat(places, starts)
+        return self._last_stops[stops.bytes]
 
 
 def vocabulary_of(
