@@ -131,13 +131,13 @@ class NestedDiscriminators(BaseModel):
 
 
 class Card(BaseModel):
-    kind: Literal["direct"] = "direct"
+    kind: Literal["direct"]
     method: Literal["card"]
     number: Annotated[str, Field(pattern=r"^\d{16}$")]
 
 
 class Cash(BaseModel):
-    kind: Literal["direct"] = "direct"
+    kind: Literal["direct"]
     method: Literal["cash"]
     amount: Annotated[int, Field(gt=0, multiple_of=5)]
 
