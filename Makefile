@@ -77,6 +77,7 @@ campaign: $(READY)
 	$(BIN)/python tools/invariance.py --isa all
 	$(BIN)/python tools/structured.py
 	$(BIN)/python tools/schema_suite.py
+	$(BIN)/python tools/random_schemas.py
 	$(BIN)/python tools/schemas_in_the_wild.py
 	$(BIN)/python tools/canaries.py
 	$(ONE_THREAD) $(BIN)/python tools/kill_matrix.py
