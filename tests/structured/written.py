@@ -18,6 +18,7 @@ from engine import LLMEngine, RequestError, SamplingParams, StructuredOutputsPar
 from engine.messages.step import Column
 from engine.structured.decide import WORD, GrammarError
 from structured.checks import PROMPT, Bench, byte_tokens
+from structured.judges import json_judge
 
 MOST = sys.float_info.max
 Judge = Callable[[str], bool]
@@ -35,8 +36,12 @@ class Asked:
     @cached_property
     def judge(self) -> Judge:
         """By ``jsonschema_rs``, which reads patterns as ECMAScript has them, formats included; and
-        by the schema's own judge."""
-        validator = jsonschema_rs.validator_for(self.schema, validate_formats=True)
+        by the schema's own judge. By ``jsonschema`` where the other refuses the schema, as for a
+        pattern of Python's."""
+        try:
+            validator = jsonschema_rs.validator_for(self.schema, validate_formats=True)
+        except jsonschema_rs.ValidationError:
+            return json_judge(self.schema)
 
         def is_right(text: str) -> bool:
             try:
