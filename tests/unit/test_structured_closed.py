@@ -175,3 +175,14 @@ def test_what_cannot_be_chosen_is_an_error() -> None:
         StructuredOutputsParams(
             json={}, additional_properties="open", disable_additional_properties=True
         )
+
+
+@pytest.mark.parametrize("kinds", ["boolean", "null", ["null", "boolean"], ["null", "string"]])
+def test_items_of_small_types_are_distinct(kinds: Any) -> None:
+    schema = {"type": "array", "items": {"type": kinds}, "uniqueItems": True}
+    values = {"boolean": [True, False], "null": [None], "string": ["a", "b"]}
+    distinct = [
+        each for kind in ([kinds] if isinstance(kinds, str) else kinds) for each in values[kind]
+    ]
+    assert takes(schema, distinct)
+    assert not takes(schema, [*distinct, distinct[0]])

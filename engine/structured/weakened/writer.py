@@ -110,8 +110,11 @@ class _Writer:
             return None
         if "enum" in written:
             return len({exact(each) for each in written["enum"]})
-        counts = {"boolean": 2, "null": 1}
-        return counts.get(written.get("type", "")) if written.keys() == {"type"} else None
+        if written.keys() != {"type"}:
+            return None
+        kinds = written["type"] if isinstance(written["type"], list) else [written["type"]]
+        counts = [{"boolean": 2, "null": 1}.get(kind) for kind in kinds]
+        return None if None in counts else sum(filter(None, counts))
 
     def _key(self, schema: Any) -> Any:
         """Equal for schemas that are the same in other words."""
