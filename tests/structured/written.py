@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from random import Random
@@ -20,6 +20,7 @@ from engine.structured.decide import WORD, GrammarError
 from structured.checks import PROMPT, Bench, byte_tokens
 from structured.judges import json_judge
 
+MAX_WAITING = 36  # requests of the engine
 MOST = sys.float_info.max
 Judge = Callable[[str], bool]
 Options = dict[str, Any]  # of ``StructuredOutputsParams``, besides the schema
@@ -98,29 +99,33 @@ def compiled(bench: Bench, asked: Asked, options: Options) -> Outcome:
 
 
 def write(
-    engine: LLMEngine, outcomes: Iterable[Outcome], num: int, max_tokens: int, options: Options
+    engine: LLMEngine, outcomes: Sequence[Outcome], num: int, max_tokens: int, options: Options
 ) -> int:
     """An engine writes texts for each schema that is not refused, at temperature 1.
 
     num: texts of each. Returns the number of tokens.
     """
+    waiting = [(one, seed) for seed in range(num) for one in outcomes if not one.refusal]
+    waiting.reverse()
     asked: dict[str, Outcome] = {}
-    for one in outcomes:
-        for seed in range(0 if one.refusal else num):
+    num_tokens = 0
+    while waiting or asked:
+        # Compiling has a time limit, in which a grammar waits for those before it.
+        while waiting and len(asked) < MAX_WAITING:
+            one, seed = waiting.pop()
+            request_id = f"{one.asked.name} {seed}"
             form = StructuredOutputsParams(json=one.asked.schema, **options)
             params = SamplingParams(
                 temperature=1.0, seed=seed, max_tokens=max_tokens, structured_outputs=form
             )
-            request_id = f"{one.asked.name} {seed}"
             engine.add_request(request_id, PROMPT, params)
             asked[request_id] = one
-    num_tokens = 0
-    while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
                 (found,) = output.outputs
                 num_tokens += len(found.token_ids)
-                asked[output.request_id].note(found.finish_reason, found.text, found.error)
+                one = asked.pop(output.request_id)
+                one.note(found.finish_reason, found.text, found.error)
     return num_tokens
 
 

@@ -45,3 +45,19 @@ def test_random_texts_pass_where_the_oracle_says_that_they_are_valid(part) -> No
             note = f"METRONOME_SEED: {seed}, {json.dumps(schema)}, {text}"
             for cut in (1, 3, 1 << 20):
                 assert passes(checker, text, cut) == oracle.is_valid(value), note
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"minProperties": 2},
+        {"not": {"maxProperties": 1}},
+        {"anyOf": [{"minProperties": 2}, {"required": ["Z"]}]},
+        {"dependentSchemas": {"aa": {"minProperties": 2}}, "minProperties": 1},
+    ],
+)
+def test_an_object_whose_names_only_a_pattern_knows_can_be_finished(more) -> None:
+    named = {"patternProperties": {"^[a-z]+$": {}}, "additionalProperties": False}
+    checker = Checker({"type": "object", **named, **more})
+    assert passes(checker, '{"aa":1,"b":2}', 1)
+    assert not passes(checker, '{"aa":1}', 1) and not passes(checker, '{"aa":1,"B":2}', 1)

@@ -268,7 +268,8 @@ class Ahead:
         for _ in range(MOST_MISSING):
             if not waiting:
                 self.why = why
-                return False
+                # A name that only a pattern matches may do what no known name does.
+                return frame.table.place.has_patterns
             frame = waiting.pop()
             closed = frame.closed()
             if self._fits_closed(frame, closed):
