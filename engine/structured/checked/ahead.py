@@ -13,14 +13,14 @@ from typing import Any, TypeVar
 from engine.structured.checked.demands import UNKNOWN, Verdict
 from engine.structured.checked.exact import Exact
 from engine.structured.checked.frames import UNSEEN, Frame, verdicts_on, with_news
-from engine.structured.checked.places import KINDS, Vector
+from engine.structured.checked.places import KINDS, Table, Vector
 
 Found = TypeVar("Found")
 Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
 MOST_NAMES = 256  # that are looked at one by one
 MOST_MISSING = 64  # ways to add members that are tried
 MOST_KEPT = 20_000  # answers
-MAX_DEPTH = 2  # values that are looked at, one after the other
+MAX_DEPTH, MAX_COMPARED_DEPTH = 2, 6  # values that are looked at, one after the other
 OTHER_NAME = "\uffff another"
 
 
@@ -43,7 +43,8 @@ class Ahead:
         if self._may_close(frame):
             return True
         if frame.table.kind == "object":
-            return self._can_finish(frame)
+            # Where values are compared, there must be one that is not there yet.
+            return (not frame.is_compared or self.names(frame) != ()) and self._can_finish(frame)
         return self.may_go_on(frame) and self._can_finish_array(frame)
 
     def may_go_on(self, frame: Frame) -> bool:
@@ -120,28 +121,39 @@ class Ahead:
         """Whether the value that is open may be anything at all."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
-        if place.is_easy or (place.is_must and not frame.compares):
+        if (not frame.compares or place.is_endless) and (place.is_easy or place.is_must):
             return place.has_value
-        for kind, values in KINDS.items():
-            vector = place.table(kind).vector
-            if place.is_must and not self._fits(vector):
-                continue
-            begun = with_news(frame.opened(vector))
-            if not self._judged(begun):
-                continue
-            if values:
-                if any(self.is_possible(begun, value) for value in values):
-                    return True
-            elif kind in ("object", "array") or self.values(begun, kind) != ():
-                return True
-        return False
+        return any(self._has_kind(frame, kind) for kind in KINDS)
+
+    def _has_container(self, frame: Frame, table: Table) -> bool:
+        """Whether the value that is open may be an object, or an array."""
+        if not frame.compares or table.place.is_endless:
+            return True
+        began = with_news(Frame.begun(table, frame))
+        return self._judged(began) and self._deeper(lambda: self.is_alive(began))
+
+    def _has_kind(self, frame: Frame, kind: str) -> bool:
+        """Whether the value that is open may be one of this kind."""
+        assert frame.open is not None, "a value is expected"
+        place = frame.open[1].place
+        table = place.table(kind)
+        if place.is_must and not self._fits(table.vector):
+            return False
+        begun = with_news(frame.opened(table.vector))
+        if not self._judged(begun):
+            return False
+        if values := KINDS[kind]:
+            return any(self.is_possible(begun, value) for value in values)
+        if kind in ("object", "array"):
+            return self._has_container(begun, table)
+        return self.values(begun, kind) != ()
 
     # -- helpers
 
     def _is_as_before(self, frame: Frame) -> bool:
         """Whether the last member changed nothing about what else must be or may be there."""
         quiet = frame.table.quiet
-        if frame.last not in quiet:
+        if frame.last not in quiet or frame.is_compared:
             return False
         if not self._is_ordered:
             return True
@@ -161,9 +173,8 @@ class Ahead:
         """known: whether values with such verdicts may follow, where nothing else matters."""
         assert frame.open is not None, "a value is expected"
         vector = frame.open[1].place.on_listed(value)
-        if frame.is_compared:
-            return self._may_be(frame, vector, value)
-        if frame.table.is_unique and value in frame.seen:
+        is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
+        if is_own or (frame.table.is_unique and value in frame.seen):
             return self._may_be(frame, vector, value)
         if vector not in known:
             known[vector] = self._may_be(frame, vector, value)
@@ -174,10 +185,12 @@ class Ahead:
         filled = with_news(frame.filled(vector, value))
         if not self._judged(filled):
             return False
-        return self._deeper(lambda: self.is_alive(filled))
+        # Where values are compared, one that is not there yet may come late in an object.
+        most = MAX_COMPARED_DEPTH if filled.is_compared else MAX_DEPTH
+        return self._deeper(lambda: self.is_alive(filled), most)
 
-    def _deeper(self, look: Callable[[], bool]) -> bool:
-        if self._depth >= MAX_DEPTH:
+    def _deeper(self, look: Callable[[], bool], most: int = MAX_DEPTH) -> bool:
+        if self._depth >= most:
             return True
         self._depth += 1
         try:
@@ -246,6 +259,8 @@ class Ahead:
         if place.is_must and not place.has_value:
             self.why = "properties"
             return False
+        if frame.is_compared and not self.has_value(began):
+            return False
         return self._is_as_before(began) or self._deeper(lambda: self._is_finished_by(began))
 
     def _is_finished_by(self, began: Frame) -> bool:
@@ -306,7 +321,8 @@ class Ahead:
 
     def _can_finish_array(self, frame: Frame) -> bool:
         began = with_news(frame.at_item())
-        options = self._num_options(began) if frame.table.is_unique else None
+        is_alike = frame.table.is_unique and frame.count >= frame.table.place.prefix
+        options = self._num_options(began) if is_alike else None
         for _ in range(MAX_DEPTH):
             closed = frame.closed()
             if self._fits_closed(frame, closed):

@@ -30,6 +30,7 @@ SPACES = b" \t\r\n"
 _SPACES = re.compile(rb"[ \t\r\n]*")
 _SPECIAL = re.compile(rb'[\x00-\x1f"\\\xff]')
 _NUMBER_END = re.compile(rb"[^0-9eE.+-]")
+_HUGE = re.compile(rb"[eE][+-]?[0-9]{5}")  # no program reads such a number
 _FRACTION = re.compile(rb"[.eE]")
 _ESCAPES = b'"\\/bfnrtu'
 _DIGITS = b"0123456789abcdefABCDEF"
@@ -87,6 +88,30 @@ class State:
         """The bytes without which any text may follow; ``None`` if each is looked at."""
         is_text = self.mode == STRING or (self.mode == NAME and self.buffer)
         return IN_STRINGS if is_text and self.options is None and not self.escape else None
+
+    @property
+    def pressing(self) -> list[bytes]:
+        """Texts after which a string may not end, where a grammar may not let it go on: what else
+        may follow them is to be looked at."""
+        text, taken = self.buffer, self._taken()
+        if self.mode == VALUE:
+            return [space + b'"' + each for each in taken for space in (b"", b" ")]
+        if self.mode not in (STRING, NAME) or self.escape or self.options is not None:
+            return []
+        if self.mode == NAME:
+            text = text[1:]
+        return [each[len(text) :] for each in taken if each.startswith(text)]
+
+    def _taken(self) -> list[bytes]:
+        """The strings, or the names, that are written and must not come again, if not any others
+        may be."""
+        frame = self.frame
+        if self.mode == NAME:
+            names = frame.names if frame.table.place.has_names and self.buffer else ()
+            return [name.encode("utf-8", "surrogatepass") for name in names]
+        if not frame.table.is_unique or frame.open is None or not frame.open[1].place.is_shaped:
+            return []
+        return [v.encode("utf-8", "surrogatepass") for v in frame.seen if isinstance(v, str)]
 
     @property
     def may_end(self) -> bool:
@@ -223,7 +248,7 @@ class State:
         found = _NUMBER_END.search(data, at)
         end = found.start() if found is not None else len(data)
         self.buffer += data[at:end]
-        if NUMBER_PREFIX.fullmatch(self.buffer) is None:
+        if NUMBER_PREFIX.fullmatch(self.buffer) is None or _HUGE.search(self.buffer):
             return self._fail(SYNTAX)
         if found is None:
             return end if self._fits() else -1

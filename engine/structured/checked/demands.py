@@ -120,6 +120,8 @@ def _conditional(condition: int, positive: int | None, negative: int | None) -> 
 def _of_text(rule: Rule, numbers: Numbers) -> Iterator[Part]:
     for keyword, holds in rule.texts:
         yield _check_whole(keyword, holds)
+    if rule.few_texts is not None:
+        yield _is_in(rule.few_texts, "pattern")
 
 
 def _of_number(rule: Rule, numbers: Numbers) -> Iterator[Part]:
@@ -128,14 +130,14 @@ def _of_number(rule: Rule, numbers: Numbers) -> Iterator[Part]:
     for keyword, holds in rule.numbers:
         yield _check_whole(keyword, holds)
     if rule.domain is not None:
-        yield _is_in(rule.domain)
+        yield _is_in(rule.domain, "maximum")
 
 
-def _is_in(domain: range) -> Part:
+def _is_in(domain: range | dict[str, None], keyword: str) -> Part:
     def judge(frame: Any) -> Verdict:
         if frame.exact is UNKNOWN:
             return None
-        return (frame.exact is not OTHER and frame.exact in domain) or "maximum"
+        return (frame.exact is not OTHER and frame.exact in domain) or keyword
 
     return judge
 

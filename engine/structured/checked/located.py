@@ -87,6 +87,11 @@ class Located:
         return self._states[0].stops if self._states else self._layout.stops
 
     @property
+    def pressing(self) -> list[bytes]:
+        """Texts after which a string may not end, where a grammar may not let it go on."""
+        return self._states[0].pressing if len(self._states) == 1 else []
+
+    @property
     def may_end(self) -> bool:
         """Whether the text may end within the JSON, if it is in some."""
         return not self._states or any(state.may_end for state in self._states)

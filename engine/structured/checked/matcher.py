@@ -9,7 +9,9 @@ import numpy as np
 from engine.messages.step import Column
 from engine.structured.checked.narrowing import Following, Narrowing
 from engine.structured.checked.vocabulary import Vocabulary
-from engine.structured.decide import GrammarError, Matcher
+from engine.structured.decide import WORD, GrammarError, Matcher
+
+MOST_PRESSING = 16  # texts after which it is looked at what may follow
 
 
 class CheckedMatcher:
@@ -33,6 +35,8 @@ class CheckedMatcher:
                 return place + state.may_end
             if not state.feed(self._vocabulary.text(token)):
                 return place
+        if b"" in state.pressing and self._is_stuck(tokens[:found], state):
+            return found - 1
         self._looked = list(tokens[:found]), state
         return found
 
@@ -54,6 +58,8 @@ class CheckedMatcher:
         state = self._state.copy()
         for index, words in enumerate(masks):
             why = self._narrow(words, state)
+            if not why and self._clear_stuck(words, state, drafts[:index]):
+                why = "uniqueItems"
             if not index and why:
                 raise GrammarError(f"no text can go on from here: {why} forbids all that is left")
             if index == len(drafts) or drafts[index] in self._eos or drafts[index] < 0:
@@ -65,6 +71,28 @@ class CheckedMatcher:
     def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
         tokens = self._matcher.forced(recent, most)
         return tokens[: self.num_allowed(tokens)] if len(tokens) else tokens
+
+    def _clear_stuck(self, words: Column, state: Following, before: Sequence[int]) -> bool:
+        """Clear the bits of tokens after which nothing can follow; is none left? before: drafts
+        before them."""
+        bits = words.view(np.uint32)
+        found = map(self._vocabulary.spelling, state.pressing[:MOST_PRESSING])
+        for token in {each for each in found if each is not None}:
+            word, bit = token // WORD, np.uint32(1 << token % WORD)
+            further = state.copy()
+            if not bits[word] & bit or not further.feed(self._vocabulary.text(token)):
+                continue
+            if self._is_stuck([*before, token], further):
+                bits[word] &= ~bit
+        return not words.any()
+
+    def _is_stuck(self, tokens: Sequence[int], state: Following) -> bool:
+        """Whether nothing can follow these tokens. state: after them."""
+        num_words = -(-len(self._vocabulary.in_order) // WORD)
+        masks: Column = np.zeros((len(tokens) + 1, num_words), np.int32)
+        self._matcher.fill(masks, tokens)
+        self._narrow(masks[-1], state)
+        return not masks[-1].any()
 
     def _narrow(self, words: Column, state: Following) -> str:
         """Clear the bits of what the checker forbids; the reason where nothing is left."""

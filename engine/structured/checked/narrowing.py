@@ -24,6 +24,10 @@ class Following(Protocol):
         """The bytes without which any text may follow; ``None`` if each is looked at."""
 
     @property
+    def pressing(self) -> list[bytes]:
+        """Texts after which a string may not end, where a grammar may not let it go on."""
+
+    @property
     def may_end(self) -> bool:
         """Whether the text may be whole."""
 

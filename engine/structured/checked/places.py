@@ -121,7 +121,7 @@ class Place:
         """All that a schema mentions."""
         names = [each.members.names for each in self.rules if each.members.names is not None]
         place = self.places.place(tuple(dict.fromkeys(names)))
-        others = (name for rule in self.rules for name in rule.members.properties)
+        others = (name for rule in self.rules for name in rule.names)
         return [*dict.fromkeys([*self.order, *others, *place.listed("string")])]
 
     @cached_property
@@ -161,6 +161,11 @@ class Place:
         )
 
     @cached_property
+    def is_shaped(self) -> bool:
+        """Whether not all texts are right as strings."""
+        return any(rule.texts for rule in self.rules)
+
+    @cached_property
     def is_easy(self) -> bool:
         """Whether there are any number of values, as far as is seen at a glance."""
         return not any(_is_narrow(rule) for rule in self.rules)
@@ -168,7 +173,9 @@ class Place:
     def listed(self, kind: str) -> list[Exact]:
         """The values of a kind that some schema lists."""
         if kind not in self._listed:
-            lists = [each for rule in self.rules for each in (rule.values, rule.domain)]
+            lists = [
+                each for rule in self.rules for each in (rule.values, rule.domain, rule.few_texts)
+            ]
             every = (value for each in lists for value in each or ())
             self._listed[kind] = [*dict.fromkeys(v for v in every if kind_of(v) == kind)]
         return self._listed[kind]
@@ -380,7 +387,7 @@ def _may_hold(vector: Vector) -> bool:
 
 def _is_narrow(rule: Rule) -> bool:
     """Whether it may allow only some values, or none."""
-    if rule.is_false or rule.values is not None or rule.domain is not None or rule.one_of:
+    if rule.is_false or rule.one_of or rule.lists:
         return True
     if rule.negated is not None or rule.condition is not None:
         return True

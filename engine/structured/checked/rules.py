@@ -15,6 +15,7 @@ from engine.structured.checked.exact import (
     is_multiple,
 )
 from engine.structured.checked.expressions import searcher
+from engine.structured.checked.few import few_texts
 from engine.structured.checked.formats import FORMATS
 from engine.structured.schemas import SchemaError
 
@@ -66,7 +67,9 @@ class Rule:
         self.texts: list[TextCheck] = []
         self.most_chars: int | None = None
         self.numbers: list[NumberCheck] = []
-        self.domain: range | None = None  # all numbers that it allows, if they are few
+        # All numbers, or all strings, that it allows, if they are few.
+        self.domain: range | None = None
+        self.few_texts: dict[str, None] | None = None
         # Schemas that hold for the same value.
         self.all_of: list[Rule] = []
         self.any_of: list[list[Rule]] = []
@@ -79,6 +82,19 @@ class Rule:
         self.order: list[str | Rule] = []  # names and schemas with names, as they are written
         self.members = Members()
         self.elements = Elements()
+
+    @property
+    def lists(self) -> list[Iterable[Exact]]:
+        """What it allows, listed in one way or another."""
+        found: tuple[Iterable[Exact] | None, ...] = (self.values, self.domain, self.few_texts)
+        return [each for each in found if each is not None]
+
+    @property
+    def names(self) -> list[str]:
+        """Names of properties that it mentions."""
+        own = self.members
+        found = [*own.properties, *own.required, *(name for name, _ in self.dependents)]
+        return found + [name for first, rest in own.dependent_names for name in (first, *rest)]
 
     @property
     def same(self) -> list[Rule]:
@@ -105,7 +121,9 @@ def is_endless(rule: Rule, depth: int = 0) -> bool:
     groups = [*([each] for each in [*rule.all_of, *ways]), *rule.any_of, *rule.one_of]
     if not all(map(has_some, groups)):
         return False
-    if rule.types is None or rule.types & {"string", "number", "integer"}:
+    if rule.types is None or rule.types & {"number", "integer"}:
+        return True
+    if "string" in rule.types and rule.few_texts is None:
         return True
     own = rule.members
     names = (own.properties[name] for name in own.required if name in own.properties)
@@ -346,6 +364,8 @@ def _most_chars(reader: _Reader, rule: Rule, value: Any) -> None:
 def _pattern(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, str):
         rule.texts.append(("pattern", searcher(value)))
+        if (few := few_texts(value)) is not None:
+            rule.few_texts = dict.fromkeys(few)
 
 
 def _format(reader: _Reader, rule: Rule, value: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -42,6 +43,12 @@ class Vocabulary:
 
     def text(self, token: int) -> bytes:
         return self._texts[token]
+
+    def spelling(self, text: bytes) -> int | None:
+        """A token that is this text."""
+        at = bisect_left(self.in_order, text)
+        is_there = at < len(self.in_order) and self.in_order[at] == text
+        return int(self.tokens[at]) if is_there else None
 
     def last_stops(self, stops: Stops) -> Column:
         """By rank, where the last of these bytes stands; -1 where none does."""
