@@ -18,10 +18,17 @@ _MONTH_AND_DAY = (
     r"|(?:0[13578]|1[02])-31)"
 )
 DATE = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_MONTH_AND_DAY})"  # in the calendar, from the year 1 on
-# The library writes 29 February in every year, and the year 0000, which hardly a program can read.
+_DATED = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"
+_CLOCK = r"\d\d:\d\d:[0-5]"
+# The library writes 29 February in every year, and the year 0000, which hardly a program can read;
+# a second 60 in every minute, where at most the last one of a day in UTC has one; and more
+# characters than a host (RFC 1123) and what stands before it in an address (RFC 5321) may have.
 MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
-    "date": {"pattern": f"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"},
-    "date-time": {"pattern": f"^(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"},
+    "date": {"pattern": f"^{_DATED}"},
+    "time": {"pattern": f"^{_CLOCK}"},
+    "date-time": {"pattern": f"^{_DATED}[Tt]{_CLOCK}"},
+    "email": {"pattern": "^[^@]{1,64}@.{1,253}$"},
+    "hostname": {"pattern": "^.{1,253}$"},
 }
 
 # What ECMAScript has for \s, of which the library takes U+0085 for one and U+FEFF for none. A class

@@ -71,7 +71,7 @@ def _is_email(text: object) -> bool:
     if not isinstance(text, str):
         return True
     name, _, host = text.rpartition("@")
-    if not _ATOM.fullmatch(name):
+    if not _ATOM.fullmatch(name) or len(name) > 64:
         return False
     if host.startswith("[") and host.endswith("]"):
         inner = host[1:-1]

@@ -186,3 +186,27 @@ def test_items_of_small_types_are_distinct(kinds: Any) -> None:
     ]
     assert takes(schema, distinct)
     assert not takes(schema, [*distinct, distinct[0]])
+
+
+@pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])
+@pytest.mark.parametrize("kind", ["integer", "number"])
+def test_ranges_that_end_far_from_zero_are_followed(key: str, kind: str) -> None:
+    end = -(2**100) if "min" in key.lower() else 2**100
+    schema = {"type": kind, key: end}
+    assert takes(schema, "12") and takes(schema, str(end // 2))
+    assert not takes(schema, str(2 * end))
+    assert takes(schema, str(end)) == (not key.startswith("exclusive"))
+
+
+@pytest.mark.parametrize(
+    ("name", "right", "wrong"),
+    [
+        ("email", "a" * 64 + "@b.c", "a" * 65 + "@b.c"),
+        ("hostname", ".".join(["a" * 50] * 4), ".".join(["a" * 63] * 4)),
+        ("time", "23:59:59Z", "12:00:60Z"),
+        ("date-time", "2024-02-29T23:59:59Z", "2024-02-29T12:00:60Z"),
+    ],
+)
+def test_formats_have_the_limits_of_their_documents(name: str, right: str, wrong: str) -> None:
+    schema = {"type": "string", "format": name}
+    assert takes(schema, json.dumps(right)) and not takes(schema, json.dumps(wrong))

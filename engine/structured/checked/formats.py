@@ -9,6 +9,7 @@ from ipaddress import IPv4Address, IPv6Address
 from engine.structured.checked.expressions import is_expression
 from engine.structured.schemas import DATE
 
+MOST_LOCAL = 64  # characters before the host, by RFC 5321
 Check = Callable[[str], bool]
 
 _OFFSET = r"(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
@@ -100,7 +101,7 @@ def _idn_host(text: str) -> bool:
 
 def _email(text: str) -> bool:
     local, _, host = text.rpartition("@")
-    if not _local(local):
+    if not _local(local) or len(local) > MOST_LOCAL:
         return False
     if host.startswith("[") and host.endswith("]"):
         inner = host[1:-1]

@@ -9,6 +9,7 @@ KNOWN: frozenset[str] = frozenset(
         *("propertyNames", "dependentRequired", "dependentSchemas", "dependencies"),
         *("unevaluatedProperties", "$dynamicRef", "$recursiveRef"),
         *("minProperties", "maxProperties", "multipleOf", "patternProperties"),
+        *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     }
 )
 """Names of keywords of JSON schema. A name is added here when the checker enforces it wholly."""

@@ -18,7 +18,7 @@ Loosen = Callable[[str, Any], None]  # a keyword and its value, which the gramma
 WRITTEN = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
 )
-_LARGE = 1 << 62
+_LARGE = 10**18  # the library has no range that ends farther from zero
 
 
 def strings(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
@@ -44,7 +44,7 @@ def strings(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
     return found
 
 
-def numbers(schemas: Sequence[Schema]) -> Schema | None:
+def numbers(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
     """What they say of numbers; ``None`` if none is right."""
     lows = [*_bounds(schemas, "minimum", "exclusiveMinimum")]
     highs = [*_bounds(schemas, "maximum", "exclusiveMaximum")]
@@ -60,6 +60,8 @@ def numbers(schemas: Sequence[Schema]) -> Schema | None:
         is_open = "exclusiveMinimum" in found or "exclusiveMaximum" in found
         if low > high or (low == high and is_open):
             return None
+    for key in [key for key, end in found.items() if abs(end) > _LARGE]:
+        loosen(key, found.pop(key))
     steps = list(dict.fromkeys(_each(schemas, "multipleOf")))
     if steps:
         found["multipleOf"] = steps[0]

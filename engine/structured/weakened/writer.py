@@ -168,7 +168,7 @@ class _Writer:
             self._join(found, types, "string", strings(schemas, self._loosen))
         if types & {"number", "integer"}:
             kind = "number" if "number" in types else "integer"
-            self._join(found, types, kind, numbers(schemas))
+            self._join(found, types, kind, numbers(schemas, self._loosen))
         if "array" in types and _speaks(schemas, OF_ARRAYS):
             self._join(found, types, "array", array(reading, self, self._loosen))
         elif types & {"array", "object"} and not _speaks(schemas, OF_OBJECTS):
