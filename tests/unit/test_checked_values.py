@@ -35,7 +35,7 @@ def test_random_texts_pass_where_the_oracle_says_that_they_are_valid(part) -> No
         schema = any_document(dice)
         oracle = Draft202012Validator(schema)
         try:
-            checker = Checker(schema, is_ordered=False)
+            checker = Checker(schema)
         except SchemaError as error:
             assert "comes back to itself" in str(error), f"METRONOME_SEED: {seed}, {schema}"
             continue

@@ -12,14 +12,14 @@ from typing import Any, TypeVar
 
 from engine.structured.checked.demands import UNKNOWN, Verdict
 from engine.structured.checked.exact import Exact
-from engine.structured.checked.frames import UNSEEN, Frame, verdicts_on, with_news
+from engine.structured.checked.frames import MOST_NESTED, UNSEEN, Frame, verdicts_on, with_news
 from engine.structured.checked.places import KINDS, Table, Vector
 
 Found = TypeVar("Found")
 Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
 MOST_NAMES = 256  # that are looked at one by one
 MOST_MISSING = 64  # ways to add members that are tried
-MOST_KEPT = 20_000  # answers
+MOST_KEPT = 4_000  # answers
 MAX_DEPTH, MAX_COMPARED_DEPTH = 2, 6  # values that are looked at, one after the other
 OTHER_NAME = "\uffff another"
 
@@ -27,10 +27,12 @@ OTHER_NAME = "\uffff another"
 class Ahead:
     """Looks ahead in the texts of one schema."""
 
-    def __init__(self, *, is_ordered: bool = True) -> None:
-        self._is_ordered = is_ordered
+    def __init__(self) -> None:
         self._depth = 0
-        self._kept: dict[tuple[str, int, Any], tuple[Any, str]] = {}  # answers, with the keyword
+        self._num_out = 0  # values around the one that is looked at that are looked at, too
+        self._kept: dict[
+            tuple[str, int, int, Any], tuple[Any, str]
+        ] = {}  # answers, with the keyword
         self.why = ""  # what was answered last cannot go on
 
     def is_alive(self, frame: Frame) -> bool:
@@ -96,7 +98,7 @@ class Ahead:
         standing = frame.standing
         if standing is None:
             return look(frame)
-        key = what, self._depth, standing
+        key = what, self._depth, self._num_out, standing
         if key not in self._kept:
             if len(self._kept) >= MOST_KEPT:
                 self._kept.clear()
@@ -152,14 +154,7 @@ class Ahead:
 
     def _is_as_before(self, frame: Frame) -> bool:
         """Whether the last member changed nothing about what else must be or may be there."""
-        quiet = frame.table.quiet
-        if frame.last not in quiet or frame.is_compared:
-            return False
-        if not self._is_ordered:
-            return True
-        order = frame.table.place.order
-        at = order.get(frame.last, -1)
-        return all(name in quiet or name in frame.names or order[name] > at for name in order)
+        return frame.last in frame.table.quiet and not frame.is_compared
 
     def _fits(self, vector: Vector) -> bool:
         """Whether verdicts that all count are right."""
@@ -206,7 +201,13 @@ class Ahead:
             return self._fits(closed.vector)
         value = closed.exact if parent.keeps_values else None
         filled = with_news(parent.filled(closed.vector, value))
-        return self._judged(filled) and self.is_alive(filled)
+        if not self._judged(filled) or self._num_out >= MOST_NESTED:
+            return self._judged(filled)
+        self._num_out += 1
+        try:
+            return self.is_alive(filled)
+        finally:
+            self._num_out -= 1
 
     def _fits_closed(self, frame: Frame, closed: Frame) -> bool:
         """The same without a look at what follows."""
@@ -227,8 +228,9 @@ class Ahead:
     # -- objects
 
     def _names(self, frame: Frame) -> Options:
-        names = self._names_left(frame)
-        if names is None or len(names) > MOST_NAMES:
+        if len(frame.table.place.known_names) > MOST_NAMES:
+            return None
+        if (names := self._names_left(frame)) is None:
             return None
         return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
 
@@ -237,18 +239,7 @@ class Ahead:
         place = frame.table.place
         if place.has_patterns or self._judged(with_news(frame.named(OTHER_NAME, place.others))):
             return None
-        return [name for name in place.known_names if self._is_left(frame, name)]
-
-    def _is_left(self, frame: Frame, name: str) -> bool:
-        """Whether a name may still be written by its order."""
-        if name in frame.names:
-            return False
-        if not self._is_ordered or not isinstance(frame.last, str):
-            return True
-        order = frame.table.place.order
-        if name not in order:
-            return True
-        return order[name] > order.get(frame.last, len(order))
+        return [name for name in place.known_names if name not in frame.names]
 
     def _is_possible(self, frame: Frame, name: str) -> bool:
         began = with_news(frame.named(name))
@@ -274,17 +265,16 @@ class Ahead:
         closed = frame.closed()
         if not self._fits_closed(frame, closed):
             lacking = dict.fromkeys(each for each in closed.missing if isinstance(each, str))
-            if lacking and all(self._is_left(frame, name) for name in lacking):
-                order = frame.table.place.order
-                in_order = sorted(lacking, key=lambda name: order.get(name, len(order)))
-                whole = with_news(frame.with_members(in_order))
+            if lacking:
+                whole = with_news(frame.with_members([*lacking]))
                 if self._judged(whole) and self._fits_closed(whole, whole.closed()):
                     return True
         for _ in range(MOST_MISSING):
             if not waiting:
                 self.why = why
                 # A name that only a pattern matches may do what no known name does.
-                return frame.table.place.has_patterns
+                place = frame.table.place
+                return place.has_patterns or len(place.known_names) > MOST_NAMES
             frame = waiting.pop()
             closed = frame.closed()
             if self._fits_closed(frame, closed):
@@ -304,12 +294,14 @@ class Ahead:
 
     def _others(self, frame: Frame, closed: Frame) -> list[str]:
         """Names that may still be written: last those that it lacks."""
+        lacking = [n for n in closed.missing if isinstance(n, str) and n not in frame.names]
+        if len(frame.table.place.known_names) > MOST_NAMES:
+            return lacking
         names = self._names_left(frame)
-        found = [f"{OTHER_NAME}{len(frame.names)}"] if names is None else list(names[:MOST_NAMES])
+        found = [f"{OTHER_NAME}{len(frame.names)}"] if names is None else list(names)
         if names is None:
             known = frame.table.place.known_names
-            found += [name for name in known if self._is_left(frame, name)]
-        lacking = [n for n in closed.missing if isinstance(n, str) and self._is_left(frame, n)]
+            found += [name for name in known if name not in frame.names]
         return [*found, *lacking]
 
     def _filled(self, began: Frame) -> Frame:

@@ -23,7 +23,7 @@ from engine.structured.checked.exact import (
 )
 from engine.structured.checked.frames import Frame, with_news
 from engine.structured.checked.places import Places, Vector
-from engine.structured.checked.rules import Rule, rules_of
+from engine.structured.checked.rules import Elements, Rule, rules_of
 from engine.structured.checked.vocabulary import SPECIAL, Stops
 
 SPACES = b" \t\r\n"
@@ -43,16 +43,14 @@ SYNTAX = "JSON"
 class Checker:
     """A schema, ready to follow any number of texts."""
 
-    def __init__(self, schema: Any, *, is_ordered: bool = True) -> None:
-        """Raises ``SchemaError`` for what cannot be checked.
-
-        is_ordered: properties are written in the schema's order.
-        """
+    def __init__(self, schema: Any) -> None:
+        """Raises ``SchemaError`` for what cannot be checked."""
         self.places = Places()
         outermost = Rule()
+        outermost.elements = Elements()
         outermost.elements.prefix = [rules_of(schema)]
         self._top = self.places.place((outermost,), (True,)).table("array")
-        self.ahead = Ahead(is_ordered=is_ordered)
+        self.ahead = Ahead()
 
     def begin(self) -> State:
         """Nothing is written."""

@@ -168,12 +168,12 @@ def _of_object(rule: Rule, numbers: Numbers) -> Iterator[Part]:
 
 def _required(names: tuple[str, ...]) -> Part:
     def judge(frame: Any) -> Verdict:
-        missing = [name for name in names if name not in frame.names]
-        if not missing:
+        missing = (name for name in names if name not in frame.names)
+        if (first := next(missing, None)) is None:
             return True
         if not frame.is_over:
             return None
-        frame.missing += missing
+        frame.missing += [first, *missing]
         return "required"
 
     return judge

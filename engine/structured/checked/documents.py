@@ -67,8 +67,12 @@ class Document:
     def found(self, schema: Schema, reference: str, keyword: str) -> Any:
         """What a reference leads to. Raises ``SchemaError`` if that is not in the document."""
         home = self.home(schema)
-        address, fragment = urldefrag(_joined(home.address, reference))
-        resource = home if reference.startswith("#") else self._resources.get(address)
+        if reference.startswith("#"):
+            resource: Resource | None = home
+            fragment = reference[1:]
+        else:
+            address, fragment = urldefrag(_joined(home.address, reference))
+            resource = self._resources.get(address)
         if resource is None:
             raise SchemaError(
                 f"{keyword} is {reference!r:.120}, which is another file: put what it has into "

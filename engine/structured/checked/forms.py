@@ -51,9 +51,7 @@ def _openings(places: list[Place]) -> Iterator[Opening]:
 
 def _checker(plan: Plan, form: Grammar) -> Checker:
     try:
-        # The grammar has the order: an object of which it holds too little has its properties in
-        # any, and alternatives may have orders of their own.
-        return Checker(plan.schema, is_ordered=False)
+        return Checker(plan.schema)
     except SchemaError:
         if not form.is_lenient:
             raise

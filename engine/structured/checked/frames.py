@@ -14,6 +14,7 @@ from engine.structured.checked.exact import Exact, array_of, kind_of, object_of
 from engine.structured.checked.places import Member, Place, Table, Vector
 
 MOST_COMPARED = 64  # names or items
+MOST_NESTED = 8  # values within each other that are compared, or looked at
 UNSEEN = object()  # it was not looked at what may be named next
 Key = str | int  # the name of a property, or the index of an item
 
@@ -145,19 +146,22 @@ class Frame:
     @property
     def standing(self) -> Any:
         """All that decides about how it may go on; equal ones go on alike. ``None`` if that depends
-        on values that are too many to be compared."""
-        parent, place = self.parent, self.table.place
-        outer: Any = 0
-        if self.is_compared or len(self.names) > MOST_COMPARED or len(self.seen) > MOST_COMPARED:
-            return None
-        if parent is not None and not place.is_must and (outer := parent.standing) is None:
-            return None
-        account = self.account
-        return (
-            *(self.table, tuple(self.verdicts), self.count, self.seen, self.last),
-            *(frozenset(self.names), self.is_vague, outer, self.open and self.open[2]),
-            *(tuple(account.hits.items()), tuple(account.left.items()), account.unsure),
-        )
+        on too much to be compared."""
+        found: list[Any] = []
+        frame: Frame | None = self
+        for _ in range(MOST_NESTED):
+            if frame is None or frame.is_compared:
+                break
+            if len(frame.names) > MOST_COMPARED or len(frame.seen) > MOST_COMPARED:
+                break
+            account = frame.account
+            found += (frame.table, tuple(frame.verdicts), frame.count, frame.seen, frame.last)
+            found += (frozenset(frame.names), frame.is_vague, frame.open and frame.open[2])
+            found += (tuple(account.hits.items()), tuple(account.left.items()), account.unsure)
+            if frame.parent is None or frame.table.place.is_must:
+                return tuple(found)
+            frame = frame.parent
+        return None
 
     @property
     def exact(self) -> Exact:
@@ -303,16 +307,14 @@ class Frame:
 
 
 def with_news(frame: Frame) -> Frame:
-    """The frame within frames that know how it stands."""
-    parent = frame.parent
-    if parent is None or parent.open is None:
-        return frame
-    vector = frame.vector
-    if vector == parent.open[2]:
-        return frame
-    other = frame.copy()
-    other.parent = with_news(parent.opened(vector))
-    return other
+    """The same frame, which is new, within frames that know how it stands."""
+    child = frame
+    while (parent := child.parent) is not None and parent.open is not None:
+        vector = child.vector
+        if vector == parent.open[2]:
+            break
+        child.parent = child = parent.opened(vector)
+    return frame
 
 
 def verdicts_on(place: Place, value: Exact) -> Vector:

@@ -102,27 +102,12 @@ class Place:
         return found
 
     @cached_property
-    def order(self) -> dict[str, int]:
-        """Where each name stands that is written in an order."""
-        found: dict[str, None] = {}
-        waiting: list[str | Rule] = [*reversed(self.roots)]
-        seen: set[Rule] = set()
-        while waiting:
-            each = waiting.pop()
-            if isinstance(each, str):
-                found.setdefault(each)
-            elif each not in seen:
-                seen.add(each)
-                waiting += reversed(each.order)
-        return {name: at for at, name in enumerate(found)}
-
-    @cached_property
     def known_names(self) -> list[str]:
         """All that a schema mentions."""
         names = [each.members.names for each in self.rules if each.members.names is not None]
         place = self.places.place(tuple(dict.fromkeys(names)))
         others = (name for rule in self.rules for name in rule.names)
-        return [*dict.fromkeys([*self.order, *others, *place.listed("string")])]
+        return [*dict.fromkeys([*others, *place.listed("string")])]
 
     @cached_property
     def is_endless(self) -> bool:

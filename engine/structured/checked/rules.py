@@ -4,7 +4,7 @@ value that it speaks of. References are resolved, recursive ones too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.structured.checked.documents import Document, Resource, Schema
@@ -57,6 +57,9 @@ class Elements:
         self.is_unique = False
 
 
+NO_MEMBERS, NO_ELEMENTS = Members(), Elements()  # of all that demand nothing of them
+
+
 class Rule:
     """What one schema demands of a value."""
 
@@ -79,9 +82,8 @@ class Rule:
         self.consequence: Rule | None = None
         self.alternative: Rule | None = None
         self.dependents: list[tuple[str, Rule]] = []  # if there is a property of this name
-        self.order: list[str | Rule] = []  # names and schemas with names, as they are written
-        self.members = Members()
-        self.elements = Elements()
+        self.members = NO_MEMBERS
+        self.elements = NO_ELEMENTS
 
     @property
     def lists(self) -> list[Iterable[Exact]]:
@@ -173,9 +175,9 @@ class _Reader:
             self.schema, self.draft = schema, self._document.home(schema).draft
             if self.draft <= 7 and "$ref" in schema:
                 schema = {"$ref": schema["$ref"]}
-            for key in sorted(schema.keys() & KEYWORDS.keys(), key=[*schema].index):
-                KEYWORDS[key](self, rule, schema[key])
-            rule.order = [*_order(schema, rule)]
+            for key, value in schema.items():
+                if (read := KEYWORDS.get(key)) is not None:
+                    read(self, rule, value)
             rule.domain = _domain(schema)
 
     def referred(self, rule: Rule, keyword: str, reference: Any) -> None:
@@ -205,20 +207,6 @@ class _Reader:
         return self._scope if home in self._scope else (*self._scope, home)
 
 
-def _order(schema: Schema, rule: Rule) -> Iterator[str | Rule]:
-    """Names in the order in which a grammar has them: by references, by keywords in their order,
-    and those that are only required."""
-    seen = rule.all_of.copy() if "$ref" in schema else []
-    yield from seen[:1]
-    for key in schema:
-        if key == "properties":
-            yield from rule.members.properties
-        elif key == "allOf":
-            yield from rule.all_of
-    yield from rule.same
-    yield from rule.members.required
-
-
 def _domain(schema: Schema) -> range | None:
     if schema.get("type") != "integer":
         return None
@@ -244,6 +232,8 @@ def _check_cycles(rules: Sequence[Rule]) -> None:
     """Refuse a schema that holds for a value if it holds for this value."""
     done: set[Rule] = set()
     for first in rules:
+        if not first.same:
+            continue
         path: list[Rule] = []
         on_path: set[Rule] = set()
         waiting: list[tuple[Rule, bool]] = [(first, False)]
@@ -273,11 +263,15 @@ def _itself(rule: Rule) -> Any:
     return rule
 
 
-def _members(rule: Rule) -> Any:
+def _members(rule: Rule) -> Members:
+    if rule.members is NO_MEMBERS:
+        rule.members = Members()
     return rule.members
 
 
-def _elements(rule: Rule) -> Any:
+def _elements(rule: Rule) -> Elements:
+    if rule.elements is NO_ELEMENTS:
+        rule.elements = Elements()
     return rule.elements
 
 
@@ -380,19 +374,19 @@ def _multiple(reader: _Reader, rule: Rule, value: Any) -> None:
 
 def _properties(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, dict):
-        rule.members.properties = {name: reader.rule(each) for name, each in value.items()}
+        _members(rule).properties = {name: reader.rule(each) for name, each in value.items()}
 
 
 def _patterns(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, dict):
-        rule.members.patterns = [
+        _members(rule).patterns = [
             (searcher(name), reader.rule(each)) for name, each in value.items()
         ]
 
 
 def _required(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, list):
-        rule.members.required = tuple(
+        _members(rule).required = tuple(
             dict.fromkeys(each for each in value if isinstance(each, str))
         )
 
@@ -401,33 +395,33 @@ def _dependents(reader: _Reader, rule: Rule, value: Any) -> None:
     """``dependentRequired``, ``dependentSchemas`` and what was one of both before."""
     for name, each in value.items() if isinstance(value, dict) else ():
         if isinstance(each, list):
-            rule.members.dependent_names.append((name, tuple(map(str, each))))
+            _members(rule).dependent_names.append((name, tuple(map(str, each))))
         else:
             rule.dependents.append((name, reader.rule(each)))
 
 
 def _prefix(reader: _Reader, rule: Rule, value: Any) -> None:
     if isinstance(value, list):
-        rule.elements.prefix = [reader.rule(each) for each in value]
+        _elements(rule).prefix = [reader.rule(each) for each in value]
 
 
 def _items(reader: _Reader, rule: Rule, value: Any) -> None:
     """A list is what ``prefixItems`` is now, and ``additionalItems`` then what ``items`` is."""
     if not isinstance(value, list):
-        rule.elements.items = reader.rule(value)
+        _elements(rule).items = reader.rule(value)
         return
     _prefix(reader, rule, value)
     if "additionalItems" in reader.schema:
-        rule.elements.items = reader.rule(reader.schema["additionalItems"])
+        _elements(rule).items = reader.rule(reader.schema["additionalItems"])
 
 
 def _contains(reader: _Reader, rule: Rule, value: Any) -> None:
-    rule.elements.contained = reader.rule(value)
-    rule.elements.contained_is_evaluated = reader.draft > 2019
+    _elements(rule).contained = reader.rule(value)
+    _elements(rule).contained_is_evaluated = reader.draft > 2019
 
 
 def _unique(reader: _Reader, rule: Rule, value: Any) -> None:
-    rule.elements.is_unique = value is True
+    _elements(rule).is_unique = value is True
 
 
 KEYWORDS: dict[str, Keyword] = {
