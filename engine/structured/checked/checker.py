@@ -24,9 +24,8 @@ from engine.structured.checked.exact import (
 from engine.structured.checked.frames import Frame, with_news
 from engine.structured.checked.places import Places, Vector
 from engine.structured.checked.rules import Elements, Rule, rules_of
-from engine.structured.checked.vocabulary import SPECIAL, Stops
+from engine.structured.checked.vocabulary import SPACES, SPECIAL, Stops
 
-SPACES = b" \t\r\n"
 _SPACES = re.compile(rb"[ \t\r\n]*")
 _SPECIAL = re.compile(rb'[\x00-\x1f"\\\xff]')
 _NUMBER_END = re.compile(rb"[^0-9eE.+-]")
@@ -86,6 +85,11 @@ class State:
         """The bytes without which any text may follow; ``None`` if each is looked at."""
         is_text = self.mode == STRING or (self.mode == NAME and self.buffer)
         return IN_STRINGS if is_text and self.options is None and not self.escape else None
+
+    @property
+    def skips_spaces(self) -> bool:
+        """Whether spaces change nothing."""
+        return self.mode in (VALUE, COLON, AFTER) or (self.mode == NAME and not self.buffer)
 
     @property
     def pressing(self) -> list[bytes]:

@@ -87,6 +87,12 @@ class Located:
         return self._states[0].stops if self._states else self._layout.stops
 
     @property
+    def skips_spaces(self) -> bool:
+        """Whether spaces change nothing."""
+        is_sure = len(self._states) == 1 and not self._longer
+        return is_sure and self._states[0].skips_spaces and not self._states[0].is_untouched
+
+    @property
     def pressing(self) -> list[bytes]:
         """Texts after which a string may not end, where a grammar may not let it go on."""
         return self._states[0].pressing if len(self._states) == 1 else []

@@ -24,6 +24,10 @@ class Following(Protocol):
         """The bytes without which any text may follow; ``None`` if each is looked at."""
 
     @property
+    def skips_spaces(self) -> bool:
+        """Whether spaces change nothing."""
+
+    @property
     def pressing(self) -> list[bytes]:
         """Texts after which a string may not end, where a grammar may not let it go on."""
 
@@ -61,6 +65,8 @@ class Narrowing:
         stops, texts = state.stops, self._vocabulary.in_order
         if stops is not None:
             ranks = ranks[self._vocabulary.last_stops(stops)[ranks] >= depth]
+        elif state.skips_spaces:
+            ranks = ranks[self._vocabulary.space_tails[ranks] > depth]
         at = 0
         while at < len(ranks):
             rank = int(ranks[at])

@@ -10,6 +10,7 @@ import numpy as np
 
 from engine.messages.step import Column
 
+SPACES = b" \t\r\n"
 SPECIAL = b"\xff"
 """What the bytes of a token that no text spells begin with: no text has this byte."""
 
@@ -39,6 +40,8 @@ class Vocabulary:
         self.tokens: Column = np.array(tokens, dtype=np.int32)
         """All of them in the order of their bytes; a token's place there is its rank."""
         self.in_order = [texts[token] for token in tokens]
+        self.space_tails = np.array([len(text.rstrip(SPACES)) for text in self.in_order])
+        """By rank, from where on there are only spaces."""
         self._last_stops: dict[frozenset[int], Column] = {}
 
     def text(self, token: int) -> bytes:
