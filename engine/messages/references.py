@@ -19,6 +19,7 @@ class References:
         self._roots: dict[str, Any] = {"": document}
         self._named: dict[str, Any] = {}
         self._bases: dict[int, str] = {}
+        self._known: dict[tuple[str, str], list[Any]] = {}  # by the base and the reference
         self.paths: dict[int, str] = {}
         """Where each schema stands, by its ``id()``."""
         self.schemas: list[Schema] = []
@@ -39,7 +40,10 @@ class References:
         found = []
         for key in REFERENCES:
             if isinstance(reference := schema.get(key), str):
-                found += self._at(_joined(self._bases.get(id(schema), ""), reference))
+                asked = self._bases.get(id(schema), ""), reference
+                if asked not in self._known:
+                    self._known[asked] = self._at(_joined(*asked))
+                found += self._known[asked]
         return found
 
     def _at(self, reference: str) -> list[Any]:

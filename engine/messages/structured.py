@@ -22,6 +22,7 @@ CHOSEN: dict[str, tuple[str, ...]] = {
 WITH_SCHEMAS = ("json", "json_object", "structural_tag")
 OF_XGRAMMAR = ("json", "json_object", "grammar")  # what that library is offered for
 MAX_GRAMMAR_CHARS = 1 << 20
+MAX_SCHEMA_CHARS = 4 << 20  # of schemas: those of programs have two million and more
 # Compiling an expression takes time by the square of its length, and following a long literal time
 # for each token of all that run beside it.
 MAX_REGEX_CHARS = 8192
@@ -180,10 +181,10 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
     kind, text = _text_of(params)  # checked again: it may have been changed since
     composed = params if isinstance(params, ComposedForm) else ComposedForm(grammar="-")
     parts = composed.parts
-    if (size := len(text) + sum(len(part.text) for part in parts)) > MAX_GRAMMAR_CHARS:
+    limit = MAX_SCHEMA_CHARS if parts or kind in WITH_SCHEMAS else MAX_GRAMMAR_CHARS
+    if (size := len(text) + sum(len(part.text) for part in parts)) > limit:
         raise RequestError(
-            f"the {kind} of structured_outputs has {size} characters, the limit is "
-            f"{MAX_GRAMMAR_CHARS}",
+            f"the {kind} of structured_outputs has {size} characters, the limit is {limit}",
             param="structured_outputs",
         )
     return Grammar(

@@ -34,6 +34,13 @@ _QUESTIONS = ("if", "not", "contains", "propertyNames")
 _PARTS_BY_NAME = ("properties", "patternProperties")
 _PARTS_IN_LISTS = ("prefixItems", "items")
 _PARTS = ("items", "additionalItems", "unevaluatedItems", *OF_OTHERS)
+# Of a schema without these nothing is closed.
+_NESTING = frozenset({*_PARTS_BY_NAME, *_ALL, *_SOME, *_CASES, *REFERENCES, "dependentSchemas"})
+_NESTING |= {"dependencies"}
+_APPLYING = _NESTING - {*_PARTS_BY_NAME}
+# Without these it says nothing of the names of properties itself.
+_SAYING = frozenset({*_PARTS_BY_NAME, *_ANSWERS, "required", "dependentRequired", "dependencies"})
+_SAYING |= {"minProperties"}
 _KEPT = ("$schema", "$id", "id", "$anchor", "$dynamicAnchor", *_DEFINITIONS)
 _ANNOTATIONS = {
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -51,7 +58,7 @@ class Nest:
     required: list[str] = field(default_factory=list)
     least: int = 0
     is_answered: bool = False  # one that always holds speaks of all others
-    num_parts: int = 0
+    is_closed: bool = True  # whoever names some speaks of all others
     children: dict[str, list[tuple[Schema, Choices]]] = field(default_factory=dict)
 
     @property
@@ -87,11 +94,14 @@ class _Closer:
     def __init__(self, whole: Schema) -> None:
         self._references = References(whole)
         self._nests: dict[int, Nest] = {}
+        self._same: dict[frozenset[tuple[int, Choices]], Nest] = {}
+        self._targets: dict[int, list[Any]] = {}
         self._objects = [*_outermost(whole)]
         self._sole = self._only_whole()
 
     def close(self) -> None:
-        joint = {id(child) for each in self._objects for child in self._joint(each)}
+        nests = {id(nest): nest for nest in map(self._nest, self._objects)}
+        joint = {id(child) for nest in nests.values() for child in self._joint(nest)}
         whole = {id(each): each for each in [*self._objects, *self._sole.values()]}
         for each in whole.values():
             self._nest(each)  # before anything is changed
@@ -101,7 +111,7 @@ class _Closer:
 
     def _close(self, schema: Schema) -> None:
         nest = self._nest(schema)
-        if not nest.is_named or nest.is_answered or not _may_be_object(schema):
+        if not nest.is_named or nest.is_answered or nest.is_closed or not _may_be_object(schema):
             return
         if nest.least > len(nest.names) and not nest.patterns:
             return
@@ -112,7 +122,7 @@ class _Closer:
                 **_dict(schema.get("properties")),
                 **dict.fromkeys(unnamed, True),
             }
-        if nest.num_parts == 1:
+        if _APPLYING.isdisjoint(schema):
             schema["additionalProperties"] = False
         elif "$ref" in schema:  # beside which older drafts read nothing
             inner = dict(schema)
@@ -140,9 +150,14 @@ class _Closer:
 
     def _nest(self, schema: Schema) -> Nest:
         if id(schema) not in self._nests:
-            nest = self._nests[id(schema)] = Nest()
-            for part, choices, is_question in self._parts(schema):
-                _note(nest, part, choices, is_question)
+            parts = [*self._parts(schema)]
+            saying = [each for each in parts if not _SAYING.isdisjoint(each[0])]
+            own = frozenset((id(part), choices) for part, choices, _ in saying)
+            if (nest := self._same.get(own)) is None:
+                nest = self._same[own] = Nest()
+                for part, choices, is_question in saying:
+                    _note(nest, part, choices, is_question)
+            self._nests[id(schema)] = nest
         return self._nests[id(schema)]
 
     def _parts(self, schema: Schema) -> Iterator[tuple[Schema, Choices, bool]]:
@@ -155,7 +170,7 @@ class _Closer:
                 continue
             seen.add(id(part))
             yield part, choices, is_question
-            for each in (*self._references.targets(part), *_list(part.get("allOf"))):
+            for each in (*self._led(part), *_list(part.get("allOf"))):
                 waiting.append((each, choices, is_question))
             for key in _SOME:
                 own = id(part.get(key))
@@ -172,10 +187,20 @@ class _Closer:
                     for each in _dict(part.get(key)).values()
                 ]
 
-    def _joint(self, schema: Schema) -> Iterator[Schema]:
+    def _led(self, schema: Schema) -> list[Any]:
+        """What it refers to."""
+        if not any(key in schema for key in REFERENCES):
+            return []
+        if id(schema) not in self._targets:
+            self._targets[id(schema)] = self._references.targets(schema)
+        return self._targets[id(schema)]
+
+    def _joint(self, nest: Nest) -> Iterator[Schema]:
         """Schemas of properties, of which several speak that hold together: each alone says too
         little to close what it speaks of."""
-        for said in self._nest(schema).children.values():
+        for said in nest.children.values():
+            if len(said) == 1:
+                continue
             named = [(each, choices) for each, choices in said if self._nest(each).is_named]
             for at, (one, choices) in enumerate(named[:64]):
                 for other, others in named[:at]:
@@ -193,7 +218,7 @@ class _Closer:
         whole = {id(each) for each in self._objects}
         alternatives = {id(alone) for each in self._objects if (alone := self._only_object(each))}
         for each in self._references.schemas:
-            for target in self._references.targets(each):
+            for target in self._led(each):
                 if isinstance(target, dict):
                     targets[id(target)] = target
                     is_whole = id(each) in whole or id(each) in alternatives
@@ -213,12 +238,13 @@ class _Closer:
         alone = schema if _is_reference(schema) else self._only_object(schema)
         if alone is None or not _is_reference(alone):
             return False
-        return all(id(each) in self._sole for each in self._references.targets(alone))
+        return all(id(each) in self._sole for each in self._led(alone))
 
 
 def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None:
     properties, patterns = _dict(part.get("properties")), _dict(part.get("patternProperties"))
-    nest.num_parts += 1
+    if properties or patterns:
+        nest.is_closed = nest.is_closed and any(key in part for key in OF_OTHERS)
     nest.names |= properties.keys()
     nest.patterns |= patterns.keys()
     nest.required += [name for name in _list(part.get("required")) if isinstance(name, str)]
@@ -244,7 +270,7 @@ def _outermost(whole: Schema) -> Iterator[Schema]:
         schema, is_whole = waiting.pop()
         if not isinstance(schema, dict):
             continue
-        if is_whole:
+        if is_whole and not _NESTING.isdisjoint(schema):
             yield schema
         for key, value in schema.items():
             if key in _QUESTIONS:

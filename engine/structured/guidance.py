@@ -25,7 +25,7 @@ import msgspec
 import numpy as np
 
 from engine.messages.step import Column
-from engine.messages.structured import OF_XGRAMMAR, Grammar, grammar_from
+from engine.messages.structured import OF_XGRAMMAR, WITH_SCHEMAS, Grammar, grammar_from
 from engine.structured import xgrammars
 from engine.structured.checked.forms import checker_of
 from engine.structured.checked.matcher import CheckedMatcher
@@ -46,8 +46,10 @@ _GLANCE = 0.05  # seconds between two looks at whether a compilation is late
 # The library calls itself for each rule or reference that a chain of them goes through; too deep
 # a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
 STACK_BYTES = 512 << 20
-# Compiling takes time by the square of the symbols: a second for these. A state takes 1 to 2 KB.
+# Of a grammar, whose compiling takes time by their square, and of schemas, where it takes a second
+# or two for as many as the library can count. A state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
+MAX_SYMBOLS_OF_SCHEMAS = 65_000
 MAX_LEXER_STATES = 50_000
 # What may be built of automata in one step. A place where any of many tools may be called needs
 # more: 20 ms for 500 of them.
@@ -536,8 +538,9 @@ def limits(form: Grammar) -> LLParserLimits:
     """Limits for checking a grammar."""
     from llguidance import LLParserLimits
 
+    has_schemas = form.kind in WITH_SCHEMAS or bool(form.parts)
     return LLParserLimits(
-        max_grammar_size=MAX_SYMBOLS,
+        max_grammar_size=MAX_SYMBOLS_OF_SCHEMAS if has_schemas else MAX_SYMBOLS,
         max_lexer_states=MAX_LEXER_STATES,
         step_lexer_fuel=STEP_FUEL + form.num_ways * STEP_FUEL_OF_WAY,
         verbose_errors=False,

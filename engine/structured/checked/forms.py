@@ -51,7 +51,8 @@ def _openings(places: list[Place]) -> Iterator[Opening]:
 
 def _checker(plan: Plan, form: Grammar) -> Checker:
     try:
-        return Checker(plan.schema)
+        # Where the grammar holds all but names that come twice, the checker looks at these alone.
+        return Checker(plan.schema if plan.needs_checker else True)
     except SchemaError:
         if not form.is_lenient:
             raise

@@ -7,21 +7,26 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
-from typing import Any
+from typing import Any, Literal
 
-from engine.structured.checked.expressions import searcher
-from engine.structured.schemas import SchemaError, of_rust
+from engine.structured.schemas import of_rust
 from engine.structured.weakened.arrays import Writes
 from engine.structured.weakened.library import is_taken, no_name_matches
-from engine.structured.weakened.readings import Part, Reading
+from engine.structured.weakened.names import Sayings, matches
+from engine.structured.weakened.readings import Reading
 from engine.structured.weakened.scalars import Loosen, limits, widened
 from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
+Order = Literal["schema", "free", "small"]
+"""Of properties: that of the schema, any, or any where that takes less."""
 
 MOST_SETS = 32  # of properties, of which one must be there
-MOST_GROUPS = 48  # of properties in any order, by their schemas: each two are compared
+MOST_GROUPS = 128  # of properties in any order, by their schemas: each two are compared
+MOST_AT_ONCE = 32  # schemas of the properties beyond them: more are left to the checker
+FEW_GROUPS = 8  # with which an object is smaller in any order than in one
 MOST_PATTERNS = 48
+MOST_IN_ORDER = 4_000  # compiling takes time by their square: a second for so many
 # What one way of a choice leaves open another may demand: in any order it can still be written.
 ORDERED = ("if", "not", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "dependencies")
 
@@ -39,17 +44,20 @@ class Names:
 class Objects:
     """Writes the objects of one reading."""
 
-    def __init__(self, reading: Reading, writer: Writes, loosen: Loosen, *, is_free: bool) -> None:
-        self._reading = reading
+    def __init__(
+        self, reading: Reading, writer: Writes, loosen: Loosen, order: Order = "schema"
+    ) -> None:
         self._parts = reading.parts
         self._writer = writer
         self._loosen = loosen
-        self._is_free = is_free or any(key in reading.loose for key in ORDERED)
-        self._groups = {
-            number: [part for part in self._parts if number in part.holders]
-            for number, holder in reading.holders.items()
-            if "unevaluatedProperties" in holder
-        }
+        self._is_free = order == "free" or any(key in reading.loose for key in ORDERED)
+        self._is_small = order == "small"
+        self._said = Sayings(reading)
+        self._names_asked = [
+            part.schema["propertyNames"]
+            for part in self._parts
+            if part.schema.get("propertyNames", True) not in (True, {})
+        ]
 
     def written(self) -> list[Schema]:
         """The ways in which an object is right; none if none is."""
@@ -63,9 +71,15 @@ class Objects:
         least, most = found.get("minProperties", 0), found.get("maxProperties")
         if most is not None and most < len(names.required):
             return []
-        if self._is_free:
+        if self._is_free or self._is_too_large(names):
             return [self._free(names, least, most)]
         return self._counted(names, least, most)
+
+    def _is_too_large(self, names: Names) -> bool:
+        """To be written in an order."""
+        if len(names.properties) > MOST_IN_ORDER:
+            return True
+        return self._is_small and _num_schemas(names.properties) <= FEW_GROUPS
 
     # -- what is said of each name
 
@@ -80,16 +94,17 @@ class Objects:
             )
         )
         patterns = self._patterns()
-        additional = self._writer.place(self._of_others())
+        additional = self._writer.place(self._said.of_others())
         if additional is not False or patterns:
             self._loosen("names", True)  # one may come twice
         limited, by_pattern = self._limited_names()
         own = [*self._own_names(), *required, *(limited or ())]
         properties: dict[str, Any] = {}
+        needed, able = set(required), None if limited is None else set(limited)
         for name in dict.fromkeys(own):
-            is_right = self._allows(name) and (limited is None or name in limited)
-            written = self._writer.place(self._of_name(name)) if is_right else False
-            if written is False and name in required:
+            is_right = self._allows(name) and (able is None or name in able)
+            written = self._writer.place(self._said.of_name(name)) if is_right else False
+            if written is False and name in needed:
                 return None
             properties[name] = written
         if limited is not None:
@@ -105,48 +120,6 @@ class Objects:
         for part in sorted(self._parts, key=lambda part: (part.is_silent, part.rank)):
             yield from named(part.schema.get("properties"))
 
-    def _of_name(self, name: str) -> list[Any]:
-        found: list[Any] = []
-        for part in self._parts:
-            found += self._said(part, name)
-        for number, group in self._groups.items():
-            if not any(self._evaluates(part, name, number) for part in group):
-                found.append(self._reading.holders[number]["unevaluatedProperties"])
-        return found
-
-    def _said(self, part: Part, name: str) -> list[Any]:
-        """What one schema says of a property of this name."""
-        properties = named(part.schema.get("properties"))
-        found = [properties[name]] if name in properties else []
-        patterns = named(part.schema.get("patternProperties"))
-        found += [each for pattern, each in patterns.items() if _matches(pattern, name)]
-        if found or name in properties:
-            return found
-        return [part.schema["additionalProperties"]] if _speaks_of_others(part) else []
-
-    def _evaluates(self, part: Part, name: str | None, holder: int) -> bool:
-        """Whether a part speaks of a property of this name, or of all others."""
-        if part.is_silent:
-            return False
-        if _speaks_of_others(part):
-            return True
-        if id(part.schema) != holder and "unevaluatedProperties" in part.schema:
-            return True
-        if name is None:
-            return False
-        patterns = named(part.schema.get("patternProperties"))
-        is_named = name in named(part.schema.get("properties"))
-        return is_named or any(_matches(each, name) for each in patterns)
-
-    def _of_others(self) -> list[Any]:
-        found = [
-            part.schema["additionalProperties"] for part in self._parts if _speaks_of_others(part)
-        ]
-        for number, group in self._groups.items():
-            if not any(self._evaluates(part, None, number) for part in group):
-                found.append(self._reading.holders[number]["unevaluatedProperties"])
-        return found
-
     # -- patterns of names
 
     def _patterns(self) -> dict[str, Any]:
@@ -160,34 +133,12 @@ class Objects:
         )
         found: dict[str, Any] = {}
         for group in _overlapping(asked, self._loosen):
-            values = [self._writer.place(self._of_pattern(each, group)) for each in group]
+            values = [self._writer.place(self._said.of_pattern(each, group)) for each in group]
             kept = [each for each in values if each is not False]
             if len(group) > 1:
                 self._loosen("patternProperties", group)
             pattern = "|".join(f"(?:{each})" for each in map(_rust, group))
             found[pattern if len(group) > 1 else _rust(group[0])] = one_of(kept)
-        return found
-
-    def _of_pattern(self, pattern: str, group: list[str]) -> list[Any]:
-        """What is said of names that match this pattern, and perhaps others of the group."""
-        found: list[Any] = []
-        for part in self._parts:
-            patterns = named(part.schema.get("patternProperties"))
-            if pattern in patterns:
-                found.append(patterns[pattern])
-            elif _speaks_of_others(part) and not any(each in patterns for each in group):
-                found.append(part.schema["additionalProperties"])
-        for number, parts in self._groups.items():
-            is_evaluated = any(
-                self._evaluates(part, None, number)
-                or (
-                    not part.is_silent
-                    and any(each in named(part.schema.get("patternProperties")) for each in group)
-                )
-                for part in parts
-            )
-            if not is_evaluated:
-                found.append(self._reading.holders[number]["unevaluatedProperties"])
         return found
 
     def _apart(self, names: Names) -> Names:
@@ -196,7 +147,7 @@ class Objects:
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue
-            for name in [each for each in names.properties if _matches(pattern, each)]:
+            for name in [each for each in names.properties if matches(pattern, each)]:
                 if "$ref" in str(names.properties[name]):
                     del names.properties[name]
                     self._loosen("patternProperties", pattern)
@@ -207,11 +158,7 @@ class Objects:
 
     def _limited_names(self) -> tuple[list[str] | None, str | None]:
         """The names that an object may have at all, or a pattern of them."""
-        asked = [
-            part.schema["propertyNames"]
-            for part in self._parts
-            if part.schema.get("propertyNames", True) not in (True, {})
-        ]
+        asked = self._names_asked
         if not asked:
             return None, None
         self._loosen("propertyNames", asked[0])
@@ -224,13 +171,7 @@ class Objects:
 
     def _allows(self, name: str) -> bool:
         """Whether a name is not seen to break ``propertyNames``."""
-        for part in self._parts:
-            asked = part.schema.get("propertyNames", True)
-            if asked is False:
-                return False
-            if isinstance(asked, dict) and not _is_name(asked, name):
-                return False
-        return True
+        return all(asked is not False and _is_name(asked, name) for asked in self._names_asked)
 
     # -- how many
 
@@ -238,7 +179,8 @@ class Objects:
         """In the order of the schema."""
         written = _written(names)
         writable = [name for name, each in names.properties.items() if each is not False]
-        optional = [name for name in writable if name not in names.required]
+        needed = set(names.required)
+        optional = [name for name in writable if name not in needed]
         is_closed = names.additional is False and not names.patterns
         if most is not None and (not is_closed or most < len(writable)):
             if optional:
@@ -316,8 +258,13 @@ def _grouped(properties: dict[str, Any]) -> dict[str, Any]:
     if len(groups) > MOST_GROUPS:
         rest = groups[MOST_GROUPS - 1 :]
         whole = [name for names, _ in rest for name in names]
-        groups = [*groups[: MOST_GROUPS - 1], (whole, one_of([each for _, each in rest]))]
+        any_of_them = one_of([each for _, each in rest]) if len(rest) <= MOST_AT_ONCE else True
+        groups = [*groups[: MOST_GROUPS - 1], (whole, any_of_them)]
     return {f"^(?:{'|'.join(map(_quoted, names))})$": value for names, value in groups}
+
+
+def _num_schemas(properties: dict[str, Any]) -> int:
+    return len({repr(each) for each in properties.values()})
 
 
 def one_of(schemas: list[Any]) -> Any:
@@ -330,17 +277,6 @@ def one_of(schemas: list[Any]) -> Any:
     return kept[0] if len(kept) == 1 else {"anyOf": kept}
 
 
-def _speaks_of_others(part: Part) -> bool:
-    return "additionalProperties" in part.schema
-
-
-def _matches(pattern: str, name: str) -> bool:
-    try:
-        return searcher(pattern)(name)
-    except SchemaError:
-        return False  # the library says what is wrong with it
-
-
 def _is_name(asked: Schema, name: str) -> bool:
     if "const" in asked and asked["const"] != name:
         return False
@@ -350,7 +286,7 @@ def _is_name(asked: Schema, name: str) -> bool:
         return False
     if "minLength" in asked and len(name) < asked["minLength"]:
         return False
-    return not ("pattern" in asked and not _matches(asked["pattern"], name))
+    return not ("pattern" in asked and not matches(asked["pattern"], name))
 
 
 def _pattern_of(written: Any) -> str | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from engine.structured.checked.documents import Document
+from engine.structured.checked.documents import NEWEST, Document, Resource
 from engine.structured.checked.exact import Exact, exact
 from engine.structured.merged import EVERY_TYPE, types_of
 from engine.structured.schemas import SchemaError
@@ -97,6 +97,7 @@ class Reader:
         self._is_lenient = is_lenient
         self._left = MOST_IN_ALL
         self._made: dict[Any, Any] = {}  # kept, so that no other gets their ids
+        self._found: dict[tuple[int, str], list[Any]] = {}  # by reference
 
     def readings(self, schemas: Sequence[Any]) -> list[Reading]:
         """All ways to satisfy all of them; none if nothing does."""
@@ -125,8 +126,13 @@ class Reader:
         for key in keys:
             if key not in schema:
                 continue
+            if (known := self._found.get((id(schema), key))) is not None:
+                found += known
+                continue
             target = self.document.found(schema, schema[key], key)
-            found += [target] if key == "$ref" else self._dynamic(schema, target, key)
+            own = [target] if key == "$ref" else self._dynamic(schema, target, key)
+            self._found[id(schema), key] = own
+            found += own
         return found
 
     def read(self, schema: Schema) -> Schema:
@@ -136,11 +142,16 @@ class Reader:
             return only
         return schema
 
-    def _draft(self, schema: Schema) -> int:
+    def home(self, schema: Schema) -> Resource | None:
+        """The part of the document in which it stands; ``None`` for one of ours."""
         try:
-            return self.document.home(schema).draft
+            return self.document.home(schema)
         except KeyError:
-            return 2020  # one of ours
+            return None
+
+    def _draft(self, schema: Schema) -> int:
+        home = self.home(schema)
+        return NEWEST if home is None else home.draft
 
     def _dynamic(self, schema: Schema, target: Any, key: str) -> list[Any]:
         if key == "$recursiveRef":
@@ -252,9 +263,11 @@ class Reader:
         for key in ("anyOf", "oneOf"):
             if key in schema:
                 at = keys.index(key)
-                ways = [[part.within(each, at, n)] for n, each in enumerate(listed(schema[key]))]
+                alternatives = listed(schema[key])
+                parts = {id(each): part.within(each, at, n) for n, each in enumerate(alternatives)}
+                ways = [[parts[id(each)]] for each in alternatives]
                 if key == "anyOf" and part.holders:
-                    ways += _together(ways)
+                    ways += [[parts[id(each)] for each in way] for way in together(alternatives)]
                 yield Choice(key, id(schema[key]), ways)
         for key in ("$dynamicRef", "$recursiveRef"):
             if key in schema:
@@ -357,14 +370,13 @@ def _any(schemas: list[Any]) -> Any:
     return kept[0] if len(kept) == 1 else {"anyOf": kept}
 
 
-def _together(ways: list[list[Part]]) -> list[list[Part]]:
+def together(alternatives: Sequence[Any]) -> list[list[Any]]:
     """Several of them at once, where each may name properties that the others do not."""
-    able = [way for way in ways if _may_name(way[0].schema)]
+    able = [each for each in alternatives if _may_name(each)]
     if not 1 < len(able) <= MOST_TOGETHER:
         return []
-    pairs = [[*other, *one] for at, one in enumerate(able) for other in able[:at]]
-    whole = [part for way in able for part in way]
-    return [*pairs, whole] if len(able) > 2 else pairs
+    pairs = [[other, one] for at, one in enumerate(able) for other in able[:at]]
+    return [*pairs, able] if len(able) > 2 else pairs
 
 
 def _may_name(schema: Any) -> bool:

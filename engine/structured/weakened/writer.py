@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -22,9 +23,15 @@ from engine.structured.merged import EVERY_TYPE
 from engine.structured.schemas import SchemaError
 from engine.structured.weakened.alternatives import are_apart, part_types
 from engine.structured.weakened.arrays import array
-from engine.structured.weakened.objects import Objects, one_of
+from engine.structured.weakened.objects import Objects, Order, one_of
 from engine.structured.weakened.opposites import EXCEPT
-from engine.structured.weakened.readings import Reader, Reading
+from engine.structured.weakened.readings import (
+    REFERENCES,
+    UNEVALUATED,
+    Reader,
+    Reading,
+    together,
+)
 from engine.structured.weakened.scalars import numbers, strings
 from engine.structured.weakened.shapes import (
     ANNOTATIONS,
@@ -36,8 +43,15 @@ from engine.structured.weakened.shapes import (
 )
 
 Schema = dict[str, Any]
+MOST_ORDERED = 8_000  # properties in an order: each is seven symbols
+MOST_INLINE = 5_000  # values of properties that are written where they stand
+MOST_REFERENCES = 100  # that lead to each other
 Key = frozenset[Any]
+Signature = tuple[Any, ...]
 _SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
+# What is read of a schema before its own keywords, and what says nothing.
+_SILENT = ANNOTATIONS | {*REFERENCES, *UNEVALUATED, "type", "allOf", "anyOf", "oneOf", "not"}
+_SILENT |= {"if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies"}
 _OF_SCALARS = OF_STRINGS | OF_NUMBERS
 
 
@@ -55,20 +69,29 @@ def written(schema: Any, *, is_free: bool = False, is_lenient: bool = False) -> 
     """The schema for the library. Raises ``SchemaError`` that names the keyword which nobody
     enforces.
 
-    is_free: properties may be written in any order; is_lenient: what cannot be enforced is passed
-    over.
+    is_free: properties may be written in any order, as those of a schema that is too large for an
+    order; is_lenient: what cannot be enforced is passed over.
     """
-    return _Writer(schema, is_free=is_free, is_lenient=is_lenient).whole(schema)
+    try:
+        return _Writer(schema, "free" if is_free else "schema", is_lenient).whole(schema)
+    except _TooManyError:
+        return _Writer(schema, "small", is_lenient).whole(schema)
+
+
+class _TooManyError(Exception):
+    """Properties in an order, of which the library could not count the symbols."""
 
 
 class _Writer:
     """Writes one document. ``arrays.Writes``."""
 
-    def __init__(self, schema: Any, *, is_free: bool, is_lenient: bool) -> None:
+    def __init__(self, schema: Any, order: Order, is_lenient: bool) -> None:
         self._reader = Reader(Document(schema), is_lenient=is_lenient)
-        self._is_free = is_free
+        self._order = order
         self._is_lenient = is_lenient
         self._found: dict[Key, Any] = {}
+        self._digests: dict[int, bytes] = {}
+        self._by_readings: dict[Signature, Any] = {}
         self._definitions: dict[str, Any] = {}
         self._waiting: deque[tuple[str, list[Reading]]] = deque()
         self._kept: list[Any] = []  # schemas that were made, so that no other gets their ids
@@ -77,16 +100,20 @@ class _Writer:
 
     def whole(self, schema: Any) -> Written:
         root = self.place([schema])
+        num_ordered = 0
         while self._waiting:
             name, readings = self._waiting.popleft()
-            self._definitions[name] = self._value(readings)
+            self._definitions[name] = found = self._value(readings)
+            num_ordered += sum(map(len, _named_in(found)))
+            if num_ordered > MOST_ORDERED and self._order == "schema":
+                raise _TooManyError
         self._leave_out_nothing()
         if root is True:
             root = {}
         elif root is False or self._at(root) is False:
             raise SchemaError("nothing is right: the schema contradicts itself")
         if self._definitions:
-            root = {**root, "$defs": self._definitions}
+            root = {**root, "$defs": shared(self._definitions)}
         return Written(root, self._is_loose, self._may_repeat)
 
     # -- Writes
@@ -102,6 +129,7 @@ class _Writer:
         self._kept.append(kept)
         key = frozenset(map(self._key, kept))
         if key not in self._found:
+            self._found[key] = False  # a choice that comes back to itself is none
             self._found[key] = self._place(kept)
         return self._found[key]
 
@@ -118,33 +146,72 @@ class _Writer:
 
     def _key(self, schema: Any) -> Any:
         """Equal for schemas that are the same in other words."""
-        depth = 0
-        while isinstance(schema, dict) and depth < 100:
-            depth += 1
-            said = schema.keys() - ANNOTATIONS
-            if said == {"$ref"}:
-                targets = self._reader.targets(schema, ["$ref"])
-                if len(targets) != 1 or not isinstance(targets[0], dict):
-                    break
-                schema = targets[0]
-            elif said == {"allOf", "unevaluatedProperties"} and len(listed(schema["allOf"])) == 1:
-                if schema["unevaluatedProperties"] is not False:
-                    break
-                return ("closed", self._key(schema["allOf"][0]))
-            else:
+        schema = self._followed(schema)
+        if isinstance(schema, dict) and _is_closing(schema) and len(listed(schema["allOf"])) == 1:
+            return ("closed", self._key(schema["allOf"][0]))
+        home = self._reader.home(schema)
+        if home is None:
+            return id(schema)
+        if (known := self._digests.get(id(schema))) is None:
+            known = self._digests[id(schema)] = blake2b(msgspec.json.encode(schema)).digest()
+        return id(home), known
+
+    def _followed(self, schema: Any) -> Any:
+        """What it refers to, if it is nothing but a reference."""
+        for _ in range(MOST_REFERENCES):
+            if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
                 break
-        return id(schema)
+            targets = self._reader.targets(schema, ["$ref"])
+            if len(targets) != 1 or not isinstance(targets[0], dict):
+                break
+            schema = targets[0]
+        return schema
 
     def _place(self, schemas: list[Any]) -> Any:
+        ways = self._union(schemas[0]) if len(schemas) == 1 else None
+        if ways is not None:
+            return one_of([each for each in map(self.place, ways) if each is not False])
         readings = self._reader.readings(schemas)
         if not readings:
             return False
         if all(_is_scalar(each) for each in readings):
             return self._value(readings)
+        if (known := self._by_readings.get(own := _signature(readings))) is not None:
+            return known
         name = str(len(self._definitions))
+        self._by_readings[own] = {"$ref": f"#/$defs/{name}"}
         self._definitions[name] = {}
         self._waiting.append((name, readings))
         return {"$ref": f"#/$defs/{name}"}
+
+    def _union(self, schema: Any) -> list[list[Any]] | None:
+        """The ways of a schema that is nothing but a choice, each a place of its own."""
+        schema = self._followed(schema)
+        is_closed = False
+        if isinstance(schema, dict) and _is_closing(schema) and len(schema["allOf"]) == 1:
+            is_closed, schema = True, self._followed(schema["allOf"][0])
+        if not isinstance(schema, dict):
+            return None
+        said = self._reader.read(schema).keys() - ANNOTATIONS
+        if schema.get("unevaluatedProperties") is False:
+            is_closed, said = True, said - {"unevaluatedProperties"}
+        if len(said) != 1 or (key := next(iter(said))) not in ("anyOf", "oneOf"):
+            return None
+        if key == "oneOf" and not are_apart(self._reader.readings([schema])):
+            return None
+        alternatives = listed(schema[key])
+        ways = [[each] for each in alternatives]
+        if is_closed:
+            ways = [[self._closed(each)] for each in ways]
+            if key == "anyOf":
+                ways += [[self._closed(each)] for each in together(alternatives)]
+        return ways
+
+    def _closed(self, schemas: list[Any]) -> Schema:
+        """All of them, without properties that none of them names."""
+        made = {"allOf": schemas, "unevaluatedProperties": False}
+        self._kept.append(made)
+        return made
 
     # -- readings
 
@@ -175,7 +242,7 @@ class _Writer:
             self._may_repeat = True
         ways: list[Schema] = [found]
         if "object" in types and _speaks(schemas, OF_OBJECTS):
-            objects = Objects(reading, self, self._loosen, is_free=self._is_free)
+            objects = Objects(reading, self, self._loosen, self._order)
             whole = objects.written()
             if not whole:
                 types.discard("object")
@@ -224,27 +291,31 @@ class _Writer:
         first, *others = lists
         allowed = [{exact(each) for each in one} for one in others]
         banned = {exact(each) for each in excluded}
-        schemas = [part.schema for part in reading.parts]
+        checkers = [
+            Checker({key: part.schema[key] for key in _OF_SCALARS & part.schema.keys()})
+            for part in reading.parts
+            if not _OF_SCALARS.isdisjoint(part.schema)
+        ]
         found: dict[Any, Any] = {}
         for each in first:
             key = exact(each)
             is_in = all(key in one for one in allowed) and key not in banned
-            if is_in and self._is_right(each, reading, schemas):
+            if is_in and self._is_right(each, reading, checkers):
                 found.setdefault(key, each)
         return list(found.values())
 
-    def _is_right(self, value: Any, reading: Reading, schemas: list[Schema]) -> bool:
+    def _is_right(self, value: Any, reading: Reading, checkers: Sequence[Checker]) -> bool:
         """Whether a value that is listed is not seen to break another keyword."""
         if not reading.types & _types_of(value):
             return False
-        keys = OF_OBJECTS if isinstance(value, dict) else OF_ARRAYS
         if isinstance(value, dict | list):
-            if _speaks(schemas, keys):
+            keys = OF_OBJECTS if isinstance(value, dict) else OF_ARRAYS
+            if _speaks([part.schema for part in reading.parts], keys):
                 self._loosen("enum", value)
             return True
-        if not _speaks(schemas, _OF_SCALARS):
-            return True
-        return _keeps(value, schemas)
+        text = msgspec.json.encode(value)
+        states = [each.begin() for each in checkers]
+        return all(state.feed(text) and state.may_end for state in states)
 
     def _loosen(self, key: str, value: Any) -> None:
         if key == "names":
@@ -338,6 +409,60 @@ def _speaks(schemas: Sequence[Schema], keys: frozenset[str]) -> bool:
     return any(not keys.isdisjoint(schema) for schema in schemas)
 
 
+def shared(definitions: dict[str, Any]) -> dict[str, Any]:
+    """The same with values of properties once, where they are many: the library counts each."""
+    named = [names for each in definitions.values() for names in _named_in(each)]
+    if sum(map(len, named)) < MOST_INLINE:
+        return definitions
+    names: dict[str, str] = {}
+    found = {**definitions}
+    for properties in named:
+        for name, value in properties.items():
+            if isinstance(value, dict) and value and "$ref" not in value:
+                text = repr(value)
+                if text not in names:
+                    names[text] = f"v{len(names)}"
+                    found[names[text]] = value
+                properties[name] = {"$ref": f"#/$defs/{names[text]}"}
+    return found
+
+
+def _named_in(schema: Any) -> list[dict[str, Any]]:
+    """The properties of an object, or of each of its ways."""
+    if not isinstance(schema, dict):
+        return []
+    objects = [each for each in (schema, *schema.get("anyOf", ())) if isinstance(each, dict)]
+    return [each["properties"] for each in objects if "properties" in each]
+
+
+def _signature(readings: Sequence[Reading]) -> Signature:
+    """Equal for readings that say the same by the same schemas."""
+    return tuple(_signature_of(each) for each in readings)
+
+
+def _signature_of(reading: Reading) -> Signature:
+    speaking = [part for part in reading.parts if not part.schema.keys() <= _SILENT]
+    groups = [
+        (
+            *((key, str(holder.get(key))) for key in UNEVALUATED),
+            *sorted(
+                (id(part.schema), part.is_silent) for part in speaking if number in part.holders
+            ),
+        )
+        for number, holder in reading.holders.items()
+    ]
+    own = sorted((part.is_silent, part.rank, id(part.schema)) for part in speaking)
+    order = tuple((is_silent, number) for is_silent, _, number in own)
+    loose = tuple(sorted(reading.loose))
+    return tuple(sorted(reading.types)), order, tuple(sorted(groups)), loose
+
+
+def _is_closing(schema: Schema) -> bool:
+    """Whether it says only that others have said all."""
+    said = schema.keys() - ANNOTATIONS
+    return said == {"allOf", "unevaluatedProperties"} and schema["unevaluatedProperties"] is False
+
+
 def _is_annotation(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.keys() <= ANNOTATIONS
 
@@ -362,14 +487,3 @@ def _types_of(value: Any) -> set[str]:
 def _is_excluded(value: Any, types: set[str]) -> bool:
     """Whether a value is left out by the types already."""
     return not _types_of(value) & types
-
-
-def _keeps(value: Any, schemas: Sequence[Schema]) -> bool:
-    """Whether a scalar is right by what they say of scalars."""
-    text = msgspec.json.encode(value)
-    for schema in schemas:
-        if own := {key: schema[key] for key in _OF_SCALARS & schema.keys()}:
-            state = Checker(own).begin()
-            if not (state.feed(text) and state.may_end):
-                return False
-    return True
