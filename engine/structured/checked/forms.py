@@ -20,7 +20,9 @@ def checker_of(form: Grammar) -> Checker | Layout | None:
     if form.kind in ("json", "json_object"):
         schema = msgspec.json.decode(form.text) if form.kind == "json" else {"type": "object"}
         plan = plan_of(schema, form)
-        return _checker(plan, form) if plan.needs_checker or plan.may_repeat else None
+        if plan.needs_checker:
+            return _checker(plan, form)
+        return Checker(True) if plan.may_repeat else None  # of names that come twice
     if form.kind == "structural_tag":
         tags = msgspec.json.decode(form.text)["structures"]
         places = [(each["begin"], "", False, each["schema"], form) for each in tags]
@@ -51,8 +53,7 @@ def _openings(places: list[Place]) -> Iterator[Opening]:
 
 def _checker(plan: Plan, form: Grammar) -> Checker:
     try:
-        # Where the grammar holds all but names that come twice, the checker looks at these alone.
-        return Checker(plan.schema if plan.needs_checker else True)
+        return Checker(plan.schema)
     except SchemaError:
         if not form.is_lenient:
             raise
