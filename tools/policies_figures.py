@@ -19,10 +19,10 @@ import numpy as np
 from engine.cli.lab import cost_line, engine_line
 from engine.sim.estimate import Estimate, mean_over
 from engine.sim.experiment import in_processes
-from engine.sim.figures import Figures, figures
+from engine.sim.figures import Figures, figures, period_of
 from engine.sim.promises import e2e, ttft
 from engine.sim.run import Run, rate_at, run
-from engine.sim.steady import OVERLOADED, Window, window
+from engine.sim.steady import OVERLOADED, Window
 from engine.sim.workloads import Workload, find_workload
 from tools.policies_scenes import SHOWN, Scene
 
@@ -92,11 +92,11 @@ def measured(part: Part) -> dict[str, Pair]:
     """Each policy's figures beside those of fcfs."""
     workload = workload_of(part.scene, part.num_requests)
     base = _run(BASE, part, workload)
-    base_window = window(base.requests)
+    base_window = period_of(base)
     found = {}
     for policy in part.policies:
         ours = base if policy == BASE else _run(policy, part, workload)
-        mine = window(ours.requests)
+        mine = period_of(ours)
         mine, theirs = mine.joined(base_window), base_window.joined(mine)
         found[policy] = Pair(
             values(ours, mine, part.scene),

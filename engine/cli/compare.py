@@ -25,7 +25,7 @@ from engine.sim.experiment import seeds_from
 from engine.sim.figures import NAMES
 from engine.sim.named import split
 from engine.sim.promises import slo
-from engine.sim.run import Engine
+from engine.sim.run import Engine, name_of
 from engine.sim.workloads import Workload
 
 SHOWN = (
@@ -107,16 +107,22 @@ def run(parsed: argparse.Namespace) -> int:
     cells = compare(what, jobs=parsed.jobs)
     first = variations(what)[0][1:]  # a page shows runs of the first setting
     seen = seeing.show_cells(parsed, cells, policies, *first) if is_seen else []
+    left_out = cells[0].left_out
+    status = 1 if left_out else 0
     if parsed.json or parsed.csv:
         rows = [row for cell in cells for row in rows_of(cell, parsed.seed)]
         print(lab.as_json(rows) if parsed.json else lab.as_csv(rows))
-        return 0
+        return status
     print(*_head(parsed, workload, engine), sep="\n")
     for cell in cells:
         print("", *described(cell, shown), sep="\n")
+    if left_out:
+        print("", *lab.left_out_lines(left_out), sep="\n")
+    if cells[0].names and name_of(policies[0]) in left_out:
+        print(f"differences are from {cells[0].names[0]}, the first policy that has figures")
     if seen:
         print("", *seen, sep="\n")
-    return 0
+    return status
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -169,23 +175,28 @@ def described(cell: Cell, shown: list[str]) -> Iterable[str]:
     """One load and setting: each figure of each policy, and its difference from the first's."""
     load = "" if cell.load is None else f"load {cell.load:g}: "
     yield f"{cell.setting + '; ' if cell.setting else ''}{load}{coming(cell)}"
+    if not cell.names:
+        return
     base, *others = cell.names
     rows: list[tuple[str, ...]] = [("", base, *(c for n in others for c in (n, "difference", "")))]
     for name in shown:
-        found = [cell.difference(place, name) for place in range(len(cell.names))]
-        if not any(each.num_seeds for each in found):
+        places = range(len(cell.names))
+        if not any(cell.num_with(place, name) for place in places):
             continue
-        digits = 0 if found[0].theirs.value > 999 else 4
-        row = [name, lab.interval(cell.over_seeds(0, name), digits)]
-        for each in found[1:]:
-            row += [lab.interval(each.ours, digits), _relative(each), each.verdict]
+        found = [cell.difference(place, name) for place in places]
+        digits = 0 if any(each.ours.value > 999 for each in found) else 4
+        row = [name, lab.mean(cell, 0, name, digits)]
+        for place, each in enumerate(found[1:], start=1):
+            row += [lab.mean(cell, place, name, digits), _relative(each), each.verdict]
         rows.append(tuple(row))
     yield from lab.aligned(rows)
     for place, name in enumerate(cell.names):
         if over := cell.num_overloaded(place):
+            seeds = len(cell.figures[place])
+            what = next(e.window.growing for e in cell.figures[place] if e.is_overloaded)
             yield (
-                f"{name}: overloaded with {over} of {len(cell.figures[place])} seeds, of which it "
-                "has no means"
+                f"{name}: overloaded with {over} of {seeds} seeds, as {what} grows to the end: its "
+                "latencies have no means"
             )
     yield from cell.collapses()
 

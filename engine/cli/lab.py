@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import csv
 import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite, isnan
 from pathlib import Path
@@ -16,6 +16,7 @@ import msgspec
 from engine.errors import ConfigError
 from engine.sched.predict.profile import Profile, read_profile
 from engine.sim.calibrate import fit, samples_of
+from engine.sim.compare import Cell
 from engine.sim.datasheet import from_datasheet
 from engine.sim.estimate import Estimate
 from engine.sim.named import call, split
@@ -202,6 +203,16 @@ def cost_line(engine: Engine) -> str:
     return f"a step takes {engine.cost}"
 
 
+def left_out_lines(left_out: Mapping[str, str]) -> Iterable[str]:
+    """A line for each policy that has no figures."""
+    return [f"{name} is left out, as it has no figures: {why}" for name, why in left_out.items()]
+
+
+def left_out_text(left_out: Mapping[str, str]) -> str:
+    """The same in one cell of a file."""
+    return "; ".join(f"{name}: {why}" for name, why in left_out.items())
+
+
 def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
     """Rows in columns, the first to the left and the others to the right."""
     rows = list(lines)
@@ -214,6 +225,15 @@ def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
 def number(value: float, digits: int = 3) -> str:
     """As tables show it: seconds with three places, and what there is not as a dash."""
     return "-" if isnan(value) else f"{value:.{digits}f}"
+
+
+def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
+    """A policy's mean over the seeds with half its interval; how many seeds have the figure, if
+    not all do; a dash if none does."""
+    count, seeds = cell.num_with(place, figure), len(cell.figures[place])
+    if 0 < count < seeds:
+        return f"{count} of {seeds}"
+    return interval(cell.over_seeds(place, figure), digits)
 
 
 def interval(estimate: Estimate, digits: int = 3) -> str:

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable
-from math import isnan
 from typing import Any
 
 from engine.cli import lab, seeing
-from engine.config.sched import SchedulerConfig
 from engine.sched.plugins.find import installed_policies
 from engine.sched.policies import POLICIES
 from engine.sim.compare import Cell, Experiment, compare
@@ -92,16 +90,19 @@ def run(parsed: argparse.Namespace) -> int:
         jobs=parsed.jobs,
     )
     shown = seeing.show_cells(parsed, [cell], policies, workload, engine) if is_shown else []
+    status = 1 if cell.left_out else 0
     if parsed.json or parsed.csv:
         found = rows_of(cell, parsed.seed)
         print(lab.as_json(found) if parsed.json else lab.as_csv(found))
-        return 0
+        return status
     print(*conditions(cell, workload, engine, parsed), "", sep="\n")
-    print(*table(cell), "", sep="\n")
-    print(*remarks(cell), sep="\n")
+    if cell.names:
+        print(*table(cell), "", sep="\n")
+        print(*remarks(cell), sep="\n")
+    print(*lab.left_out_lines(cell.left_out), sep="\n")
     if shown:
         print("", *shown, sep="\n")
-    return 0
+    return status
 
 
 def loads_of(load: float | None, rate: float | None, workload: Workload) -> list[float] | None:
@@ -134,9 +135,10 @@ def conditions(
     cell: Cell, workload: Workload, engine: Engine, parsed: argparse.Namespace
 ) -> Iterable[str]:
     """What must be known to judge the figures, and to get them again."""
-    count = len(cell.figures[0])
+    count = parsed.seeds
     seeds = f"seed {parsed.seed}" if count == 1 else f"{count} seeds from {parsed.seed} on"
-    yield f"{cell.figures[0][0].num_requests} requests, {seeds}: {coming(cell)}"
+    size = f"{cell.figures[0][0].num_requests} requests, " if cell.names else ""
+    yield f"{size}{seeds}: {coming(cell)}"
     yield f"workload: {workload}"
     yield lab.engine_line(engine)
     yield lab.cost_line(engine)
@@ -151,22 +153,26 @@ def coming(cell: Cell) -> str:
 
 
 def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
-    """Every figure of every policy and seed."""
-    return [
+    """Every figure of every policy and seed; how many seeds the policy has and with how many of
+    them it is overloaded; and which policies have no figures. If none has, that alone is a row."""
+    where = {"load": cell.load, "rate": cell.rate, "capacity": cell.capacity}
+    more = {"setting": cell.setting, "left_out": lab.left_out_text(cell.left_out)}
+    rows = [
         {
             "policy": name,
             "seed": first_seed + number,
-            "load": cell.load,
-            "rate": cell.rate,
-            "capacity": cell.capacity,
-            "setting": cell.setting,
+            **where,
+            **more,
+            "num_seeds": len(column),
+            "num_overloaded": cell.num_overloaded(place),
             "state": each.window.state,
             **each.values(),
             "hook_seconds": each.hook_seconds,
         }
-        for name, column in zip(cell.names, cell.figures, strict=True)
+        for place, (name, column) in enumerate(zip(cell.names, cell.figures, strict=True))
         for number, each in enumerate(column)
     ]
+    return rows or [{"policy": "", **where, **more}]
 
 
 def table(cell: Cell) -> Iterable[str]:
@@ -175,7 +181,7 @@ def table(cell: Cell) -> Iterable[str]:
         title: of
         for title, of in COLUMNS.items()
         if title not in ("kept", "goodput", "Jain")
-        or not all(isnan(cell.over_seeds(place, of[0]).value) for place in range(len(cell.names)))
+        or any(cell.num_with(place, of[0]) for place in range(len(cell.names)))
     }
     rows = [("policy", *shown, *FURTHER)]
     rows += [_row(cell, place, shown) for place in range(len(cell.names))]
@@ -186,7 +192,7 @@ def _row(cell: Cell, place: int, shown: dict[str, tuple[str, int]]) -> tuple[str
     def value(figure: str) -> float:
         return cell.over_seeds(place, figure).value
 
-    cells = [lab.interval(cell.over_seeds(place, name), digits) for name, digits in shown.values()]
+    cells = [lab.mean(cell, place, name, digits) for name, digits in shown.values()]
     if cell.num_overloaded(place) == len(cell.figures[place]):
         cells[0] = "overloaded"
     preempted = sum(each.num_preemptions for each in cell.figures[place])
@@ -224,18 +230,13 @@ def _hook_time(column: list[Figures]) -> float:
 def _warnings(name: str, column: list[Figures]) -> Iterable[str]:
     if over := sum(each.is_overloaded for each in column):
         part = "" if len(column) == 1 else f" with {over} of {len(column)} seeds"
-        yield f"{name}: overloaded{part}: its queue grows to the end, so it has no means"
+        what = next(each.window.growing for each in column if each.is_overloaded)
+        yield f"{name}: overloaded{part}: {what} grows to the end, so its latencies have no means"
     if short := sum(each.window.is_short for each in column):
         part = "" if len(column) == 1 else f" with {short} of {len(column)} seeds"
         yield (
-            f"{name}: half of the requests were warm-up{part}, which may not have ended: "
+            f"{name}: about half of the requests were warm-up{part}, which may not have ended: "
             "more --requests are needed"
         )
     if refused := sum(each.num_refused for each in column):
         yield f"{name}: {refused} requests were refused or failed"
-    if faults := sum(each.num_faults for each in column):
-        is_out = any(each.num_faults > SchedulerConfig.max_policy_faults for each in column)
-        rest = "; it was left out, and the rest ran in order of arrival" if is_out else ""
-        yield f"{name}: {faults} wrong answers were answered by default instead{rest}"
-    if rescued := sum(each.num_rescued for each in column):
-        yield f"{name}: {rescued} steps were planned by default, as it let none run"

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from engine.cli import lab
 from engine.errors import ConfigError
 from engine.sim.compare import Cell
+from engine.sim.experiment import distinct
 from engine.sim.promises import slo
 from engine.sim.report import charts_of, points_from, write_plots, write_report, write_trace
-from engine.sim.run import Engine, Run
+from engine.sim.run import Engine, Run, name_of
 from engine.sim.run import run as simulate
 from engine.sim.workloads import Workload
 
@@ -63,11 +65,11 @@ def is_asked(parsed: argparse.Namespace) -> bool:
     return any(path is not None for path in (*asked, parsed.plots))
 
 
-def show_run(parsed: argparse.Namespace, run: Run) -> list[str]:
-    """Write what was asked for of one run; what is to be said of it."""
+def show_run(parsed: argparse.Namespace, run: Run, beside: Sequence[Run]) -> list[str]:
+    """Write what was asked for of one run, with others ``beside`` it; what is to be said of it."""
     limits = slo(parsed.slo) if parsed.slo else []
-    runs = [run, *map(Run.read, parsed.beside)]
-    said = []
+    runs = [run, *beside]
+    said = [*lab.left_out_lines({each.policy: each.not_own for each in beside if each.not_own})]
     if parsed.report is not None:
         title = f"{run.policy} on {run.head.get('workload')}"
         write_report(parsed.report, runs, slo=limits, title=title)
@@ -91,17 +93,26 @@ def show_cells(
     at which the first policy is not overloaded."""
     limits = slo(parsed.slo) if parsed.slo else []
     cell = _shown(cells)
+    names = distinct(name_of(policy) for policy in policies)
+    own = [policy for n, policy in zip(names, policies, strict=True) if n not in cell.left_out]
     runs = [
         simulate(policy, workload, engine, seed=parsed.seed, rate=cell.rate, steps=True)
-        for policy in policies[:MOST_RUNS]
+        for policy in own[:MOST_RUNS]
     ]
     points = points_from(cells)
     said = []
-    if len(policies) > MOST_RUNS:
-        said.append(f"of {len(policies)} policies the first {MOST_RUNS} have a timeline")
+    if len(own) > MOST_RUNS:
+        said.append(f"of {len(own)} policies the first {MOST_RUNS} have a timeline")
     if parsed.report is not None:
-        title = f"{', '.join(cell.names)} on {workload}"
-        write_report(parsed.report, runs, points=points, slo=limits, title=title)
+        title = f"{', '.join(cell.names) or 'no policy'} on {workload}"
+        write_report(
+            parsed.report,
+            runs,
+            points=points,
+            slo=limits,
+            title=title,
+            left_out=cell.left_out,
+        )
         said.append(f"report: {parsed.report}")
     if parsed.plots is not None:
         charts = charts_of(runs, points=points, slo=limits)
@@ -114,5 +125,7 @@ def _shown(cells: Sequence[Cell]) -> Cell:
 
     same = [cell for cell in cells if cell.setting == cells[0].setting]
     ascending = sorted(same, key=lambda cell: cell.rate or 0.0)
+    if not cells[0].names:
+        return ascending[0]
     steady = [cell for cell in ascending if 2 * cell.num_overloaded(0) <= len(cell.figures[0])]
     return steady[-1] if steady else ascending[0]

@@ -18,7 +18,7 @@ The same seed writes the same bytes.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf, isnan
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,13 @@ from engine.cli.policies import loads_of
 from engine.errors import ConfigError
 from engine.sim.estimate import Estimate
 from engine.sim.experiment import check_rate
-from engine.sim.figures import KINDS, MAX_RECOMPUTED, STATISTICS, Figures, figures
+from engine.sim.figures import KINDS, MAX_RECOMPUTED, STATISTICS, Figures, figures, period_of
 from engine.sim.promises import slo
 from engine.sim.real import run_real
 from engine.sim.recorded import Log, resimulate
 from engine.sim.run import Run, Variant, check, rate_at
 from engine.sim.run import run as simulate
-from engine.sim.steady import AT_ONCE, STEADY
+from engine.sim.steady import AT_ONCE, BACKLOG, STEADY
 
 MOST_SHOWN = 20  # users
 
@@ -71,6 +71,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--read", type=Path, metavar="FILE", help="print the figures of this run, simulate nothing"
     )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="all requests count, warm-up too, and those of a run that is overloaded",
+    )
     parser.add_argument("--json", action="store_true", help="the figures as JSON")
     seeing.add_arguments(parser, has_one_run=True)
     lab.add_engine(parser)
@@ -79,19 +84,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     parsed.steps = (seeing.is_asked(parsed) and not parsed.real) or parsed.steps
     whole = _simulated(parsed) if parsed.read is None else Run.read(parsed.read)
-    found = figures(whole, slo=slo(parsed.slo) if parsed.slo else [])
     if parsed.out is not None:
         whole.write(parsed.out)
-    shown = seeing.show_run(parsed, whole)
+    beside = [Run.read(path) for path in parsed.beside]
+    if whole.not_own:
+        return _without_figures(parsed, whole, beside)
+    period = period_of(whole).whole() if parsed.whole else None
+    found = figures(whole, slo=slo(parsed.slo) if parsed.slo else [], period=period)
+    shown = seeing.show_run(parsed, whole, beside)
+    status = 1 if any(each.not_own for each in beside) else 0
     if parsed.json:
         print(lab.as_json(as_data(whole, found)))
-        return 0
+        return status
     print(*described(whole, found), sep="\n")
     if parsed.out is not None:
         print(f"\nwritten to {parsed.out}")
     if shown:
         print("", *shown, sep="\n")
-    return 0
+    return status
+
+
+def _without_figures(parsed: argparse.Namespace, run: Run, beside: Sequence[Run]) -> int:
+    """Name the policy of a run that is not its own, in everything that was asked for."""
+    left_out = {run.policy: run.not_own}
+    shown = seeing.show_run(parsed, run, beside)
+    if parsed.json:
+        print(lab.as_json({"run": run.head, "left_out": lab.left_out_text(left_out)}))
+        return 1
+    print(*_of_which(run), *lab.left_out_lines(left_out), *shown, sep="\n")
+    if parsed.out is not None:
+        print(f"written to {parsed.out}")
+    return 1
 
 
 def _simulated(parsed: argparse.Namespace) -> Run:
@@ -105,9 +128,10 @@ def _simulated(parsed: argparse.Namespace) -> Run:
     check([policy], workload, engine)
     rate = _rate(parsed.rate)
     check_rate(rate)
-    for load in loads_of(parsed.load, rate, workload) or []:
-        if parsed.rate is None:
-            rate = rate_at(load, workload, engine)
+    loads = loads_of(parsed.load, rate, workload) if parsed.rate is None else None
+    load = loads[0] if loads else None
+    if load is not None:
+        rate = rate_at(load, workload, engine)
     if parsed.real:
         options = {"model": parsed.model, "num_threads": parsed.num_threads}
         given = {name: value for name, value in options.items() if value is not None}
@@ -120,7 +144,8 @@ def _simulated(parsed: argparse.Namespace) -> Run:
             step_log=parsed.step_log,
             **given,
         )
-    return simulate(policy, workload, engine, seed=parsed.seed, rate=rate, steps=parsed.steps)
+    given = {"rate": rate} if load is None else {"load": load}
+    return simulate(policy, workload, engine, seed=parsed.seed, steps=parsed.steps, **given)
 
 
 def _check(parsed: argparse.Namespace) -> None:
@@ -199,10 +224,7 @@ def as_data(run: Run, found: Figures) -> dict[str, Any]:
 
 def described(run: Run, found: Figures) -> Iterable[str]:
     """The figures, line by line."""
-    head = run.head
-    rate = head.get("rate")
-    comes = "" if rate is None else f", {rate:.4g} a second" if rate < 1e300 else ", all at once"
-    yield f"{run.policy} on {head.get('workload')}, seed {head.get('seed')}{comes}"
+    yield from _of_which(run)
     yield _period(found)
     if found.latency:
         yield ""
@@ -218,14 +240,32 @@ def described(run: Run, found: Figures) -> Iterable[str]:
     yield from _remarks(run, found)
 
 
+def _of_which(run: Run) -> Iterable[str]:
+    """Policy, requests, and how many come a second."""
+    head = run.head
+    rate, load = head.get("rate"), head.get("load")
+    comes = "" if rate is None else f", {rate:.4g} a second" if rate < 1e300 else ", all at once"
+    if load is not None and rate is not None:
+        comes += f" (load {load:g}; fcfs can serve {rate / load:.4g})"
+    yield f"{run.policy} on {head.get('workload')}, seed {head.get('seed')}{comes}"
+
+
 def _period(found: Figures) -> str:
     period, done = found.window, found.outcomes.get("done", 0)
     said = f"{found.num_requests} requests, {done} done"
     if period.state == AT_ONCE:
         return f"{said}; all came at once, all count"
+    if period.is_whole:
+        why = " as in a backlog, which they are" if period.state == BACKLOG else ""
+        return (
+            f"{said}; all count{why}, and the period ends with the last token, {period.end:.1f} s"
+        )
     if period.state != STEADY:
-        return f"{said}; overloaded: the queue grows to the end, so there are no means"
-    short = "; half of them, so it may not have ended: more are needed" if period.is_short else ""
+        return (
+            f"{said}; overloaded: {period.growing} grows to the end, so there are no means; "
+            "--whole counts all requests"
+        )
+    short = "; about half, so it may not have ended: more are needed" if period.is_short else ""
     return (
         f"{said}; {found.num_counted} count: {period.num_warmup} in front are warm-up{short}, and "
         f"the period ends with the last arrival, {period.end:.1f} s"
@@ -313,10 +353,6 @@ def _remarks(run: Run, found: Figures) -> Iterable[str]:
     if found.num_refused:
         shown = ", ".join(f"{name} {n}" for name, n in found.outcomes.items() if name != "done")
         yield f"requests that did not end as they should: {shown}"
-    if found.num_faults:
-        yield f"{found.num_faults} wrong answers of the policy were answered by default instead"
-    if found.num_rescued:
-        yield f"{found.num_rescued} steps were planned by default, as the policy let none run"
     if run.hook_seconds:
         mean = 1e6 * run.hook_seconds / max(1, found.num_steps)
         yield f"real time in hooks: {mean:.0f} us a step (differs from run to run)"

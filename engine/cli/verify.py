@@ -20,7 +20,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine.config.cli import json_object
 from engine.core.simulated import SimulatedHalves
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PolicyError
 from engine.ipc.pool import workers
 from engine.sched.plugins.find import find_policy
 from engine.sim.compare import Experiment, compare
@@ -281,7 +281,7 @@ def _on_load(hunt: Hunt) -> Iterator[str]:
     name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
     try:
         fcfs, figures = beside_fcfs(hunt.policy, hunt.options)
-    except ConfigError as error:  # it never lets its requests end
+    except (ConfigError, PolicyError) as error:  # it has no figures of its own
         yield f"warning: on a standard load ({load}): {error}"
         return
     share = figures.recomputed
@@ -302,7 +302,8 @@ def _on_load(hunt: Hunt) -> Iterator[str]:
 def beside_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
     """What the simulator says of fcfs and of the policy on the standard load.
 
-    Raises ``ConfigError`` for a policy that computes nothing for a quarter of an hour.
+    Raises ``PolicyError`` for a policy that has no figures: it computes nothing for a quarter of an
+    hour, or was answered for by default.
     """
     [cell] = compare(
         Experiment(
@@ -312,5 +313,7 @@ def beside_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, F
             loads=[STANDARD_LOAD],
         )
     )
+    for name, why in cell.left_out.items():
+        raise PolicyError(f"{name} has no figures: {why}")
     [fcfs], [figures] = cell.figures
     return fcfs, figures

@@ -95,7 +95,7 @@ def run(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> 
     found = list(in_processes(find_worst, hunts, parsed.jobs))
     worst = max(found, key=lambda each: each.score.worse)
     print(*described(parsed, hunts[0], worst, sum(each.num_tries for each in found)), sep="\n")
-    return 0
+    return 1 if worst.score.why else 0
 
 
 def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> Case:
@@ -179,6 +179,9 @@ def _again(hunt: Hunt, case: Case) -> Iterable[str]:
             is_whole=True,
         )
     )
+    if cell.left_out:
+        yield from lab.left_out_lines(cell.left_out)
+        return
     found = cell.difference(1, hunt.figure)
     change = f" ({100 * found.relative:+.0f} %)" if found.theirs.value else ""
     yield (

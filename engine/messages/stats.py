@@ -31,3 +31,4 @@ class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
     counters: dict[str, int] = {}  # what features have counted: "drafts.num_accepted_tokens"
     step_seconds: float = 0.0  # computing, of steps of which the floor is known
     floor_seconds: float = 0.0  # that these steps take at least: their share is the roofline's
+    by_default: str = ""  # the first thing that was answered by default for a plug-in, and why

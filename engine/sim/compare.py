@@ -8,21 +8,28 @@ it holds 0 the verdict is "undecided". Of twenty figures that do not differ one 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isnan
 from typing import Any
 
 from engine.errors import ConfigError
-from engine.sim.estimate import Estimate, difference, mean_over
-from engine.sim.experiment import Setting, check_rate, distinct, in_processes, measure, with_option
+from engine.sim.estimate import NOTHING, Estimate, difference, mean_over
+from engine.sim.experiment import (
+    NoFigures,
+    Setting,
+    check_rate,
+    distinct,
+    in_processes,
+    measure,
+    with_option,
+)
 from engine.sim.figures import Figures, collapse, is_better_small
 from engine.sim.promises import Limit
 from engine.sim.run import Engine, check, name_of, rate_at
 from engine.sim.workloads import Workload
 
 EQUAL, UNDECIDED, BETTER, WORSE, NO_MEANS = "equal", "undecided", "better", "worse", "no means"
-MAX_OVERLOADED = 0.25  # of the seeds: with more, means of the others say what was chosen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +43,10 @@ class Difference:
     by: Estimate
     """How much more ours is."""
     verdict: str
-    """"equal" to the last digit, "undecided", "better", "worse", or "no means" where there is
-    nothing to compare, as too many seeds were overloaded."""
+    """"equal" to the last digit, "undecided", "better", "worse", or "no means" where a seed has
+    nothing to compare, as it was overloaded."""
     num_seeds: int
-    """Of which it is."""
+    """Seeds with which both have the figure."""
 
     @property
     def relative(self) -> float:
@@ -71,11 +78,18 @@ class Cell:
     figures: list[list[Figures]]
     """By policy, then by seed."""
     is_paired: bool = True
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Policies that have no figures, by name, and why: they were switched off, or something was
+    answered by default for them, in this cell or another one of the comparison."""
 
     def over_seeds(self, place: int, figure: str) -> Estimate:
-        """The mean of a policy's figure over the seeds that have it."""
+        """The mean of a policy's figure over all seeds; NaN unless each of them has it."""
         values = [each.value(figure) for each in self.figures[place]]
-        return mean_over([value for value in values if not isnan(value)])
+        return NOTHING if any(map(isnan, values)) else mean_over(values)
+
+    def num_with(self, place: int, figure: str) -> int:
+        """Seeds with which the policy has this figure."""
+        return sum(not isnan(each.value(figure)) for each in self.figures[place])
 
     def num_overloaded(self, place: int) -> int:
         return sum(each.is_overloaded for each in self.figures[place])
@@ -83,27 +97,22 @@ class Cell:
     def difference(self, place: int, figure: str, base: int = 0) -> Difference:
         """A policy's figure beside that of another, by default the first."""
         ours, theirs = ([each.value(figure) for each in self.figures[p]] for p in (place, base))
-        if self.is_paired:
-            both = [(o, t) for o, t in zip(ours, theirs, strict=True) if not isnan(o - t)]
-            ours, theirs = [o for o, _ in both], [t for _, t in both]
-            by = mean_over([o - t for o, t in both])
-        else:
-            ours, theirs = ([v for v in values if not isnan(v)] for values in (ours, theirs))
-            by = difference(ours, theirs)
-        least = min(len(ours), len(theirs))
+        num_pairs = sum(not isnan(o - t) for o, t in zip(ours, theirs, strict=True))
+        by, said = NOTHING, NO_MEANS
+        if num_pairs == len(ours):
+            pairs = zip(ours, theirs, strict=True)
+            by = mean_over([o - t for o, t in pairs])
+            by = by if self.is_paired else difference(ours, theirs)
+            is_small = is_better_small(figure)
+            said = verdict(by, is_equal=ours == theirs, is_better_small=is_small)
         return Difference(
             figure=figure,
-            ours=mean_over(ours),
-            theirs=mean_over(theirs),
+            ours=self.over_seeds(place, figure),
+            theirs=self.over_seeds(base, figure),
             by=by,
-            verdict=self._verdict(figure, by, least, ours == theirs),
-            num_seeds=least,
+            verdict=said,
+            num_seeds=num_pairs,
         )
-
-    def _verdict(self, figure: str, by: Estimate, num_seeds: int, is_equal: bool) -> str:
-        if not num_seeds or num_seeds < (1.0 - MAX_OVERLOADED) * len(self.figures[0]):
-            return NO_MEANS
-        return verdict(by, is_equal=is_equal, is_better_small=is_better_small(figure))
 
     def collapses(self) -> list[str]:
         """A line for each policy that does its work twice, or little of it."""
@@ -158,10 +167,34 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
     settings = [replace(setting, seed=seed) for _, setting in blanks for seed in what.seeds]
     results = list(in_processes(measure, settings, jobs))
     parts = [results[n : n + len(what.seeds)] for n in range(0, len(results), len(what.seeds))]
+    left_out = without_figures(blanks[0][0].names, results)
     return [
-        replace(cell, figures=[list(column) for column in zip(*part, strict=True)])
+        _filled(cell, left_out, list(zip(*part, strict=True)))
         for (cell, _), part in zip(blanks, parts, strict=True)
     ]
+
+
+def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> dict[str, str]:
+    """The policies with no figures in one of these rows, each of which has a place for each of
+    ``names``; and why, the first time."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for name, each in zip(names, row, strict=True):
+            if isinstance(each, NoFigures):
+                found.setdefault(name, each.why)
+    return found
+
+
+def _filled(
+    cell: Cell, left_out: Mapping[str, str], columns: Sequence[Sequence[Figures | NoFigures]]
+) -> Cell:
+    """The cell with the figures of those policies that have them everywhere."""
+    kept = {
+        name: [each for each in column if isinstance(each, Figures)]
+        for name, column in zip(cell.names, columns, strict=True)
+        if name not in left_out
+    }
+    return replace(cell, names=list(kept), figures=list(kept.values()), left_out=left_out)
 
 
 def _cells(

@@ -44,10 +44,11 @@ def demand(work: Work, which: Mask | None = None) -> float:
 
 
 def most_per_second(requests: Requests, head: dict[str, Any]) -> float:
-    """Requests a second that no scheduler can exceed with requests like those of a run, with the
-    prefix hits that it had; infinity where the cost of a step is not known. ``head``: the run's."""
+    """Requests a second that may come to a scheduler which ends as many of them as this run did,
+    with the prefix hits that it had, and none can exceed; infinity where the cost of a step is not
+    known. ``head``: the run's."""
     work = work_of(requests, head)
-    return inf if work is None else len(work.prompt) / demand(work)
+    return inf if work is None else len(requests) / demand(work)
 
 
 class Sample(NamedTuple):
@@ -110,12 +111,22 @@ def served_per_second(
         first, final = 0.0, float(ends[-1])
     inside = ((last > first) & (last <= final))[requests.done]
     ratio = (final - first) / demand(work, inside)
-    found = min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
+    return 1.0 / (ratio * mean_demand(every, work, share_found(work, own)))
+
+
+def share_found(work: Work, own: Sample) -> float:
+    """How much was in the cache, of what could have been. ``own``: the requests of the work."""
+    return min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
+
+
+def mean_demand(sample: Sample, work: Work, found: float) -> float:
+    """Seconds that such a request needs in the mean of the engine of ``work``, if this share of
+    what could be in the cache is."""
     asked = replace(
         work,
-        arrival=np.zeros(len(every.prompt)),
-        prompt=every.prompt,
-        cached=(found * every.known).astype(np.int64),
-        output=every.output,
+        arrival=np.zeros(len(sample.prompt)),
+        prompt=sample.prompt,
+        cached=(found * sample.known).astype(np.int64),
+        output=sample.output,
     )
-    return len(every.prompt) / (ratio * demand(asked))
+    return demand(asked) / len(sample.prompt)

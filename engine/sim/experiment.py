@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields, replace
@@ -11,14 +12,15 @@ from os import cpu_count
 from typing import Any, TypeVar
 
 from engine.config.sched import SchedulerConfig
-from engine.errors import ConfigError, EngineDeadError
+from engine.errors import ConfigError, EngineDeadError, EngineError, PolicyError
 from engine.ipc.pool import workers
-from engine.sim.figures import Figures, figures
+from engine.sim.figures import Figures, figures, period_of
 from engine.sim.promises import Limit
-from engine.sim.run import Engine, run
-from engine.sim.steady import Window, window
+from engine.sim.run import Engine, Run, name_of, run
+from engine.sim.steady import BACKLOG, Window
 from engine.sim.workloads import Workload
 
+logger = logging.getLogger("engine.sim")
 MAX_SEEDS = 10_000
 OF_POLICY = ("scheduling_policy", "policy_options")
 FLAGS = tuple(each.name for each in fields(Engine) if isinstance(each.default, bool))
@@ -49,22 +51,48 @@ class Setting:
         return self.seed if self.is_paired else self.seed + place * UNPAIRED_STRIDE
 
 
-def measure(setting: Setting) -> list[Figures]:
-    """Figures of each policy; where they got the same requests, of the same ones of these: behind
+@dataclass(frozen=True)
+class NoFigures:
+    """A policy that has none, as a run was not its own or could not go on."""
+
+    why: str
+
+
+def measure(setting: Setting) -> list[Figures | NoFigures]:
+    """Figures of each policy; where they got the same requests, of the same ones of these: after
     the longest warm-up of any, or all."""
+    requests = (setting.workload, setting.engine)
     runs = [
-        run(
-            policy,
-            setting.workload,
-            setting.engine,
-            seed=setting.seed_of(place),
-            rate=setting.rate,
-        )
+        own_run(policy, *requests, setting.seed_of(place), setting.rate)
         for place, policy in enumerate(setting.policies)
     ]
-    periods = [window(each.requests) for each in runs]
+    own = [each for each in runs if isinstance(each, Run)]
+    found = iter(_figures_of(own, setting))
+    return [next(found) if isinstance(each, Run) else each for each in runs]
+
+
+def own_run(
+    policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
+) -> Run | NoFigures:
+    """The run of a policy, if it is its own: it ends, and nothing was answered by default."""
+    try:
+        found = run(policy, workload, engine, seed=seed, rate=rate)
+    except PolicyError as error:
+        return NoFigures(str(error))
+    except EngineError:  # an option, or a file, that cannot work for any policy
+        raise
+    except Exception as error:
+        logger.exception("a run of %s could not go on", name_of(policy))
+        return NoFigures(f"its run could not go on: {type(error).__name__}: {error}")
+    return NoFigures(found.not_own) if found.not_own else found
+
+
+def _figures_of(runs: Sequence[Run], setting: Setting) -> list[Figures]:
+    periods = [period_of(each) for each in runs]
     if setting.is_whole:
         periods = [period.whole() for period in periods]
+    elif setting.is_paired and any(period.is_whole for period in periods):
+        periods = [period.whole(BACKLOG) for period in periods]
     elif setting.is_paired:
         steady = [period for period in periods if period.num_warmup]
         periods = [reduce(Window.joined, steady, period) for period in periods]

@@ -24,8 +24,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PolicyError
 from engine.sim.bounds import Bounds, Work, bounds, work_of
+from engine.sim.demand import demand
 from engine.sim.estimate import (
     NOTHING,
     Estimate,
@@ -38,7 +39,7 @@ from engine.sim.promises import OF_REQUEST, Kept, Limit, kept
 from engine.sim.records import DONE, Requests
 from engine.sim.run import Run
 from engine.sim.service import Service, service
-from engine.sim.steady import AT_ONCE, OVERLOADED, Window, window
+from engine.sim.steady import OVERLOADED, Window, window
 
 KINDS = ("ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown")
 STATISTICS = {"mean": nan, "p50": 0.5, "p90": 0.9, "p99": 0.99}
@@ -46,6 +47,7 @@ EDGES = (0, 64, 256, 1024, 4096, 16384)
 """Of buckets of prompts and outputs, in tokens."""
 SMALLER_IS_BETTER = (*KINDS, "recomputed", "preempted", "refused", "gap", "makespan")
 MAX_RECOMPUTED = 0.25
+BACKLOG_LOAD = 3.0  # seconds of a full engine that come in each second
 MIN_THROUGHPUT = 0.8
 
 
@@ -95,10 +97,6 @@ class Figures:
     bounds: Bounds | None
     mean_e2e: float
     """Of the whole run, to stand beside its bound."""
-    num_faults: int
-    """Wrong answers of the policy; the log names them."""
-    num_rescued: int
-    """Steps that the default planned since the policy ran nothing."""
     counters: dict[str, Any]
     """What policy and resources counted."""
     hook_seconds: float
@@ -161,10 +159,13 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
     """The figures of a run.
 
     ``slo``: what was promised to each request, in place of its own promises; ``period``: what
-    counts, in place of what the rule says, to take the same requests of several runs.
+    counts, in place of what the rule says, to take the same requests of several runs. Raises
+    ``PolicyError`` for a run that is not the policy's own, but in part the default's.
     """
+    if why := run.not_own:
+        raise PolicyError(f"policy {run.policy} has no figures: {why}")
     requests, totals = run.requests, run.totals
-    period = period or window(requests)
+    period = period or period_of(run)
     engine = run.head.get("engine") or {}
     arrival, last = requests.times("arrival"), requests.times("last")
     came = np.zeros(len(requests), dtype=np.bool_)
@@ -193,11 +194,26 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
         num_steps=totals["num_steps"],
         bounds=bounds(work) if work else None,
         mean_e2e=float((last - arrival)[requests.done].mean()) if requests.done.any() else nan,
-        num_faults=totals["num_policy_faults"],
-        num_rescued=totals["num_rescued_steps"],
         counters=totals["counters"],
         hook_seconds=run.hook_seconds,
     )
+
+
+def period_of(run: Run) -> Window:
+    """What counts of a run."""
+    return window(run.requests, is_backlog=_is_backlog(run))
+
+
+def _is_backlog(run: Run) -> bool:
+    """Whether requests came much faster than any scheduler could serve them; where the cost of a
+    step is not known: whether most were still there when the last one came."""
+    requests = run.requests
+    arrival, last = requests.times("arrival"), requests.times("last")
+    if not len(arrival):
+        return False
+    if (work := work_of(requests, run.head)) is not None:
+        return demand(work) > BACKLOG_LOAD * float(arrival[-1] - arrival[0])
+    return float((last <= arrival[-1]).mean()) < 1.0 / BACKLOG_LOAD
 
 
 def recomputed(run: Run) -> float:
@@ -284,7 +300,7 @@ def _by_size(requests: Requests, counted: NDArray[np.bool_], slower: Floats) -> 
 
 def _per_second(times: Floats, period: Window, counts: Floats | None = None) -> float:
     inside = (times > period.start) & (times <= period.end)
-    if period.state == AT_ONCE:
+    if period.is_whole:
         inside = times <= period.end
     total = float(inside.sum() if counts is None else counts[inside].sum())
     return total / period.seconds if period.seconds else 0.0

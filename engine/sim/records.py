@@ -298,4 +298,5 @@ TOTALS = (
 def totals_of(stats: SchedulerStats, kv_peak: float) -> dict[str, Any]:
     """What a run keeps of its scheduler's counters, and the largest share of the KV pool."""
     found: dict[str, Any] = {name: getattr(stats, name) for name in TOTALS}
-    return {**found, "kv_peak": kv_peak, "counters": dict(stats.counters)}
+    found |= {"kv_peak": kv_peak, "counters": dict(stats.counters)}
+    return found | ({"by_default": stats.by_default} if stats.by_default else {})

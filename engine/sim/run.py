@@ -21,14 +21,14 @@ import numpy as np
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
-from engine.errors import ConfigError, RequestError
+from engine.errors import ConfigError, PolicyError, RequestError
 from engine.kv.manager import KVManager
 from engine.messages.requests import CoreOutputs
 from engine.messages.step import Column, StepPlan, Stretch
 from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
-from engine.sim.demand import drawn, served_per_second
+from engine.sim.demand import Sample, drawn, served_per_second
 from engine.sim.history import History, Work
 from engine.sim.job import Job
 from engine.sim.records import TOTALS, Floats, Requests, Seen, totals_of
@@ -112,6 +112,22 @@ class Run:
     def policy(self) -> str:
         return str(self.head["policy"])
 
+    @property
+    def not_own(self) -> str:
+        """Why the run is not the policy's own: it was switched off, or something was answered by
+        default for it. Empty if it is its own, as a run must be to have figures."""
+        faults, rescued = (self.totals[n] for n in ("num_policy_faults", "num_rescued_steps"))
+        said = []
+        if faults:
+            said.append(f"{faults} answer{'s were' if faults > 1 else ' was'} given by default")
+        if rescued:
+            said.append(f"{rescued} step{'s were' if rescued > 1 else ' was'} planned by default")
+        options = (self.head.get("engine") or {}).get("scheduler") or {}
+        if faults > options.get("max_policy_faults", SchedulerConfig.max_policy_faults):
+            said.append("after so many it is switched off")
+        first = self.totals.get("by_default")
+        return ", ".join(said) + (f" ({first})" if said and first else "")
+
     def lines(self) -> Iterator[bytes]:
         """The run as lines of JSON: head, requests, gaps, steps and histories, totals. The same
         seed gives the same bytes."""
@@ -127,7 +143,8 @@ class Run:
                 yield _line("history", row)
             for span in self.history.work.tolist():
                 yield _line("work", span)
-        yield _line("totals", self.totals)
+        why = {"not_own": self.not_own} if self.not_own else {}
+        yield _line("totals", {**self.totals, **why})
 
     def write(self, path: str | Path) -> None:
         """Write the run's file. Raises ``ConfigError`` where that cannot be done."""
@@ -198,13 +215,16 @@ def run(
     as on the command line. Requests come at ``rate`` a second, or at ``load`` times what the
     engine can serve in order of arrival, or at the workload's own rate. ``steps`` keeps a row for
     each step, and what happened to each request. Raises ``ConfigError`` for options that cannot
-    work and for a policy under which nothing is ever computed.
+    work, and ``PolicyError`` for a policy under which nothing is ever computed.
     """
     engine = engine or Engine()
     workload = find_workload(workload) if isinstance(workload, str) else workload
     if load is not None:
         rate = rate_at(load, workload, engine)
-    return _Run(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
+    made = _Run(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
+    if load is not None:
+        made.head["load"] = load
+    return made
 
 
 def rate_at(
@@ -250,14 +270,18 @@ def _sized(workload: Workload, number: int) -> Workload:
     return replace(workload, num_requests=min(number, least))
 
 
+def sizes_of(workload: Workload, engine: Engine, seed: int) -> Sample:
+    """Sizes of the workload's requests, as far as this engine serves them."""
+    longest = scheduler_config("fcfs", workload, engine).max_model_len
+    fit = min(longest, engine.num_blocks * engine.block_size)
+    return drawn(workload.source(seed, inf)).at_most(fit)
+
+
 def _measured(served: Workload, others: Workload, engine: Engine) -> float:
     made = _Run("fcfs", served, engine, seed=CAPACITY_SEED, rate=inf, keeps_steps=False)
     run = made.finish()
-    longest = min(made.max_model_len, engine.num_blocks * engine.block_size)
-    own, every = (
-        drawn(each.source(seed, inf)).at_most(longest)
-        for each, seed in ((served, CAPACITY_SEED), (others, CAPACITY_SEED + 1))
-    )
+    own = sizes_of(served, engine, CAPACITY_SEED)
+    every = sizes_of(others, engine, CAPACITY_SEED + 1)
     found = served_per_second(run.requests, run.head, own, every)
     if isnan(found):
         raise ConfigError(f"no request of {served} can be served by this engine")
@@ -371,7 +395,7 @@ class _Run:
         config = scheduler_config(policy, workload, engine)
         self._policy = policy
         self._max_tokens = workload.max_output
-        self.max_model_len = config.max_model_len
+        self._max_model_len = config.max_model_len
         self._clock = VirtualClock()
         self._kv = KVManager(
             engine.num_blocks,
@@ -426,7 +450,7 @@ class _Run:
                 continue
             num_idle += 1
             if num_idle > self._max_idle_looks:
-                raise ConfigError(
+                raise PolicyError(
                     f"policy {self._policy!r} never lets its requests end: for "
                     f"{num_idle * IDLE_SECONDS:g} s nothing was computed"
                 )
@@ -438,7 +462,7 @@ class _Run:
         return self._result()
 
     def _add(self, job: Job) -> None:
-        if 1 <= (most := self.max_model_len - job.num_prompt) < job.num_output:
+        if 1 <= (most := self._max_model_len - job.num_prompt) < job.num_output:
             job = replace(job, num_output=most)  # as long as the engine lets it become
         self._clock.now += self._timing.add_seconds(job.num_prompt)
         try:

@@ -20,11 +20,11 @@ from math import exp, inf, isfinite, log
 from random import Random
 from typing import Any
 
-from engine.errors import ConfigError
-from engine.sim.experiment import Setting, measure, with_option
+from engine.errors import ConfigError, PolicyError
+from engine.sim.experiment import NoFigures, Setting, measure, with_option
 from engine.sim.figures import is_better_small
 from engine.sim.promises import Limit
-from engine.sim.run import Engine, capacity_of, rate_at
+from engine.sim.run import Engine, capacity_of, name_of, rate_at
 from engine.sim.workloads import Workload
 
 LOAD = "load"
@@ -88,7 +88,7 @@ class Score:
     """Its figure, the mean over the seeds."""
     theirs: float = 0.0
     why: str = ""
-    """Why it never ended with the first policy, if so."""
+    """Why the first policy has no figures, if so: it never ended, or was not its own."""
 
     @property
     def times(self) -> float:
@@ -272,12 +272,13 @@ def score(hunt: Hunt, case: Case) -> Score:
                 is_whole=True,
             )
             [other] = measure(setting)
+            [own] = measure(replace(setting, policies=(hunt.policy,)))
         except ConfigError:
             return Score(worse=-inf)
-        try:
-            [own] = measure(replace(setting, policies=(hunt.policy,)))
-        except ConfigError as error:
-            return Score(worse=inf, why=str(error))
+        if isinstance(other, NoFigures):
+            raise PolicyError(f"{name_of(hunt.beside)} has no figures: {other.why}")
+        if isinstance(own, NoFigures):
+            return Score(worse=inf, why=f"{name_of(hunt.policy)} has no figures: {own.why}")
         ours.append(own.value(hunt.figure))
         theirs.append(other.value(hunt.figure))
     own_mean, other_mean = _mean(ours), _mean(theirs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
-from engine.sched import Defer, Policy, Refuse
+from engine.sched import Defer, Limits, Policy, Refuse
 from engine.sched.policies import POLICIES
 
 LONG = 300  # tokens
@@ -50,3 +50,72 @@ class NeverEnds(Policy):
 
     def on_add(self, req, view):
         return Defer(view.now + 1e9)
+
+
+class Broken(Policy):
+    """Asks the cost model for what it does not have, so it is switched off."""
+
+    def rank(self, req, view):
+        return (-req.arrival,)
+
+    def limits(self, view):
+        return view.cost.nonsense()
+
+
+class WrongOnce(Policy):
+    """Gives one wrong answer, to its fifth request."""
+
+    def rank(self, req, view):
+        return "first" if req.request_id == "r4" else (req.arrival,)
+
+
+class RaisesAtTheEnd(Policy):
+    """Raises once, as the last request ends."""
+
+    def rank(self, req, view):
+        return (req.arrival,)
+
+    def on_finish(self, req, view):
+        if req.request_id == "r29":
+            raise KeyError("books")
+
+
+class Idles(Policy):
+    """Lets nothing run, so the default plans each step."""
+
+    def rank(self, req, view):
+        return (req.arrival,)
+
+    def limits(self, view):
+        return Limits(max_tokens=0)
+
+
+class Corrupts(Policy):
+    """Writes into what belongs to the mechanism."""
+
+    def rank(self, req, view):
+        return (req.arrival,)
+
+    def on_grant(self, req, num_tokens, view):
+        req.tokens = None
+
+
+class LongLast(Policy):
+    """Prompts of 48 tokens and more go after all others."""
+
+    def rank(self, req, view):
+        return (req.num_prompt >= 48, req.arrival)
+
+
+class Fails:
+    """A predictor that raises for one request in ten."""
+
+    name = "fails"
+
+    def __init__(self, lengths):
+        pass
+
+    def predict(self, req):
+        if req.request_id.endswith("7"):
+            raise ValueError("no idea")
+        return 4

@@ -11,7 +11,9 @@ from math import inf, isnan, nan
 import pytest
 from support.lab_policies import Copy
 
+from engine.cli.compare import described
 from engine.cli.main import main
+from engine.cli.policies import table
 from engine.errors import ConfigError
 from engine.sched import Limits, Policy
 from engine.sim.compare import (
@@ -26,6 +28,8 @@ from engine.sim.compare import (
 )
 from engine.sim.experiment import distinct, seeds_from, with_option
 from engine.sim.figures import NAMES, figures
+from engine.sim.report import points_from
+from engine.sim.report.ranking import rankings
 from engine.sim.run import Engine, Variant, run
 from engine.sim.workloads import find_workload
 
@@ -129,11 +133,27 @@ def test_an_interval_that_holds_nought_decides_nothing() -> None:
 
 
 def test_means_of_a_chosen_few_seeds_are_not_compared() -> None:
-    three = [1.0, 2.0, 3.0]
-    assert verdict([nan, 1.0, 2.0, 3.0], [0.5, *(v + 0.1 for v in three)]) == BETTER
-    assert verdict([nan, nan, 2.0, 3.0], [0.5, 0.5, 2.1, 3.1]) == NO_MEANS
-    found = made_cell([nan, 1.0, 2.0, 3.0], [9.0, 1.1, 2.1, 3.1]).difference(1, "ttft.mean")
-    assert found.num_seeds == 3 and found.theirs.value == pytest.approx(2.1)  # of the pairs
+    assert verdict([1.0, 2.0, 3.0], [1.1, 2.1, 3.1]) == BETTER
+    assert verdict([nan, 1.0, 2.0, 3.0], [0.5, 1.1, 2.1, 3.1]) == NO_MEANS
+    assert verdict([1.0, 2.0], [1.1, nan], is_paired=False) == NO_MEANS
+    cell = made_cell([nan, 1.0, 2.0, 3.0], [9.0, 1.1, 2.1, 3.1])
+    found = cell.difference(1, "ttft.mean")
+    assert found.num_seeds == 3 and isnan(found.ours.value) and isnan(found.by.value)
+    assert isnan(cell.over_seeds(1, "ttft.mean").value) and cell.num_with(1, "ttft.mean") == 3
+    assert cell.over_seeds(0, "ttft.mean").value == pytest.approx(3.825)
+
+
+def test_a_cell_says_how_many_seeds_have_a_mean() -> None:
+    cell = made_cell([nan, 1.0, 2.0, 3.0], [9.0, 1.1, 2.1, 3.1])
+    [_, _, row, *_] = described(cell, ["ttft.mean"])
+    assert row.split()[3:] == ["3", "of", "4", "-", "no", "means"]
+    [_, fcfs, x] = table(cell)
+    assert fcfs.split()[1] == "3.825" and x.split()[1:4] == ["3", "of", "4"]
+    [_, ours] = points_from([cell])
+    assert ours.seeds_with("ttft.mean") == "3 of 4" and isnan(ours.value("ttft.mean"))
+    [_, *rows] = rankings(points_from([cell]))
+    [ranked] = [row[1] for row in rows if row[0] == "mean time to first token"]
+    assert "x: 3 of 4" in ranked or "x" not in ranked
 
 
 def test_more_of_what_is_wanted_is_better() -> None:
@@ -191,7 +211,8 @@ def test_the_policies_of_a_workload_that_is_overloaded_have_no_means(
 ) -> None:
     assert main(["compare", "fcfs", COPY, "--requests", "200", "--seeds", "2", "--loads", "2"]) == 0
     out = capsys.readouterr().out
-    assert "fcfs: overloaded with 2 of 2 seeds, of which it has no means" in out
+    said = "overloaded with 2 of 2 seeds, as its queue grows to the end: its latencies have no"
+    assert f"fcfs: {said} means" in out
     assert "ttft.mean" not in out and "tokens_per_second" in out
 
 

@@ -19,12 +19,21 @@ from engine.sim.estimate import (
     student,
     weighted_quantile,
 )
-from engine.sim.figures import NAMES, collapse, figures
+from engine.sim.figures import NAMES, collapse, figures, period_of
 from engine.sim.job import Job, Span
 from engine.sim.promises import slo
 from engine.sim.records import DONE, REFUSED, Requests
 from engine.sim.run import FORMAT, Run, run
-from engine.sim.steady import AT_ONCE, OVERLOADED, STEADY, Window, is_growing, warmup, window
+from engine.sim.steady import (
+    AT_ONCE,
+    BACKLOG,
+    OVERLOADED,
+    STEADY,
+    Window,
+    is_growing,
+    warmup,
+    window,
+)
 
 
 def made(rows: list[dict], gaps: list[tuple[float, float, int]] = (), **totals: object) -> Run:
@@ -177,6 +186,67 @@ def test_a_queue_grows_or_does_not() -> None:
     noise = dice.normal(0, 5, 1000)
     assert is_growing(32 + 0.1 * np.arange(1000) + noise)
     assert not is_growing(32 + noise) and not is_growing(np.arange(40.0))
+
+
+def starved(tag: dict[str, object], number: int) -> Run:
+    """Of 1,000 requests this many never end before all have come."""
+    rows = []
+    for place in range(1000):
+        is_last = place % (1000 // number) == 0
+        took = 5000.0 - place if is_last else 1.0
+        row = {"arrival": float(place), "scheduled": place + 0.1, "first": place + took - 0.5}
+        rows.append({**row, "last": place + took, "num_output": 2, **(tag if is_last else {})})
+    return made(rows)
+
+
+@pytest.mark.parametrize(
+    ("tag", "what"),
+    [
+        ({"tier": "batch"}, "the number of its requests of tier 'batch'"),
+        ({"user": "ann"}, "the number of its requests of user 'ann'"),
+        ({"priority": 1}, "the number of its requests of priority '1'"),
+        ({"num_prompt": 900}, "the number of its requests with the longest prompts"),
+    ],
+)
+@pytest.mark.parametrize("number", [25, 50])
+def test_a_class_that_starves_is_overload(tag: dict[str, object], what: str, number: int) -> None:
+    """The queue of all grows by five requests in a hundred or less, which may be chance."""
+    found = window(starved(tag, number).requests)
+    assert found.state == OVERLOADED and found.growing == what
+    assert window(starved({}, number).requests).state == STEADY
+
+
+def test_a_backlog_has_means_and_lasts_until_the_last_token() -> None:
+    """At a rate far above what any scheduler could serve the rate no longer matters."""
+    found = [
+        figures(run("fcfs", "log-uniform(num_requests=120)", rate=rate)) for rate in (400.0, 2000.0)
+    ]
+    for each in found:
+        assert each.window.state == BACKLOG and each.window.num_warmup == 0
+        assert each.num_counted == 120 and each.window.end == each.makespan
+        assert each.requests_per_second == pytest.approx(120 / each.makespan)
+        assert each.value("ttft.mean") > 0
+    assert found[0].requests_per_second == pytest.approx(found[1].requests_per_second, rel=0.05)
+
+
+def test_the_whole_of_a_run_counts_if_it_is_wanted() -> None:
+    over = run("fcfs", "log-uniform(num_requests=200)", load=1.6)
+    period = period_of(over)
+    assert period.state == OVERLOADED and period.growing == "its queue"
+    whole = figures(over, period=period.whole())
+    assert whole.window.state == "whole" and not whole.is_overloaded
+    assert whole.num_counted == 200 and whole.window.end == whole.makespan
+    assert whole.value("e2e.mean") == pytest.approx(whole.mean_e2e)
+
+
+def test_nearly_half_a_run_of_warm_up_is_short() -> None:
+    """The series falls to the very middle: the rule stops at its bound, or right before it."""
+    rows = [
+        {"arrival": float(n), "first": n + max(0.0, 480 - n), "last": n + max(0.5, 480.0 - n)}
+        for n in range(1000)
+    ]
+    found = window(made(rows).requests)
+    assert found.state == STEADY and found.is_short and found.num_warmup < 500
 
 
 def test_the_period_of_several_runs_is_the_later_one() -> None:

@@ -180,7 +180,7 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
         history.came()
         history.stays[place].append(Stay(0.1 * number, 1.0 + number, {evil: 0.5}))
     names = ("num_scheduled_tokens", "prefix_hits", "num_preemptions", "num_steps")
-    totals = dict.fromkeys((*names, "num_policy_faults", "num_rescued_steps"), 1)
+    totals = dict.fromkeys(names, 1) | {"num_policy_faults": 0, "num_rescued_steps": 0}
     made = Run(
         head={"format": FORMAT, "policy": evil, "workload": evil, "rate": 1.0, "engine": {}},
         requests=requests,
@@ -319,10 +319,16 @@ def test_a_comparison_says_which_of_its_runs_are_shown_and_what_pairs_say(tmp_pa
     assert head == ["seconds", "at load 0.6, 4 seeds", "at load 3, 4 seeds"]
     figures_of = dict(zip(("ttft.p99", "tpot.p99", "itl.p99", "e2e.p99"), rows, strict=False))
     for figure, (_, low, high) in figures_of.items():
-        assert "fcfs = lpm: " in low and f"fcfs: overloaded with {over} of 4 seeds" in high
+        assert "fcfs = lpm: " in low
+        assert f"fcfs: -, as it is overloaded with {over} of 4 seeds, and has no place" in high
         for place, name in enumerate(names[2:], 2):
             found = cells[0].difference(place, figure)
             [line] = [each for each in low.splitlines() if name in each]
+            if count := cells[0].num_overloaded(place):
+                assert line.startswith(
+                    f"{name}: {4 - count} of 4, as it is overloaded with {count}"
+                )
+                continue
             assert f"{found.ours.value:.4g} ±" in line
             assert found.verdict in line and line.endswith(
                 ("fcfs", f"±{100 * (found.by.high - found.by.value) / found.theirs.value:.1f}")

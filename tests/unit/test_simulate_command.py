@@ -77,7 +77,7 @@ def test_a_run_that_is_overloaded_or_all_at_once_says_so(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     over = told(capsys, "--requests", "200", "--load", "2")
-    assert "overloaded: the queue grows to the end, so there are no means" in over
+    assert "overloaded: its queue grows to the end, so there are no means" in over
     assert "ttft" not in over
     assert "all came at once, all count" in told(capsys, *FEW, "--rate", "inf")
 

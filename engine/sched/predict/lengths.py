@@ -189,7 +189,8 @@ class GuardedPredictor:
     def __init__(self, inner: Predictor) -> None:
         self.inner = inner
         self.name = inner.name
-        self._num_failures = 0
+        self.num_failures = 0
+        self.first_failure = ""
 
     def predict(self, req: Request) -> int:
         try:
@@ -197,12 +198,12 @@ class GuardedPredictor:
         except RequestError:
             raise
         except Exception as error:  # plug-in code
-            self._num_failures += 1
-            if self._num_failures <= MAX_LOGGED_FAILURES:
-                logger.warning(
-                    "length predictor %s, request %s: %s: %s; the longest output is expected",
-                    *(self.name, req.request_id, type(error).__name__, error),
-                )
+            self.num_failures += 1
+            about = f"length predictor {self.name}, request {req.request_id}"
+            failure = f"{about}: {type(error).__name__}: {error}"
+            self.first_failure = self.first_failure or failure
+            if self.num_failures <= MAX_LOGGED_FAILURES:
+                logger.warning("%s; the longest output is expected", failure)
             return req.max_total - req.num_prompt
 
 

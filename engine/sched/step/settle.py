@@ -386,6 +386,7 @@ class Counters:
     num_refused: int = 0
     num_expired: int = 0
     num_rescued_steps: int = 0
+    rescued_from: str = ""
     blocked: str = ""
     step_seconds: float = 0.0
     floor_seconds: float = 0.0
@@ -395,10 +396,10 @@ class Counters:
         are counted, and the first is logged. ``culprit``: who let none run, and why if known."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
+            self.rescued_from = f"{culprit} scheduled no request although one could run"
             logger.warning(
-                "%s scheduled no request although one could run; such steps are served in the "
-                "default order and counted in num_rescued_steps",
-                culprit,
+                "%s; such steps are served in the default order and counted in num_rescued_steps",
+                self.rescued_from,
             )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from engine.messages.stats import SchedulerStats
 from engine.sched.plugins.hooks import FaultLog
 from engine.sched.plugins.resources import Resources
+from engine.sched.predict.lengths import GuardedPredictor
 from engine.sched.roster import Roster
 from engine.sched.step.settle import Counters
 from engine.sched.view import View
@@ -16,6 +17,10 @@ def make_stats(
     """Current gauges and the counters."""
     kv, of_policy = view.kv, {f"policy.{name}": count for name, count in view.counters.items()}
     of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    first, num_faults = [*faults.messages[:1], counters.rescued_from], faults.num_faults
+    if isinstance(view.predictor, GuardedPredictor):
+        first.append(view.predictor.first_failure)
+        num_faults += view.predictor.num_failures
     return SchedulerStats(
         num_running=len(roster.running),
         num_waiting=len(roster.waiting),
@@ -32,7 +37,7 @@ def make_stats(
         num_refused=counters.num_refused,
         num_expired=counters.num_expired,
         num_rescued_steps=counters.num_rescued_steps,
-        num_policy_faults=faults.num_faults,
+        num_policy_faults=num_faults,
         wait_seconds=dict(roster.waits.sums),
         hook_seconds=dict(faults.seconds),
         blocked=counters.blocked,
@@ -40,4 +45,5 @@ def make_stats(
         counters=of_resources | of_policy,
         step_seconds=counters.step_seconds,
         floor_seconds=counters.floor_seconds,
+        by_default=next(filter(None, first), ""),
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html.parser import HTMLParser
 from math import isfinite
 from pathlib import Path
@@ -27,11 +27,15 @@ DIGITS = 6  # of seconds: microseconds
 
 
 def data_of(
-    found: Sequence[Subject], points: Sequence[Point], charts: Iterable[Chart]
+    found: Sequence[Subject],
+    points: Sequence[Point],
+    charts: Iterable[Chart],
+    left_out: Mapping[str, str],
 ) -> dict[str, Any]:
     """Plain data; what is no number is ``None``."""
     return {
         "format": FORMAT,
+        "left_out": dict(left_out),
         "runs": [_run(each) for each in found],
         "points": [_point(point) for point in points],
         "rankings": rankings(points),
@@ -101,6 +105,7 @@ def _point(point: Point) -> dict[str, Any]:
         "is_overloaded": point.is_overloaded,
         "num_seeds": point.num_seeds,
         "num_overloaded": point.num_overloaded,
+        "seeds_with": dict(point.counts),
         "compared_with": point.base,
         "differences": {
             name: [*map(_plain, each.by), each.verdict, each.num_seeds]

@@ -110,6 +110,11 @@ def _said(facts: dict[str, str]) -> str:
 
 def _in_short(data: dict[str, Any]) -> Iterator[str]:
     yield "<h2>In short</h2>"
+    if data["left_out"]:
+        yield from _items(
+            f"{name} is left out, as it has no figures: {why}"
+            for name, why in data["left_out"].items()
+        )
     if data["rankings"]:
         head, *rows = data["rankings"]
         yield "<h3>Which policy is best at which load</h3>"

@@ -31,7 +31,11 @@ def rankings(points: Sequence[Point]) -> list[list[str]]:
     rows = [
         [words, *("\n".join(_ranked(here, figure)) for _, here in loads)]
         for figure, words in TAILS.items()
-        if any(isfinite(point.value(figure)) for _, here in loads for point in here)
+        if any(
+            isfinite(point.value(figure)) or point.seeds_with(figure)
+            for _, here in loads
+            for point in here
+        )
     ]
     return [head, *rows] if rows else []
 
@@ -42,14 +46,15 @@ def _seeds(here: Sequence[Point]) -> str:
 
 
 def _ranked(here: Sequence[Point], figure: str) -> list[str]:
-    known = [p for p in here if isfinite(p.value(figure)) and not p.is_overloaded]
+    known = [p for p in here if isfinite(p.value(figure))]
     known.sort(key=lambda point: point.values[figure])
     lines = [_line(list(alike), figure) for _, alike in groupby(known, lambda p: p.values[figure])]
     for point in here:
-        if point.is_overloaded:
+        if point.num_overloaded and not isfinite(point.value(figure)):
             lines.append(
-                f"{point.name}: overloaded with {point.num_overloaded} of {point.num_seeds} "
-                f"seed{'' if point.num_seeds == 1 else 's'}, has no place"
+                f"{point.name}: {point.seeds_with(figure) or '-'}, as it is overloaded with "
+                f"{point.num_overloaded} of {point.num_seeds} "
+                f"seed{'' if point.num_seeds == 1 else 's'}, and has no place"
             )
     return lines
 
@@ -58,9 +63,6 @@ def _line(alike: Sequence[Point], figure: str) -> str:
     """Policies with the same values, and what is said of their difference from the first."""
     names = " = ".join(point.name for point in alike)
     said = f"{names}: {interval(alike[0].values[figure])}"
-    if over := alike[0].num_overloaded:
-        number = alike[0].num_seeds
-        said += f" (of {number - over} of {number} seeds; the others are overloaded)"
     one = next((point for point in alike if not point.base), alike[0])
     difference = one.differences.get(figure)
     if difference is None:
@@ -79,7 +81,7 @@ def interval(value: Estimate) -> str:
 
 def _verdict(found: Difference, base: str) -> str:
     if found.verdict == NO_MEANS:
-        return f"no verdict against {base}, as too many seeds are overloaded"
+        return f"no verdict against {base}, which has no such mean"
     if found.verdict == EQUAL:
         return f"equal to {base}"
     word = f"{found.verdict} than" if found.verdict in (BETTER, WORSE) else "undecided against"

@@ -57,9 +57,12 @@ class Point:
     """The rate over what fcfs can serve, where that is known."""
     kind: str = "simulated"
     is_overloaded: bool = False
+    """With most seeds."""
     num_seeds: int = 1
     num_overloaded: int = 0
     """Of the seeds."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Seeds that have a figure, by its name, where not all of them do."""
     setting: str = ""
     """What was swept, as ``option=value``."""
     base: str = ""
@@ -72,6 +75,11 @@ class Point:
         found = self.values.get(name)
         return nan if found is None else found.value
 
+    def seeds_with(self, name: str) -> str:
+        """As in "2 of 8", where that many seeds have a figure; empty where all or none have it."""
+        count = self.counts.get(name, 0)
+        return f"{count} of {self.num_seeds}" if count else ""
+
     @property
     def name(self) -> str:
         """How it is called in legends."""
@@ -82,7 +90,8 @@ def subjects(
     runs: Sequence[Run], slo: Sequence[Limit], points: Sequence[Point] = ()
 ) -> list[Subject]:
     """The runs with their figures, under names that tell them apart; ``points``: of the comparison
-    from which they are, if they are from one."""
+    from which they are, if they are from one. Runs that are not their policy's own are left out."""
+    runs = [run for run in runs if not run.not_own]
     found = [figures(run, slo=slo) for run in runs]
     return [
         Subject(
@@ -235,6 +244,7 @@ def points_from(cells: Sequence[Cell]) -> list[Point]:
             several = cell.figures[place]
             latency = several[0].latency if len(several) == 1 else {}
             values = {n: latency.get(n) or cell.over_seeds(place, n) for n in NAMES}
+            counts = {n: cell.num_with(place, n) for n in NAMES}
             found.append(
                 Point(
                     policy=f"{name}, {cell.setting}" if cell.setting else name,
@@ -242,6 +252,7 @@ def points_from(cells: Sequence[Cell]) -> list[Point]:
                     load=nan if cell.load is None else cell.load,
                     values=values,
                     is_overloaded=2 * cell.num_overloaded(place) > len(several),
+                    counts={n: count for n, count in counts.items() if count < len(several)},
                     num_seeds=len(several),
                     num_overloaded=cell.num_overloaded(place),
                     setting=cell.setting,

@@ -13,7 +13,7 @@ from engine.sim.report.states import because, preempted_by, stays_in_queue
 from engine.sim.report.subjects import Point, Subject
 from engine.sim.report.timelines import bins, promises, throughput, waiting
 from engine.sim.service import OUTPUT_PRICE, PROMPT_PRICE, curves, widest_gap
-from engine.sim.steady import AT_ONCE
+from engine.sim.steady import AT_ONCE, BACKLOG
 
 NUM_VALLEYS = 60  # parts of a run among which the one with least output is sought
 MOST_TIMES = 6
@@ -25,7 +25,7 @@ def of_run(subject: Subject) -> Iterator[str]:
     yield from _which(subject)
     yield from _period(subject)
     if found.is_overloaded:
-        yield "Overloaded: the queue grew to the end, so there are no means for good."
+        yield f"Overloaded: {found.window.growing} grew to the end, so there are no means for good."
     if said := collapse(subject.label, found.recomputed, 1.0, 1.0):
         yield f"{said}."
     yield from _waits(subject)
@@ -51,6 +51,10 @@ def _period(subject: Subject) -> Iterator[str]:
         return
     if window.state == AT_ONCE:
         yield f"All requests came at once; {found.num_counted} of {found.num_requests} count."
+        return
+    if window.is_whole:
+        why = ", as they came much faster than any could serve" if window.state == BACKLOG else ""
+        yield f"All requests count{why}: {found.num_counted} of {found.num_requests} were served."
         return
     said = (
         f"Steady: the queue does not grow. {found.num_counted} of {found.num_requests} requests "
@@ -160,7 +164,13 @@ def of_points(points: Sequence[Point]) -> Iterator[str]:
     """What else there is to say of a comparison: who was overloaded, and who collapsed."""
     label = x_label(points)
     for where, here in by_load(points):
-        over = [point.name for point in here if point.is_overloaded]
+        over = [
+            f"{each.name} (with {each.num_overloaded} of {each.num_seeds} seeds)"
+            if each.num_seeds > 1
+            else each.name
+            for each in here
+            if each.num_overloaded
+        ]
         if over:
             yield f"At {where} these are overloaded: {', '.join(over)}."
         fcfs = next((point for point in here if point.policy == "fcfs"), None)

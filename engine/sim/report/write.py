@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from engine.errors import ConfigError
 from engine.sim.promises import Limit
@@ -27,19 +28,22 @@ def write_report(
     points: Sequence[Point] = (),
     slo: Sequence[Limit] = (),
     title: str = "Metronome: what a run looks like",
+    left_out: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a page about these runs.
 
     ``points`` are the figures of a comparison, one for each policy and load; without them each run
     with a rate is one. Runs that kept their steps have a timeline of them. ``slo``: what was
-    promised to each request, in place of its own promises. Raises ``ConfigError`` where a file
-    cannot be written.
+    promised to each request, in place of its own promises. ``left_out``: policies of the comparison
+    that have no figures, and why; they are named, as are runs that are not their policy's own.
+    Raises ``ConfigError`` where a file cannot be written.
     """
     found = subjects(runs, slo, points)
     points = list(points) or points_of(found)
     sections = list(_sections(found, points, slo))
     charts = [chart for _, _, each in sections for chart in each]
-    text = page(title, found, sections, data_of(found, points, charts))
+    missing = {**left_out, **{run.policy: run.not_own for run in runs if run.not_own}}
+    text = page(title, found, sections, data_of(found, points, charts, missing))
     try:
         Path(path).write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
