@@ -13,7 +13,7 @@ from engine.structured.checked.checker import Checker, State
 from engine.structured.checked.few import few_texts
 
 SEED = int(os.environ.get("METRONOME_SEED", "36"))
-BYTES = [bytes([byte]) for byte in b'{}[],:"abcnx01239truefalsenull-']
+BYTES = [bytes([byte]) for byte in b'{}[],:"abcnx0123456789truefalsenull']
 COLOURS = {"enum": ["ab", "a", "b"]}
 INTEGER = {"type": "integer", "minimum": 0, "maximum": 3}
 BOOLEAN = {"type": "boolean"}
@@ -96,6 +96,25 @@ SCHEMAS = {
     "not an enum's value": closed({"c": {**COLOURS, "not": {"const": "ab"}}}, minProperties=1),
     "what is left of two enums": closed(
         {"c": COLOURS}, minProperties=1, allOf=[{"properties": {"c": {"enum": ["x", "ab"]}}}]
+    ),
+    "numbers that may not go on": {
+        "type": "array",
+        "items": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": 139,
+            "oneOf": [{"multipleOf": 7}, {"multipleOf": 3}],
+        },
+        "minItems": 2,
+    },
+    "numbers by a condition": closed(
+        {"c": COLOURS, "n": {"type": "integer", "minimum": 0, "maximum": 999}},
+        required=["c", "n"],
+        **{
+            "if": {"properties": {"c": {"const": "a"}}, "required": ["c"]},
+            "then": {"properties": {"n": {"minimum": 230, "maximum": 239}}},
+            "else": {"properties": {"n": {"multipleOf": 49}}},
+        },
     ),
     "unevaluated": {
         "allOf": [{"properties": {"a": INTEGER}}],

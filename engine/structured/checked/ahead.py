@@ -19,6 +19,7 @@ Found = TypeVar("Found")
 Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
 MOST_NAMES = 256  # that are looked at one by one
 MOST_MISSING = 64  # ways to add members that are tried
+MOST_LOOKS = 200  # values that are looked at for one question
 MOST_KEPT = 4_000  # answers
 MAX_DEPTH, MAX_COMPARED_DEPTH = 2, 6  # values that are looked at, one after the other
 OTHER_NAME = "\uffff another"
@@ -29,6 +30,7 @@ class Ahead:
 
     def __init__(self) -> None:
         self._depth = 0
+        self._num_looks = 0  # values that were looked at for one question
         self._num_out = 0  # values around the one that is looked at that are looked at, too
         self._kept: dict[
             tuple[str, int, int, Any], tuple[Any, str]
@@ -109,6 +111,31 @@ class Ahead:
         self.why = why or self.why
         return found
 
+    def may_become(self, frame: Frame, text: bytes) -> bool:
+        """Whether these digits, or more after them, are a number that is right."""
+        assert frame.open is not None, "a value is expected"
+        place = frame.open[1].place
+        if not place.is_of_whole_numbers or not text.isdigit():
+            return True
+        number = int(text)
+        if self._is_number(frame, number):
+            return True
+        most = place.most_number
+        if not number or (most is not None and number * 10 > most):
+            return False
+        for scale in (10, 100):
+            if any(self._is_number(frame, number * scale + more) for more in range(scale)):
+                return True
+        return most is None or number * 1000 <= most
+
+    def _is_number(self, frame: Frame, number: int) -> bool:
+        assert frame.open is not None, "a value is expected"
+        place = frame.open[1].place
+        vector = place.on_scalar(number)
+        if place.is_must:
+            return self._fits(vector)
+        return self._judged(with_news(frame.filled(vector, number)))
+
     def is_possible(self, frame: Frame, value: Exact) -> bool:
         """Whether the value that is open may be this one, a literal."""
         assert frame.open is not None, "a value is expected"
@@ -185,7 +212,10 @@ class Ahead:
         return self._deeper(lambda: self.is_alive(filled), most)
 
     def _deeper(self, look: Callable[[], bool], most: int = MAX_DEPTH) -> bool:
-        if self._depth >= most:
+        if self._depth == 0:
+            self._num_looks = 0
+        self._num_looks += 1
+        if self._depth >= most or self._num_looks > MOST_LOOKS:
             return True
         self._depth += 1
         try:

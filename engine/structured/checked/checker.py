@@ -363,9 +363,12 @@ class State:
 
     def _fits(self) -> bool:
         """Whether what is written of a string or a number begins something that is allowed."""
-        if self.options is None:
-            return True
         written = self.buffer
+        if self.options is None:
+            if self.mode != NUMERAL or self.checker.ahead.may_become(self.frame, written):
+                return True
+            self.why = self.checker.ahead.why
+            return False
         if self.mode == NUMERAL and _FRACTION.search(written):
             return True  # it may be the same number in other digits
         if self.mode != NUMERAL and b"\\" in written:

@@ -18,8 +18,8 @@ from engine.structured.checked.demands import (
     demands_of,
     names_members,
 )
-from engine.structured.checked.exact import FALSE, NULL, TRUE, Exact, kind_of
-from engine.structured.checked.rules import Rule, is_endless
+from engine.structured.checked.exact import FALSE, NULL, TRUE, Exact, Number, kind_of
+from engine.structured.checked.rules import MANY, Rule, num_values
 
 Vector = tuple[Verdict, ...]  # of several rules
 Row = tuple[int, tuple[Part, ...]]  # the demands of one rule, by its number in the place
@@ -111,8 +111,8 @@ class Place:
 
     @cached_property
     def is_endless(self) -> bool:
-        """Whether there are far more values than will be written, as far as is seen at a glance."""
-        return all(map(is_endless, self.roots))
+        """Whether there are more values than will be written, as far as is seen at a glance."""
+        return all(num_values(rule) >= MANY for rule in self.roots)
 
     @cached_property
     def has_value(self) -> bool:
@@ -144,6 +144,19 @@ class Place:
             rule.one_of or rule.negated is not None or rule.condition is not None
             for rule in self.rules
         )
+
+    @cached_property
+    def most_number(self) -> Number | None:
+        """No number above is right."""
+        found = [self.rules[number].most for number in self.must]
+        return min((each for each in found if each is not None), default=None)
+
+    @cached_property
+    def is_of_whole_numbers(self) -> bool:
+        """Whether numbers must be whole, and more is demanded of them than a grammar holds."""
+        own = [self.rules[number] for number in self.must]
+        is_whole = any(rule.types is not None and "number" not in rule.types for rule in own)
+        return is_whole and not (self.is_plain and self.is_must)
 
     @cached_property
     def is_shaped(self) -> bool:

@@ -21,6 +21,7 @@ from engine.structured.schemas import SchemaError
 
 Scope = tuple[Resource, ...]  # resources that were entered, the outermost first
 MAX_DEPTH = 4  # of rules within each other that are looked at
+MANY = 64  # values: more than will be written
 MOST_IN_DOMAIN = 64
 TextCheck = tuple[str, Callable[[str], bool]]  # with the keyword
 NumberCheck = tuple[str, Callable[[Number], bool]]
@@ -70,6 +71,7 @@ class Rule:
         self.texts: list[TextCheck] = []
         self.most_chars: int | None = None
         self.numbers: list[NumberCheck] = []
+        self.most: Number | None = None  # no number above is right
         # All numbers, or all strings, that it allows, if they are few.
         self.domain: range | None = None
         self.few_texts: dict[str, None] | None = None
@@ -106,30 +108,34 @@ class Rule:
         return [*found, *filter(None, single), *(each for _, each in self.dependents)]
 
 
-def is_endless(rule: Rule, depth: int = 0) -> bool:
-    """Whether far more values satisfy a rule than will be written, as far as is seen at a glance.
+def num_values(rule: Rule, depth: int = 0) -> int:
+    """How many values satisfy a rule, up to ``MANY``, as far as is seen at a glance: not fewer.
 
     depth: of the rule within others that were looked at.
     """
-    if rule.is_false or rule.values is not None or rule.domain is not None or depth > MAX_DEPTH:
-        return False
-    if rule.negated is not None and rule.negated.values is None:
-        return False
+    if rule.is_false or depth > MAX_DEPTH:
+        return 0 if rule.is_false else MANY
 
-    def has_some(rules: Iterable[Rule]) -> bool:
-        return any(is_endless(each, depth + 1) for each in rules)
+    def together(rules: Iterable[Rule]) -> int:
+        return sum(num_values(each, depth + 1) for each in rules)
 
-    ways = [each for each in (rule.consequence, rule.alternative) if each is not None]
-    groups = [*([each] for each in [*rule.all_of, *ways]), *rule.any_of, *rule.one_of]
-    if not all(map(has_some, groups)):
-        return False
-    if rule.types is None or rule.types & {"number", "integer"}:
-        return True
-    if "string" in rule.types and rule.few_texts is None:
-        return True
-    own = rule.members
-    names = (own.properties[name] for name in own.required if name in own.properties)
-    return "object" in rule.types and has_some(names)
+    groups = [*([each] for each in rule.all_of), *rule.any_of, *rule.one_of]
+    limits = [*map(together, groups), *(len([*each]) for each in rule.lists)]
+    if rule.types is not None and rule.types <= {"boolean", "null", "object"}:
+        sizes = {"boolean": 2, "null": 1, "object": _num_objects(rule, depth)}
+        limits.append(sum(sizes[each] for each in rule.types))
+    return min(MANY, *limits) if limits else MANY
+
+
+def _num_objects(rule: Rule, depth: int) -> int:
+    own, found = rule.members, 1
+    if own.additional is None or not own.additional.is_false or own.patterns:
+        return MANY
+    for name, each in own.properties.items():
+        found *= num_values(each, depth + 1) + (name not in own.required)
+        if found >= MANY:
+            return MANY
+    return found
 
 
 def rules_of(schema: Any) -> Rule:
@@ -307,6 +313,8 @@ def _bound(keyword: str, holds: Callable[[Number, Number], bool]) -> Keyword:
         if isinstance(value, int | float) and not isinstance(value, bool):
             limit = exact(value)
             rule.numbers.append((keyword, lambda number: holds(number, limit)))
+            if keyword.endswith("aximum"):
+                rule.most = limit if rule.most is None else min(rule.most, limit)
 
     return read
 
