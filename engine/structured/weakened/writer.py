@@ -227,7 +227,7 @@ class _Writer:
     def _ways(self, reading: Reading) -> list[Any]:
         """What a reading allows: values that are listed, or types with what they must be."""
         if (values := self._values(reading)) is not None:
-            return [{"enum": values}] if values else []
+            return self._listed(values)
         types = self._types(reading)
         schemas = [part.schema for part in reading.parts]
         found: Schema = {}
@@ -250,6 +250,24 @@ class _Writer:
         if not types:
             return []
         return [_typed(types, each, at) for at, each in enumerate(ways)]
+
+    def _listed(self, values: list[Any]) -> list[Any]:
+        """Each of these values; of an object the members in any order, where that is free."""
+        is_free = self._order == "free"
+        free = [each for each in values if is_free and isinstance(each, dict) and len(each) > 1]
+        found = [self.place([self._constant(each)]) for each in free]
+        rest = [each for each in values if not any(each is one for one in free)]
+        return [{"enum": rest}, *found] if rest else found
+
+    def _constant(self, value: dict[str, Any]) -> Schema:
+        made = {
+            "type": "object",
+            "properties": {name: {"const": each} for name, each in value.items()},
+            "required": [*value],
+            "additionalProperties": False,
+        }
+        self._kept.append(made)
+        return made
 
     def _join(self, found: Schema, types: set[str], kind: str, more: Schema | None) -> None:
         if more is None:
