@@ -51,6 +51,12 @@ STACK_BYTES = 512 << 20
 MAX_SYMBOLS = 20_000
 MAX_SYMBOLS_OF_SCHEMAS = 65_000
 MAX_LEXER_STATES = 50_000
+# Places of a grammar that one place of a text may be, and those of one mask. Schemas with choices
+# of large objects have many: 10 ms for these.
+MAX_ITEMS = 2_000
+MAX_ITEMS_OF_SCHEMAS = 20_000
+MAX_MASK_ITEMS = 50_000
+MAX_MASK_ITEMS_OF_SCHEMAS = 200_000
 # What may be built of automata in one step. A place where any of many tools may be called needs
 # more: 20 ms for 500 of them.
 STEP_FUEL = 200_000
@@ -541,6 +547,8 @@ def limits(form: Grammar) -> LLParserLimits:
     has_schemas = form.kind in WITH_SCHEMAS or bool(form.parts)
     return LLParserLimits(
         max_grammar_size=MAX_SYMBOLS_OF_SCHEMAS if has_schemas else MAX_SYMBOLS,
+        max_items_in_row=MAX_ITEMS_OF_SCHEMAS if has_schemas else MAX_ITEMS,
+        step_max_items=MAX_MASK_ITEMS_OF_SCHEMAS if has_schemas else MAX_MASK_ITEMS,
         max_lexer_states=MAX_LEXER_STATES,
         step_lexer_fuel=STEP_FUEL + form.num_ways * STEP_FUEL_OF_WAY,
         verbose_errors=False,

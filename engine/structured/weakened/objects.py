@@ -26,7 +26,10 @@ MOST_GROUPS = 128  # of properties in any order, by their schemas: each two are 
 MOST_AT_ONCE = 32  # schemas of the properties beyond them: more are left to the checker
 FEW_GROUPS = 8  # with which an object is smaller in any order than in one
 MOST_PATTERNS = 48
-MOST_IN_ORDER = 4_000  # compiling takes time by their square: a second for so many
+# In an order: compiling takes time by their square, a second for so many, and a mask takes 10 ms
+# where so many properties may follow.
+MOST_IN_ORDER = 4_000
+MOST_OPTIONAL = 500
 # What one way of a choice leaves open another may demand: in any order it can still be written.
 ORDERED = ("if", "not", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "dependencies")
 
@@ -77,7 +80,8 @@ class Objects:
 
     def _is_too_large(self, names: Names) -> bool:
         """To be written in an order."""
-        if len(names.properties) > MOST_IN_ORDER:
+        num_properties = len(names.properties)
+        if num_properties > MOST_IN_ORDER or num_properties - len(names.required) > MOST_OPTIONAL:
             return True
         return self._is_small and _num_schemas(names.properties) <= FEW_GROUPS
 

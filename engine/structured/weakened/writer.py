@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -23,6 +22,7 @@ from engine.structured.merged import EVERY_TYPE
 from engine.structured.schemas import SchemaError
 from engine.structured.weakened.alternatives import are_apart, part_types
 from engine.structured.weakened.arrays import array
+from engine.structured.weakened.digests import Digests
 from engine.structured.weakened.objects import Objects, Order, one_of
 from engine.structured.weakened.opposites import EXCEPT
 from engine.structured.weakened.readings import (
@@ -90,7 +90,7 @@ class _Writer:
         self._order = order
         self._is_lenient = is_lenient
         self._found: dict[Key, Any] = {}
-        self._digests: dict[int, bytes] = {}
+        self._digests = Digests()
         self._by_readings: dict[Signature, Any] = {}
         self._definitions: dict[str, Any] = {}
         self._waiting: deque[tuple[str, list[Reading]]] = deque()
@@ -152,9 +152,7 @@ class _Writer:
         home = self._reader.home(schema)
         if home is None:
             return id(schema)
-        if (known := self._digests.get(id(schema))) is None:
-            known = self._digests[id(schema)] = blake2b(msgspec.json.encode(schema)).digest()
-        return id(home), known
+        return id(home), self._digests.of(schema)
 
     def _followed(self, schema: Any) -> Any:
         """What it refers to, if it is nothing but a reference."""
