@@ -96,7 +96,7 @@ def test_a_promise_is_a_limit() -> None:
         highest(search("attainment>0.9"))
 
 
-SHORT = ("--requests", "80", "--prompt-tokens", "8", "8", "--output-tokens", "2", "4")
+SHORT = ("--requests", "80", "--workload", EVEN)
 
 
 def told(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> str:
