@@ -35,7 +35,11 @@ def test_images_are_drawn_where_matplotlib_is_installed(simulated: Run, tmp_path
 
 @pytest.mark.parametrize(
     "command",
-    [("simulate",), ("policies",), ("compare", "fcfs", "lpm", "--seeds", "2")],
+    [
+        ("simulate",),
+        pytest.param(("policies",), marks=pytest.mark.slow),
+        pytest.param(("compare", "fcfs", "lpm", "--seeds", "2"), marks=pytest.mark.slow),
+    ],
     ids=lambda command: command[0],
 )
 def test_commands_write_a_report_and_its_plots(
