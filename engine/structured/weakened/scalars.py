@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.structured.checked.formats import FORMATS
-from engine.structured.schemas import MORE_OF_FORMAT, of_rust
+from engine.structured.schemas import INSTEAD_OF_FORMAT, MORE_OF_FORMAT, of_rust
 from engine.structured.weakened.library import is_taken
 from engine.structured.weakened.shapes import is_number
 
@@ -28,12 +28,13 @@ def strings(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
     if found is None:
         return None
     more: list[Schema] = []
+    has_format = any(name in WRITTEN for name in _each(schemas, "format"))
     for pattern in _each(schemas, "pattern"):
-        if (written := _written(pattern, loosen)) is not None:
+        if (written := _written(pattern, loosen, has_format=has_format)) is not None:
             more.append({"pattern": written})
     for name in _each(schemas, "format"):
         if name in WRITTEN:
-            more.append({"format": name})
+            more.append(INSTEAD_OF_FORMAT.get(name, {"format": name}))
             more += [MORE_OF_FORMAT[name]] if name in MORE_OF_FORMAT else []
             if name in LONGER:
                 loosen("format", name)
@@ -99,7 +100,7 @@ def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def _written(pattern: str, loosen: Loosen) -> str | None:
+def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> str | None:
     """The pattern as the library reads it; ``None`` if it takes no part of it."""
     written = of_rust(pattern)
     if is_taken(written):
@@ -107,7 +108,10 @@ def _written(pattern: str, loosen: Loosen) -> str | None:
     wider = widened(pattern)
     if wider == pattern:
         return written  # the library says what is wrong
-    loosen("pattern", pattern)
+    # The checker decides where the text ends. One that a look-around forbids could go on for ever,
+    # unless a format leaves little choice.
+    is_held = has_format or not _LOOKS.search(pattern)
+    loosen("pattern" if is_held else "look-around", pattern)
     written = of_rust(wider)
     return written if is_taken(written) else None
 

@@ -340,6 +340,8 @@ class _Writer:
         if key in _HELD or self._is_lenient or key in KNOWN:
             self._is_loose = True
             return
+        if key == "look-around":
+            raise SchemaError(f"pattern is {value!r:.80}, which has look-around: write it without")
         raise SchemaError(f"{key} is {value!r:.80}, which is not enforced")
 
     # -- definitions that allow nothing
