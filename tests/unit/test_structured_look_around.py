@@ -1,4 +1,4 @@
-"""Patterns that look ahead or back: refused where a text could go on for ever, followed elsewhere."""
+"""Patterns that look ahead or back: refused where a text could go on for ever."""
 
 import pytest
 
