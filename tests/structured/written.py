@@ -105,7 +105,8 @@ def write(
 
     num: texts of each. Returns the number of tokens.
     """
-    waiting = [(one, seed) for seed in range(num) for one in outcomes if not one.refusal]
+    # All texts of a schema one after the other: few grammars are compiled at a time.
+    waiting = [(one, seed) for one in outcomes if not one.refusal for seed in range(num)]
     waiting.reverse()
     asked: dict[str, Outcome] = {}
     num_tokens = 0
