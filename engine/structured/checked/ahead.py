@@ -131,7 +131,7 @@ class Ahead:
     def _is_number(self, frame: Frame, number: int) -> bool:
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
-        vector = place.on_scalar(number)
+        vector = place.on_number(number)
         if place.is_must:
             return self._fits(vector)
         return self._judged(with_news(frame.filled(vector, number)))

@@ -96,15 +96,18 @@ class CheckedMatcher:
 
     def _narrow(self, words: Column, state: Following) -> str:
         """Clear the bits of what the checker forbids; the reason where nothing is left."""
-        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
-        num_allowed = int(is_allowed.sum())
-        if not num_allowed:
+        if not words.any():
             return ""
+        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
         may_end = [token for token in self._eos if is_allowed[token]]
         is_allowed[may_end] = 0
         narrowing = Narrowing(self._vocabulary, is_allowed)
-        is_allowed[narrowing.forbidden(state)] = 0
-        if may_end and state.may_end:
-            is_allowed[may_end] = 1
-        words[:] = np.packbits(is_allowed, bitorder="little").view(np.int32)
-        return "" if is_allowed.any() else narrowing.why or "JSON"
+        forbidden = narrowing.forbidden(state)
+        if may_end and not state.may_end:
+            forbidden = np.concatenate([forbidden, np.array(may_end, forbidden.dtype)])
+        if not len(forbidden):
+            return ""
+        is_cleared = np.zeros(len(is_allowed), np.uint8)
+        is_cleared[forbidden] = 1
+        words &= ~np.packbits(is_cleared, bitorder="little").view(np.int32)
+        return "" if words.any() else narrowing.why or "JSON"

@@ -8,10 +8,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from engine.messages.step import Column
-from engine.structured.checked.vocabulary import Stops, Vocabulary
+from engine.structured.checked.vocabulary import Flags, Stops, Vocabulary
 
-Flags = np.ndarray[Any, np.dtype[np.uint8]]  # one for each token
-Ranks = np.ndarray[Any, np.dtype[np.int64]]  # of tokens in the order of their bytes
+Ranks = np.ndarray[Any, np.dtype[np.integer[Any]]]  # of tokens in the order of their bytes
 
 
 class Following(Protocol):
@@ -54,7 +53,13 @@ class Narrowing:
 
     def forbidden(self, state: Following) -> Column:
         """The tokens that the checker forbids where it stands; ``why`` is the reason of one."""
-        ranks = self._is_allowed[self._vocabulary.tokens].nonzero()[0]
+        stops, vocabulary = state.stops, self._vocabulary
+        is_allowed = self._is_allowed[: len(vocabulary.in_order)]
+        if stops is not None:
+            is_allowed = is_allowed & vocabulary.having(stops)
+        elif state.skips_spaces:
+            is_allowed = is_allowed & vocabulary.not_spaces
+        ranks = np.sort(vocabulary.ranks[is_allowed.nonzero()[0]])
         self._look(ranks, 0, state)
         forbidden = [*self._forbidden, np.zeros(0, np.int64)]
         found: Column = self._vocabulary.tokens[np.concatenate(forbidden)]

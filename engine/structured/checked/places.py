@@ -62,6 +62,7 @@ class Place:
         self._tables: dict[str, Table] = {}
         self._members: dict[Any, Member] = {}
         self._on_listed: dict[Exact, Vector] = {}
+        self._on_numbers: dict[Number, Vector] = {}
         self._listed: dict[str, list[Exact]] = {}
         self._options: dict[str, list[Exact] | None] = {}
         self.named = [n for n, rule in enumerate(self.rules) if names_members(rule)]
@@ -99,6 +100,14 @@ class Place:
         """The verdicts on a scalar that a schema lists."""
         if (found := self._on_listed.get(value)) is None:
             found = self._on_listed[value] = self.on_scalar(value)
+        return found
+
+    def on_number(self, value: Number) -> Vector:
+        """The verdicts on a number that may be looked at again."""
+        if (found := self._on_numbers.get(value)) is None:
+            if len(self._on_numbers) >= MOST_MEMBERS:
+                self._on_numbers.clear()
+            found = self._on_numbers[value] = self.on_scalar(value)
         return found
 
     @cached_property

@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 
 from engine.messages.step import Column
 
+Flags = np.ndarray[Any, np.dtype[np.uint8]]  # one for each token
 SPACES = b" \t\r\n"
 SPECIAL = b"\xff"
 """What the bytes of a token that no text spells begin with: no text has this byte."""
@@ -40,6 +42,10 @@ class Vocabulary:
         self.tokens: Column = np.array(tokens, dtype=np.int32)
         """All of them in the order of their bytes; a token's place there is its rank."""
         self.in_order = [texts[token] for token in tokens]
+        self.ranks = np.empty_like(self.tokens)
+        self.ranks[self.tokens] = np.arange(len(texts), dtype=np.int32)
+        self._having: dict[frozenset[int], Flags] = {}
+        self._not_spaces: Flags | None = None
         self.space_tails = np.array([len(text.rstrip(SPACES)) for text in self.in_order])
         """By rank, from where on there are only spaces."""
         self._last_stops: dict[frozenset[int], Column] = {}
@@ -52,6 +58,20 @@ class Vocabulary:
         at = bisect_left(self.in_order, text)
         is_there = at < len(self.in_order) and self.in_order[at] == text
         return int(self.tokens[at]) if is_there else None
+
+    def having(self, stops: Stops) -> Flags:
+        """By token, whether it has one of these bytes."""
+        if stops.bytes not in self._having:
+            found = (self.last_stops(stops) >= 0).astype(np.uint8)
+            self._having[stops.bytes] = found[self.ranks]
+        return self._having[stops.bytes]
+
+    @property
+    def not_spaces(self) -> Flags:
+        """By token, whether it has anything but spaces."""
+        if self._not_spaces is None:
+            self._not_spaces = (self.space_tails > 0).astype(np.uint8)[self.ranks]
+        return self._not_spaces
 
     def last_stops(self, stops: Stops) -> Column:
         """By rank, where the last of these bytes stands; -1 where none does."""
