@@ -95,12 +95,14 @@ class State:
     def pressing(self) -> list[bytes]:
         """Texts after which a string may not end, where a grammar may not let it go on: what else
         may follow them is to be looked at."""
-        text, taken = self.buffer, self._taken()
-        if self.mode == VALUE:
-            return [space + b'"' + each for each in taken for space in (b"", b" ")]
-        if self.mode not in (STRING, NAME) or self.escape or self.options is not None:
+        text, mode = self.buffer, self.mode
+        if mode not in (VALUE, STRING, NAME) or not (taken := self._taken()):
             return []
-        if self.mode == NAME:
+        if mode == VALUE:
+            return [space + b'"' + each for each in taken for space in (b"", b" ")]
+        if self.escape or self.options is not None:
+            return []
+        if mode == NAME:
             text = text[1:]
         return [each[len(text) :] for each in taken if each.startswith(text)]
 

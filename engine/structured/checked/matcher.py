@@ -75,8 +75,10 @@ class CheckedMatcher:
     def _clear_stuck(self, words: Column, state: Following, before: Sequence[int]) -> bool:
         """Clear the bits of tokens after which nothing can follow; is none left? before: drafts
         before them."""
+        if not (pressing := state.pressing):
+            return False
         bits = words.view(np.uint32)
-        found = map(self._vocabulary.spelling, state.pressing[:MOST_PRESSING])
+        found = map(self._vocabulary.spelling, pressing[:MOST_PRESSING])
         for token in {each for each in found if each is not None}:
             word, bit = token // WORD, np.uint32(1 << token % WORD)
             further = state.copy()
@@ -98,9 +100,10 @@ class CheckedMatcher:
         """Clear the bits of what the checker forbids; the reason where nothing is left."""
         if not words.any():
             return ""
-        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little")
+        # As booleans, of which the library finds those that are set in a tenth of the time.
+        is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
         may_end = [token for token in self._eos if is_allowed[token]]
-        is_allowed[may_end] = 0
+        is_allowed[may_end] = False
         narrowing = Narrowing(self._vocabulary, is_allowed)
         forbidden = narrowing.forbidden(state)
         if may_end and not state.may_end:

@@ -72,9 +72,9 @@ class Narrowing:
             ranks = ranks[self._vocabulary.last_stops(stops)[ranks] >= depth]
         elif state.skips_spaces:
             ranks = ranks[self._vocabulary.space_tails[ranks] > depth]
-        at = 0
-        while at < len(ranks):
-            rank = int(ranks[at])
+        at, listed = 0, ranks.tolist()
+        while at < len(listed):
+            rank = listed[at]
             text = texts[rank]
             if len(text) == depth:
                 at += 1
@@ -82,9 +82,9 @@ class Narrowing:
             end = depth if stops is None else stops.next(text, depth)
             beginning = text[: end + 1]
             after = at + 1
-            if after < len(ranks) and texts[int(ranks[after])].startswith(beginning):
+            if after < len(listed) and texts[listed[after]].startswith(beginning):
                 above = bisect_left(texts, _above(beginning), rank)
-                after = int(np.searchsorted(ranks, above))
+                after = bisect_left(listed, above, after)
             further = state.copy()
             if not further.feed(beginning[depth:]):
                 self.why = further.why

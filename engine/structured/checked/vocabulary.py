@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.messages.step import Column
 
-Flags = np.ndarray[Any, np.dtype[np.uint8]]  # one for each token
+Flags = np.ndarray[Any, np.dtype[np.bool_]]  # one for each token
 SPACES = b" \t\r\n"
 SPECIAL = b"\xff"
 """What the bytes of a token that no text spells begin with: no text has this byte."""
@@ -62,7 +62,7 @@ class Vocabulary:
     def having(self, stops: Stops) -> Flags:
         """By token, whether it has one of these bytes."""
         if stops.bytes not in self._having:
-            found = (self.last_stops(stops) >= 0).astype(np.uint8)
+            found = self.last_stops(stops) >= 0
             self._having[stops.bytes] = found[self.ranks]
         return self._having[stops.bytes]
 
@@ -70,7 +70,7 @@ class Vocabulary:
     def not_spaces(self) -> Flags:
         """By token, whether it has anything but spaces."""
         if self._not_spaces is None:
-            self._not_spaces = (self.space_tails > 0).astype(np.uint8)[self.ranks]
+            self._not_spaces = (self.space_tails > 0)[self.ranks]
         return self._not_spaces
 
     def last_stops(self, stops: Stops) -> Column:
