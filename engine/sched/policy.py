@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, update_abstractmethods
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from random import Random
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -203,6 +204,10 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     dynamic = False  # ranks change while a request waits or runs
     waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
     uses_ledger = False  # it reads ``view.ledger``, which is kept only if this is True
+    by_design: Mapping[str, str] = MappingProxyType({})
+    """What proofs are not to count as its fault, and why it is meant so: "starvation" (requests may
+    wait for as long as better ones come), "throughput" (it serves little, or computes little in a
+    step), "recomputing" (it computes much again)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Of ``rank`` and ``ranks`` the one that the class, or the nearest of its bases, writes

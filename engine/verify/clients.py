@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 from zlib import crc32
 
 from engine.messages.requests import AddRequest, CoreOutputs, Finished, Started
@@ -31,6 +32,7 @@ class Asked:
     end: tuple[str, int | None]  # reason and stop reason, if nothing comes between
     fails: bool  # will it come to a position that fails?
     fails_at: int | None
+    hints: dict[str, Any]  # as they came
     num_heard: int = 0
     num_cached: int | None = None  # tokens it did not compute when it first ran
     has_new_seat: bool = False  # since its last output
@@ -58,8 +60,8 @@ class Clients:
         self._num_said = num_said
         self._guide = guide
 
-    def accept(self, req: Request, fails_at: int | None) -> None:
-        """The scheduler has accepted the request."""
+    def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any]) -> None:
+        """The scheduler has accepted the request. ``hints``: a copy of those it came with."""
         add = req.add
         assert add.request_id not in self.live, f"{req} is taken twice"
         extras = extras_of(add)
@@ -68,7 +70,7 @@ class Clients:
         answer, end = answer_to(add, extras, most, num_said=self._num_said, guide=guide)
         last = len(add.prompt_token_ids) + len(answer) - 2  # the last token is not computed
         fails = fails_at is not None and fails_at <= last
-        self.live[add.request_id] = Asked(req, extras, answer, end, fails, fails_at)
+        self.live[add.request_id] = Asked(req, extras, answer, end, fails, fails_at, hints)
         self.num_accepted += 1
 
     def answers(self, request_id: str) -> Sequence[int]:
@@ -150,6 +152,7 @@ class Clients:
     def _end(self, name: str) -> None:
         asked = self.live.pop(name)
         assert asked.req.is_finished, f"{asked.req} has ended"
+        assert asked.req.hints == asked.hints, f"{asked.req}: its hints were changed"
         check_waits(asked.req)
         self._on_end(asked)
 

@@ -55,6 +55,7 @@ from engine.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from engine.verify.needs import Drafts, Need
 
 IDLE_STEPS = 4  # plans in a row that may be empty though a request could run
+MANY = 64  # requests that are remembered before those that have ended are forgotten
 FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between them
 
 
@@ -170,6 +171,8 @@ class Progress:
             self._rob(req)
 
     def _rob(self, req: Request) -> None:
+        if len(self._robbed) >= MANY:
+            self._robbed = {each: n for each, n in self._robbed.items() if not each.is_finished}
         output, times = self._robbed.get(req, (-1, 0))
         times = times + 1 if output == req.num_output else 0
         self._robbed[req] = req.num_output, times

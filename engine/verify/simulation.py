@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
-from collections import Counter, deque
+from collections import deque
 from random import Random
 from typing import NamedTuple
 
@@ -81,6 +81,8 @@ class Simulation:
         self.case = case
         self.now = self.latest = 0.0
         self.num_steps = 0
+        self.num_tokens = 0  # planned
+        self.seconds = 0.0  # that the worker took
         self.halves = self._make_halves(setup, halves)
         self.clients = Clients(
             setup.config.max_model_len,
@@ -118,7 +120,7 @@ class Simulation:
         )
         self._leaks = leaks
         self._fixed = (1, 8)[setup.seed % 3 > 0]  # what a step costs, in tokens
-        self._planned: Counter[str] = Counter()  # tokens, and steps with some
+        self._num_full = 0  # steps with tokens
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._is_undrawn = False  # the newest step in flight waits for its masks
         self._pace = Random(setup.seed)
@@ -135,10 +137,15 @@ class Simulation:
         return Outcome(
             self.num_steps,
             self.clients.num_accepted,
-            self._trace.hexdigest(),
+            self.digest,
             self.counts.num_accepted_tokens,
             self.clients.num_followed,
         )
+
+    @property
+    def digest(self) -> str:
+        """Of all plans until now."""
+        return self._trace.hexdigest()
 
     # -- what happens
 
@@ -175,6 +182,7 @@ class Simulation:
         is_known = request.request_id in self.clients.live
         if is_known and not self.clients.alive([request.request_id]):
             return  # a client reuses an id only after its end was reported
+        hints = copy.deepcopy(request.hints)
         try:
             req = scheduler.add_request(request)
         except RefusedError as error:
@@ -183,7 +191,7 @@ class Simulation:
             assert not can_run or is_known, f"{request.request_id}: refused: {error}"
         else:
             assert can_run and not is_known, f"{request.request_id} was taken"
-            self.clients.accept(req, fails_at)
+            self.clients.accept(req, fails_at, hints)
 
     def _reset(self, reset_running: bool) -> None:
         scheduler = self.scheduler
@@ -206,8 +214,8 @@ class Simulation:
         self._tick()
         plan = scheduler.schedule()
         self.num_steps += 1
-        self._planned["tokens"] += plan.num_tokens
-        self._planned["steps"] += bool(plan.num_tokens)
+        self.num_tokens += plan.num_tokens
+        self._num_full += bool(plan.num_tokens)
         for column in (plan.rows, plan.starts, plan.counts, plan.block_ids):
             self._trace.update(column.tobytes())
         self.invariants.planned(plan)
@@ -217,6 +225,7 @@ class Simulation:
             return False
         result = self.worker.launch(plan)
         result.seconds = (self._fixed + plan.num_tokens) * self.case.setup.tick / 16
+        self.seconds += result.seconds
         self.invariants.launched()
         self._flight.append((plan, result))
         self._is_undrawn = plan.masks is not None
@@ -258,7 +267,7 @@ class Simulation:
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
         self.clients.check_over()
-        check_stats(scheduler, self._planned["tokens"], self._planned["steps"])
+        check_stats(scheduler, self.num_tokens, self._num_full)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
         self.counts.check(self.halves.resources)

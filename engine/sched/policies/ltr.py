@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 from engine.sched import Policy, Ranks, Request, SchedView, require_positive
 
@@ -18,6 +19,9 @@ class LTR(Policy):
 
     dynamic = True
     waiting_may_preempt = True
+    by_design: ClassVar = {
+        "recomputing": "whoever looks shorter takes the seat, and the KV of who had it is dropped"
+    }
 
     def __init__(self, starve_steps: int = 200, boost_tokens: int = 50) -> None:
         require_positive(starve_steps=starve_steps, boost_tokens=boost_tokens)

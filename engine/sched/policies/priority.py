@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from engine.sched import Policy, Request, SchedView
 
 
@@ -10,6 +12,8 @@ class Priority(Policy):
 
     With ``preempt_for_waiting`` a waiting request evicts running ones of a strictly lower class.
     """
+
+    by_design: ClassVar = {"starvation": "a lower class waits for as long as a higher one comes"}
 
     def __init__(self, preempt_for_waiting: bool = False) -> None:
         self.waiting_may_preempt = preempt_for_waiting

@@ -180,7 +180,8 @@ PREDICTORS: dict[str, type[Predictor]] = {
 
 
 class GuardedPredictor:
-    """Wraps a plug-in predictor. If it raises or returns no number, the longest output is expected.
+    """Wraps a plug-in predictor. If it raises or returns no number that is 0 or more, the longest
+    output is expected.
 
     Its answers are clamped to the lengths that the request can still reach. Its first failures are
     logged. A ``RequestError`` passes: the request lacks what the predictor needs.
@@ -194,7 +195,10 @@ class GuardedPredictor:
 
     def predict(self, req: Request) -> int:
         try:
-            return int(bounded(req, self.inner.predict(req)))
+            answer = self.inner.predict(req)
+            if not answer >= 0:  # NaN too
+                raise ValueError(f"predicts {answer!r:.80} output tokens, must be 0 or more")
+            return int(bounded(req, answer))
         except RequestError:
             raise
         except Exception as error:  # plug-in code

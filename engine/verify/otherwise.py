@@ -1,0 +1,261 @@
+"""What the other interpreter of ``elsewhere`` does: changes the world, then plans what it is given.
+
+Nothing here is imported by an engine. The world is changed after the engine was imported and before
+the policy is, so that ``from time import time`` in its module gets the other clock too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import os
+import pickle
+import random
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from engine.sched.plugins import hooks
+from engine.verify.crowd import KINDS, Crowd
+from engine.verify.draw import draw_case
+from engine.verify.elsewhere import (
+    ADDRESSES,
+    CLOCKS,
+    DICE,
+    ENVIRONMENT,
+    PARTS,
+    PROCESS,
+    Answer,
+    Asked,
+    Source,
+    with_policy,
+)
+from engine.verify.simulation import Simulation
+
+HOURS = 7.3  # between the times of day of two such interpreters
+PACE = 1.7  # of the clocks, to the power of the seed
+FIRST_PID, NEXT_PID = 10_007, 101  # primes: their remainders differ
+SIZES = range(16, 512, 16)  # bytes of what small objects take
+HOLES = 400  # of each size, among which new objects are put
+UNKNOWN = "1"  # the value of an environment variable that is not set, in every second interpreter
+
+
+def serve() -> None:
+    """Answer what comes on standard input, until it ends."""
+    answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
+    os.dup2(2, 1)  # what a policy prints must not get between the answers
+    source, options, number, parts = pickle.load(sys.stdin.buffer)
+    world = World(number, parts)
+    try:
+        policy = load(source)
+    except BaseException as error:  # importing an author's module may raise anything
+        _send(answers, f"the policy cannot be loaded there: {type(error).__name__}: {error}")
+        return
+    _send(answers, None)
+    while True:
+        try:
+            asked = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        _send(answers, answer(asked, policy, options, world))
+
+
+def answer(asked: Asked, policy: Any, options: dict[str, Any] | None, world: World) -> Answer:
+    """Plan it in this world."""
+    world.scatter()
+    del world.reads[:]
+    try:
+        digest = digest_of(asked, policy, options)
+    except Exception as error:  # any error is an answer
+        digest = f"{type(error).__name__}: {error}"
+    return Answer(digest, tuple(dict.fromkeys(world.reads)))
+
+
+def digest_of(asked: Asked, policy: Any, options: dict[str, Any] | None) -> str:
+    """The hash of all plans. Raises what breaks a rule."""
+    if asked.crowd:
+        [kind] = [kind for kind in KINDS if kind.name == asked.crowd]
+        kind = kind._replace(num_steps=asked.num_steps)
+        return Crowd(policy, options or {}, kind, is_patient=True).run().digest
+    if asked.case is not None:
+        drawn = asked.case.setup.config.policy_options
+        case = with_policy(asked.case, policy, drawn if options is None else options)
+    else:
+        assert asked.seed is not None
+        case = draw_case(asked.seed, policy, options)
+    return Simulation(case, every=2**62, leaks=False).run().digest
+
+
+def load(source: Source) -> Any:
+    """The policy, as it was given. Raises whatever its module does."""
+    if source.named is not None:
+        return source.named
+    try:
+        found = _look_up(importlib.import_module(source.module), source.qualname)
+    except (ImportError, AttributeError):
+        found = None
+    if source.module == "__main__" or not isinstance(found, type):
+        found = _look_up(_from_file(source.module, source.file), source.qualname)
+    return found if source.pickled is None else pickle.loads(source.pickled)
+
+
+def _look_up(module: Any, qualname: str) -> Any:
+    for name in qualname.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _from_file(name: str, file: str | None) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file or "")
+    if spec is None or spec.loader is None:
+        raise ImportError(f"module {name} has no file")
+    module = importlib.util.module_from_spec(spec)
+    if name == "__main__":  # what stands below `if __name__ == "__main__"` is not run
+        module.__name__ = "__mp_main__"
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    if name == "__main__":
+        module.__name__ = name
+    return module
+
+
+def _send(answers: BinaryIO, value: object) -> None:
+    pickle.dump(value, answers)
+    answers.flush()
+
+
+class World:
+    """All that a policy must not depend on, different for each number."""
+
+    def __init__(self, number: int, parts: Collection[str]) -> None:
+        self.reads: list[str] = []
+        self._number_of = {part: number if part in parts else 1 for part in PARTS}
+        self._kept: list[bytes] = []
+        random.seed(self._number_of[DICE])
+        np.random.seed(self._number_of[DICE])
+        pid = FIRST_PID + NEXT_PID * self._number_of[PROCESS]
+        os.getpid = lambda: pid
+        self._change_clocks(self._number_of[CLOCKS])
+        self._change_environment()
+
+    def scatter(self) -> None:
+        """New objects get other addresses, in another order."""
+        dice = random.Random(self._number_of[ADDRESSES])
+        blocks = [bytes(size) for size in SIZES for _ in range(2 * HOLES)]
+        dice.shuffle(blocks)
+        self._kept = blocks[: len(blocks) // 2]
+
+    def _change_clocks(self, number: int) -> None:
+        pace, shift = PACE**number, 3600.0 * HOURS * number
+        for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
+            setattr(time, name, _warped(getattr(time, name), pace, shift))
+            setattr(time, f"{name}_ns", _in_ns(getattr(time, name)))
+        for name in ("localtime", "gmtime", "ctime"):
+            setattr(time, name, _now_if_none(getattr(time, name)))
+        for name in ("strftime", "asctime"):
+            setattr(time, name, _local_if_none(getattr(time, name)))
+        datetime.datetime = Datetime  # type: ignore[misc]
+        datetime.date = Date  # type: ignore[misc]
+
+    def _change_environment(self) -> None:
+        world = self
+
+        class Environment(type(os.environ)):  # type: ignore[misc]
+            """Notes who reads it in a hook, and what; every second one has all names."""
+
+            def __getitem__(self, name: str) -> str:
+                world.note(name)
+                try:
+                    value: str = super().__getitem__(name)
+                    return value
+                except KeyError:
+                    if world.is_full and world.is_authors():
+                        return UNKNOWN
+                    raise
+
+            def __iter__(self) -> Iterator[str]:
+                world.note("all names")
+                yield from super().__iter__()
+
+        os.environ.__class__ = Environment
+
+    @property
+    def is_full(self) -> bool:
+        return self._number_of[ENVIRONMENT] % 2 == 0
+
+    def is_authors(self) -> bool:
+        """Is it the policy's module that reads, rather than a library that it uses?"""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename == os.__file__ or "collections" in frame.f_code.co_filename:
+            if frame.f_back is None:
+                return False
+            frame = frame.f_back
+        home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
+        return home not in {"engine", "os", *sys.stdlib_module_names, *LIBRARIES}
+
+    def note(self, name: str) -> None:
+        """Something reads this variable: is it a hook?"""
+        reader, frame = None, sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file == hooks.__file__ and reader is not None:
+                self.reads.append(f"{reader} reads {name!r} of the environment")
+                return
+            if reader is None and file not in (os.__file__, "<frozen _collections_abc>"):
+                reader = f"{frame.f_code.co_qualname} (line {frame.f_lineno})"
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+LIBRARIES = ("numpy", "numba", "llvmlite", "msgspec", "scipy", "torch")
+
+
+def _warped(clock: Callable[[], float], pace: float, shift: float) -> Callable[[], float]:
+    begun = clock()
+    return lambda: begun + shift + pace * (clock() - begun)
+
+
+def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
+    return lambda: int(1e9 * clock())
+
+
+def _now_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """``time.localtime`` and the like, at the other time."""
+    return lambda seconds=None: ask(time.time() if seconds is None else seconds)
+
+
+def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """``time.strftime`` and the like, whose last argument is the time."""
+
+    def asked(*given: Any) -> Any:
+        has_time = given and not isinstance(given[-1], str)
+        return ask(*given) if has_time else ask(*given, time.localtime())
+
+    return asked
+
+
+class Datetime(datetime.datetime):
+    """The other clock's."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return cls.fromtimestamp(time.time(), tz)
+
+    @classmethod
+    def utcnow(cls) -> Any:
+        return cls.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls.now()
+
+
+class Date(datetime.date):
+    """The other clock's."""
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls.fromtimestamp(time.time())
