@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from functools import cache
+from functools import cache, partial
 from itertools import count, islice
 from math import inf
 from os import cpu_count
@@ -38,10 +38,15 @@ from engine.verify.swarm import (
     reproduction,
     smallest,
 )
+from engine.verify.trials import MIN_THROUGHPUT as MIN_THROUGHPUT_OF_ANY
+from engine.verify.trials import Failure, run_trials, statements
 
 BATCH = 20  # seeds that a process is given at a time
 VIOLATION = 1
+LEAST_RUNS = 100  # engines that are run however little time there is: the machine may be slow
+MAX_LOST = 0.5  # of all computed tokens: a policy that computes more of them again fails
 SHRINK_SECONDS = 20.0
+MAX_WAIT = 1000
 
 # The load on which a policy is looked at for work that it does twice: long enough that a backlog
 # builds up, and with lengths that are learnt, without which policies that use them are fcfs.
@@ -89,8 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=float,
         metavar="T",
-        help="stop looking after this time, whatever --steps says; what is found is then made "
-        "small, see --shrink-seconds",
+        help="stop looking after this time, whatever --steps says, though not before "
+        f"{LEAST_RUNS} engines; what is found is then made small, see --shrink-seconds, and the "
+        "trials of --policy take some seconds more",
     )
     group.add_argument(
         "--shrink-seconds",
@@ -114,6 +120,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="FILE",
         help="cases that once broke a rule: they are run first, and what is found is added",
+    )
+    group.add_argument(
+        "--max-wait",
+        type=int,
+        default=MAX_WAIT,
+        metavar="N",
+        help="with --policy: steps in which a request must be served though better ones keep "
+        f"coming; 0: requests may starve (default: {MAX_WAIT})",
+    )
+    group.add_argument(
+        "--length-predictor",
+        metavar="NAME",
+        help="with --policy: a predictor of lengths, which must predict numbers from 0 on "
+        f"(default: {STANDARD_PREDICTOR})",
     )
     group.add_argument(
         "--no-load",
@@ -149,17 +169,17 @@ def run(parsed: argparse.Namespace) -> int:
             keep(found, small, parsed.corpus)
     if report.found:
         return VIOLATION
-    if hunt.policy is not None and parsed.has_load:
-        console.print(*_on_load(hunt), sep="\n", highlight=False, markup=False, soft_wrap=True)
-    return 0
+    return 0 if hunt.policy is None else _try_policy(hunt, parsed, console)
 
 
 def _check(parsed: argparse.Namespace) -> None:
     """Raise ``ConfigError`` for options that cannot work."""
     limits = {"steps": (1, inf), "every": (1, inf), "seed": (0, inf), "jobs": (1, cpu_count() or 1)}
+    limits |= {"max_wait": (0, inf)}
     for name, (low, high) in limits.items():
         value = getattr(parsed, name)
         if not low <= value <= high:
+            name = name.replace("_", "-")
             limit = f"at least {low}" if high == inf else f"in {low}..{high}, the cores there are"
             raise ConfigError(f"--{name} is {value}, must be {limit}")
     if parsed.seconds is not None and not parsed.seconds > 0:
@@ -195,6 +215,7 @@ def _search(hunt: Hunt, parsed: argparse.Namespace, report: Report, console: Con
             seconds = time.monotonic() - begun
             progress.update(task, completed=report.num_steps, rate=report.num_steps / seconds)
             is_late = parsed.seconds is not None and seconds >= parsed.seconds
+            is_late = is_late and report.num_runs >= LEAST_RUNS
             if report.found or is_late or report.num_steps >= parsed.steps:
                 break
 
@@ -276,27 +297,66 @@ def _num_requests(case: Case) -> int:
     return sum(isinstance(event, Add) for event in case.events)
 
 
-def _on_load(hunt: Hunt) -> Iterator[str]:
-    """What the policy does to a standard load, and a warning where it collapses under it."""
+def _try_policy(hunt: Hunt, parsed: argparse.Namespace, console: Console) -> int:
+    """Trials and the standard load of a policy that broke no rule in small engines."""
+    print_plain = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    trials = run_trials(
+        hunt.policy,
+        hunt.options,
+        max_wait=parsed.max_wait or None,
+        predictor=parsed.length_predictor,
+        goes_on=Clocked(parsed.shrink_seconds),
+    )
+    for line in (*(f"by design: {each}" for each in trials.by_design), *trials.not_shown):
+        print_plain(line)
+    failures = trials.failures
+    if parsed.has_load and not any(each.is_rule for each in failures):
+        lines, more = _on_load(hunt)
+        print_plain(*lines, sep="\n")
+        failures = [*failures, *more]
+    for failure in failures:
+        console.print("\nfailure:", style="bold red")
+        print_plain(failure.message)
+        if failure.program:
+            print_plain("\nthe smallest case found that shows it:\n")
+            console.out(failure.program, highlight=False)
+    return VIOLATION if failures else 0
+
+
+def _on_load(hunt: Hunt) -> tuple[list[str], list[Failure]]:
+    """What the policy does to a standard load, with a warning where it collapses under it, and what
+    is a failure."""
     name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
     try:
         fcfs, figures = beside_fcfs(hunt.policy, hunt.options)
     except (ConfigError, PolicyError) as error:  # it has no figures of its own
-        yield f"warning: on a standard load ({load}): {error}"
-        return
+        return [], [Failure(f"{name}: on a standard load ({load}): {error}")]
     share = figures.recomputed
     throughput = figures.tokens_per_second / fcfs.tokens_per_second
     recomputes = f"recomputes {100 * share:.1f} % of its tokens"
     serves = f"serves {throughput:.2f} of fcfs's throughput"
     refused = f"; it refused {figures.num_refused} requests" if figures.num_refused else ""
-    yield f"standard load ({load}): {name} {recomputes} and {serves}{refused}"
+    lines = [f"standard load ({load}): {name} {recomputes} and {serves}{refused}"]
+    stated = statements(find_policy(hunt.policy, hunt.options or {}))
+    failures = []
+    if figures.num_faults or figures.num_rescued:
+        failures.append(
+            f"the default answered {figures.num_faults} times for a hook that failed, and planned "
+            f"{figures.num_rescued} steps in which nobody ran"
+        )
+    if throughput < MIN_THROUGHPUT_OF_ANY and "throughput" not in stated:
+        failures.append(f"{serves} (below {MIN_THROUGHPUT_OF_ANY}){refused}")
+    if share > MAX_LOST and "recomputing" not in stated:
+        failures.append(f"{recomputes} (above {100 * MAX_LOST:.0f} %)")
     bad = []
     if share > MAX_RECOMPUTED:
         bad.append(f"{recomputes} (above {100 * MAX_RECOMPUTED:.0f} %)")
     if throughput < MIN_THROUGHPUT:
         bad.append(f"{serves} (below {MIN_THROUGHPUT})")
-    if bad:
-        yield f"warning: {name} collapses on a standard load: it {' and '.join(bad)}{refused}"
+    if bad and not failures:
+        warned = f"it {' and '.join(bad)}{refused}"
+        lines.append(f"warning: {name} collapses on a standard load: {warned}")
+    return lines, [Failure(f"{name}: on a standard load, {each}") for each in failures]
 
 
 def beside_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:

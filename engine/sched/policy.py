@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from random import Random
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -204,7 +204,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     dynamic = False  # ranks change while a request waits or runs
     waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
     uses_ledger = False  # it reads ``view.ledger``, which is kept only if this is True
-    by_design: Mapping[str, str] = MappingProxyType({})
+    by_design: ClassVar[Mapping[str, str]] = MappingProxyType({})
     """What proofs are not to count as its fault, and why it is meant so: "starvation" (requests may
     wait for as long as better ones come), "throughput" (it serves little, or computes little in a
     step), "recomputing" (it computes much again)."""

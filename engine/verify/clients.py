@@ -32,7 +32,7 @@ class Asked:
     end: tuple[str, int | None]  # reason and stop reason, if nothing comes between
     fails: bool  # will it come to a position that fails?
     fails_at: int | None
-    hints: dict[str, Any]  # as they came
+    hints: dict[str, Any] | None  # as they came
     num_heard: int = 0
     num_cached: int | None = None  # tokens it did not compute when it first ran
     has_new_seat: bool = False  # since its last output
@@ -60,7 +60,7 @@ class Clients:
         self._num_said = num_said
         self._guide = guide
 
-    def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any]) -> None:
+    def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
         """The scheduler has accepted the request. ``hints``: a copy of those it came with."""
         add = req.add
         assert add.request_id not in self.live, f"{req} is taken twice"
@@ -152,7 +152,7 @@ class Clients:
     def _end(self, name: str) -> None:
         asked = self.live.pop(name)
         assert asked.req.is_finished, f"{asked.req} has ended"
-        assert asked.req.hints == asked.hints, f"{asked.req}: its hints were changed"
+        assert asked.req.add.hints == asked.hints, f"{asked.req}: its hints were changed"
         check_waits(asked.req)
         self._on_end(asked)
 

@@ -46,12 +46,13 @@ class Kind(NamedTuple):
 
 ALIKE = Kind("requests that are alike", (12, 12), (10, 10), num_blocks=32, num_steps=1100)
 MIXED = Kind(
-    "requests of all sizes", (1, 160), (1, 80), num_blocks=200, num_steps=1700, tick=2.0**-2
+    "requests of all sizes", (1, 160), (1, 80), num_blocks=200, num_steps=1700, tick=2.0**-3
 )
 PROMPTS = Kind("long prompts", (60, 120), (1, 3), num_blocks=400, num_steps=300)
 KINDS = (ALIKE, MIXED, PROMPTS)
 OVERTAKEN = 4  # later requests that have begun, after which others come in place of one that waits
 MOST_LEFT = 24  # such requests
+STILL = 200  # steps without a token for a request that has a seat
 PATIENCE = 800  # steps without a token after which a request counts as starved
 
 
@@ -130,6 +131,7 @@ class Crowd:
         self._num_refused = self._num_idle = self._num_output = self._num_tokens = 0
         self._seconds = 0.0
         self._progress: dict[str, tuple[tuple[int, int], int]] = {}  # the most, and at which step
+        self._still: dict[str, tuple[tuple[int, int], int]] = {}  # the same of now, in its seat
         self._came: dict[str, int] = {}
         self._stays: defaultdict[str, list[int]] = defaultdict(list)
         config = SchedulerConfig(
@@ -217,6 +219,7 @@ class Crowd:
         step, live = self.simulation.num_steps, self.simulation.clients.live
         for name in [name for name in self._progress if name not in live]:
             del self._progress[name]
+            self._still.pop(name, None)
             came, user = self._came.pop(name), self._users[int(name) % len(self._users)]
             self._stays[user].append(step - came)
         self._num_left = 0
@@ -230,8 +233,20 @@ class Crowd:
                 self._progress[name] = (now, step)
                 continue
             self._num_left += asked.req.is_waiting and int(name) < begun - OVERTAKEN
-            if step - since > PATIENCE and not is_idle and not self._is_patient:
+            still = self._stands_still(name, asked)
+            is_starved = step - since > PATIENCE or still > STILL
+            if is_starved and not is_idle and not self._is_patient:
                 self.starved = self.starved or _starved(asked, step - since, since)
+
+    def _stands_still(self, name: str, asked: Asked) -> int:
+        """For how many steps it has had a seat and got nothing."""
+        req, step = asked.req, self.simulation.num_steps
+        now = (asked.num_heard, -1 if req.is_waiting else req.num_computed)
+        before, since = self._still.get(name, (now, step))
+        if now != before or req.is_waiting:
+            since = step
+        self._still[name] = (now, since)
+        return step - since
 
     def _request(self, name: str, now: float) -> AddRequest:
         rng, kind = self._rng, self.kind

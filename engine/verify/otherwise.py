@@ -41,6 +41,7 @@ PACE = 1.7  # of the clocks, to the power of the seed
 FIRST_PID, NEXT_PID = 10_007, 101  # primes: their remainders differ
 SIZES = range(16, 512, 16)  # bytes of what small objects take
 HOLES = 400  # of each size, among which new objects are put
+READERS = (os.__file__, "<frozen os>", "<frozen _collections_abc>")  # through which others read
 UNKNOWN = "1"  # the value of an environment variable that is not set, in every second interpreter
 
 
@@ -49,7 +50,7 @@ def serve() -> None:
     answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
     os.dup2(2, 1)  # what a policy prints must not get between the answers
     source, options, number, parts = pickle.load(sys.stdin.buffer)
-    world = World(number, parts)
+    world = World(number, parts, source.module or (source.named or "").rpartition(".")[0])
     try:
         policy = load(source)
     except BaseException as error:  # importing an author's module may raise anything
@@ -129,9 +130,10 @@ def _send(answers: BinaryIO, value: object) -> None:
 
 
 class World:
-    """All that a policy must not depend on, different for each number."""
+    """All that a policy must not depend on, different for each number. ``home``: its module."""
 
-    def __init__(self, number: int, parts: Collection[str]) -> None:
+    def __init__(self, number: int, parts: Collection[str], home: str) -> None:
+        self._home = home
         self.reads: list[str] = []
         self._number_of = {part: number if part in parts else 1 for part in PARTS}
         self._kept: list[bytes] = []
@@ -188,14 +190,12 @@ class World:
         return self._number_of[ENVIRONMENT] % 2 == 0
 
     def is_authors(self) -> bool:
-        """Is it the policy's module that reads, rather than a library that it uses?"""
+        """Is it the policy's package that reads, rather than a library that it uses?"""
         frame = sys._getframe(2)
-        while frame.f_code.co_filename == os.__file__ or "collections" in frame.f_code.co_filename:
-            if frame.f_back is None:
-                return False
+        while frame.f_code.co_filename in READERS and frame.f_back is not None:
             frame = frame.f_back
-        home = str(frame.f_globals.get("__name__", "")).partition(".")[0]
-        return home not in {"engine", "os", *sys.stdlib_module_names, *LIBRARIES}
+        name = str(frame.f_globals.get("__name__", ""))
+        return bool(self._home) and name.partition(".")[0] == self._home.partition(".")[0]
 
     def note(self, name: str) -> None:
         """Something reads this variable: is it a hook?"""
@@ -205,12 +205,9 @@ class World:
             if file == hooks.__file__ and reader is not None:
                 self.reads.append(f"{reader} reads {name!r} of the environment")
                 return
-            if reader is None and file not in (os.__file__, "<frozen _collections_abc>"):
+            if reader is None and file not in READERS:
                 reader = f"{frame.f_code.co_qualname} (line {frame.f_lineno})"
             frame = frame.f_back  # type: ignore[assignment]
-
-
-LIBRARIES = ("numpy", "numba", "llvmlite", "msgspec", "scipy", "torch")
 
 
 def _warped(clock: Callable[[], float], pace: float, shift: float) -> Callable[[], float]:

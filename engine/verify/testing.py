@@ -22,8 +22,9 @@ from engine.config.check import check_kind
 from engine.errors import ConfigError, PolicyError
 from engine.sched.plugins.find import find_policy
 from engine.verify.shrink import Clocked
-from engine.verify.starvation import Outcome, Waited, wait_in_overload
+from engine.verify.starvation import Outcome, Waited
 from engine.verify.swarm import Found, Report, Swarm, name_of, reproduction, smallest
+from engine.verify.trials import run_trials
 
 CHECK_EVERY = 4  # steps after which the state as a whole is looked at
 SHRINKING_RUNS = 1000
@@ -41,6 +42,7 @@ def check_policy(
     steps: int = 20_000,
     seed: int = 0,
     max_wait: int | None = 1000,
+    length_predictor: Any = None,
 ) -> Report:
     """Raise ``PolicyError`` if the policy breaks a rule; otherwise say what was tried.
 
@@ -49,10 +51,17 @@ def check_policy(
     none is preempted again and again for nothing, no block, seat or request is lost, hooks
     neither raise nor give illegal answers, blocks go by rank, and the same seed gives the same
     plans. Then a request waits in an overload of better ones, comes again if it is refused, and
-    must be served within ``max_wait`` steps; ``None`` allows the policy to starve it. To refuse it
-    each time is allowed and shows nothing about starvation: ``waited`` of the answer says what
-    became of it, and a ``NotShown`` warning if that shows nothing, or if no request was taken at
-    all.
+    must be served within ``max_wait`` steps; ``None`` allows the policy to starve requests. To
+    refuse it each time is allowed and shows nothing about starvation: ``waited`` of the answer says
+    what became of it, and a ``NotShown`` warning if that shows nothing, or if no request was taken
+    at all.
+
+    The policy also serves crowds, in which nobody may starve and at least half of what fcfs serves
+    is served, keeps no books that grow with requests that have ended, and plans the same in other
+    processes and beside another engine in its own. What it states in ``by_design`` is no fault of
+    it. A class that another process cannot find gets a ``NotShown`` warning.
+
+    ``length_predictor``: as given to an engine; it must predict numbers from 0 on.
 
     ``policy``: a class, an object (each run uses a copy), a dotted path or the name of a shipped
     one; ``options`` are the arguments of its constructor. The error names hook, request and seed
@@ -61,17 +70,24 @@ def check_policy(
     """
     __tracebackhide__ = True  # a test that fails shows its own line and the message
     _check_arguments(steps, seed, max_wait)
-    options = options or {}
-    find_policy(policy, options)
+    find_policy(policy, options or {})
+    name, gaps = name_of(policy), list[str]()
     with _quiet():  # faults of the policy are in the error, once
-        report = Swarm(policy, options, every=CHECK_EVERY).run(count(seed), steps)
-        problems = [_explain(name_of(policy), found) for found in report.found]
-        if max_wait is not None and not problems:
-            report.waited = wait_in_overload(policy, options, max_wait)
-            problems += _unfair(name_of(policy), report.waited, max_wait)
+        report = Swarm(policy, options or {}, every=CHECK_EVERY).run(count(seed), steps)
+        problems = [_explain(name, found) for found in report.found]
+        if not problems:
+            trials = run_trials(
+                policy,
+                options or {},
+                max_wait=max_wait,
+                predictor=length_predictor,
+                goes_on=Clocked(SHRINKING_SECONDS),
+            )
+            report.waited, gaps = trials.waited, trials.not_shown
+            problems = [_with_program(each.message, each.program) for each in trials.failures]
     for problem in problems:
         raise PolicyError(problem)
-    for gap in _not_shown(name_of(policy), report):
+    for gap in (*_not_shown(name, report), *(f"{name}: {gap}" for gap in gaps)):
         warnings.warn(gap, NotShown, stacklevel=2)
     return report
 
@@ -96,25 +112,6 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _unfair(name: str, waited: Waited, max_wait: int) -> list[str]:
-    """Error text for a policy that took the request in an overload and did not serve it."""
-    times = waited.num_refusals
-    refused = f", refused {times} times and then taken," if times else ""
-    match waited.outcome:
-        case Outcome.STARVED:
-            return [
-                f"{name}: a request{refused} was not served in {max_wait} steps while better ones "
-                "kept coming; let it age, or pass max_wait=None if it is meant to wait"
-            ]
-        case Outcome.DEFERRED:
-            return [
-                f"{name}: a request{refused} was not served in {max_wait} steps, as on_add keeps "
-                "it out of the queue (Defer); name a time that comes, or pass max_wait=None if it "
-                "is meant to wait"
-            ]
-    return []
-
-
 def _not_shown(name: str, report: Report) -> Iterator[str]:
     """What the checks say nothing about, though they passed."""
     if not report.num_requests:
@@ -135,7 +132,11 @@ def _not_shown(name: str, report: Report) -> Iterator[str]:
 
 def _explain(name: str, found: Found) -> str:
     small = smallest(found, SHRINKING_RUNS, goes_on=Clocked(SHRINKING_SECONDS))
+    message = f"{name}, seed {found.seed}: {found.broken.message} ({found.broken.place})"
+    return _with_program(message, reproduction(small))
+
+
+def _with_program(message: str, program: str) -> str:
     return (
-        f"{name}, seed {found.seed}: {found.broken.message} ({found.broken.place})\n"
-        f"The smallest program found that shows it:\n\n{reproduction(small)}"
+        f"{message}\nThe smallest program found that shows it:\n\n{program}" if program else message
     )

@@ -33,6 +33,7 @@ from engine.verify.elsewhere import (
 )
 from engine.verify.shrink import GoesOn, shrink, to_its_end
 from engine.verify.simulation import Simulation
+from engine.verify.starvation import Outcome, Waited, wait_in_overload
 from engine.verify.swarm import Broken, Found, name_of, reproduction, smallest, what_broke
 
 MIN_THROUGHPUT = 0.5  # of that of fcfs; a policy that serves less is no choice but a fault
@@ -68,18 +69,25 @@ class Trials:
     """What was seen and is meant to be so, with the policy's reason."""
     not_shown: list[str] = field(default_factory=list)
     """What could not be tried, and why."""
+    waited: Waited | None = None
+    """What became of a request in an overload of better ones."""
 
 
 def run_trials(
     policy: Any,
     options: dict[str, Any] | None = None,
     *,
-    may_starve: bool = False,
+    max_wait: int | None = 1000,
     predictor: Any = None,
     goes_on: GoesOn = to_its_end,
 ) -> Trials:
-    """All trials of a policy. ``may_starve``: as if it stated so. ``goes_on``: how long what breaks
-    is made smaller, see ``shrink``. Raises ``ConfigError`` for statements that mean nothing."""
+    """All trials of a policy.
+
+    ``max_wait``: steps in which a request must be served though better ones keep coming; ``None``:
+    the policy may starve requests. ``predictor``: of lengths, in place of "history". ``goes_on``:
+    how long what breaks is made smaller, see ``shrink``. Raises ``ConfigError`` for statements that
+    mean nothing.
+    """
     stated = statements(find_policy(policy, options or {}))
     trials = Trials()
     name = name_of(policy)
@@ -87,6 +95,7 @@ def run_trials(
     with ExitStack() as stack:
         others = _begin_elsewhere(stack, policy, options, trials)
         for failure in chain(
+            _in_overload(policy, options or {}, max_wait, trials),
             _in_crowds(policy, options or {}, predictor, goes_on),
             _over_time(policy, options or {}),
             _elsewhere(policy, options, others, trials, goes_on),
@@ -98,10 +107,17 @@ def run_trials(
     for failure in found:
         if failure.excuse in stated:
             why = f"{failure.message}. By design, it states: {stated[failure.excuse]}"
-            trials.by_design.append(f"{name} {why}")
-        elif not (failure.excuse == STARVATION and may_starve):
-            trials.failures.append(failure._replace(message=f"{name} {failure.message}"))
+            trials.by_design.append(f"{name}: {why}")
+        elif failure.excuse != STARVATION or max_wait is not None:
+            trials.failures.append(failure._replace(message=f"{name}: {_with_way_out(failure)}"))
     return trials
+
+
+def _with_way_out(failure: Failure) -> str:
+    if not failure.excuse:
+        return failure.message
+    stated = f'by_design = {{"{failure.excuse}": "why"}}'
+    return f"{failure.message}; if it is meant to, state so in the class: {stated}"
 
 
 def statements(policy: Policy) -> dict[str, str]:
@@ -120,6 +136,34 @@ def statements(policy: Policy) -> dict[str, str]:
 
 
 # -- crowds
+
+
+def _in_overload(
+    policy: Any, options: dict[str, Any], max_wait: int | None, trials: Trials
+) -> Iterator[Failure]:
+    """A request waits while better ones keep coming."""
+    if max_wait is None:
+        return
+    try:
+        waited = trials.waited = wait_in_overload(policy, options, max_wait)
+    except Exception as error:  # any error is a finding
+        message = f"breaks a rule in an overload: {what_broke(error, 0).message}"
+        yield Failure(message, is_rule=True)
+        return
+    times = waited.num_refusals
+    refused = f", refused {times} times and then taken," if times else ""
+    if waited.outcome is Outcome.STARVED:
+        yield Failure(
+            f"a request{refused} was not served in {max_wait} steps while better ones kept "
+            "coming; let it age",
+            STARVATION,
+        )
+    elif waited.outcome is Outcome.DEFERRED:
+        yield Failure(
+            f"a request{refused} was not served in {max_wait} steps, as on_add keeps it out of the "
+            "queue (Defer); name a time that comes",
+            STARVATION,
+        )
 
 
 def _in_crowds(
@@ -221,8 +265,8 @@ def _words(code: CodeType) -> Iterator[str]:
 
 def check_predictor(simulation: Simulation) -> None:
     """Has the predictor of lengths given sensible answers only?"""
-    messages = getattr(simulation.scheduler.view.predictor, "messages", ())
-    assert not messages, f"faults of the length predictor: {messages}"
+    failure = getattr(simulation.scheduler.view.predictor, "first_failure", "")
+    assert not failure, failure
 
 
 def _broken(case: Case, broken: Broken, kind: Kind, goes_on: GoesOn) -> Failure:
@@ -325,9 +369,7 @@ def _elsewhere(
         trials.not_shown.append(f"{_NOT_ELSEWHERE}: {error}")
 
 
-def _differs(
-    policy: Any, options: dict[str, Any] | None, asked: Asked, goes_on: GoesOn
-) -> Failure:
+def _differs(policy: Any, options: dict[str, Any] | None, asked: Asked, goes_on: GoesOn) -> Failure:
     """What is wrong, and the smallest case that shows it."""
     with ExitStack() as stack:
         both, program = _pair(stack, policy, options), ""
@@ -336,9 +378,9 @@ def _differs(
             small = shrink(case, lambda each: _is_other(both, _asked(each)), 300, goes_on=goes_on)
             asked, program = _asked(small), reproduction(small)
     return Failure(
-        f"plans otherwise in another process, with the same requests: it depends on "
-        f"{_cause(policy, options, asked)}. Ask no clock but view.now and no dice but view.rng, and "
-        "order by nothing that differs from process to process (hash(), id(), the order of a set)",
+        "plans otherwise in another process, with the same requests: it depends on "
+        f"{_cause(policy, options, asked)}. Ask no clock but view.now and no dice but view.rng, "
+        "and go by nothing that differs from process to process (hash(), id(), order of a set)",
         program=program,
         is_rule=True,
     )
@@ -346,7 +388,7 @@ def _differs(
 
 def _cause(policy: Any, options: dict[str, Any] | None, asked: Asked) -> str:
     """What makes the difference, found by letting single things differ."""
-    causes = []
+    causes: list[str] = []
     for parts in ((), *((part,) for part in PARTS)):
         with ExitStack() as stack:
             if not _is_other(_pair(stack, policy, options, parts), asked):

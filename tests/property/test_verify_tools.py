@@ -359,6 +359,7 @@ def by_path(monkeypatch: pytest.MonkeyPatch) -> str:
 class NewestFirst(FCFS):
     """Who comes last takes the blocks of who was there before."""
 
+    by_design = {"starvation": "who comes last goes first"}  # noqa: RUF012
     waiting_may_preempt = True
 
     def rank(self, req, view):
@@ -374,7 +375,9 @@ def test_the_command_warns_of_a_policy_that_collapses(
 ) -> None:
     policy = f"{by_path}.NewestFirst"
     assert main(["verify", "--steps", "500", "--policy", policy]) == 0
-    *_, last = capsys.readouterr().out.splitlines()
+    out = capsys.readouterr().out
+    assert "By design, it states: who comes last goes first" in out
+    *_, last = out.splitlines()
     start = f"warning: {policy} collapses on a standard load: it recomputes "
     assert last.startswith(start) and "% of its tokens (above 25 %)" in last
 
@@ -383,10 +386,10 @@ def test_the_command_says_that_all_were_refused(
     by_path: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     policy = f"{by_path}.RefusesAll"
-    assert main(["verify", "--steps", "500", "--policy", policy]) == 0
+    assert main(["verify", "--steps", "500", "--policy", policy]) == 1
     out = capsys.readouterr().out
     assert "warning: all requests were refused, so nothing else is shown" in out
-    assert "serves 0.00 of fcfs's throughput (below 0.8); it refused 1000 requests" in out
+    assert "serves 0.00 of fcfs's throughput (below 0.5); it refused 1000 requests" in out
     assert main(["verify", "--steps", "500", "--policy", policy, "--no-load"]) == 0
     assert "standard load" not in capsys.readouterr().out
 

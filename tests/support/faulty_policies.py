@@ -40,7 +40,7 @@ class WritesPriority(FCFS):
 class BooksOfTheClass(FCFS):
     """Keeps its books in the class, so that two engines share them."""
 
-    served = defaultdict(int)
+    served = defaultdict(int)  # noqa: RUF012
 
     def rank(self, req, view):
         return (self.served[req.user], req.arrival)
@@ -316,7 +316,7 @@ class WritesHints(FCFS):
 class ReadsOthers(FCFS):
     """Ranks by what another request has got so far, from a book that outlives the engine."""
 
-    latest = [0]
+    latest = [0]  # noqa: RUF012
 
     def rank(self, req, view):
         return (self.latest[0], req.arrival)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import ceil, log2
+from typing import ClassVar
 
 from engine.sched import OwnNumbers, Policy, Ranks, Request, SchedView, require_positive
 
@@ -18,6 +19,9 @@ class FastServe(Policy):
     ``quantum``: seconds at level 0. ``max_wait``: seconds without a token that lift it to level 0.
     """
 
+    by_design: ClassVar = {
+        "throughput": "a lower level takes the seat, and KV is dropped instead of swapped"
+    }
     dynamic = True
     waiting_may_preempt = True
     seated: OwnNumbers

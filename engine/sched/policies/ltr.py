@@ -19,9 +19,10 @@ class LTR(Policy):
 
     dynamic = True
     waiting_may_preempt = True
-    by_design: ClassVar = {
-        "recomputing": "whoever looks shorter takes the seat, and the KV of who had it is dropped"
-    }
+    by_design: ClassVar = dict.fromkeys(
+        ("recomputing", "throughput"),
+        "whoever looks shorter takes the seat, and the KV of who had it is dropped, not swapped",
+    )
 
     def __init__(self, starve_steps: int = 200, boost_tokens: int = 50) -> None:
         require_positive(starve_steps=starve_steps, boost_tokens=boost_tokens)
