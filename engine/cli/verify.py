@@ -121,6 +121,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="cases that once broke a rule: they are run first, and what is found is added",
     )
+    _add_trials(group)
+
+
+def _add_trials(group: argparse._ArgumentGroup) -> None:
+    """What only a policy that is named is tried with."""
     group.add_argument(
         "--max-wait",
         type=int,

@@ -9,6 +9,7 @@ others with the same requests.
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import replace
 from itertools import count
 from math import exp, log
 from random import Random
@@ -128,8 +129,7 @@ class Crowd:
         self._rng = Random(kind.num_blocks)
         self._system = [self._rng.randrange(VOCAB_SIZE) for _ in range(SYSTEM_TOKENS)]
         self._names = map(str, count())
-        self._num_refused = self._num_idle = self._num_output = self._num_tokens = 0
-        self._seconds = 0.0
+        self._num_refused = self._num_idle = self._num_output = 0
         self._progress: dict[str, tuple[tuple[int, int], int]] = {}  # the most, and at which step
         self._still: dict[str, tuple[tuple[int, int], int]] = {}  # the same of now, in its seat
         self._came: dict[str, int] = {}
@@ -169,18 +169,16 @@ class Crowd:
         left = min(MOST_LEFT, self._num_left)
         for _ in range(self.kind.backlog + left - counts.waiting - counts.parked):
             self._add(next(self._names))
-        before, seconds = simulation.num_tokens, simulation.seconds
+        before = simulation.planned.num_tokens
         self._num_ticks += 1
         simulation.step()
-        num_tokens = simulation.num_tokens - before
-        self._num_tokens += num_tokens
-        self._seconds += simulation.seconds - seconds if num_tokens else self.kind.tick
+        num_tokens = simulation.planned.num_tokens - before
         self._num_idle += not num_tokens and bool(simulation.clients.live)
         self._watch(is_idle=not num_tokens)
 
     def finish(self) -> Seen:
         """Nobody else comes. What was seen until now; all that is left must end."""
-        simulation = self.simulation
+        simulation, planned = self.simulation, replace(self.simulation.planned)
         num_steps = simulation.num_steps
         stats = simulation.scheduler.make_stats()
         if self.starved is None:
@@ -189,8 +187,8 @@ class Crowd:
             digest=simulation.digest,
             num_steps=num_steps,
             num_output=self._num_output,
-            num_tokens=self._num_tokens,
-            seconds=self._seconds,
+            num_tokens=planned.num_tokens,
+            seconds=planned.seconds + self.kind.tick * (num_steps - planned.num_full),
             num_idle=self._num_idle,
             num_rescued=stats.num_rescued_steps,
             num_taken=simulation.clients.num_accepted,

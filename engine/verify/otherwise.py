@@ -1,4 +1,4 @@
-"""What the other interpreter of ``elsewhere`` does: changes the world, then plans what it is given.
+"""What another interpreter does (see ``elsewhere``): changes the world, plans what it is given.
 
 Nothing here is imported by an engine. The world is changed after the engine was imported and before
 the policy is, so that ``from time import time`` in its module gets the other clock too.
@@ -10,31 +10,66 @@ import datetime
 import importlib
 import importlib.util
 import os
-import pickle
 import random
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, BinaryIO
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
+from engine.config.sched import SchedulerConfig
 from engine.sched.plugins import hooks
+from engine.sched.policy import Policy
+from engine.verify.case import Case
 from engine.verify.crowd import KINDS, Crowd
 from engine.verify.draw import draw_case
-from engine.verify.elsewhere import (
-    ADDRESSES,
-    CLOCKS,
-    DICE,
-    ENVIRONMENT,
-    PARTS,
-    PROCESS,
-    Answer,
-    Asked,
-    Source,
-    with_policy,
-)
 from engine.verify.simulation import Simulation
+
+HASHES = "hashes of strings"
+ADDRESSES = "addresses of objects"
+CLOCKS = "clocks"
+DICE = "dice of the process"
+PROCESS = "number of the process"
+ENVIRONMENT = "environment variables"
+PARTS = (HASHES, ADDRESSES, CLOCKS, DICE, PROCESS, ENVIRONMENT)
+"""What two such interpreters differ in."""
+
+
+class Source(NamedTuple):
+    """Where another process finds the policy."""
+
+    named: str | None
+    """By name or dotted path; ``None``: in a module."""
+    module: str = ""
+    file: str | None = None
+    """Of the module, if it cannot be imported by name."""
+    qualname: str = ""
+    given: Policy | None = None
+    """An object of that class."""
+
+
+class Asked(NamedTuple):
+    """What the other process is to do: plan the case of a seed, a given one, or a crowd."""
+
+    seed: int | None = None
+    case: Case | None = None
+    """With any policy: it is replaced by the one that was found there."""
+    crowd: str = ""
+    num_steps: int = 0
+    """In which requests of the crowd keep coming."""
+
+
+class Answer(NamedTuple):
+    """What came of it."""
+
+    digest: str
+    """Of all plans, or the error that ended the run."""
+    reads: tuple[str, ...] = ()
+    """What hooks have read of the environment, with the line."""
+
 
 HOURS = 7.3  # between the times of day of two such interpreters
 PACE = 1.7  # of the clocks, to the power of the seed
@@ -45,24 +80,26 @@ READERS = (os.__file__, "<frozen os>", "<frozen _collections_abc>")  # through w
 UNKNOWN = "1"  # the value of an environment variable that is not set, in every second interpreter
 
 
-def serve() -> None:
-    """Answer what comes on standard input, until it ends."""
-    answers, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
-    os.dup2(2, 1)  # what a policy prints must not get between the answers
-    source, options, number, parts = pickle.load(sys.stdin.buffer)
+def serve(line: Connection) -> None:
+    """Answer what comes on the line, until it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # what a policy prints there is no word of ours
+        os.dup2(nowhere, output)
+    source, options, number, parts = line.recv()
     world = World(number, parts, source.module or (source.named or "").rpartition(".")[0])
     try:
         policy = load(source)
+        given = line.recv()
     except BaseException as error:  # importing an author's module may raise anything
-        _send(answers, f"the policy cannot be loaded there: {type(error).__name__}: {error}")
+        line.send(f"the policy cannot be loaded there: {type(error).__name__}: {error}")
         return
-    _send(answers, None)
+    line.send(None)
     while True:
         try:
-            asked = pickle.load(sys.stdin.buffer)
+            asked = line.recv()
         except EOFError:
             return
-        _send(answers, answer(asked, policy, options, world))
+        line.send(answer(asked, policy if given is None else given, options, world))
 
 
 def answer(asked: Asked, policy: Any, options: dict[str, Any] | None, world: World) -> Answer:
@@ -91,6 +128,13 @@ def digest_of(asked: Asked, policy: Any, options: dict[str, Any] | None) -> str:
     return Simulation(case, every=2**62, leaks=False).run().digest
 
 
+def with_policy(case: Case, policy: Any, options: dict[str, Any]) -> Case:
+    """The same case under another policy."""
+    given = {**vars(case.setup.config), "scheduling_policy": policy, "policy_options": options}
+    setup = msgspec.structs.replace(case.setup, config=SchedulerConfig(**given))
+    return msgspec.structs.replace(case, setup=setup)
+
+
 def load(source: Source) -> Any:
     """The policy, as it was given. Raises whatever its module does."""
     if source.named is not None:
@@ -101,7 +145,7 @@ def load(source: Source) -> Any:
         found = None
     if source.module == "__main__" or not isinstance(found, type):
         found = _look_up(_from_file(source.module, source.file), source.qualname)
-    return found if source.pickled is None else pickle.loads(source.pickled)
+    return found
 
 
 def _look_up(module: Any, qualname: str) -> Any:
@@ -122,11 +166,6 @@ def _from_file(name: str, file: str | None) -> Any:
     if name == "__main__":
         module.__name__ = name
     return module
-
-
-def _send(answers: BinaryIO, value: object) -> None:
-    pickle.dump(value, answers)
-    answers.flush()
 
 
 class World:

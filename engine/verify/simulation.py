@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 from collections import deque
+from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
@@ -60,6 +61,17 @@ class Outcome(NamedTuple):
     num_followed: int = 0  # requests that have ended as their grammar says, which serves
 
 
+@dataclass
+class Planned:
+    """Sums over all steps until now."""
+
+    num_tokens: int = 0
+    num_full: int = 0
+    """Steps with tokens."""
+    seconds: float = 0.0
+    """That the worker took."""
+
+
 class Simulation:
     """One run of a case. Every method raises ``AssertionError`` for what must not be.
 
@@ -81,8 +93,7 @@ class Simulation:
         self.case = case
         self.now = self.latest = 0.0
         self.num_steps = 0
-        self.num_tokens = 0  # planned
-        self.seconds = 0.0  # that the worker took
+        self.planned = Planned()
         self.halves = self._make_halves(setup, halves)
         self.clients = Clients(
             setup.config.max_model_len,
@@ -120,7 +131,6 @@ class Simulation:
         )
         self._leaks = leaks
         self._fixed = (1, 8)[setup.seed % 3 > 0]  # what a step costs, in tokens
-        self._num_full = 0  # steps with tokens
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
         self._is_undrawn = False  # the newest step in flight waits for its masks
         self._pace = Random(setup.seed)
@@ -214,8 +224,8 @@ class Simulation:
         self._tick()
         plan = scheduler.schedule()
         self.num_steps += 1
-        self.num_tokens += plan.num_tokens
-        self._num_full += bool(plan.num_tokens)
+        self.planned.num_tokens += plan.num_tokens
+        self.planned.num_full += bool(plan.num_tokens)
         for column in (plan.rows, plan.starts, plan.counts, plan.block_ids):
             self._trace.update(column.tobytes())
         self.invariants.planned(plan)
@@ -225,7 +235,7 @@ class Simulation:
             return False
         result = self.worker.launch(plan)
         result.seconds = (self._fixed + plan.num_tokens) * self.case.setup.tick / 16
-        self.seconds += result.seconds
+        self.planned.seconds += result.seconds
         self.invariants.launched()
         self._flight.append((plan, result))
         self._is_undrawn = plan.masks is not None
@@ -267,7 +277,7 @@ class Simulation:
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
         self.clients.check_over()
-        check_stats(scheduler, self.num_tokens, self._num_full)
+        check_stats(scheduler, self.planned.num_tokens, self.planned.num_full)
         self.truth.check()
         self.invariants.ended(leaks=self._leaks)
         self.counts.check(self.halves.resources)

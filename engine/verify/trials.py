@@ -24,13 +24,8 @@ from engine.verify.books import find_growth
 from engine.verify.case import Case
 from engine.verify.crowd import ALIKE, KINDS, MIXED, USERS, Crowd, Kind, Seen, Starved
 from engine.verify.draw import draw_case
-from engine.verify.elsewhere import (
-    PARTS,
-    Asked,
-    Elsewhere,
-    source_of,
-    with_policy,
-)
+from engine.verify.elsewhere import Elsewhere, source_of
+from engine.verify.otherwise import PARTS, Asked, with_policy
 from engine.verify.shrink import GoesOn, shrink, to_its_end
 from engine.verify.simulation import Simulation
 from engine.verify.starvation import Outcome, Waited, wait_in_overload
@@ -336,7 +331,11 @@ def _begin_elsewhere(
     except ConfigError as error:
         trials.not_shown.append(f"{_NOT_ELSEWHERE}: {error}")
         return None
-    first, second = (stack.enter_context(Elsewhere(source, options, n)) for n in (1, 2))
+    try:
+        first, second = (stack.enter_context(Elsewhere(source, options, n)) for n in (1, 2))
+    except ConfigError as error:
+        trials.not_shown.append(f"{_NOT_ELSEWHERE}: {error}")
+        return None
     for asked in _questions():
         first.begin(asked)
         second.begin(asked)

@@ -5,6 +5,7 @@ Schedulers and KV
       tests.
   fakes: Stand-ins that do exactly what a test says: a core without a model, a clock without
       time.
+  faulty_policies: policies with one fault each, which `metronome verify` has to find
   stretched: Random engines and workloads on a virtual clock, run step by step and with stretches:
       two traces that must be equal to the last bit.
   timed: Runs on a clock of their own, for tests of what a policy prefers.
