@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from engine.errors import ConfigError
 from engine.sched.plugins.find import find_policy
 from engine.sched.policy import Policy
+from engine.sched.predict.lengths import GuardedPredictor
 from engine.verify.books import find_growth
 from engine.verify.case import Case
 from engine.verify.crowd import ALIKE, KINDS, MIXED, USERS, Crowd, Kind, Seen, Starved
@@ -260,8 +261,11 @@ def _words(code: CodeType) -> Iterator[str]:
 
 def check_predictor(simulation: Simulation) -> None:
     """Has the predictor of lengths given sensible answers only?"""
-    failure = getattr(simulation.scheduler.view.predictor, "first_failure", "")
-    assert not failure, failure
+    predictor = simulation.scheduler.view.predictor
+    if isinstance(predictor, GuardedPredictor):
+        assert not predictor.num_failures, predictor.first_failure
+        lowest = predictor.lowest
+        assert lowest >= 0, f"length predictor {predictor.name} predicts {lowest} output tokens"
 
 
 def _broken(case: Case, broken: Broken, kind: Kind, goes_on: GoesOn) -> Failure:

@@ -203,8 +203,8 @@ class PredictsAnything(Predictor):
 @pytest.mark.parametrize(
     ("predictor", "message"),
     [
-        (PredictsNothing, "predicts nan output tokens, must be 0 or more"),
-        (PredictsBelowZero, "predicts -5 output tokens, must be 0 or more"),
+        (PredictsNothing, "length predictor mine, request .*ValueError"),
+        (PredictsBelowZero, "length predictor mine predicts -5 output tokens"),
         (PredictsWords, "length predictor mine, .*TypeError"),
     ],
 )

@@ -180,8 +180,7 @@ PREDICTORS: dict[str, type[Predictor]] = {
 
 
 class GuardedPredictor:
-    """Wraps a plug-in predictor. If it raises or returns no number that is 0 or more, the longest
-    output is expected.
+    """Wraps a plug-in predictor. If it raises or returns no number, the longest output is expected.
 
     Its answers are clamped to the lengths that the request can still reach. Its first failures are
     logged. A ``RequestError`` passes: the request lacks what the predictor needs.
@@ -192,13 +191,15 @@ class GuardedPredictor:
         self.name = inner.name
         self.num_failures = 0
         self.first_failure = ""
+        self.lowest: float = 0
+        """Of its answers: below 0 nobody can be, and proofs do not let it pass."""
 
     def predict(self, req: Request) -> int:
         try:
             answer = self.inner.predict(req)
-            if not answer >= 0:  # NaN too
-                raise ValueError(f"predicts {answer!r:.80} output tokens, must be 0 or more")
-            return int(bounded(req, answer))
+            bound = int(bounded(req, answer))
+            self.lowest = min(self.lowest, answer)
+            return bound
         except RequestError:
             raise
         except Exception as error:  # plug-in code
