@@ -35,6 +35,7 @@ from engine.messages.requests import (
     as_request_ids,
 )
 from engine.messages.stats import SchedulerStats
+from engine.messages.structured import ObjectRules
 from engine.observe.guard import Failures, Guard
 from engine.observe.histograms import Latencies
 from engine.observe.stats_log import TokenCounts
@@ -288,6 +289,11 @@ class AsyncLLMEngine:
         """Sampling values that the model's makers recommend, by names of ``SamplingParams``: for
         those who make parameters; requests take them as they are."""
         return self._session.recommended
+
+    @property
+    def object_rules(self) -> ObjectRules:
+        """What objects of JSON schemas may have where a request does not say it."""
+        return self._session.inputs.object_rules
 
     @property
     def max_model_len(self) -> int:

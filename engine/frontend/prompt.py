@@ -100,7 +100,7 @@ class ModelLimits:
     """Ids that end text: of config, generation config and tokenizer together."""
     scheduling_policy: str
     seed: int
-    objects: ObjectRules = NO_RULES
+    object_rules: ObjectRules = NO_RULES
     """For objects of JSON schemas, where a request says nothing of them."""
 
 
@@ -173,6 +173,11 @@ class InputProcessor:
         )
 
     @property
+    def object_rules(self) -> ObjectRules:
+        """What objects of JSON schemas may have where a request does not say it."""
+        return self._limits.object_rules
+
+    @property
     def max_model_len(self) -> int:
         """Tokens of the longest prompt with its output."""
         return self._limits.max_model_len
@@ -203,7 +208,7 @@ class InputProcessor:
                 "tokenizer names a token that ends text: set eos_token_id in config.json",
                 param="structured_outputs",
             )
-        grammar = grammar_of(params.structured_outputs, self._limits.objects)
+        grammar = grammar_of(params.structured_outputs, self.object_rules)
         check_finite(grammar)
         return grammar
 

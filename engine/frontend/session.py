@@ -228,7 +228,7 @@ def _limits(
         eos_token_ids=tuple(i for i in dict.fromkeys(eos) if 0 <= i < decided.vocab_size),
         scheduling_policy=config.scheduler.scheduling_policy,
         seed=config.model.seed,
-        objects=ObjectRules(config.additional_properties, config.property_order),
+        object_rules=ObjectRules(config.additional_properties, config.property_order),
     )
 
 

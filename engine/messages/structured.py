@@ -144,6 +144,13 @@ class ObjectRules(NamedTuple):
     additional_properties: AdditionalProperties | None = None
     property_order: PropertyOrder | None = None
 
+    def or_else(self, others: ObjectRules) -> ObjectRules:
+        """These, and the others where there are none."""
+        return ObjectRules(
+            self.additional_properties or others.additional_properties,
+            self.property_order or others.property_order,
+        )
+
 
 NO_RULES = ObjectRules()
 

@@ -210,11 +210,13 @@ class Dialogue:
     async def _form(self, prompt: str) -> StructuredOutputsParams | None:
         """Raises ``ApiError`` for schemas of tools that cannot be enforced."""
         form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
+        rules = self._asked.objects.or_else(self._voice.model.engine.object_rules)
         if tools is None:
             found = form_of_answer(speech, tools, form, prompt)
         else:
+            tools = tools._replace(objects=rules)
             found = await asyncio.to_thread(form_of_answer, speech, tools, form, prompt)
-        return None if found is None else with_rules(found, self._asked.objects)
+        return None if found is None else with_rules(found, rules)
 
 
 def check_asked(asked: ChatRequest) -> None:

@@ -123,11 +123,11 @@ def test_a_schema(client: Any) -> None:
         seed=1,
     )
     assert json.loads(answer.choices[0].message.content)["kind"] in ("tea", "milk")
-    with pytest.raises(openai.BadRequestError, match="uniqueItems"):
+    with pytest.raises(openai.BadRequestError, match="divisibleBy"):
         client.completions.create(
             model=MODEL,
             prompt="x",
-            extra_body={"structured_outputs": {"json": {"type": "array", "uniqueItems": True}}},
+            extra_body={"structured_outputs": {"json": {"type": "integer", "divisibleBy": 3}}},
         )
 
 

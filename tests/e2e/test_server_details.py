@@ -294,6 +294,46 @@ def test_what_no_text_could_satisfy_is_a_mistake_of_the_request(
     assert status == 400 and body["error"]["param"] == param, body
 
 
+TWO = {"properties": {"a": {"const": 1}}, "not": {"maxProperties": 1}, "required": ["a"]}
+PAIR = {"type": "object", "propertyNames": {"enum": ["a", "b"]}, **TWO}
+CALL = {"name": "keep", "parameters": PAIR, "strict": True}
+OBJECTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "structured_outputs": (
+        "/v1/completions",
+        {"prompt": "x", "structured_outputs": {"json": PAIR}},
+    ),
+    "response_format": (
+        "/v1/chat/completions",
+        {**CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": PAIR}}},
+    ),
+    "a strict tool": (
+        "/v1/chat/completions",
+        {**CHAT, "tools": [{"type": "function", "function": CALL}], "tool_choice": "required"},
+    ),
+    "a response": (
+        "/v1/responses",
+        {"input": "x", "text": {"format": {"type": "json_schema", "schema": PAIR}}},
+    ),
+    "a message": (
+        "/v1/messages",
+        {**CHAT, "max_tokens": 9, "output_format": {"type": "json_schema", "schema": PAIR}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_what_objects_may_have_is_said_by_the_request(server: Served, name: str) -> None:
+    """Two properties, of which the schema names one: no closed object has them."""
+    path, asked = OBJECTS[name]
+    asked = {"model": MODEL, **asked}
+    status, body = post(server, path, **asked, additional_properties="open")
+    assert status == 200, body
+    status, body = post(server, path, **asked, additional_properties="closed")
+    assert status == 400 and "contradicts itself" in body["error"]["message"], body
+    status, body = post(server, path, **asked, property_order="sideways")
+    assert status == 400 and "property_order" in body["error"]["message"], body
+
+
 def test_whitespace_by_its_pattern(server: Served) -> None:
     for pattern, text in (("[ ]{2}", '{  "a"  :  [  1  ]  }'), ("", '{"a":[1]}')):
         form = {"json": {"const": {"a": [1]}}, "whitespace_pattern": pattern}

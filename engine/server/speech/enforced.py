@@ -10,7 +10,7 @@ import msgspec
 
 from engine.core.build import fault_of_grammar
 from engine.messages.finite import endless
-from engine.messages.structured import Grammar, StructuredOutputsParams, form_of
+from engine.messages.structured import Grammar, ObjectRules, StructuredOutputsParams, form_of
 from engine.server.errors import ApiError
 from engine.server.speech.tools import Tool, Tools
 
@@ -23,12 +23,12 @@ logger = logging.getLogger("engine.server")
 def enforceable(tools: Tools) -> Tools:
     """The same tools; one whose schema cannot be enforced takes any arguments if it is not strict.
     Raises ``ApiError`` for one that is. Takes milliseconds for each schema that is new."""
-    return tools._replace(all=[_enforceable(tool) for tool in tools.all])
+    return tools._replace(all=[_enforceable(tool, tools.objects) for tool in tools.all])
 
 
-def is_too_large(form: StructuredOutputsParams) -> bool:
+def is_too_large(form: StructuredOutputsParams, rules: ObjectRules) -> bool:
     """Whether it cannot be compiled as a whole, of which each part can be."""
-    whole = form_of(form)
+    whole = form_of(form).with_rules(rules)
     size = len(whole.text) + sum(len(part.text) for part in whole.parts)
     if why := (_fault_of_whole if size <= MAX_KEPT_WHOLE else fault_of_grammar)(whole):
         logger.warning("parameters of tools that are not strict are not enforced: %s", why)
@@ -40,12 +40,12 @@ def unenforced(tools: Tools) -> Tools:
     return tools._replace(all=[tool._replace(is_enforced=tool.is_strict) for tool in tools.all])
 
 
-def _enforceable(tool: Tool) -> Tool:
+def _enforceable(tool: Tool, rules: ObjectRules) -> Tool:
     schema = tool.parameters
     try:
         text = msgspec.json.encode(schema).decode()
         look = fault_of if len(text) <= MAX_KEPT_CHARS else fault_of.__wrapped__
-        why = look(text, is_strict=tool.is_strict)
+        why = look(text, rules, is_strict=tool.is_strict)
     except (ValueError, TypeError, RecursionError) as error:
         why = str(error)
     if not why:
@@ -63,11 +63,11 @@ def _enforceable(tool: Tool) -> Tool:
 
 
 @lru_cache(maxsize=1024)
-def fault_of(schema: str, *, is_strict: bool) -> str:
+def fault_of(schema: str, rules: ObjectRules, *, is_strict: bool) -> str:
     """Why a schema, as JSON, cannot be enforced; "" if it can be."""
     if why := endless(msgspec.json.decode(schema)):
         return f"the schema {why}"
-    return fault_of_grammar(schema_of_arguments(schema, is_strict=is_strict))
+    return fault_of_grammar(schema_of_arguments(schema, is_strict=is_strict).with_rules(rules))
 
 
 def schema_of_arguments(schema: Any, *, is_strict: bool) -> Grammar:

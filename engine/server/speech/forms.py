@@ -48,7 +48,9 @@ def form_of_answer(
         return None if text is None else _after_thinking(speech, text, prompt)
     tools = enforceable(tools)
     form = _with_calls(speech, tools, text, prompt)
-    if any(not tool.is_strict and tool.is_enforced for tool in tools.all) and is_too_large(form):
+    if any(not tool.is_strict and tool.is_enforced for tool in tools.all) and is_too_large(
+        form, tools.objects
+    ):
         form = _with_calls(speech, unenforced(tools), text, prompt)
     return form
 

@@ -9,6 +9,7 @@ import re
 from typing import Any, Literal, NamedTuple
 
 from engine.config.near import near_value
+from engine.messages.structured import NO_RULES, ObjectRules
 from engine.server.errors import ApiError
 from engine.server.speech.custom import function_of, schema_of_input
 
@@ -53,6 +54,7 @@ class Tools(NamedTuple):
     all: list[Tool]
     choice: Mode
     is_single: bool  # one call in an answer at most
+    objects: ObjectRules = NO_RULES  # of their arguments
 
     @property
     def told(self) -> list[dict[str, Any]]:
