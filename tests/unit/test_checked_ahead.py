@@ -168,3 +168,13 @@ def test_the_texts_of_a_pattern_are_found_where_they_are_few() -> None:
         assert few_texts(pattern) == texts
     for pattern in ("ab", "^a*$", "^[^a]$", "^a|b$", "^(?=a)a$", r"^[\w]$", "^[a-z]{2}$", "^(a$"):
         assert few_texts(pattern) is None, pattern
+
+
+def test_an_exponent_that_leads_out_of_the_range_is_not_begun() -> None:
+    low, high = -3.4e38, 3.4e38
+    checker = Checker({"type": "number", "minimum": low, "maximum": high, "multipleOf": 0.5})
+    for text, is_begun in (
+        *((b"1e38", True), (b"1e39", False), (b"-1e+38", True), (b"-1E+39", False)),
+        *((b"340.5e36", False), (b"0e99", True), (b"5e-1", True), (b"1" * 50, True)),
+    ):
+        assert checker.begin().feed(text) == is_begun, text

@@ -7,13 +7,14 @@ what a name or a value would bring about only where other rules depend on it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from engine.structured.checked.demands import UNKNOWN, Verdict
-from engine.structured.checked.exact import Exact
+from engine.structured.checked.exact import Exact, Number, number_of
 from engine.structured.checked.frames import MOST_NESTED, UNSEEN, Frame, verdicts_on, with_news
-from engine.structured.checked.places import KINDS, Table, Vector
+from engine.structured.checked.places import KINDS, Place, Table, Vector
 
 Found = TypeVar("Found")
 Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
@@ -21,6 +22,7 @@ MOST_NAMES = 256  # that are looked at one by one
 MOST_MISSING = 64  # ways to add members that are tried
 MOST_LOOKS = 200  # values that are looked at for one question
 MOST_KEPT = 4_000  # answers
+_GROWING = re.compile(rb"-?[0-9.]+[eE]\+?[0-9]+")  # with further digits, farther from zero
 MAX_DEPTH, MAX_COMPARED_DEPTH = 2, 6  # values that are looked at, one after the other
 OTHER_NAME = "\uffff another"
 
@@ -115,6 +117,8 @@ class Ahead:
         """Whether these digits, or more after them, are a number that is right."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
+        if _GROWING.fullmatch(text):
+            return self._is_within(place, number_of(text.decode()))
         if not place.is_of_whole_numbers or not text.isdigit():
             return True
         number = int(text)
@@ -127,6 +131,16 @@ class Ahead:
             if any(self._is_number(frame, number * scale + more) for more in range(scale)):
                 return True
         return most is None or number * 1000 <= most
+
+    def _is_within(self, place: Place, number: Number) -> bool:
+        """Whether a number that can only go farther from zero is within its range."""
+        if place.most_number is not None and number > max(place.most_number, 0):
+            self.why = "maximum"
+            return False
+        if place.least_number is not None and number < min(place.least_number, 0):
+            self.why = "minimum"
+            return False
+        return True
 
     def _is_number(self, frame: Frame, number: int) -> bool:
         assert frame.open is not None, "a value is expected"

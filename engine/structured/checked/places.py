@@ -161,6 +161,12 @@ class Place:
         return min((each for each in found if each is not None), default=None)
 
     @cached_property
+    def least_number(self) -> Number | None:
+        """No number below is right."""
+        found = [self.rules[number].least for number in self.must]
+        return max((each for each in found if each is not None), default=None)
+
+    @cached_property
     def is_of_whole_numbers(self) -> bool:
         """Whether numbers must be whole, and more is demanded of them than a grammar holds."""
         own = [self.rules[number] for number in self.must]

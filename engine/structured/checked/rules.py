@@ -72,6 +72,7 @@ class Rule:
         self.most_chars: int | None = None
         self.numbers: list[NumberCheck] = []
         self.most: Number | None = None  # no number above is right
+        self.least: Number | None = None  # and none below
         # All numbers, or all strings, that it allows, if they are few.
         self.domain: range | None = None
         self.few_texts: dict[str, None] | None = None
@@ -315,6 +316,8 @@ def _bound(keyword: str, holds: Callable[[Number, Number], bool]) -> Keyword:
             rule.numbers.append((keyword, lambda number: holds(number, limit)))
             if keyword.endswith("aximum"):
                 rule.most = limit if rule.most is None else min(rule.most, limit)
+            else:
+                rule.least = limit if rule.least is None else max(rule.least, limit)
 
     return read
 
