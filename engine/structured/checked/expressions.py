@@ -8,6 +8,13 @@ from functools import lru_cache
 
 from engine.structured.schemas import SchemaError
 
+MAX_SECONDS = 0.05  # for one look at one text
+# What only looser readers take: repeats of nothing, brackets that are not escaped.
+_ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}", re.S)
+_LOOSE = re.compile(
+    r"(?:^|[\^$(|])[*+?](?<!\(\?)|[\]{}]|[*+?][*+]|\(\?[^:=!<]|\(\?<?[=!][^()]*\)[*+?]"
+)
+_NO_ESCAPE = re.compile(r"\\[^dDwWsSbBtnvfr0-9cxukpP^$\\.*+?()\[\]{}|/-]")
 _SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
 _CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": _SPACE}
 _OTHERS = {r"\D": "0-9", r"\W": "A-Za-z0-9_", r"\S": _SPACE}
@@ -23,16 +30,33 @@ def searcher(pattern: str) -> Callable[[str], bool]:
         found = regex.compile(_of_python(pattern), regex.V0)
     except regex.error as error:
         raise SchemaError(f"pattern is {pattern!r:.80}, which is no expression: {error}") from error
-    return lambda text: found.search(text) is not None
+
+    def is_found(text: str) -> bool:
+        try:
+            return found.search(text, timeout=MAX_SECONDS) is not None
+        except TimeoutError as error:
+            raise SchemaError(
+                f"pattern is {pattern!r:.80}, which takes too long to be looked for: write it "
+                "without repeats of repeats"
+            ) from error
+
+    return is_found
 
 
 def is_expression(pattern: str) -> bool:
-    """Whether it is one."""
+    """Whether it is one, by ECMAScript's stricter rules."""
+    bare = _ESCAPED_OR_CLASS.sub(_kept_repeat, pattern)
+    if _LOOSE.search(bare) or _NO_ESCAPE.search(pattern.replace("\\\\", "")):
+        return False
     try:
         searcher(pattern)
     except SchemaError:
         return False
     return True
+
+
+def _kept_repeat(found: re.Match[str]) -> str:
+    return "*" if found[0].startswith("{") else "a"
 
 
 def _of_python(pattern: str) -> str:

@@ -17,6 +17,7 @@ _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:(?:[0-5]\d|60)(?:\.\d+)?" + _OFFSET
 _LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
 _HOST = rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
+_IDN_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7F\s])+"
 _QUOTED = r'"(?:[\x20\x21\x23-\x5B\x5D-\x7E]|\\[\x20-\x7E])*"'
 _LOCAL = rf"(?:{_ATOM}(?:\.{_ATOM})*|{_QUOTED})"
 _DURATION = (
@@ -89,6 +90,12 @@ def _ipv4(text: str) -> bool:
     return text.isascii()
 
 
+def _host(text: str) -> bool:
+    """A label with two hyphens in third place is one in another alphabet, written in this."""
+    others = [label for label in text.split(".") if label[2:4] == "--"]
+    return _ascii_host(text) and (not others or _idn_host(".".join(others)))
+
+
 def _idn_host(text: str) -> bool:
     import idna
 
@@ -96,7 +103,7 @@ def _idn_host(text: str) -> bool:
         written = idna.encode(text).decode()
     except UnicodeError:
         return False
-    return _host(written)
+    return _ascii_host(written)
 
 
 def _email(text: str) -> bool:
@@ -111,7 +118,7 @@ def _email(text: str) -> bool:
 
 def _idn_email(text: str) -> bool:
     local, _, host = text.rpartition("@")
-    return bool(local) and not re.search(r"[\s@]", local) and _idn_host(host)
+    return _idn_local(local) and len(local) <= 64 and _idn_host(host)
 
 
 def _time(text: str) -> bool:
@@ -133,8 +140,9 @@ def _date_time(text: str) -> bool:
 
 _date = _matching(f"(?a:{DATE})")
 _clock = _matching(f"(?a:{_TIME})")
-_host = _matching(_HOST)
+_ascii_host = _matching(_HOST)
 _local = _matching(_LOCAL)
+_idn_local = _matching(rf"(?:{_IDN_ATOM}(?:\.{_IDN_ATOM})*|{_QUOTED})")
 _uri, _uri_reference = _reference("")
 _iri, _iri_reference = _reference(_MORE)
 FORMATS: dict[str, Check] = {

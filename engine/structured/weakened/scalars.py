@@ -18,7 +18,7 @@ Loosen = Callable[[str, Any], None]  # a keyword and its value, which the gramma
 WRITTEN = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
 )
-LONGER = ("email",)  # in which the library writes parts of a host that are too long
+LONGER = ("email", "hostname")  # in which the library writes parts of a host that are too long
 _LARGE = 10**18  # the library has no range that ends farther from zero
 
 
