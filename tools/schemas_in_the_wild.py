@@ -44,6 +44,7 @@ from engine.assets import BOX_MODEL  # noqa: E402
 MAX_REFUSED = {"wild": 0.1, "folder": 0.1, "pydantic": 0.0, "zod": 0.0}
 MAX_DEAD_ENDS = 0.01
 NUM_RUNNING = 32
+MAX_SECONDS = 60.0  # for compiling: the machine may be busy
 PROMPT_TOKENS = 64  # at most, of the prompt
 
 
@@ -60,7 +61,7 @@ HEAD = ("schema", "kB", "compiled, s", "texts", "complete", "cut", "invalid", "d
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _options(argv)
-    bench = Bench(options.model)
+    bench = Bench(options.model, MAX_SECONDS)
     kinds = ["folder"] if options.folder else options.kinds.split(",")
     found = [check(bench, kind, options) for kind in kinds]
     if options.json:
@@ -76,7 +77,7 @@ def check(bench: Bench, kind: str, options: argparse.Namespace) -> Checked:
     written = [compiled(bench, one, form) for one in chosen]
     walked = [Outcome(one.asked, one.refusal, one.seconds) for one in written]
     for one in walked:
-        if not one.refusal:
+        if options.walks and not one.refusal:
             walk(bench, one, options.walks, options.max_tokens, form)
     accepted = sum(not one.refusal for one in written)
     print(f"\n{kind}: {accepted} of {len(written)} schemas are compiled", flush=True)

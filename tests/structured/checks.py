@@ -27,12 +27,13 @@ MAX_BOMB_SECONDS = MAX_SECONDS + 60  # a busy machine notices late
 class Bench:
     """A compiler and the tokenizer of one model."""
 
-    def __init__(self, model: Path = BOX_MODEL) -> None:
+    def __init__(self, model: Path = BOX_MODEL, max_seconds: float = MAX_SECONDS) -> None:
         info = read_model_info(model)
         self.eos = info.eos_token_ids
         self.tokenizer = load_tokenizer(ModelConfig(model=str(model)))
         self.num_words = -(-info.vocab_size // WORD)
         self._compiler = guidance_of(self.tokenizer.backend.as_json, info.vocab_size)
+        self._compiler.max_seconds = max_seconds
         self._bytes = byte_tokens(self.tokenizer)
 
     def compiled(self, fields: dict[str, Any]) -> GuidanceCompilation:
