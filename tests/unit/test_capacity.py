@@ -49,9 +49,17 @@ def search(limits: str, seats: int = 1, workload: str = EVEN, **fields: object) 
     return Search(**{**told, **fields})
 
 
-@pytest.mark.parametrize("start", [12.0, 24.9, 400.0])
+SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in (12.0, 400.0)]
+
+
+@pytest.mark.parametrize("start", [24.9, *SLOW_STARTS])
 @pytest.mark.parametrize(
-    ("limits", "seats"), [("ttft.mean<0.5", 1), ("itl.p99<1", 1), ("ttft.p99<0.5,itl.p99<1", 8)]
+    ("limits", "seats"),
+    [
+        pytest.param("ttft.mean<0.5", 1, marks=pytest.mark.slow),
+        pytest.param("itl.p99<1", 1, marks=pytest.mark.slow),
+        ("ttft.p99<0.5,itl.p99<1", 8),
+    ],
 )
 def test_an_even_flow_is_served_up_to_the_seats(limits: str, seats: int, start: float) -> None:
     """A seat serves one request after the other, each in four steps."""
@@ -62,6 +70,7 @@ def test_an_even_flow_is_served_up_to_the_seats(limits: str, seats: int, start: 
     assert found.num_runs <= 16 and found.num_requests == 200
 
 
+@pytest.mark.slow
 def test_a_single_server_waits_as_queueing_theory_says() -> None:
     """Poisson arrivals at one seat: of a load r a request waits for r / (2 (1 - r)) of a service in
     the mean (Pollaczek and Khinchine): half a service at a load of a half."""
@@ -75,12 +84,14 @@ def test_a_single_server_waits_as_queueing_theory_says() -> None:
     assert found[0].limited_by == "delay.mean<0.005"
 
 
+@pytest.mark.slow
 def test_the_first_limit_that_breaks_is_named() -> None:
     assert highest(search("itl.p99<0.5")).limited_by in (GROWS, FULL)
     none = highest(search("itl.p99<0.009"))  # less than a step
     assert (none.rate, none.limited_by) == (0.0, "itl.p99<0.009")
 
 
+@pytest.mark.slow
 def test_who_refuses_has_no_capacity_by_it() -> None:
     """Nine of ten requests are not taken, and nothing else would limit it."""
     found = highest(search("ttft.p99<0.5", policy=REFUSES))
@@ -104,6 +115,7 @@ def told(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> str
     return capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_table_of_capacities(capsys: pytest.CaptureFixture[str]) -> None:
     asked = ["compare", "fcfs", "--capacity", "ttft.p99<0.1", "--sweep", "max_num_seqs=2,16"]
     assert main([*asked, *SHORT, "--seeds", "3"]) == 0
@@ -153,6 +165,7 @@ def test_a_cell_is_of_all_seeds_or_says_of_how_many() -> None:
     assert row["policy"] == "" and row["left_out"] == "x: it raised"
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_not_its_own_has_no_capacity(capsys: pytest.CaptureFixture[str]) -> None:
     broken = "support.lab_policies.Broken"
     rows = json.loads(
@@ -166,6 +179,7 @@ def test_a_policy_that_is_not_its_own_has_no_capacity(capsys: pytest.CaptureFixt
     assert last.startswith(f"{broken} is left out, as it has no figures: ")
 
 
+@pytest.mark.slow
 def test_few_requests_have_the_capacity_of_many() -> None:
     """Fewer than a search begins with are as many as that."""
     few, many = (
@@ -175,6 +189,7 @@ def test_few_requests_have_the_capacity_of_many() -> None:
     assert few == many and few.num_requests >= 200
 
 
+@pytest.mark.slow
 def test_a_starved_class_is_no_capacity() -> None:
     """The long prompts wait for ever above what all of them need, and the queue hardly grows."""
     served = highest(search("ttft.p50<1", 4, workload=TWO, policy=STARVES, least=400))

@@ -14,7 +14,13 @@ from engine.sim.demand import demand, drawn, most_per_second
 from engine.sim.run import Engine, capacity_of, rate_at, run
 from engine.sim.workloads import find_workload
 
-SHIPPED = ("log-uniform(num_requests=40)", "agents(num_requests=40)", "tiers(num_requests=40)")
+SHIPPED = (
+    "log-uniform(num_requests=40)",
+    *(
+        pytest.param(f"{name}(num_requests=40)", marks=pytest.mark.slow)
+        for name in ("agents", "tiers")
+    ),
+)
 SMALL = Engine(max_num_seqs=8, max_num_batched_tokens=128, num_blocks=120)
 SHORT = "log-uniform(prompt_tokens=(8,100),output_tokens=(2,40),num_requests=40)"
 
@@ -32,12 +38,14 @@ def test_ten_seed_bases_have_one_rate(name: str) -> None:
     assert len(set(rates)) == 1 and rates[0] is not None and rates[0] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tiers", "conversations"])
 def test_more_requests_have_the_same_rate(name: str) -> None:
     few, many = (find_workload(name, num_requests=number) for number in (20, 3000))
     assert rate_at(0.9, few, SMALL) == rate_at(0.9, many, SMALL)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["log-uniform", "tiers", "two-users"])
 def test_it_is_what_long_backlogs_are_served_at(name: str) -> None:
     """In the mean over seeds, whose own rates differ by more."""
