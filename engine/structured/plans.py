@@ -46,5 +46,6 @@ def _plan(text: bytes, is_closed: bool, is_open: bool, is_free: bool, is_lenient
         schema = only_named(schema)
     elif not is_open:
         schema = closed(schema)
-    made = written(schema, is_free=is_free, is_lenient=is_lenient)
+    is_closed = not (is_closed or is_open)
+    made = written(schema, is_free=is_free, is_lenient=is_lenient, is_closed=is_closed)
     return Plan(schema, made.schema, made.needs_checker, made.may_repeat)

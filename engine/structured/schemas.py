@@ -74,12 +74,21 @@ def of_rust(pattern: str) -> str:
     One beside a hyphen is left: within a class it might become the end of a range, which the
     library refuses to have from a class.
     """
-    parts = re.findall(r"\\.|.", pattern, flags=re.S)
+    parts = _without_nesting(re.findall(r"\\.|.", pattern, flags=re.S))
     beside = zip(["", *parts], parts, [*parts[1:], ""], strict=False)
     return "".join(
         part if "-" in (before, behind) else _CLASSES.get(part, part)
         for before, part, behind in beside
     )
+
+
+def _without_nesting(parts: list[str]) -> list[str]:
+    """A bracket within a class stands for itself; for the library it begins another."""
+    found, is_within = [], False
+    for part in parts:
+        found.append("\\[" if is_within and part == "[" else part)
+        is_within = part == "[" or (is_within and part != "]")
+    return found
 
 
 def as_given(text: str) -> str:

@@ -9,10 +9,11 @@ from typing import Any
 from engine.structured.checked.expressions import searcher
 from engine.structured.schemas import SchemaError
 from engine.structured.weakened.readings import Part, Reading
-from engine.structured.weakened.shapes import named
+from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
 UNEVALUATED = "unevaluatedProperties"
+LAST = 1 << 30  # behind all that is written in a schema
 
 
 @dataclass
@@ -74,6 +75,28 @@ class Sayings:
             if not each.speaks_of_all and each.patterns.isdisjoint(group):
                 found.append(each.others)
         return found
+
+
+def close(reading: Reading) -> Schema | None:
+    """Leave the properties that it names and those that are only required, if it names some and
+    says nothing of others. Returns the schema that says so, which must stay."""
+    schemas = [part.schema for part in reading.parts if not part.is_silent]
+    said = {key for schema in schemas for key in schema}
+    held = any(UNEVALUATED in holder for holder in reading.holders.values())
+    if held or said & {"additionalProperties", "const", "enum"}:
+        return None
+    names = {name for schema in schemas for name in named(schema.get("properties"))}
+    patterns = {each for schema in schemas for each in named(schema.get("patternProperties"))}
+    least = max((schema.get("minProperties", 0) for schema in schemas), default=0)
+    if not (names or patterns) or (least > len(names) and not patterns):
+        return None
+    required = [name for schema in schemas for name in listed(schema.get("required"))]
+    unnamed = dict.fromkeys((name for name in required if name not in names), True)
+    closing: Schema = {"properties": unnamed, UNEVALUATED: False}
+    reading.holders[id(closing)] = closing
+    whole = [*reading.parts, Part(closing, rank=(LAST,))]
+    reading.parts[:] = [part._replace(holders=(*part.holders, id(closing))) for part in whole]
+    return closing
 
 
 def _group(others: Any, number: int, parts: Sequence[Part]) -> Group:

@@ -102,7 +102,8 @@ class Reader:
     def readings(self, schemas: Sequence[Any]) -> list[Reading]:
         """All ways to satisfy all of them; none if nothing does."""
         done: list[Reading] = []
-        pending = [Reading([Part(each) for each in reversed(schemas)])]
+        first = [Part(each, rank=(number,)) for number, each in enumerate(schemas)]
+        pending = [Reading(first[::-1])]
         while pending:
             reading = pending.pop()
             if not self._read_on(reading):

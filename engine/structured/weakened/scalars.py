@@ -9,6 +9,7 @@ from typing import Any
 from engine.structured.checked.formats import FORMATS
 from engine.structured.schemas import INSTEAD_OF_FORMAT, MORE_OF_FORMAT, of_rust
 from engine.structured.weakened.library import is_taken
+from engine.structured.weakened.looks import LOOKS, PARTS, closing, without_looks
 from engine.structured.weakened.shapes import is_number
 
 Schema = dict[str, Any]
@@ -30,8 +31,8 @@ def strings(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
     more: list[Schema] = []
     has_format = any(name in WRITTEN for name in _each(schemas, "format"))
     for pattern in _each(schemas, "pattern"):
-        if (written := _written(pattern, loosen, has_format=has_format)) is not None:
-            more.append({"pattern": written})
+        written = _written(pattern, loosen, has_format=has_format)
+        more += [{"pattern": each} for each in written]
     for name in _each(schemas, "format"):
         if name in WRITTEN:
             more.append(INSTEAD_OF_FORMAT.get(name, {"format": name}))
@@ -100,24 +101,23 @@ def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
     return list(dict.fromkeys(found))
 
 
-def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> str | None:
-    """The pattern as the library reads it; ``None`` if it takes no part of it."""
+def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
+    """The pattern as the library reads it, in one or several; none if it takes no part of it."""
     written = of_rust(pattern)
     if is_taken(written):
-        return written
+        return [written]
+    apart = [of_rust(each) for each in without_looks(pattern) or ()]
+    if apart and all(map(is_taken, apart)):
+        return apart
     wider = widened(pattern)
     if wider == pattern:
-        return written  # the library says what is wrong
+        return [written]  # the library says what is wrong
     # The checker decides where the text ends. One that a look-around forbids could go on for ever,
     # unless a format leaves little choice.
-    is_held = has_format or not _LOOKS.search(pattern)
+    is_held = has_format or not LOOKS.search(pattern)
     loosen("pattern" if is_held else "look-around", pattern)
     written = of_rust(wider)
-    return written if is_taken(written) else None
-
-
-_LOOKS = re.compile(r"\(\?(?:=|!|<=|<!)")
-_PARTS = re.compile(r"\\k<\w+>|\\[1-9]\d*|\\.|\(\?<(?![=!])|\[(?:\\.|[^\]\\])*\]|.", re.S)
+    return [written] if is_taken(written) else []
 
 
 def widened(pattern: str) -> str:
@@ -125,15 +125,14 @@ def widened(pattern: str) -> str:
     found: list[str] = []
     rest = pattern
     while rest:
-        if look := _LOOKS.match(rest):
-            end = _closing(rest)
+        if LOOKS.match(rest):
+            end = closing(rest)
             if end is None:
                 return pattern  # no pattern at all
-            del look
             rest = re.sub(r"^(?:[*+?]|\{\d+(?:,\d*)?\})\??", "", rest[end + 1 :])
             found.append("(?:)")
             continue
-        part = _PARTS.match(rest)
+        part = PARTS.match(rest)
         assert part is not None, "any character is a part"
         rest = rest[part.end() :]
         found.append(_wider(part[0]))
@@ -150,14 +149,3 @@ def _wider(part: str) -> str:
     if re.fullmatch(r"\\k<\w+>|\\[1-9]\d*", part):
         return r"(?:[\s\S]*)"
     return part
-
-
-def _closing(text: str) -> int | None:
-    """Where the bracket ends that a text begins with."""
-    depth, at = 0, 0
-    for part in _PARTS.finditer(text):
-        at = part.start()
-        depth += part[0].startswith("(") - (part[0] == ")")
-        if depth == 0:
-            return at
-    return None

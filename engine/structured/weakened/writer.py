@@ -23,6 +23,7 @@ from engine.structured.schemas import SchemaError
 from engine.structured.weakened.alternatives import are_apart, part_types
 from engine.structured.weakened.arrays import array
 from engine.structured.weakened.digests import Digests
+from engine.structured.weakened.names import close
 from engine.structured.weakened.objects import Objects, Order, one_of
 from engine.structured.weakened.opposites import EXCEPT
 from engine.structured.weakened.readings import (
@@ -65,17 +66,21 @@ class Written(NamedTuple):
     """Whether it has objects in which a name might come twice."""
 
 
-def written(schema: Any, *, is_free: bool = False, is_lenient: bool = False) -> Written:
+def written(
+    schema: Any, *, is_free: bool = False, is_lenient: bool = False, is_closed: bool = False
+) -> Written:
     """The schema for the library. Raises ``SchemaError`` that names the keyword which nobody
     enforces.
 
     is_free: properties may be written in any order, as those of a schema that is too large for an
-    order; is_lenient: what cannot be enforced is passed over.
+    order; is_lenient: what cannot be enforced is passed over; is_closed: ``closed`` made it, which
+    leaves open what several schemas say of one object together.
     """
     try:
-        return _Writer(schema, "free" if is_free else "schema", is_lenient).whole(schema)
+        order: Order = "free" if is_free else "schema"
+        return _Writer(schema, order, is_lenient=is_lenient, is_closed=is_closed).whole(schema)
     except _TooManyError:
-        return _Writer(schema, "small", is_lenient).whole(schema)
+        return _Writer(schema, "small", is_lenient=is_lenient, is_closed=is_closed).whole(schema)
 
 
 class _TooManyError(Exception):
@@ -85,9 +90,10 @@ class _TooManyError(Exception):
 class _Writer:
     """Writes one document. ``arrays.Writes``."""
 
-    def __init__(self, schema: Any, order: Order, is_lenient: bool) -> None:
+    def __init__(self, schema: Any, order: Order, *, is_lenient: bool, is_closed: bool) -> None:
         self._reader = Reader(Document(schema), is_lenient=is_lenient)
         self._order = order
+        self._is_closed = is_closed
         self._is_lenient = is_lenient
         self._found: dict[Key, Any] = {}
         self._digests = Digests()
@@ -172,6 +178,8 @@ class _Writer:
         readings = self._reader.readings(schemas)
         if not readings:
             return False
+        if self._is_closed and len(schemas) > 1:
+            self._kept += map(close, readings)
         if all(_is_scalar(each) for each in readings):
             return self._value(readings)
         if (known := self._by_readings.get(own := _signature(readings))) is not None:
