@@ -8,10 +8,13 @@ import random
 import jsonschema_rs
 import pytest
 
+from engine.structured.checked.checker import Checker
 from engine.structured.checked.formats import FORMATS
+from engine.structured.schemas import SchemaError
 
 SEED = int(os.environ.get("METRONOME_SEED", "36"))
 MORE = "09aZz-.:/@#?T+ ~{}[]%^$*(,é_"
+SLOW = "^(a|aa)+$"
 RIGHT = {
     "date": ["2020-02-29", "2021-12-31"],
     "time": ["12:34:56Z", "23:59:60Z", "01:02:03.5+05:30"],
@@ -52,3 +55,9 @@ def changed(dice: random.Random, text: str) -> str:
         at = dice.randrange(len(chars) + 1)
         chars[at : at + dice.randrange(2)] = [dice.choice(MORE)] * dice.randrange(2)
     return "".join(chars)
+
+
+def test_a_pattern_that_takes_too_long_is_an_error_that_names_it() -> None:
+    state = Checker({"type": "string", "pattern": SLOW}).begin()
+    with pytest.raises(SchemaError, match="takes too long"):
+        state.feed(b'"' + b"a" * 60 + b'!"')

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from engine.structured.schemas import SchemaError
 
-MAX_SECONDS = 0.05  # for one look at one text
+MAX_SECONDS = 0.5  # for one look at one text, on a busy machine too
 # What only looser readers take: repeats of nothing, brackets that are not escaped.
 _ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}", re.S)
 _LOOSE = re.compile(
