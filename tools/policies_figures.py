@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.cli.lab import cost_line, engine_line
-from engine.sim.estimate import Estimate, mean_over
+from engine.sim.estimate import Estimate, chance, mean_over
 from engine.sim.experiment import in_processes
 from engine.sim.figures import Figures, figures, period_of
 from engine.sim.promises import e2e, ttft
@@ -72,6 +72,8 @@ class Outcome:
     then counts no more than another."""
     is_ratio: bool
     is_equal: bool
+    chance: float = 1.0
+    """How likely a difference is at least as large if there is none."""
 
     @property
     def is_decided(self) -> bool:
@@ -217,16 +219,17 @@ def outcome(policy: dict[str, Any], figure: str) -> Outcome | None:
     if not pairs or len(pairs) < MIN_SEEDS * len(both):
         return None
     is_ratio = is_relative(figure) and all(min(pair) > 0.0 for pair in pairs)
+    by_seed = [log(ours / theirs) if is_ratio else ours - theirs for ours, theirs in pairs]
+    by = mean_over(by_seed)
     if is_ratio:
-        by = Estimate(*(expm1(end) for end in mean_over([log(o / t) for o, t in pairs])))
-    else:
-        by = mean_over([ours - theirs for ours, theirs in pairs])
+        by = Estimate(*map(expm1, by))
     return Outcome(
         ours=sum(ours for ours, _ in pairs) / len(pairs),
         theirs=sum(theirs for _, theirs in pairs) / len(pairs),
         by=by,
         is_ratio=is_ratio,
         is_equal=all(ours == theirs for ours, theirs in pairs),
+        chance=chance(by_seed),
     )
 
 

@@ -12,12 +12,13 @@ from __future__ import annotations
 import argparse
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import isinf
 from pathlib import Path
 from typing import Any
 
 from engine.sched.policies import POLICIES
+from engine.sim.estimate import LEVEL, corrected
 from engine.sim.figures import MAX_RECOMPUTED, MIN_THROUGHPUT
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -29,7 +30,10 @@ from tools.policies_scenes import SCENES, SHOWN, Scene
 ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "policies.md"
 RESULTS = ROOT / "benchmarks" / "results" / "policies.json"
+FRESH = ROOT / "benchmarks" / "results" / "policies_fresh.json"
+"""Figures of claims alone, of other seeds: `policies_fresh` measures them."""
 
+DECIDED = ("as claimed", "the other way")
 NO_REASON = "The reason is not known"
 HEAD = """# Policies that ship
 
@@ -50,9 +54,13 @@ CLAIMED = """
 All of this is simulated, on the scheduler that serves, with steps of made-up cost: signs and rough
 sizes are worth something, numbers are not those of any machine or paper. Each policy gets the same
 requests as `fcfs`. Behind ± stands half of an interval from {seeds} seeds that holds the true value
-19 times in 20; where it holds 0 the figure is undecided. Differences are in % of the figure of
-`fcfs`, by the mean of the logarithms of the seeds' ratios; those of shares are in points, `pt`. A
-source's words are its own, with its own measure.
+19 times in 20. Of {claims} figures that do not differ two would be called different by that, so
+verdicts are corrected for their number (Holm): with 19 in 20 chances not one of those that are not
+so is `as claimed` or `the other way`. One that is decided if it is looked at alone, but not among
+all, is `undecided among {claims}`. `python tools/policies_fresh.py` measures the claims alone, on
+seeds that this page has not seen, and says which keep their verdict. Differences are in % of the
+figure of `fcfs`, by the mean of the logarithms of the seeds' ratios; those of shares are in points,
+`pt`. A source's words are its own, with its own measure.
 
 | policy | its source says | figure, workload | `{base}` | difference | |
 |---|---|---|---|---|---|
@@ -81,8 +89,16 @@ def page(kept: Kept | None, scenes: dict[str, Scene] | None = None) -> str:
     parts = [HEAD, *(_row(name, policy) for name, policy in sorted(POLICIES.items()))]
     if kept is not None:
         scenes = SCENES if scenes is None else scenes
-        parts += [CLAIMED.format(seeds=kept["seeds"], base=BASE), *_claims(kept)]
-        parts += [*_lacks(kept), *_collapses(kept), TABLES]
+        num_claims = len(all_claims(kept))
+        parts.append(CLAIMED.format(seeds=kept["seeds"], base=BASE, claims=num_claims))
+        parts += [
+            *_claims(kept),
+            *_other_rates(kept),
+            *_fresh(kept),
+            *_lacks(kept),
+            *_collapses(kept),
+            TABLES,
+        ]
         for name in kept["scenes"]:
             parts += _scene(name, scenes[name], kept)
     return "".join(parts)
@@ -112,26 +128,86 @@ def of_claim(kept: Kept, policy: str, claim: Claim) -> Outcome | None:
 
 
 def verdict(found: Outcome | None, claim: Claim) -> str:
-    """Whether it is as claimed."""
+    """Whether it is as claimed, looked at alone."""
     if found is None:
         return "no figure"
     if found.is_equal:
         return "equal"
     if not found.is_decided:
         return "undecided"
-    return "as claimed" if (found.by.value > 0) == (claim.direction == HIGHER) else "the other way"
+    return DECIDED[(found.by.value > 0) != (claim.direction == HIGHER)]
+
+
+def all_claims(kept: Kept) -> list[tuple[str, Claim]]:
+    """Those of policies of which there are figures, in the order of the page."""
+    return [
+        (policy, claim)
+        for policy in policies_of(kept)
+        for claim in CLAIMS.get(policy, Claims(claims=())).claims
+    ]
+
+
+def verdicts(kept: Kept, claims: Sequence[tuple[str, Claim]]) -> list[str]:
+    """Of each of these claims, corrected for their number."""
+    found = [of_claim(kept, *each) for each in claims]
+    chances = corrected([1.0 if each is None else each.chance for each in found])
+    said = []
+    for each, (_, claim), likely in zip(found, claims, chances, strict=True):
+        alone = verdict(each, claim)
+        is_chance = alone in DECIDED and likely > 1.0 - LEVEL
+        said.append(f"undecided among {len(claims)}" if is_chance else alone)
+    return said
+
+
+def _other_rates(kept: Kept) -> Iterator[str]:
+    """A word on figures that were measured when a load was another rate."""
+    if "rates" in kept:
+        yield f"\n{kept['rates']}\n"
 
 
 def _claims(kept: Kept) -> Iterator[str]:
-    for policy in policies_of(kept):
-        for claim in CLAIMS.get(policy, Claims(claims=())).claims:
-            found = of_claim(kept, policy, claim)
-            theirs = "-" if found is None else number(claim.figure, found.theirs)
-            said = (
-                f"| `{policy}` | {claim.said} | `{claim.figure}` {claim.direction}, "
-                f"`{claim.scene}` | {theirs} | {change(found)} | {verdict(found, claim)} |\n"
-            )
-            yield said
+    claims = all_claims(kept)
+    for (policy, claim), verdict in zip(claims, verdicts(kept, claims), strict=True):
+        found = of_claim(kept, policy, claim)
+        theirs = "-" if found is None else number(claim.figure, found.theirs)
+        yield (
+            f"| `{policy}` | {claim.said} | `{claim.figure}` {claim.direction}, "
+            f"`{claim.scene}` | {theirs} | {change(found)} | {verdict} |\n"
+        )
+
+
+def _fresh(kept: Kept) -> Iterator[str]:
+    """What became of the verdicts on seeds that the page has not seen."""
+    if not FRESH.exists() or kept["scenes"].keys() != SCENES.keys():
+        return
+    fresh = read(FRESH)
+    decided = decided_claims(kept)
+    if not decided:
+        return
+    lost = lost_verdicts(kept, fresh)
+    num_same, seeds = len(decided) - len(lost), fresh["seeds"]
+    yield f"\nOn {seeds} further seeds {num_same} of the {len(decided)} claims that are decided "
+    yield "above keep their verdict"
+    named = [
+        f"`{policy}`, `{claim.figure}`, `{claim.scene}`: {said}" for policy, claim, said in lost
+    ]
+    yield f"; not so: {'; '.join(named)}.\n" if lost else ".\n"
+
+
+def decided_claims(kept: Kept) -> list[tuple[str, Claim, str]]:
+    """Claims with a verdict, which is the third of each."""
+    claims = all_claims(kept)
+    both = zip(claims, verdicts(kept, claims), strict=True)
+    return [(*each, said) for each, said in both if said in DECIDED]
+
+
+def lost_verdicts(kept: Kept, fresh: Kept) -> list[tuple[str, Claim, str]]:
+    """Claims that are decided by the kept figures, and otherwise or not by fresh ones: what these
+    say is the third of each."""
+    decided = decided_claims(kept)
+    found = verdicts(fresh, [(policy, claim) for policy, claim, _ in decided])
+    both = zip(decided, found, strict=True)
+    return [(policy, claim, now) for (policy, claim, was), now in both if now != was]
 
 
 def _lacks(kept: Kept) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from math import exp, inf, lgamma, log, nan, pi, sqrt
+from math import atan, exp, inf, lgamma, log, nan, pi, sqrt
 from typing import NamedTuple
 
 import numpy as np
@@ -130,6 +130,33 @@ def student(degrees: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if inside(middle) < LEVEL else (low, middle)
     return (low + high) / 2
+
+
+def chance(values: Sequence[float]) -> float:
+    """How likely a mean is at least as far from 0 if the true one is 0 (Student, both sides): 1 for
+    fewer than two values, or if all are 0."""
+    if len(values) < 2 or not any(values):
+        return 1.0
+    degrees, error = len(values) - 1, float(np.std(values, ddof=1)) / sqrt(len(values))
+    if not error:
+        return 0.0
+    # With t = sqrt(degrees) tan(angle) the density becomes a power of the cosine.
+    angle = atan(abs(_mean(values)) / error / sqrt(degrees))
+    outside, inside = (
+        float(np.trapezoid(np.cos(points) ** (degrees - 1), points))
+        for points in (np.linspace(angle, pi / 2, 4001), np.linspace(0.0, pi / 2, 4001))
+    )
+    return outside / inside
+
+
+def corrected(chances: Sequence[float]) -> list[float]:
+    """Chances of several tests, so corrected for their number (Holm) that with the level as bound
+    any one of them is wrong with at most that probability."""
+    found, worst = [1.0] * len(chances), 0.0
+    for rank, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
+        worst = max(worst, min(1.0, (len(chances) - rank) * chances[place]))
+        found[place] = worst
+    return found
 
 
 def _mean(values: Sequence[float]) -> float:

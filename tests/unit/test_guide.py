@@ -16,6 +16,7 @@ from engine.sched import Policy, Resource, Scheduler
 from engine.sched.plugins.hooks import HOOKS
 from engine.sim.figures import figures
 from engine.sim.run import run
+from tools.guide_members import document
 
 GUIDE = Path(__file__).parents[2] / "docs" / "policy-guide.md"
 TEXT = GUIDE.read_text(encoding="utf-8")
@@ -96,3 +97,13 @@ def test_its_commands_exist() -> None:
     )
     commands = {make_parser().parse_args(shlex.split(line)).command for line in lines}
     assert commands == {"policies", "simulate", "compare", "verify", "replay"}
+
+
+def test_members_of_the_view_are_those_of_the_code() -> None:
+    assert document() == TEXT, "run: python tools/guide_members.py"
+    for member in (
+        "view.cost.step_seconds(num_seqs: int",
+        "view.kv.peak(reqs",
+        "view.lengths.mean(",
+    ):
+        assert f"| `{member}" in TEXT

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from engine.sched.policies import POLICIES
+from engine.sim.estimate import chance, corrected, mean_over
 from engine.sim.run import Engine
 from tools import policies_table
 from tools.policies_claims import CLAIMS, HIGHER, LOWER, Claim
@@ -176,3 +177,47 @@ def test_a_scene_of_all_at_once_has_no_rate() -> None:
     assert found is not None
     assert found["scenes"]["log-uniform"]["rate"] is None
     assert "all at once;" in policies_table.page(found, scenes)
+
+
+def test_a_chance_is_that_of_students_interval() -> None:
+    """An interval that just holds 0 is a chance of 1 in 20."""
+    values = [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    touching = [value - mean_over(values).low for value in values]
+    assert chance(touching) == pytest.approx(0.05, abs=1e-6)
+    assert chance([1.0, -1.0]) == pytest.approx(1.0)
+    assert chance([0.0, 0.0]) == 1.0 and chance([2.0]) == 1.0 and chance([2.0, 2.0]) == 0.0
+    assert chance([10.0, 10.1, 9.9, 10.0]) == pytest.approx(1.5e-7, rel=0.01)
+
+
+def test_chances_are_corrected_for_their_number() -> None:
+    assert corrected([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert corrected([0.6, 0.7]) == [1.0, 1.0] and corrected([]) == []
+
+
+def test_claims_that_only_look_decided_alone_are_not_decided_among_many() -> None:
+    kept = kept_figures()
+    claims = policies_table.all_claims(kept)
+    assert len(claims) == 38
+    alone = [
+        policies_table.verdict(policies_table.of_claim(kept, *each), each[1]) for each in claims
+    ]
+    among = policies_table.verdicts(kept, claims)
+    assert {"undecided among 38", "as claimed"} <= set(among)
+    pairs = list(zip(alone, among, strict=True))
+    assert all(one == all_ or all_ == "undecided among 38" for one, all_ in pairs)
+    (first,) = policies_table.verdicts(kept, claims[:1])
+    assert first == alone[0]
+
+
+def test_fresh_figures_say_which_verdicts_are_lost() -> None:
+    kept = kept_figures()
+    assert not policies_table.lost_verdicts(kept, kept)
+    decided = policies_table.decided_claims(kept)
+    policy, claim, _ = decided[0]
+    scenes = {**kept["scenes"]}
+    scene = {**scenes[claim.scene], "policies": {**scenes[claim.scene]["policies"]}}
+    scene["policies"][policy] = made({claim.figure: [(1.0, 2.0), (3.0, 2.0)]})
+    fresh = {**kept, "scenes": {**scenes, claim.scene: scene}}
+    lost = policies_table.lost_verdicts(kept, fresh)
+    assert (policy, claim, "undecided") in lost
+    assert all(each[0] == policy for each in lost)

@@ -31,7 +31,7 @@ class CostModel(Protocol):
         ...
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """A step with nothing but this many tokens of one prompt, behind ``context`` others."""
+        """A step with nothing but this many tokens of one prompt, after ``context`` others."""
         ...
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:

@@ -62,7 +62,7 @@ class LengthHistory:
         return self._sorted[first + max(0, ceil(q * count) - 1)]
 
     def mean(self, above: int = 0) -> float | None:
-        """Their mean."""
+        """The mean of the lengths above ``above``."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         if not count:
@@ -94,7 +94,11 @@ class Predictor(Protocol):
     name: str
 
     def predict(self, req: Request) -> int:
-        """Total output tokens, ``req.num_output + 1`` to ``req.max_total - req.num_prompt``."""
+        """Output tokens in all: a number from 0 on, whole or not.
+
+        It is rounded and brought into ``req.num_output + 1`` to ``req.max_total - req.num_prompt``.
+        Where it raises or returns no number (NaN, infinity, text) the longest output is expected.
+        """
         ...
 
 

@@ -1,0 +1,83 @@
+"""Writes what `view.cost`, `view.kv` and `view.lengths` answer into `docs/policy-guide.md`.
+
+    python tools/guide_members.py [--check]
+
+Signatures and sentences are those of the code. `tests/unit/test_guide.py` holds the page to them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from engine.kv.manager import KVManager
+from engine.sched.predict.cost import CostModel
+from engine.sched.predict.lengths import LengthHistory
+
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "policy-guide.md"
+BEGIN, END = "<!-- members -->\n", "<!-- members end -->\n"
+MEMBERS: tuple[tuple[str, type, tuple[str, ...]], ...] = (
+    ("view.cost", CostModel, ("step_seconds", "prefill_seconds", "max_tokens")),
+    (
+        "view.kv",
+        KVManager,
+        (
+            *("num_free", "num_usable", "num_blocks", "usage", "blocks_for", "held", "missing"),
+            *("cached_prefix", "ready", "peak"),
+        ),
+    ),
+    ("view.lengths", LengthHistory, ("__len__", "mean", "means", "quantile", "sample")),
+)
+
+
+def table() -> str:
+    """All members, one a line."""
+    lines = ["| member | answer |\n", "|---|---|\n"]
+    for place, cls, names in MEMBERS:
+        lines += [f"| `{_shown(place, cls, name)}` | {_said(cls, name)} |\n" for name in names]
+    return "".join(lines)
+
+
+def _shown(place: str, cls: type, name: str) -> str:
+    member = inspect.getattr_static(cls, name)
+    if isinstance(member, property):
+        assert member.fget is not None
+        return f"{place}.{name}: {inspect.signature(member.fget).return_annotation}"
+    given = inspect.signature(member)
+    own = [each for each in given.parameters.values() if each.name != "self"]
+    plain = str(given.replace(parameters=own)).replace("'", "")
+    plain = plain.replace("Holder", "Request").replace("[Any]", "[Request]")
+    called = f"len({place})" if name == "__len__" else f"{place}.{name}{plain}"
+    return called.replace("[Any, int]", "[Request, int]").replace("|", "\\|")
+
+
+def _said(cls: type, name: str) -> str:
+    if name == "__len__":
+        return "How many lengths are known: those of the last 1000 requests that ended."
+    words = inspect.getdoc(inspect.getattr_static(cls, name)) or ""
+    return " ".join(words.replace("``", "`").split()).replace("|", "\\|")
+
+
+def document() -> str:
+    """The guide as it should be."""
+    written = TARGET.read_text(encoding="utf-8")
+    before, _, rest = written.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + table() + END + after
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--check", action="store_true", help="say whether the page is up to date")
+    if parser.parse_args().check:
+        is_whole = TARGET.read_text(encoding="utf-8") == document()
+        sys.exit(0 if is_whole else f"{TARGET.name} is out of date: run this without --check")
+    TARGET.write_text(document(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
