@@ -17,7 +17,9 @@ def bench() -> Bench:
     return Bench()
 
 
-@pytest.mark.parametrize("pattern", ["^(?!a*b)c$", "(?=a)[a-z]+", "^x(?<!y)$", "^(?<=a)b$"])
+@pytest.mark.parametrize(
+    "pattern", ["^(?!a)b$", "^(?!a*b)c$", "(?=a)[a-z]+", "^x(?<!y)$", "^(?<=a)b$"]
+)
 def test_a_string_that_nothing_else_holds_is_refused(pattern: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
     with pytest.raises(SchemaError, match="look-around: write it without"):

@@ -19,6 +19,13 @@ def no_name_matches(one: str, other: str) -> bool:
     return not _said({"type": "object", "patternProperties": {one: {}, other: {}}})
 
 
+@lru_cache(maxsize=4096)
+def no_text_matches(one: str, other: str) -> bool:
+    """Whether there is no string that both patterns match somewhere."""
+    both = [{"pattern": one}, {"pattern": other}]
+    return "Unsatisfiable" in _said({"type": "string", "allOf": both})
+
+
 def _said(schema: dict[str, Any]) -> str:
     from llguidance import LLMatcher
 

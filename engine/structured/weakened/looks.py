@@ -29,6 +29,19 @@ def without_looks(pattern: str) -> list[str] | None:
     return None if not found or LOOKS.search(rest) else [*found, f"^{rest}"]
 
 
+def excluded_by(pattern: str) -> list[tuple[str, str]]:
+    """What each ``(?!...)`` at its beginning excludes, with the rest of the pattern."""
+    found, rest = [], pattern.removeprefix("^")
+    while (look := re.match(r"\(\?([=!])", rest)) is not None:
+        end = closing(rest)
+        if end is None:
+            return []
+        if look[1] == "!":
+            found.append(f"^(?:{rest[look.end() : end]})")
+        rest = rest[end + 1 :]
+    return [(each, f"^{rest}") for each in found]
+
+
 def closing(text: str) -> int | None:
     """Where the bracket ends that a text begins with."""
     depth = 0

@@ -8,8 +8,14 @@ from typing import Any
 
 from engine.structured.checked.formats import FORMATS
 from engine.structured.schemas import INSTEAD_OF_FORMAT, MORE_OF_FORMAT, of_rust
-from engine.structured.weakened.library import is_taken
-from engine.structured.weakened.looks import LOOKS, PARTS, closing, without_looks
+from engine.structured.weakened.library import is_taken, no_text_matches
+from engine.structured.weakened.looks import (
+    LOOKS,
+    PARTS,
+    closing,
+    excluded_by,
+    without_looks,
+)
 from engine.structured.weakened.shapes import is_number
 
 Schema = dict[str, Any]
@@ -107,7 +113,7 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
     if is_taken(written):
         return [written]
     apart = [of_rust(each) for each in without_looks(pattern) or ()]
-    if apart and all(map(is_taken, apart)):
+    if apart and all(map(is_taken, apart)) and not _excludes_nothing(pattern):
         return apart
     wider = widened(pattern)
     if wider == pattern:
@@ -118,6 +124,11 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
     loosen("pattern" if is_held else "look-around", pattern)
     written = of_rust(wider)
     return [written] if is_taken(written) else []
+
+
+def _excludes_nothing(pattern: str) -> bool:
+    """Whether a look-ahead excludes what the rest does not match anyway: it is better left out."""
+    return any(no_text_matches(of_rust(each), of_rust(rest)) for each, rest in excluded_by(pattern))
 
 
 def widened(pattern: str) -> str:
