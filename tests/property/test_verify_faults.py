@@ -92,7 +92,7 @@ def test_the_command_fails(name: str, capsys: pytest.CaptureFixture[str]) -> Non
     command = ["verify", "--policy", f"{PATH}.{name}", "--steps", "500", "--shrink-seconds", "1"]
     assert main(command) == 1
     out = capsys.readouterr().out
-    wanted = NAMED.get(name, "serves 0.11 of fcfs's throughput .below 0.5.; it refused 8")
+    wanted = NAMED.get(name, "serves 0.11 of fcfs's throughput .below 0.5.; it refused 9")
     assert "failure:" in out and re.search(wanted, out), out
 
 
