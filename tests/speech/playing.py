@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator
 from typing import Any, NamedTuple
 
 from engine.messages.requests import CompletionOutput, RequestOutput
+from engine.messages.structured import NO_RULES
 from engine.server.answers import Answer
 from engine.server.speech.answer import AnswerReader
 from engine.server.speech.events import Event
@@ -58,6 +59,7 @@ class FakeEngine:
     def __init__(self, tokenizer: Tokenizer, completions: Iterator[CompletionOutput]) -> None:
         self.tokenizer = tokenizer
         self.recommended: dict[str, Any] = {}
+        self.object_rules = NO_RULES
         self._completions = completions
 
     def each(self) -> Iterator[RequestOutput]:
