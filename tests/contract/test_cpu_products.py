@@ -176,15 +176,18 @@ CUT = "; attention"
 VECTORS = "+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+avx512f,+avx512bw,+avx512cd,+avx512dq,+avx512vl"
 TILES = f"{VECTORS},+avx512bf16,+amx-tile,+amx-bf16"
 ELSEWHERE = [
-    ("dots", "znver4", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)),
+    pytest.param(
+        *("dots", "znver4", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)), marks=pytest.mark.slow
+    ),
     pytest.param(
         *("dots", "cooperlake", f"{VECTORS},+avx512bf16", ("vdpbf16ps",)), marks=pytest.mark.slow
     ),
-    (
+    pytest.param(
         "tiles",
         "sapphirerapids",
         TILES,
         ("ldtilecfg", "tileloadd", "tdpbf16ps", "tilestored", "tilerelease"),
+        marks=pytest.mark.slow,
     ),
     ("widened", "haswell", "+avx,+avx2,+fma,+f16c,+bmi,+bmi2", ("vfmadd",)),
 ]

@@ -14,10 +14,12 @@ from tools.shipped import beside_attention
 INSTRUCTION = re.compile(r"w?g?mma\.\S*(m\d+n\d+k\d+)")
 
 
+@pytest.mark.slow
 def test_a_batch_invariant_engine_gives_the_same_bits_in_any_company() -> None:
     triton_interpreter.check("test_invariant.py", "test_batch_invariant.py")
 
 
+@pytest.mark.slow
 def test_keys_and_values_of_8_bits_give_what_rounded_ones_give() -> None:
     triton_interpreter.check("test_fp8_cache.py")
 

@@ -15,6 +15,7 @@ def test_quantised_experts_give_the_tokens_of_the_cpu_worker() -> None:
     triton_interpreter.check("test_quantized_experts.py")
 
 
+@pytest.mark.slow
 def test_attention_of_flashinfer_gives_the_tokens_of_the_cpu_worker() -> None:
     triton_interpreter.check("test_flashinfer_worker.py")
 

@@ -19,6 +19,7 @@ MEASURED = ["decode", "prefill", "launches", "sampler", "pieces", "products"]
 SECTIONS = ["correctness", "ceilings", *MEASURED, "tiny"]
 
 
+@pytest.mark.slow
 def test_dry_run_goes_through_every_section(tmp_path: Path) -> None:
     where = tmp_path / "device.json"
     interpreted = [sys.executable, "-m", "support.triton_interpreter", "benchmarks/device.py"]

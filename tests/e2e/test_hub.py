@@ -125,6 +125,7 @@ def test_a_token_opens_a_gated_model_for_a_core_in_a_process_and_is_never_seen(
     assert TOKEN not in done.errors
 
 
+@pytest.mark.slow
 def test_two_programs_at_once_fetch_once(hub: FakeHub, programs: Programs) -> None:
     hub.repos["org/box"].delays[WEIGHTS] = 4.0  # for the other to come meanwhile
     arguments = ("-m", "engine.cli.main", *GENERATE, "--model", "org/box")

@@ -100,6 +100,7 @@ def test_what_was_answered_before_takes_fewer_steps_but_with_its_own_salt_only()
         assert told[None] == told["a"] == told["b"], "as if none had been answered before"
 
 
+@pytest.mark.slow
 def test_suffixes_with_the_core_in_a_process() -> None:
     params = SamplingParams(temperature=0.7, seed=11, max_tokens=NUM_NEW, ignore_eos=True)
     told = []

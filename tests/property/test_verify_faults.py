@@ -62,7 +62,7 @@ NAMED = {
     "ReadsOthers": "two engines|the same case gives other plans|starves",
     "Forgets": "lets nobody run|starves",
 }
-SHORT = ("DoorShut", "StateOfModule", "EnvironmentOnce", "NestedBooks", "HalfSteps", "WritesHints")
+SHORT = ("DoorShut", "StateOfModule", "NestedBooks", "HalfSteps", "WritesHints")
 """Of those, in every run of the tests."""
 COMMAND = ("HashOfString", "PausesLongest", "KeepsAll", "RefusesMost")
 CHECKED = ("DoorShut", "OrderOfSet")
