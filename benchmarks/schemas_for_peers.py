@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-ITEM = {
+ITEM: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"type": "string", "maxLength": 30},

@@ -30,23 +30,20 @@ from measure import median_interval, quantile
 from pairs import in_order
 from rich.console import Console
 from rich.table import Table
+from schemas_for_peers import ITEM as SHORT
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
 WORDS = ["north", "south", "east", "west", "up", "down"]
 
 ITEM: dict[str, Any] = {
-    "type": "object",
+    **SHORT,
     "properties": {
-        "name": {"type": "string", "maxLength": 30},
-        "kind": {"enum": ["red", "green", "blue"]},
-        "size": {"type": "integer", "minimum": 0, "maximum": 9999},
-        "tags": {"type": "array", "items": {"type": "string", "maxLength": 12}, "maxItems": 4},
+        **SHORT["properties"],
         "sides": {"type": "array", "items": {"enum": WORDS}, "minItems": 1, "maxItems": 4},
         "counts": {"type": "object", "additionalProperties": {"type": "integer"}},
     },
-    "required": ["name", "kind", "size", "tags", "sides", "counts"],
-    "additionalProperties": False,
+    "required": [*SHORT["required"], "sides", "counts"],
 }
 
 
@@ -56,7 +53,7 @@ def plain_schema() -> dict[str, Any]:
 
 
 def checked_schema() -> dict[str, Any]:
-    """The same with keywords that the grammar does not hold."""
+    """``ITEM`` with keywords that the grammar does not hold."""
     own = ITEM["properties"]
     properties = {
         **own,

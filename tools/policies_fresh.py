@@ -76,8 +76,8 @@ def main() -> None:
     page, fresh = read(RESULTS), read(FRESH)
     lost = lost_verdicts(page, fresh)
     print(f"{len(decided_claims(page)) - len(lost)} of {len(decided_claims(page))} keep theirs")
-    for policy, claim, said in lost:
-        print(f"{policy}, {claim.figure} on {claim.scene}: {said}")
+    for policy, claim, words in lost:
+        print(f"{policy}, {claim.figure} on {claim.scene}: {words}")
 
 
 if __name__ == "__main__":

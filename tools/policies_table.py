@@ -139,7 +139,7 @@ def verdict(found: Outcome | None, claim: Claim) -> str:
 
 
 def all_claims(kept: Kept) -> list[tuple[str, Claim]]:
-    """Those of policies of which there are figures, in the order of the page."""
+    """Claims of policies that have figures, in the order of the page."""
     return [
         (policy, claim)
         for policy in policies_of(kept)
@@ -148,15 +148,15 @@ def all_claims(kept: Kept) -> list[tuple[str, Claim]]:
 
 
 def verdicts(kept: Kept, claims: Sequence[tuple[str, Claim]]) -> list[str]:
-    """Of each of these claims, corrected for their number."""
+    """The verdict on each claim, corrected for their number."""
     found = [of_claim(kept, *each) for each in claims]
     chances = corrected([1.0 if each is None else each.chance for each in found])
-    said = []
+    words = []
     for each, (_, claim), likely in zip(found, claims, chances, strict=True):
         alone = verdict(each, claim)
         is_chance = alone in DECIDED and likely > 1.0 - LEVEL
-        said.append(f"undecided among {len(claims)}" if is_chance else alone)
-    return said
+        words.append(f"undecided among {len(claims)}" if is_chance else alone)
+    return words
 
 
 def _other_rates(kept: Kept) -> Iterator[str]:
@@ -189,7 +189,7 @@ def _fresh(kept: Kept) -> Iterator[str]:
     yield f"\nOn {seeds} further seeds {num_same} of the {len(decided)} claims that are decided "
     yield "above keep their verdict"
     named = [
-        f"`{policy}`, `{claim.figure}`, `{claim.scene}`: {said}" for policy, claim, said in lost
+        f"`{policy}`, `{claim.figure}`, `{claim.scene}`: {words}" for policy, claim, words in lost
     ]
     yield f"; not so: {'; '.join(named)}.\n" if lost else ".\n"
 
@@ -198,7 +198,7 @@ def decided_claims(kept: Kept) -> list[tuple[str, Claim, str]]:
     """Claims with a verdict, which is the third of each."""
     claims = all_claims(kept)
     both = zip(claims, verdicts(kept, claims), strict=True)
-    return [(*each, said) for each, said in both if said in DECIDED]
+    return [(*each, words) for each, words in both if words in DECIDED]
 
 
 def lost_verdicts(kept: Kept, fresh: Kept) -> list[tuple[str, Claim, str]]:
@@ -232,8 +232,8 @@ def _collapses(kept: Kept) -> Iterator[str]:
     where: dict[str, list[str]] = {}
     for name, scene in kept["scenes"].items():
         for policy, found in scene["policies"].items():
-            if policy != BASE and (said := _collapse(found)):
-                where.setdefault(policy, []).append(f"on `{name}` it {said}")
+            if policy != BASE and (words := _collapse(found)):
+                where.setdefault(policy, []).append(f"on `{name}` it {words}")
     if where:
         yield f"\nWho serves below {MIN_THROUGHPUT:g} of what `{BASE}` does, or computes above "
         yield f"{100 * MAX_RECOMPUTED:.0f} % again:\n\n"
@@ -244,13 +244,13 @@ def _collapses(kept: Kept) -> Iterator[str]:
 
 def _collapse(found: dict[str, Any]) -> str:
     rate, share = (outcome(found, each) for each in ("tokens_per_second", "recomputed"))
-    said = []
+    words = []
     # What fcfs computes again, too, is not the policy's doing.
     if share and share.ours > MAX_RECOMPUTED and share.ours > 1.25 * share.theirs:
-        said.append(f"computes {100 * share.ours:.0f} % again")
+        words.append(f"computes {100 * share.ours:.0f} % again")
     if rate and rate.ours < MIN_THROUGHPUT * rate.theirs:
-        said.append(f"serves {rate.ours / rate.theirs:.2f}")
-    return " and ".join(said)
+        words.append(f"serves {rate.ours / rate.theirs:.2f}")
+    return " and ".join(words)
 
 
 def _scene(name: str, scene: Scene, kept: Kept) -> Iterator[str]:
@@ -300,8 +300,8 @@ def change(found: Outcome | None) -> str:
     half = (high - low) / 2.0
     digits = 0 if abs(value) >= 10.0 else 1
     within = "" if isinf(half) else f" ±{half:.{digits}f}"
-    said = f"{value:+.{digits}f}{within}{unit}"
-    return said if found.is_decided else f"({said})"
+    words = f"{value:+.{digits}f}{within}{unit}"
+    return words if found.is_decided else f"({words})"
 
 
 def written_page() -> str:

@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from columns import print_columns  # noqa: E402
 from structured.checks import Bench  # noqa: E402
 from structured.suite import DRAFTS, OPENED, Followed, follow, groups_of  # noqa: E402
 
@@ -94,7 +95,7 @@ def downloaded(cache: Path) -> Path:
 
 
 def keep(tests: Path, where: Path, licence: str) -> None:
-    """Every so many groups of each keyword, a line for each."""
+    """Some groups of each keyword, a line for each."""
     kept: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for draft in DRAFTS:
         for path in sorted((tests / draft).glob("*.json")):
@@ -117,13 +118,7 @@ def print_table(draft: str, found: Sequence[Followed], *, is_whole: bool) -> Non
         _row(keyword, own) for keyword, own in by_keyword.items() if is_whole or not _is_clean(own)
     ]
     rows.append(_row(f"all of {draft}", found))
-    widths = [max(len(row[at]) for row in [HEAD, *rows]) for at in range(len(HEAD))]
-    for row in [HEAD, *rows]:
-        cells = [
-            cell.ljust(width) if at == 0 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print_columns(HEAD, rows)
     print()
 
 

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from columns import print_columns  # noqa: E402
 from schema_suite import word_of  # noqa: E402
 from structured import pydantic_models, zod  # noqa: E402
 from structured.checks import Bench  # noqa: E402
@@ -70,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def check(bench: Bench, kind: str, options: argparse.Namespace) -> Checked:
-    """All that is asked of one kind of schemas; prints its tables."""
+    """Follow the schemas of one kind, and print their tables."""
     form = json.loads(options.form)
     words = options.only.split(",")
     chosen = [one for one in KINDS[kind](options) if any(word in one.name for word in words)]
@@ -149,13 +150,7 @@ def print_table(title: str, found: Sequence[Outcome], *, is_whole: bool) -> None
     rows = [_row(one) for one in found if is_whole or one.invalid or one.dead_ends]
     total = [sum(values) for values in zip(*map(_counts, found), strict=True)]
     rows.append(("all", "", "", *map(str, total)))
-    widths = [max(len(row[at]) for row in [HEAD, *rows]) for at in range(len(HEAD))]
-    for row in [HEAD, *rows]:
-        cells = [
-            cell.ljust(width) if at == 0 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print_columns(HEAD, rows)
 
 
 def _row(one: Outcome) -> tuple[str, ...]:

@@ -27,6 +27,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
+from columns import print_columns  # noqa: E402
 from structured.bombs import BOMBS  # noqa: E402
 from structured.checks import (  # noqa: E402
     NEIGHBOURS,
@@ -108,13 +109,7 @@ def print_table(checked: Sequence[Checked]) -> None:
         groups[one.entry.group].append(one)
     rows = [_row(group, found) for group, found in groups.items()]
     rows.append(_row("all", checked))
-    widths = [max(len(row[at]) for row in [HEAD, *rows]) for at in range(len(HEAD))]
-    for row in [HEAD, *rows]:
-        cells = [
-            cell.ljust(width) if at == 0 else cell.rjust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        print("  ".join(cells).rstrip())
+    print_columns(HEAD, rows)
 
 
 def _row(group: str, found: Sequence[Checked]) -> tuple[str, ...]:

@@ -65,21 +65,21 @@ def is_asked(parsed: argparse.Namespace) -> bool:
     return any(path is not None for path in (*asked, parsed.plots))
 
 
-def show_run(parsed: argparse.Namespace, run: Run, beside: Sequence[Run]) -> list[str]:
-    """Write what was asked for of one run, with others ``beside`` it; what is to be said of it."""
+def show_run(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> list[str]:
+    """Write the files that the options name for a run and ``others``; lines that report it."""
     limits = slo(parsed.slo) if parsed.slo else []
-    runs = [run, *beside]
-    said = [*lab.left_out_lines({each.policy: each.not_own for each in beside if each.not_own})]
+    runs = [run, *others]
+    lines = [*lab.left_out_lines({each.policy: each.not_own for each in others if each.not_own})]
     if parsed.report is not None:
         title = f"{run.policy} on {run.head.get('workload')}"
         write_report(parsed.report, runs, slo=limits, title=title)
-        said.append(f"report: {parsed.report}")
+        lines.append(f"report: {parsed.report}")
     if parsed.plots is not None:
-        said += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts_of(runs, slo=limits))]
+        lines += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts_of(runs, slo=limits))]
     if parsed.trace is not None:
         write_trace(parsed.trace, run)
-        said.append(f"trace: {parsed.trace}, to be opened in Perfetto")
-    return said
+        lines.append(f"trace: {parsed.trace}, to be opened in Perfetto")
+    return lines
 
 
 def show_cells(
@@ -100,9 +100,9 @@ def show_cells(
         for policy in own[:MOST_RUNS]
     ]
     points = points_from(cells)
-    said = []
+    lines = []
     if len(own) > MOST_RUNS:
-        said.append(f"of {len(own)} policies the first {MOST_RUNS} have a timeline")
+        lines.append(f"of {len(own)} policies the first {MOST_RUNS} have a timeline")
     if parsed.report is not None:
         title = f"{', '.join(cell.names) or 'no policy'} on {workload}"
         write_report(
@@ -113,11 +113,11 @@ def show_cells(
             title=title,
             left_out=cell.left_out,
         )
-        said.append(f"report: {parsed.report}")
+        lines.append(f"report: {parsed.report}")
     if parsed.plots is not None:
         charts = charts_of(runs, points=points, slo=limits)
-        said += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts)]
-    return said
+        lines += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts)]
+    return lines
 
 
 def _shown(cells: Sequence[Cell]) -> Cell:

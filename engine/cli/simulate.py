@@ -86,13 +86,13 @@ def run(parsed: argparse.Namespace) -> int:
     whole = _simulated(parsed) if parsed.read is None else Run.read(parsed.read)
     if parsed.out is not None:
         whole.write(parsed.out)
-    beside = [Run.read(path) for path in parsed.beside]
+    others = [Run.read(path) for path in parsed.beside]
     if whole.not_own:
-        return _without_figures(parsed, whole, beside)
+        return _without_figures(parsed, whole, others)
     period = period_of(whole).whole() if parsed.whole else None
     found = figures(whole, slo=slo(parsed.slo) if parsed.slo else [], period=period)
-    shown = seeing.show_run(parsed, whole, beside)
-    status = 1 if any(each.not_own for each in beside) else 0
+    shown = seeing.show_run(parsed, whole, others)
+    status = 1 if any(each.not_own for each in others) else 0
     if parsed.json:
         print(lab.as_json(as_data(whole, found)))
         return status
@@ -104,10 +104,10 @@ def run(parsed: argparse.Namespace) -> int:
     return status
 
 
-def _without_figures(parsed: argparse.Namespace, run: Run, beside: Sequence[Run]) -> int:
-    """Name the policy of a run that is not its own, in everything that was asked for."""
+def _without_figures(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> int:
+    """Name the policy of a run that is not its own, in all files that the options name."""
     left_out = {run.policy: run.not_own}
-    shown = seeing.show_run(parsed, run, beside)
+    shown = seeing.show_run(parsed, run, others)
     if parsed.json:
         print(lab.as_json({"run": run.head, "left_out": lab.left_out_text(left_out)}))
         return 1

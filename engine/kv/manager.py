@@ -199,7 +199,7 @@ class KVManager:
         return (len(holding.blocks) + free // self.num_groups) * self.block_size
 
     def peak(self, reqs: Sequence[Holder], remaining: Callable[[Any], int]) -> int:
-        """Blocks these requests will hold at most if each gets so many more output tokens."""
+        """Blocks these requests will hold at most if each gets this many more output tokens."""
         lengths = [len(req.tokens) for req in reqs]
         entries = peak_blocks(lengths, [remaining(req) for req in reqs], self.block_size)
         return sum(

@@ -40,10 +40,10 @@ class References:
         found = []
         for key in REFERENCES:
             if isinstance(reference := schema.get(key), str):
-                asked = self._bases.get(id(schema), ""), reference
-                if asked not in self._known:
-                    self._known[asked] = self._at(_joined(*asked))
-                found += self._known[asked]
+                at = self._bases.get(id(schema), ""), reference
+                if at not in self._known:
+                    self._known[at] = self._at(_joined(*at))
+                found += self._known[at]
         return found
 
     def _at(self, reference: str) -> list[Any]:

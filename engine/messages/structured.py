@@ -119,7 +119,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     property_order: PropertyOrder | None = None
 
     def with_rules(self, rules: ObjectRules) -> Grammar:
-        """The same, with these where none are chosen; its parts too."""
+        """A copy with these rules where none are chosen, in its parts too."""
         return msgspec.structs.replace(
             self,
             additional_properties=self.additional_properties or rules.additional_properties,
@@ -128,7 +128,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def plain(self) -> Grammar:
-        """The same without choices that change nothing, so that equal grammars have equal texts."""
+        """A copy without choices that change nothing, so that equal grammars have equal texts."""
         is_open, is_free = self.additional_properties == "open", self.property_order == "free"
         return msgspec.structs.replace(
             self,
@@ -164,13 +164,13 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
 
 
 def grammar_of(params: StructuredOutputsParams, rules: ObjectRules = NO_RULES) -> str:
-    """As ``AddRequest.grammar`` has it. rules: where the request has none. Raises ``RequestError``
-    if it is too long."""
+    """The text of ``AddRequest.grammar``. rules: where the request has none. Raises
+    ``RequestError`` if it is too long."""
     return msgspec.json.encode(form_of(params).with_rules(rules).plain()).decode()
 
 
 def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> StructuredOutputsParams:
-    """The same form with these rules, where it has schemas and none of its own."""
+    """A form with these rules, if it has schemas and no rules of its own."""
     if isinstance(params, ComposedForm):
         parts = tuple(part.with_rules(rules) for part in params.parts)
         return msgspec.structs.replace(params, parts=parts)

@@ -74,7 +74,8 @@ class RequestRecord:
         if self.first_token_seconds is not None:
             known["first_token_seconds"] = round(self.first_token_seconds, 4)
         known["total_seconds"] = round(self.seconds, 4)
-        waits = {cause: s for cause, s in self.waits.items() if s >= MIN_WAIT_SECONDS}
+        # A copy, since the engine's thread may still add to it while the log's thread formats it.
+        waits = {cause: s for cause, s in self.waits.copy().items() if s >= MIN_WAIT_SECONDS}
         if waits:
             known["waits"] = {cause: round(s, 4) for cause, s in waits.items()}
         if self.num_preemptions:

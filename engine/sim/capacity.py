@@ -97,7 +97,7 @@ class Highest:
     """What was not kept 1 % above it."""
     num_runs: int
     num_requests: int = 0
-    """Of each run of the search; it was checked with four times as many."""
+    """Requests in each run of the search; the answer was checked with four times as many."""
     refused: str = ""
     """Why there is no answer, if so."""
     not_own: str = ""
@@ -147,7 +147,7 @@ class Capacities:
 
 def capacities(
     what: Experiment,
-    asked: Sequence[Limit],
+    limits: Sequence[Limit],
     *,
     jobs: int = 1,
     progress: Callable[[str], None] | None = None,
@@ -170,7 +170,7 @@ def capacities(
             engine=engine,
             seed=seed,
             start=start,
-            limits=tuple(asked),
+            limits=tuple(limits),
             slo=tuple(what.slo),
         )
         for _, workload, engine in settings
@@ -183,7 +183,7 @@ def capacities(
         results.append(found)
         if progress is not None:
             progress(f"{len(results)} of {len(searches)} searches: {_line(search, found)}")
-    return _by_setting(what, [said for said, _, _ in settings], results)
+    return _by_setting(what, [setting for setting, _, _ in settings], results)
 
 
 def _by_setting(
@@ -201,12 +201,12 @@ def _by_setting(
                     left_out.setdefault(name, each.not_own)
     return [
         Capacities(
-            setting=said,
+            setting=setting,
             names=[name for name in names if name not in left_out],
             found=[row for name, row in zip(names, rows, strict=True) if name not in left_out],
             left_out=left_out,
         )
-        for said, rows in zip(settings, table, strict=True)
+        for setting, rows in zip(settings, table, strict=True)
     ]
 
 

@@ -98,19 +98,19 @@ class Cell:
         """A policy's figure beside that of another, by default the first."""
         ours, theirs = ([each.value(figure) for each in self.figures[p]] for p in (place, base))
         num_pairs = sum(not isnan(o - t) for o, t in zip(ours, theirs, strict=True))
-        by, said = NOTHING, NO_MEANS
+        by, words = NOTHING, NO_MEANS
         if num_pairs == len(ours):
             pairs = zip(ours, theirs, strict=True)
             by = mean_over([o - t for o, t in pairs])
             by = by if self.is_paired else difference(ours, theirs)
             is_small = is_better_small(figure)
-            said = verdict(by, is_equal=ours == theirs, is_better_small=is_small)
+            words = verdict(by, is_equal=ours == theirs, is_better_small=is_small)
         return Difference(
             figure=figure,
             ours=self.over_seeds(place, figure),
             theirs=self.over_seeds(base, figure),
             by=by,
-            verdict=said,
+            verdict=words,
             num_seeds=num_pairs,
         )
 

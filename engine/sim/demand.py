@@ -56,11 +56,11 @@ class Sample(NamedTuple):
 
     prompt: Counts
     known: Counts
-    """Of the prompt, tokens at its beginning that an earlier request had or generated."""
+    """Tokens at the beginning of the prompt that an earlier request had or generated."""
     output: Counts
 
     def at_most(self, longest: int) -> Sample:
-        """Those that an engine takes whose requests have at most this many tokens; it ends some
+        """The requests that an engine takes which allows at most this many tokens; it ends some
         of them early."""
         taken = self.prompt < longest
         prompt, known, output = (column[taken] for column in self)
@@ -122,11 +122,11 @@ def share_found(work: Work, own: Sample) -> float:
 def mean_demand(sample: Sample, work: Work, found: float) -> float:
     """Seconds that such a request needs in the mean of the engine of ``work``, if this share of
     what could be in the cache is."""
-    asked = replace(
+    shortened = replace(
         work,
         arrival=np.zeros(len(sample.prompt)),
         prompt=sample.prompt,
         cached=(found * sample.known).astype(np.int64),
         output=sample.output,
     )
-    return demand(asked) / len(sample.prompt)
+    return demand(shortened) / len(sample.prompt)

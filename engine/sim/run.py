@@ -117,16 +117,18 @@ class Run:
         """Why the run is not the policy's own: it was switched off, or something was answered by
         default for it. Empty if it is its own, as a run must be to have figures."""
         faults, rescued = (self.totals[n] for n in ("num_policy_faults", "num_rescued_steps"))
-        said = []
+        reasons = []
         if faults:
-            said.append(f"{faults} answer{'s were' if faults > 1 else ' was'} given by default")
+            reasons.append(f"{faults} answer{'s were' if faults > 1 else ' was'} given by default")
         if rescued:
-            said.append(f"{rescued} step{'s were' if rescued > 1 else ' was'} planned by default")
+            reasons.append(
+                f"{rescued} step{'s were' if rescued > 1 else ' was'} planned by default"
+            )
         options = (self.head.get("engine") or {}).get("scheduler") or {}
         if faults > options.get("max_policy_faults", SchedulerConfig.max_policy_faults):
-            said.append("after so many it is switched off")
+            reasons.append("after this many it is switched off")
         first = self.totals.get("by_default")
-        return ", ".join(said) + (f" ({first})" if said and first else "")
+        return ", ".join(reasons) + (f" ({first})" if reasons and first else "")
 
     def lines(self) -> Iterator[bytes]:
         """The run as lines of JSON: head, requests, gaps, steps and histories, totals. The same
@@ -265,7 +267,7 @@ _capacities: list[tuple[Workload, Engine, float]] = []  # those measured last
 
 
 def _sized(workload: Workload, number: int) -> Workload:
-    """The same with this many requests; a file has no more than it has."""
+    """A workload with this many requests, or as many as its file has."""
     least = workload.num_requests if isinstance(workload, Reader) else number
     return replace(workload, num_requests=min(number, least))
 

@@ -10,8 +10,8 @@ count whenever they end.
 taken in eight parts. If of the 28 pairs of parts at least 24 have more in the later one, and from
 the first part to the last it rises by 6 % of the arrivals between, the queue grows without end: a
 mean would say how long the run was. (At 1.1 times the capacity it rises by 9 %; of runs of 1,000
-requests at 0.9 and at 1.2 of it hardly one is judged wrongly.) The same is asked of each class of
-requests by itself: tiers, users, priorities, the quarter with the longest prompts and the one with
+requests at 0.9 and at 1.2 of it hardly one is judged wrongly.) Each class of requests is judged
+by itself: tiers, users, priorities, the quarter with the longest prompts and the one with
 the longest outputs; 15 % of it must stay, and of a class of 20 to 79 requests half. A class that
 starves is overload, even if it is so small that the whole queue hardly grows.
 
@@ -133,7 +133,7 @@ def _starves(inside: Floats) -> bool:
 
 
 def _classes(requests: Requests) -> Iterator[tuple[str, Mask]]:
-    """Those of tiers, users, priorities and sizes in which a scheduler may starve requests."""
+    """Tiers, users, priorities and sizes whose requests a scheduler may starve."""
     columns = [(f"of {kind}", requests.text(kind)) for kind in ("tier", "user")]
     columns.append(("of priority", requests.counts("priority")))
     for name, column in columns:

@@ -23,7 +23,7 @@ Schema = dict[str, Any]
 Choices = tuple[tuple[int, int], ...]  # the alternatives that a part belongs to, with their number
 
 OF_OTHERS = ("additionalProperties", "unevaluatedProperties")
-_ANSWERS = (*OF_OTHERS, "const", "enum")  # what is said of all properties
+_ANSWERS = (*OF_OTHERS, "const", "enum")  # keywords that speak of all properties
 # Keywords with schemas that hold for the same value: all of them, or some.
 _ALL, _SOME = ("allOf",), ("anyOf", "oneOf")
 _CASES = ("if", "then", "else")
@@ -124,7 +124,7 @@ class _Closer:
             }
         if _APPLYING.isdisjoint(schema):
             schema["additionalProperties"] = False
-        elif "$ref" in schema:  # beside which older drafts read nothing
+        elif "$ref" in schema:  # next to which older drafts read nothing
             inner = dict(schema)
             unnamed_too = inner.pop("properties", None) if unnamed else None
             kept = {key: inner.pop(key) for key in _KEPT if key in inner}
@@ -136,7 +136,7 @@ class _Closer:
             schema["unevaluatedProperties"] = False
 
     def _open_alternatives(self, schema: Schema, nest: Nest) -> None:
-        """Alternatives that name nothing allow everything, if nothing beside them names either."""
+        """Alternatives that name nothing allow everything, if nothing next to them names either."""
         if nest.own_names:
             return
         for key in _SOME:
@@ -146,7 +146,7 @@ class _Closer:
                     if each is True or not self._nest(each).is_named:
                         schema[key][at] = {"allOf": [own], "additionalProperties": True}
 
-    # -- what is said of an object
+    # -- the schemas of an object
 
     def _nest(self, schema: Schema) -> Nest:
         if id(schema) not in self._nests:
@@ -198,10 +198,10 @@ class _Closer:
     def _joint(self, nest: Nest) -> Iterator[Schema]:
         """Schemas of properties, of which several speak that hold together: each alone says too
         little to close what it speaks of."""
-        for said in nest.children.values():
-            if len(said) == 1:
+        for schemas in nest.children.values():
+            if len(schemas) == 1:
                 continue
-            named = [(each, choices) for each, choices in said if self._nest(each).is_named]
+            named = [(each, choices) for each, choices in schemas if self._nest(each).is_named]
             for at, (one, choices) in enumerate(named[:64]):
                 for other, others in named[:at]:
                     if one is not other and _go_together(choices, others):
@@ -211,7 +211,7 @@ class _Closer:
     # -- what references lead to
 
     def _only_whole(self) -> dict[int, Schema]:
-        """Schemas by their ``id()`` to which references lead only as to all that is said of an
+        """Schemas by their ``id()`` to which references lead only as the one schema of an
         object: they can be closed themselves."""
         users: dict[int, list[bool]] = {}
         targets: dict[int, Schema] = {}
@@ -226,7 +226,7 @@ class _Closer:
         return {each: targets[each] for each, found in users.items() if all(found)}
 
     def _only_object(self, schema: Schema) -> Schema | None:
-        """The one of its alternatives that may be an object, where nothing else is said."""
+        """The one of its alternatives that may be an object, if no other keyword speaks of it."""
         rest = schema.keys() - _ANNOTATIONS
         if len(rest) != 1 or (key := next(iter(rest))) not in _SOME:
             return None
@@ -264,7 +264,7 @@ def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None
 
 
 def _outermost(whole: Schema) -> Iterator[Schema]:
-    """The schemas that are all that is said of a value at their place."""
+    """Schemas that are alone in speaking of a value at their place."""
     waiting: list[tuple[Any, bool]] = [(whole, True)]
     while waiting:
         schema, is_whole = waiting.pop()

@@ -26,7 +26,7 @@ from engine.structured.merged import (
     values_of,
 )
 from engine.structured.patterns import of_length, of_whole_text
-from engine.structured.schemas import DATE, SchemaError
+from engine.structured.schemas import DATE, SchemaError, types_of_value
 
 Schema = dict[str, Any]
 
@@ -224,7 +224,7 @@ class _Writer:
         if wrong := sorted(key for keys in _OF_TYPE.values() for key in keys if key in beside):
             raise SchemaError(f"{wrong[0]} beside enum or const is not enforced by xgrammar")
         allowed = types_of(asked)
-        kept = [each for each in values if _type_of(each) & allowed]
+        kept = [each for each in values if types_of_value(each) & allowed]
         self._spend("values of enum", len(kept))
         if not kept:
             raise NothingAllowedError(f"enum is {values!r:.80}, of which type allows nothing")
@@ -364,15 +364,6 @@ def _leaves(value: Any) -> Iterator[Any]:
             yield from _leaves(each)
     else:
         yield value
-
-
-def _type_of(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"integer", "number"} if float(value).is_integer() else {"number"}
-    names = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return {names[type(value)]}
 
 
 def _counts(own: Schema, low: str, high: str, limit: int) -> tuple[int, int | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -13,6 +13,9 @@ from engine.structured.closed import closed, only_named
 from engine.structured.schemas import check_size
 from engine.structured.weakened.writer import written
 
+Others = Literal["named", "closed", "open"]
+"""Other properties: none but those named in each schema by itself, none but those named for the
+object as a whole, or any."""
 MAX_KEPT = 4  # of those made last: grammar and checker ask one after the other
 
 
@@ -22,7 +25,7 @@ class Plan(NamedTuple):
     schema: Any
     """All that must hold, in standard keywords."""
     written: Any
-    """The same or less, in words that the grammar's library takes."""
+    """The schema, or less of it, in words that the grammar's library takes."""
     needs_checker: bool
     """Whether it is less."""
     may_repeat: bool
@@ -31,21 +34,20 @@ class Plan(NamedTuple):
 
 def plan_of(schema: Any, form: Grammar) -> Plan:
     """How a schema of the form is enforced. Raises ``SchemaError`` for what cannot be."""
-    is_open = form.additional_properties == "open"
+    others: Others = "named" if form.is_closed else form.additional_properties or "closed"
     is_free = form.property_order == "free"
-    text = msgspec.json.encode(schema)
-    return _plan(text, form.is_closed, is_open, is_free, form.is_lenient)
+    return _plan(msgspec.json.encode(schema), others, is_free, form.is_lenient)
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _plan(text: bytes, is_closed: bool, is_open: bool, is_free: bool, is_lenient: bool) -> Plan:
+def _plan(text: bytes, others: Others, is_free: bool, is_lenient: bool) -> Plan:
     schema = msgspec.json.decode(text)
     check_size(schema)
-    schema = without_endless(schema, is_closed=is_closed)
-    if is_closed:
+    schema = without_endless(schema, is_closed=others == "named")
+    if others == "named":
         schema = only_named(schema)
-    elif not is_open:
+    elif others == "closed":
         schema = closed(schema)
-    is_closed = not (is_closed or is_open)
+    is_closed = others == "closed"
     made = written(schema, is_free=is_free, is_lenient=is_lenient, is_closed=is_closed)
     return Plan(schema, made.schema, made.needs_checker, made.may_repeat)

@@ -68,6 +68,16 @@ def check_size(schema: Any) -> None:
         waiting.extend(item for item in each if isinstance(item, list | dict))
 
 
+def types_of_value(value: Any) -> set[str]:
+    """Names of the types that a value has: a whole number has two."""
+    if isinstance(value, bool):
+        return {"boolean"}
+    if isinstance(value, int | float):
+        return {"integer", "number"} if float(value).is_integer() else {"number"}
+    names = {str: "string", list: "array", dict: "object", type(None): "null"}
+    return {names[type(value)]}
+
+
 def of_rust(pattern: str) -> str:
     """The pattern, whose classes mean what they do in ECMAScript, in the library's dialect.
 

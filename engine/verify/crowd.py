@@ -74,14 +74,14 @@ class Seen(NamedTuple):
     """What a policy did with a crowd."""
 
     digest: str
-    """Of all plans."""
+    """The digest of all plans."""
     num_steps: int
     num_output: int
     """Tokens of answers."""
     num_tokens: int
     """Tokens computed, again too."""
     seconds: float
-    """That the steps took."""
+    """Seconds that the steps took."""
     num_idle: int
     """Steps that computed nothing though requests wanted to run."""
     num_rescued: int
@@ -163,7 +163,7 @@ class Crowd:
         return self.finish()
 
     def step(self) -> None:
-        """Those come for whom there is room in the queue; then a step is planned and computed."""
+        """Requests come while the queue has room; then a step is planned and computed."""
         simulation = self.simulation
         counts = simulation.scheduler.get_request_counts()
         left = min(MOST_LEFT, self._num_left)

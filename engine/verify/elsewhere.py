@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.ipc.process import without_interrupts
 from engine.sched.policy import Policy
 from engine.verify import otherwise
-from engine.verify.otherwise import HASHES, PARTS, Answer, Asked, Source
+from engine.verify.otherwise import HASHES, PARTS, Answer, Question, Source
 
 
 class Elsewhere:
@@ -69,12 +69,12 @@ class Elsewhere:
         self._process.join()
         self._process.close()
 
-    def begin(self, asked: Asked) -> None:
+    def begin(self, question: Question) -> None:
         """Ask without waiting for the answer, which ``end`` returns."""
-        self._send(asked)
+        self._send(question)
 
     def end(self) -> Answer:
-        """The answer to what was asked first of all that was not answered yet.
+        """The answer to the first question that has none yet.
 
         Raises ``ConfigError`` if the policy is not found there; then nothing can be shown.
         """

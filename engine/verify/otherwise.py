@@ -45,13 +45,13 @@ class Source(NamedTuple):
     """By name or dotted path; ``None``: in a module."""
     module: str = ""
     file: str | None = None
-    """Of the module, if it cannot be imported by name."""
+    """The file of the module, if it cannot be imported by name."""
     qualname: str = ""
     given: Policy | None = None
     """An object of that class."""
 
 
-class Asked(NamedTuple):
+class Question(NamedTuple):
     """What the other process is to do: plan the case of a seed, a given one, or a crowd."""
 
     seed: int | None = None
@@ -66,7 +66,7 @@ class Answer(NamedTuple):
     """What came of it."""
 
     digest: str
-    """Of all plans, or the error that ended the run."""
+    """The digest of all plans, or the error that ended the run."""
     reads: tuple[str, ...] = ()
     """What hooks have read of the environment, with the line."""
 
@@ -96,40 +96,40 @@ def serve(line: Connection) -> None:
     line.send(None)
     while True:
         try:
-            asked = line.recv()
+            question = line.recv()
         except EOFError:
             return
-        line.send(answer(asked, policy if given is None else given, options, world))
+        line.send(answer(question, policy if given is None else given, options, world))
 
 
-def answer(asked: Asked, policy: Any, options: dict[str, Any] | None, world: World) -> Answer:
+def answer(question: Question, policy: Any, options: dict[str, Any] | None, world: World) -> Answer:
     """Plan it in this world."""
     world.scatter()
     del world.reads[:]
     try:
-        digest = digest_of(asked, policy, options)
+        digest = digest_of(question, policy, options)
     except Exception as error:  # any error is an answer
         digest = f"{type(error).__name__}: {error}"
     return Answer(digest, tuple(dict.fromkeys(world.reads)))
 
 
-def digest_of(asked: Asked, policy: Any, options: dict[str, Any] | None) -> str:
+def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -> str:
     """The hash of all plans. Raises what breaks a rule."""
-    if asked.crowd:
-        [kind] = [kind for kind in KINDS if kind.name == asked.crowd]
-        kind = kind._replace(num_steps=asked.num_steps)
+    if question.crowd:
+        [kind] = [kind for kind in KINDS if kind.name == question.crowd]
+        kind = kind._replace(num_steps=question.num_steps)
         return Crowd(policy, options or {}, kind, is_patient=True).run().digest
-    if asked.case is not None:
-        drawn = asked.case.setup.config.policy_options
-        case = with_policy(asked.case, policy, drawn if options is None else options)
+    if question.case is not None:
+        drawn = question.case.setup.config.policy_options
+        case = with_policy(question.case, policy, drawn if options is None else options)
     else:
-        assert asked.seed is not None
-        case = draw_case(asked.seed, policy, options)
+        assert question.seed is not None
+        case = draw_case(question.seed, policy, options)
     return Simulation(case, every=2**62, leaks=False).run().digest
 
 
 def with_policy(case: Case, policy: Any, options: dict[str, Any]) -> Case:
-    """The same case under another policy."""
+    """A case under another policy."""
     given = {**vars(case.setup.config), "scheduling_policy": policy, "policy_options": options}
     setup = msgspec.structs.replace(case.setup, config=SchedulerConfig(**given))
     return msgspec.structs.replace(case, setup=setup)
@@ -266,11 +266,11 @@ def _now_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
 def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
     """``time.strftime`` and the like, whose last argument is the time."""
 
-    def asked(*given: Any) -> Any:
+    def with_time(*given: Any) -> Any:
         has_time = given and not isinstance(given[-1], str)
         return ask(*given) if has_time else ask(*given, time.localtime())
 
-    return asked
+    return with_time
 
 
 class Datetime(datetime.datetime):

@@ -69,7 +69,7 @@ class Planned:
     num_full: int = 0
     """Steps with tokens."""
     seconds: float = 0.0
-    """That the worker took."""
+    """Seconds that the worker took."""
 
 
 class Simulation:
@@ -154,7 +154,7 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """Of all plans until now."""
+        """The digest of all plans until now."""
         return self._trace.hexdigest()
 
     # -- what happens

@@ -58,7 +58,7 @@ def check_policy(
 
     The policy also serves crowds, in which nobody may starve and at least half of what fcfs serves
     is served, keeps no books that grow with requests that have ended, and plans the same in other
-    processes and beside another engine in its own. What it states in ``by_design`` is no fault of
+    processes and next to another engine in its own. What it states in ``by_design`` is no fault of
     it. A class that another process cannot find gets a ``NotShown`` warning.
 
     ``length_predictor``: as given to an engine; it must predict numbers from 0 on.

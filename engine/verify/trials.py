@@ -26,7 +26,7 @@ from engine.verify.case import Case
 from engine.verify.crowd import ALIKE, KINDS, MIXED, USERS, Crowd, Kind, Seen, Starved
 from engine.verify.draw import draw_case
 from engine.verify.elsewhere import Elsewhere, source_of
-from engine.verify.otherwise import PARTS, Asked, with_policy
+from engine.verify.otherwise import PARTS, Question, with_policy
 from engine.verify.shrink import GoesOn, shrink, to_its_end
 from engine.verify.simulation import Simulation
 from engine.verify.starvation import Outcome, Waited, wait_in_overload
@@ -179,7 +179,7 @@ def _in_crowds(
 
 
 def _judged(seen: Seen, fcfs: Seen, kind: Kind) -> Iterator[Failure]:
-    """What is wrong with how a crowd was served; nothing is said of one that was sent away."""
+    """What is wrong with how a crowd was served. A crowd that was sent away is left out."""
     where = f"in a crowd of {kind.name}"
     if seen.starved is not None:
         yield Failure(f"{_shown(seen.starved)} {where}", STARVATION)
@@ -321,15 +321,15 @@ def _two_at_once(policy: Any, options: dict[str, Any]) -> Iterator[Failure]:
 Others = tuple[Elsewhere, Elsewhere]
 
 
-def _questions() -> list[Asked]:
-    crowds = [Asked(crowd=kind.name, num_steps=CROWD_STEPS) for kind in (ALIKE, MIXED)]
-    return [*(Asked(seed) for seed in range(SEEDS)), *crowds]
+def _questions() -> list[Question]:
+    crowds = [Question(crowd=kind.name, num_steps=CROWD_STEPS) for kind in (ALIKE, MIXED)]
+    return [*(Question(seed) for seed in range(SEEDS)), *crowds]
 
 
 def _begin_elsewhere(
     stack: ExitStack, policy: Any, options: dict[str, Any] | None, trials: Trials
 ) -> Others | None:
-    """Two other interpreters, which have been asked everything and go about it."""
+    """Two other interpreters, to which all questions have been sent."""
     try:
         source = source_of(policy)
     except ConfigError as error:
@@ -340,9 +340,9 @@ def _begin_elsewhere(
     except ConfigError as error:
         trials.not_shown.append(f"{_NOT_ELSEWHERE}: {error}")
         return None
-    for asked in _questions():
-        first.begin(asked)
-        second.begin(asked)
+    for question in _questions():
+        first.begin(question)
+        second.begin(question)
     return first, second
 
 
@@ -359,42 +359,46 @@ def _elsewhere(
     if others is None:
         return
     try:
-        for asked in _questions():
+        for question in _questions():
             first, second = (other.end() for other in others)
             if reads := (*first.reads, *second.reads):
                 message = f"depends on its process: {reads[0]}; make it an option"
                 yield Failure(message, is_rule=True)
                 return
             if first != second:
-                yield _differs(policy, options, asked, goes_on)
+                yield _differs(policy, options, question, goes_on)
                 return
     except ConfigError as error:
         trials.not_shown.append(f"{_NOT_ELSEWHERE}: {error}")
 
 
-def _differs(policy: Any, options: dict[str, Any] | None, asked: Asked, goes_on: GoesOn) -> Failure:
+def _differs(
+    policy: Any, options: dict[str, Any] | None, question: Question, goes_on: GoesOn
+) -> Failure:
     """What is wrong, and the smallest case that shows it."""
     with ExitStack() as stack:
         both, program = _pair(stack, policy, options), ""
-        case = _case(asked, policy, options)
-        if _is_other(both, _asked(case)):
-            small = shrink(case, lambda each: _is_other(both, _asked(each)), 300, goes_on=goes_on)
-            asked, program = _asked(small), reproduction(small)
+        case = _case(question, policy, options)
+        if _is_other(both, _question_of(case)):
+            small = shrink(
+                case, lambda each: _is_other(both, _question_of(each)), 300, goes_on=goes_on
+            )
+            question, program = _question_of(small), reproduction(small)
     return Failure(
         "plans otherwise in another process, with the same requests: it depends on "
-        f"{_cause(policy, options, asked)}. Ask no clock but view.now and no dice but view.rng, "
+        f"{_cause(policy, options, question)}. Ask no clock but view.now and no dice but view.rng, "
         "and go by nothing that differs from process to process (hash(), id(), order of a set)",
         program=program,
         is_rule=True,
     )
 
 
-def _cause(policy: Any, options: dict[str, Any] | None, asked: Asked) -> str:
+def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> str:
     """What makes the difference, found by letting single things differ."""
     causes: list[str] = []
     for parts in ((), *((part,) for part in PARTS)):
         with ExitStack() as stack:
-            if not _is_other(_pair(stack, policy, options, parts), asked):
+            if not _is_other(_pair(stack, policy, options, parts), question):
                 continue
         if not parts:
             return "what is never twice the same, as a clock or the addresses of objects"
@@ -402,12 +406,14 @@ def _cause(policy: Any, options: dict[str, Any] | None, asked: Asked) -> str:
     return " or ".join(causes) or "something of the process"
 
 
-def _case(asked: Asked, policy: Any, options: dict[str, Any] | None) -> Case:
-    """What was asked, as a case."""
-    if asked.seed is not None:
-        return draw_case(asked.seed, policy, options)
-    [kind] = [kind for kind in KINDS if kind.name == asked.crowd]
-    crowd = Crowd(policy, options or {}, kind._replace(num_steps=asked.num_steps), is_patient=True)
+def _case(question: Question, policy: Any, options: dict[str, Any] | None) -> Case:
+    """The case of a question."""
+    if question.seed is not None:
+        return draw_case(question.seed, policy, options)
+    [kind] = [kind for kind in KINDS if kind.name == question.crowd]
+    crowd = Crowd(
+        policy, options or {}, kind._replace(num_steps=question.num_steps), is_patient=True
+    )
     while crowd.goes_on:
         crowd.step()
     return crowd.case
@@ -424,12 +430,12 @@ def _pair(
     return first, second
 
 
-def _asked(case: Case) -> Asked:
-    return Asked(case=with_policy(case, "fcfs", case.setup.config.policy_options))
+def _question_of(case: Case) -> Question:
+    return Question(case=with_policy(case, "fcfs", case.setup.config.policy_options))
 
 
-def _is_other(both: Others, asked: Asked) -> bool:
+def _is_other(both: Others, question: Question) -> bool:
     for each in both:
-        each.begin(asked)
+        each.begin(question)
     first, second = (each.end() for each in both)
     return first != second

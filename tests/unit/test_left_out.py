@@ -150,7 +150,7 @@ def test_simulate_writes_the_file_and_no_figures(
     assert main([*asked, "--report", str(page)]) == 1
     shown = capsys.readouterr().out
     assert f"{WHERE}Broken is left out, as it has no figures: 4 answers" in shown
-    assert "after so many it is switched off" in shown and "mean" not in shown
+    assert "after this many it is switched off" in shown and "mean" not in shown
     assert f"{WHERE}Broken is left out" in page.read_text() and not read_report(page)["runs"]
     for again in (asked, ["simulate", "--read", str(out)]):
         assert main([*again, "--json"]) == 1

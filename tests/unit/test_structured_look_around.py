@@ -17,12 +17,19 @@ def bench() -> Bench:
     return Bench()
 
 
+IDLE = "whose look-ahead excludes nothing that the rest matches: write it without"
+
+
 @pytest.mark.parametrize(
-    "pattern", ["^(?!a)b$", "^(?!a*b)c$", "(?=a)[a-z]+", "^x(?<!y)$", "^(?<=a)b$"]
+    ("pattern", "why"),
+    [
+        *(("^(?!a)b$", IDLE), ("^(?!a*b)c$", IDLE)),
+        *((each, "look-around: write it without") for each in ("(?=a)[a-z]+", "^x(?<!y)$")),
+    ],
 )
-def test_a_string_that_nothing_else_holds_is_refused(pattern: str) -> None:
+def test_a_string_that_nothing_else_holds_is_refused(pattern: str, why: str) -> None:
     schema = {"type": "object", "properties": {"a": {"type": "string", "pattern": pattern}}}
-    with pytest.raises(SchemaError, match="look-around: write it without"):
+    with pytest.raises(SchemaError, match=why):
         plan_of(schema, Grammar("json", ""))
     assert plan_of(schema, Grammar("json", "", is_lenient=True)).needs_checker
 

@@ -196,7 +196,7 @@ class GuardedPredictor:
         self.num_failures = 0
         self.first_failure = ""
         self.lowest: float = 0
-        """Of its answers: below 0 nobody can be, and proofs do not let it pass."""
+        """Its smallest answer. A length below 0 is impossible, and proofs refuse it."""
 
     def predict(self, req: Request) -> int:
         try:

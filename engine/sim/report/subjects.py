@@ -76,7 +76,7 @@ class Point:
         return nan if found is None else found.value
 
     def seeds_with(self, name: str) -> str:
-        """As in "2 of 8", where that many seeds have a figure; empty where all or none have it."""
+        """ "2 of 8", if only this many seeds have a figure; empty if all or none have it."""
         count = self.counts.get(name, 0)
         return f"{count} of {self.num_seeds}" if count else ""
 

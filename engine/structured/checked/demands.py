@@ -20,7 +20,7 @@ Numbers = dict[Rule, int]  # of rules in what they are looked at together
 
 
 def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Part, ...]:
-    """Those of one rule on values of this kind, the cheaper ones first."""
+    """Demands of one rule on values of this kind, the cheaper ones first."""
     found: list[Part] = []
     if kind in _OF_KIND:
         found += _OF_KIND[kind](rule, numbers)

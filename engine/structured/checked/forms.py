@@ -40,7 +40,7 @@ Place = tuple[str, str, bool, Any, Grammar]  # an opening, and the schema that f
 
 
 def _openings(places: list[Place]) -> Iterator[Opening]:
-    """Those of them after which some schema needs a checker."""
+    """The openings after which some schema needs a checker."""
     together: dict[tuple[str, str, bool], list[tuple[Plan, Grammar]]] = {}
     for text, scope, follows, schema, form in places:
         plan = plan_of(schema, form)

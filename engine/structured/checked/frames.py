@@ -307,7 +307,7 @@ class Frame:
 
 
 def with_news(frame: Frame) -> Frame:
-    """The same frame, which is new, within frames that know how it stands."""
+    """A new frame, within frames that know how it stands."""
     child = frame
     while (parent := child.parent) is not None and parent.open is not None:
         vector = child.vector

@@ -49,7 +49,7 @@ class Layout:
         return text in self._scopes
 
     def at(self, text: bytes, scope: bytes) -> list[Checker]:
-        """Of the parts that begin after this text."""
+        """Checkers of the parts that begin after this text."""
         return [
             checker
             for each in self._openings

@@ -92,9 +92,9 @@ def _types_at(reading: Reading, name: str) -> frozenset[str]:
     """The types that a property is seen to have."""
     found = frozenset({"null", "boolean", "number", "string", "array", "object"})
     for part in reading.parts:
-        said = named(part.schema.get("properties")).get(name)
-        if isinstance(said, dict) and "type" in said:
-            kind = said["type"]
+        schema = named(part.schema.get("properties")).get(name)
+        if isinstance(schema, dict) and "type" in schema:
+            kind = schema["type"]
             names = {kind} if isinstance(kind, str) else set(kind)
             found &= {"number" if each == "integer" else each for each in names}
     return found

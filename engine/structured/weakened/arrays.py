@@ -76,7 +76,7 @@ def _contained(schemas: list[Schema]) -> list[Schema]:
 
 
 def _items(reading: Reading, at: int, loosen: Loosen) -> list[Any]:
-    """What is said of the item at a place."""
+    """Schemas of the item at a place."""
     found = [each for part in reading.parts if (each := _item(part.schema, at)) is not None]
     for number, holder in reading.holders.items():
         if "unevaluatedItems" not in holder:

@@ -18,7 +18,7 @@ Named = tuple[bytes, Any, bool]  # key, value, and whether the value has schemas
 
 
 class Digests:
-    """Of schemas of one document, by their ``id()``: the schemas must stay."""
+    """Digests of the schemas of one document, by their ``id()``: the schemas must stay."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], bytes] = {}

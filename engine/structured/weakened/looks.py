@@ -81,7 +81,7 @@ def _negated(inner: str) -> str | None:
 
 
 def _not_within(first: str, second: str | None) -> str:
-    """Of the texts in which these one or two characters do not stand one after the other."""
+    """A pattern of the texts that lack these one or two characters in a row."""
     a = re.escape(first[-1])
     if second is None:
         return f"^[^{a}]*$"
@@ -107,7 +107,7 @@ class Words:
         at.is_beginning = at.is_beginning or not is_whole
 
     def pattern(self) -> str:
-        """Of what may follow."""
+        """A pattern of what may follow."""
         ways = [] if self.is_whole else [""]
         chars = "".join(map(re.escape, self.following))
         ways.append(f"[^{chars}]{_ANY}" if chars else rf"[\s\S]{_ANY}")

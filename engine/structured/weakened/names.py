@@ -13,12 +13,12 @@ from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
 UNEVALUATED = "unevaluatedProperties"
-LAST = 1 << 30  # behind all that is written in a schema
+LAST = 1 << 30  # after all that is written in a schema
 
 
 @dataclass
 class Group:
-    """What is said of properties of which no schema of a group speaks."""
+    """What holds for properties that no schema of a group names."""
 
     others: Any
     speaks_of_all: bool = False
@@ -32,7 +32,7 @@ class Group:
 
 
 class Sayings:
-    """Of one reading."""
+    """The names of one reading."""
 
     def __init__(self, reading: Reading) -> None:
         self._by_name: dict[str, list[Any]] = {}
@@ -56,14 +56,14 @@ class Sayings:
         return [*found, *(each.others for each in self._groups if not each.speaks_of(name))]
 
     def of_others(self) -> list[Any]:
-        """Those that hold for properties that have no name or pattern."""
+        """Schemas that hold for properties that have no name or pattern."""
         found = [
             part.schema["additionalProperties"] for part in self._general if speaks_of_others(part)
         ]
         return [*found, *(each.others for each in self._groups if not each.speaks_of_all)]
 
     def of_pattern(self, pattern: str, group: Sequence[str]) -> list[Any]:
-        """Those that hold for names that match this pattern, and perhaps others of the group."""
+        """Schemas that hold for names that match this pattern, and perhaps others of the group."""
         found: list[Any] = []
         for part in self._general:
             patterns = named(part.schema.get("patternProperties"))
@@ -81,9 +81,9 @@ def close(reading: Reading) -> Schema | None:
     """Leave the properties that it names and those that are only required, if it names some and
     says nothing of others. Returns the schema that says so, which must stay."""
     schemas = [part.schema for part in reading.parts if not part.is_silent]
-    said = {key for schema in schemas for key in schema}
+    keywords = {key for schema in schemas for key in schema}
     held = any(UNEVALUATED in holder for holder in reading.holders.values())
-    if held or said & {"additionalProperties", "const", "enum"}:
+    if held or keywords & {"additionalProperties", "const", "enum"}:
         return None
     names = {name for schema in schemas for name in named(schema.get("properties"))}
     patterns = {each for schema in schemas for each in named(schema.get("patternProperties"))}

@@ -19,15 +19,15 @@ from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
 Order = Literal["schema", "free", "small"]
-"""Of properties: that of the schema, any, or any where that takes less."""
+"""The order of properties: the schema's, any, or any where that takes less."""
 
 MOST_SETS = 32  # of properties, of which one must be there
 MOST_GROUPS = 128  # of properties in any order, by their schemas: each two are compared
 MOST_AT_ONCE = 32  # schemas of the properties beyond them: more are left to the checker
 FEW_GROUPS = 8  # with which an object is smaller in any order than in one
 MOST_PATTERNS = 48
-# In an order: compiling takes time by their square, a second for so many, and a mask takes 10 ms
-# where so many properties may follow.
+# In an order: compiling takes time by their square, a second for this many, and a mask takes 10 ms
+# where this many properties may follow.
 MOST_IN_ORDER = 4_000
 MOST_OPTIONAL = 500
 # What one way of a choice leaves open another may demand: in any order it can still be written.
@@ -56,7 +56,7 @@ class Objects:
         self._is_free = order == "free" or any(key in reading.loose for key in ORDERED)
         self._is_small = order == "small"
         self._said = Sayings(reading)
-        self._names_asked = [
+        self._name_schemas = [
             part.schema["propertyNames"]
             for part in self._parts
             if part.schema.get("propertyNames", True) not in (True, {})
@@ -85,7 +85,7 @@ class Objects:
             return True
         return self._is_small and _num_schemas(names.properties) <= FEW_GROUPS
 
-    # -- what is said of each name
+    # -- the schemas of each name
 
     def _names(self) -> Names | None:
         """``None`` if a property that is required cannot be written."""
@@ -128,7 +128,7 @@ class Objects:
 
     def _patterns(self) -> dict[str, Any]:
         """Values by patterns that no name matches two of."""
-        asked = list(
+        patterns = list(
             dict.fromkeys(
                 pattern
                 for part in self._parts
@@ -136,7 +136,7 @@ class Objects:
             )
         )
         found: dict[str, Any] = {}
-        for group in _overlapping(asked, self._loosen):
+        for group in _overlapping(patterns, self._loosen):
             values = [self._writer.place(self._said.of_pattern(each, group)) for each in group]
             kept = [each for each in values if each is not False]
             if len(group) > 1:
@@ -162,11 +162,11 @@ class Objects:
 
     def _limited_names(self) -> tuple[list[str] | None, str | None]:
         """The names that an object may have at all, or a pattern of them."""
-        asked = self._names_asked
-        if not asked:
+        schemas = self._name_schemas
+        if not schemas:
             return None, None
-        self._loosen("propertyNames", asked[0])
-        written = self._writer.place([*asked, {"type": "string"}])
+        self._loosen("propertyNames", schemas[0])
+        written = self._writer.place([*schemas, {"type": "string"}])
         if written is False:
             return [], None
         if isinstance(written, dict) and "enum" in written:
@@ -175,7 +175,7 @@ class Objects:
 
     def _allows(self, name: str) -> bool:
         """Whether a name is not seen to break ``propertyNames``."""
-        return all(asked is not False and _is_name(asked, name) for asked in self._names_asked)
+        return all(each is not False and _is_name(each, name) for each in self._name_schemas)
 
     # -- how many
 
@@ -244,7 +244,7 @@ def _written(names: Names) -> Schema:
 
 
 def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) -> Schema:
-    """The same in which these are the first properties that need not be there."""
+    """A schema in which these are the first properties that need not be there."""
     last = optional.index(first[-1])
     left = {name for name in optional[:last] if name not in first}
     properties = {name: each for name, each in written["properties"].items() if name not in left}
@@ -281,16 +281,16 @@ def one_of(schemas: list[Any]) -> Any:
     return kept[0] if len(kept) == 1 else {"anyOf": kept}
 
 
-def _is_name(asked: Schema, name: str) -> bool:
-    if "const" in asked and asked["const"] != name:
+def _is_name(schema: Schema, name: str) -> bool:
+    if "const" in schema and schema["const"] != name:
         return False
-    if "enum" in asked and name not in listed(asked["enum"]):
+    if "enum" in schema and name not in listed(schema["enum"]):
         return False
-    if "maxLength" in asked and len(name) > asked["maxLength"]:
+    if "maxLength" in schema and len(name) > schema["maxLength"]:
         return False
-    if "minLength" in asked and len(name) < asked["minLength"]:
+    if "minLength" in schema and len(name) < schema["minLength"]:
         return False
-    return not ("pattern" in asked and not matches(asked["pattern"], name))
+    return not ("pattern" in schema and not matches(schema["pattern"], name))
 
 
 def _pattern_of(written: Any) -> str | None:

@@ -68,7 +68,7 @@ class Reading:
     holders: dict[int, Schema] = field(default_factory=dict)
 
     def by(self, choice: Choice, number: int) -> Reading:
-        """The same on one of the ways."""
+        """A reading on one of the ways."""
         taken = self.taken
         if choice.keyword == "oneOf":
             taken = {**taken, choice.number: number}
@@ -137,7 +137,7 @@ class Reader:
         return found
 
     def read(self, schema: Schema) -> Schema:
-        """Its keywords that count: of older drafts nothing beside a reference."""
+        """Its keywords that count: in older drafts none next to a reference."""
         if len(schema) > 1 and "$ref" in schema and self._draft(schema) <= 7:
             only: Schema = self._made.setdefault(("$ref", id(schema)), {"$ref": schema["$ref"]})
             return only
@@ -243,7 +243,7 @@ class Reader:
             ]
 
     def _values(self, schema: Schema) -> list[Exact] | None:
-        """Those of enum or const, its own or of what it refers to."""
+        """Values of enum or const, its own or of what it refers to."""
         for _ in range(8):
             if "const" in schema:
                 return [exact(schema["const"])]
@@ -288,12 +288,12 @@ class Reader:
     def _condition(self, schema: Schema, part: Part) -> Choice:
         ways, is_exact = self._opposite(schema["if"], part)
         keys = list(schema)
-        asked, then, otherwise = (
+        condition, then, otherwise = (
             part.within(schema.get(key, True), keys.index(key) if key in schema else 0)
             for key in ("if", "then", "else")
         )
         return Choice(
-            "if", id(schema), [[asked, then], *([*each, otherwise] for each in ways)], is_exact
+            "if", id(schema), [[condition, then], *([*each, otherwise] for each in ways)], is_exact
         )
 
     def _opposite(self, schema: Any, part: Part) -> tuple[list[list[Part]], bool]:

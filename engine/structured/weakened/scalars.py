@@ -113,7 +113,8 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
     if is_taken(written):
         return [written]
     apart = [of_rust(each) for each in without_looks(pattern) or ()]
-    if apart and all(map(is_taken, apart)) and not _excludes_nothing(pattern):
+    is_idle = _excludes_nothing(pattern)
+    if apart and all(map(is_taken, apart)) and not is_idle:
         return apart
     wider = widened(pattern)
     if wider == pattern:
@@ -121,13 +122,13 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
     # The checker decides where the text ends. One that a look-around forbids could go on for ever,
     # unless a format leaves little choice.
     is_held = has_format or not LOOKS.search(pattern)
-    loosen("pattern" if is_held else "look-around", pattern)
+    loosen("pattern" if is_held else "idle look-ahead" if is_idle else "look-around", pattern)
     written = of_rust(wider)
     return [written] if is_taken(written) else []
 
 
 def _excludes_nothing(pattern: str) -> bool:
-    """Whether a look-ahead excludes what the rest does not match anyway: it is better left out."""
+    """Whether a look-ahead excludes what the rest does not match anyway: most likely a mistake."""
     return any(no_text_matches(of_rust(each), of_rust(rest)) for each, rest in excluded_by(pattern))
 
 

@@ -19,7 +19,7 @@ from engine.structured.checked.documents import Document
 from engine.structured.checked.exact import exact
 from engine.structured.checked.known import KNOWN
 from engine.structured.merged import EVERY_TYPE
-from engine.structured.schemas import SchemaError
+from engine.structured.schemas import SchemaError, types_of_value
 from engine.structured.weakened.alternatives import are_apart, part_types
 from engine.structured.weakened.arrays import array
 from engine.structured.weakened.digests import Digests
@@ -198,10 +198,10 @@ class _Writer:
             is_closed, schema = True, self._followed(schema["allOf"][0])
         if not isinstance(schema, dict):
             return None
-        said = self._reader.read(schema).keys() - ANNOTATIONS
+        keywords = self._reader.read(schema).keys() - ANNOTATIONS
         if schema.get("unevaluatedProperties") is False:
-            is_closed, said = True, said - {"unevaluatedProperties"}
-        if len(said) != 1 or (key := next(iter(said))) not in ("anyOf", "oneOf"):
+            is_closed, keywords = True, keywords - {"unevaluatedProperties"}
+        if len(keywords) != 1 or (key := next(iter(keywords))) not in ("anyOf", "oneOf"):
             return None
         if key == "oneOf" and not are_apart(self._reader.readings([schema])):
             return None
@@ -298,7 +298,7 @@ class _Writer:
         return types
 
     def _values(self, reading: Reading) -> list[Any] | None:
-        """Those of enum and const that are right; ``None`` if there are none of both."""
+        """Values of enum and const that are right; ``None`` if it has neither keyword."""
         lists = [
             [part.schema["const"]] if "const" in part.schema else listed(part.schema["enum"])
             for part in reading.parts
@@ -330,7 +330,7 @@ class _Writer:
 
     def _is_right(self, value: Any, reading: Reading, checkers: Sequence[Checker]) -> bool:
         """Whether a value that is listed is not seen to break another keyword."""
-        if not reading.types & _types_of(value):
+        if not reading.types & types_of_value(value):
             return False
         if isinstance(value, dict | list):
             keys = OF_OBJECTS if isinstance(value, dict) else OF_ARRAYS
@@ -348,8 +348,8 @@ class _Writer:
         if key in _HELD or self._is_lenient or key in KNOWN:
             self._is_loose = True
             return
-        if key == "look-around":
-            raise SchemaError(f"pattern is {value!r:.80}, which has look-around: write it without")
+        if key in _LOOKING:
+            raise SchemaError(f"pattern is {value!r:.80}, {_LOOKING[key]}: write it without")
         raise SchemaError(f"{key} is {value!r:.80}, which is not enforced")
 
     # -- definitions that allow nothing
@@ -376,10 +376,14 @@ class _Writer:
 
 # What the checker enforces that is no keyword of its own, or one that the grammar mostly holds.
 _HELD = frozenset({"enum", "required", "format", "pattern", "anyOf"})
+_LOOKING = {
+    "look-around": "which has look-around",
+    "idle look-ahead": "whose look-ahead excludes nothing that the rest matches",
+}
 
 
 def _without(schema: Any, nothing: set[str]) -> Any:
-    """The same without references to these definitions."""
+    """A schema without references to these definitions."""
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
@@ -436,7 +440,7 @@ def _speaks(schemas: Sequence[Schema], keys: frozenset[str]) -> bool:
 
 
 def shared(definitions: dict[str, Any]) -> dict[str, Any]:
-    """The same with values of properties once, where they are many: the library counts each."""
+    """Definitions whose many equal values are written once: the library counts each."""
     named = [names for each in definitions.values() for names in _named_in(each)]
     if sum(map(len, named)) < MOST_INLINE:
         return definitions
@@ -484,9 +488,11 @@ def _signature_of(reading: Reading) -> Signature:
 
 
 def _is_closing(schema: Schema) -> bool:
-    """Whether it says only that others have said all."""
-    said = schema.keys() - ANNOTATIONS
-    return said == {"allOf", "unevaluatedProperties"} and schema["unevaluatedProperties"] is False
+    """Whether it only closes the one schema that it holds."""
+    keywords = schema.keys() - ANNOTATIONS
+    return (
+        keywords == {"allOf", "unevaluatedProperties"} and schema["unevaluatedProperties"] is False
+    )
 
 
 def _is_annotation(schema: Any) -> bool:
@@ -501,15 +507,6 @@ def _is_scalar(reading: Reading) -> bool:
     return not is_object and not ("array" in reading.types and _speaks(schemas, OF_ARRAYS))
 
 
-def _types_of(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int | float):
-        return {"integer", "number"} if float(value).is_integer() else {"number"}
-    names = {str: "string", list: "array", dict: "object", type(None): "null"}
-    return {names[type(value)]}
-
-
 def _is_excluded(value: Any, types: set[str]) -> bool:
     """Whether a value is left out by the types already."""
-    return not _types_of(value) & types
+    return not types_of_value(value) & types
