@@ -57,7 +57,7 @@ def _show(line: str) -> None:
 
 
 def _unanswered(found: Capacities) -> list[tuple[str, Highest]]:
-    """Searches without an answer, and of whom."""
+    """Searches without an answer, with the names of their policies."""
     columns = zip(found.names, found.found, strict=True)
     return [(name, each) for name, column in columns for each in column if each.refused]
 

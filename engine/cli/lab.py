@@ -209,7 +209,7 @@ def left_out_lines(left_out: Mapping[str, str]) -> Iterable[str]:
 
 
 def left_out_text(left_out: Mapping[str, str]) -> str:
-    """Statistics in one cell of a file."""
+    """The policies that have no figures, in one cell of a file."""
     return "; ".join(f"{name}: {why}" for name, why in left_out.items())
 
 

@@ -254,7 +254,7 @@ class Ahead:
             self._num_out -= 1
 
     def _fits_closed(self, frame: Frame, closed: Frame) -> bool:
-        """Whether it can be completed, without a look at what follows."""
+        """Whether the frame may end as ``closed``, without a look at what follows in its parent."""
         parent, place = frame.parent, frame.table.place
         assert parent is not None, "the document itself is not closed"
         if place.is_must and not frame.is_compared:

@@ -31,8 +31,8 @@ class Group:
         return any(matches(pattern, name) for pattern in self.patterns)
 
 
-class Sayings:
-    """The names of one reading."""
+class SchemasByName:
+    """The schemas that hold for each property of one reading, by the property's name."""
 
     def __init__(self, reading: Reading) -> None:
         self._by_name: dict[str, list[Any]] = {}

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from engine.structured.schemas import of_rust
 from engine.structured.weakened.arrays import Writes
 from engine.structured.weakened.library import is_taken, no_name_matches
-from engine.structured.weakened.names import Sayings, matches
+from engine.structured.weakened.names import SchemasByName, matches
 from engine.structured.weakened.readings import Reading
 from engine.structured.weakened.scalars import Loosen, limits, widened
 from engine.structured.weakened.shapes import listed, named
@@ -55,7 +55,7 @@ class Objects:
         self._loosen = loosen
         self._is_free = order == "free" or any(key in reading.loose for key in ORDERED)
         self._is_small = order == "small"
-        self._said = Sayings(reading)
+        self._by_name = SchemasByName(reading)
         self._name_schemas = [
             part.schema["propertyNames"]
             for part in self._parts
@@ -98,7 +98,7 @@ class Objects:
             )
         )
         patterns = self._patterns()
-        additional = self._writer.place(self._said.of_others())
+        additional = self._writer.place(self._by_name.of_others())
         if additional is not False or patterns:
             self._loosen("names", True)  # one may come twice
         limited, by_pattern = self._limited_names()
@@ -107,7 +107,7 @@ class Objects:
         needed, able = set(required), None if limited is None else set(limited)
         for name in dict.fromkeys(own):
             is_right = self._allows(name) and (able is None or name in able)
-            written = self._writer.place(self._said.of_name(name)) if is_right else False
+            written = self._writer.place(self._by_name.of_name(name)) if is_right else False
             if written is False and name in needed:
                 return None
             properties[name] = written
@@ -137,7 +137,7 @@ class Objects:
         )
         found: dict[str, Any] = {}
         for group in _overlapping(patterns, self._loosen):
-            values = [self._writer.place(self._said.of_pattern(each, group)) for each in group]
+            values = [self._writer.place(self._by_name.of_pattern(each, group)) for each in group]
             kept = [each for each in values if each is not False]
             if len(group) > 1:
                 self._loosen("patternProperties", group)
