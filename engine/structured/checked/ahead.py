@@ -22,6 +22,7 @@ MOST_NAMES = 256  # that are looked at one by one
 MOST_MISSING = 64  # ways to add members that are tried
 MOST_LOOKS = 200  # values that are looked at for one question
 MOST_KEPT = 4_000  # answers
+MOST_DIGITS = 8  # of a number of which an answer is kept
 _GROWING = re.compile(rb"-?[0-9.]+[eE]\+?[0-9]+")  # with further digits, farther from zero
 MAX_DEPTH, MAX_COMPARED_DEPTH = 2, 6  # values that are looked at, one after the other
 OTHER_NAME = "\uffff another"
@@ -37,6 +38,8 @@ class Ahead:
         self._kept: dict[
             tuple[str, int, int, Any], tuple[Any, str]
         ] = {}  # answers, with the keyword
+        # By place and digits, whether they begin a number that is right, with the keyword.
+        self._numbers: dict[tuple[Place, bytes], tuple[bool, str]] = {}
         self.why = ""  # what was answered last cannot go on
 
     def is_alive(self, frame: Frame) -> bool:
@@ -117,6 +120,20 @@ class Ahead:
         """Whether these digits, or more after them, are a number that is right."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
+        if not place.is_must or len(text) > MOST_DIGITS:
+            return self._may_become(frame, place, text)
+        # Nothing but the place decides, and a mask tries all short numbers that are tokens.
+        key = place, text
+        if key not in self._numbers:
+            if len(self._numbers) >= MOST_KEPT:
+                self._numbers.clear()
+            self.why = ""
+            self._numbers[key] = self._may_become(frame, place, text), self.why
+        is_right, why = self._numbers[key]
+        self.why = why or self.why
+        return is_right
+
+    def _may_become(self, frame: Frame, place: Place, text: bytes) -> bool:
         if _GROWING.fullmatch(text):
             return self._is_within(place, number_of(text.decode()))
         if not place.is_of_whole_numbers or not text.isdigit():
@@ -145,7 +162,7 @@ class Ahead:
     def _is_number(self, frame: Frame, number: int) -> bool:
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
-        vector = place.on_number(number)
+        vector = place.on_scalar(number)
         if place.is_must:
             return self._fits(vector)
         return self._judged(with_news(frame.filled(vector, number)))

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from engine.structured.checked.ahead import Ahead, verdict_of
+from engine.structured.checked.demands import UNKNOWN
 from engine.structured.checked.exact import (
     LITERALS,
     NUMBER,
@@ -286,23 +287,27 @@ class State:
 
     def _learn(self, kind: str, word: Exact) -> bool:
         """The kind of the scalar that begins. word: if it is a literal."""
-        frame = self.frame
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
-        vector = place.table(kind).vector
-        if vector != frame.open[2]:
-            self.frame = with_news(frame.opened(vector))
-            if not self._judged():
-                return False
-        ahead = self.checker.ahead
+        # Each digit begins the same kind, and each is tried before one of them is written.
+        learned = self.frame.learned
+        if (kind, word) not in learned:
+            learned[kind, word] = self._learned(kind, word)
+        self.frame, self.options, self.why = learned[kind, word]
+        return not self.why
+
+    def _learned(self, kind: str, word: Exact) -> tuple[Frame, tuple[bytes, ...] | None, str]:
+        """The frame that knows the kind, what the scalar may become, and why it must not begin."""
+        assert self.frame.open is not None, "a value is expected"
+        frame, ahead = self.frame, self.checker.ahead
+        vector = self.frame.open[1].place.table(kind).vector
+        if vector != self.frame.open[2]:
+            frame = with_news(frame.opened(vector))
+            verdict = verdict_of(frame)
+            if isinstance(verdict, str):
+                return frame, None, verdict
         if self.mode == LITERAL:
-            is_right = ahead.is_possible(self.frame, word)
-        else:
-            self.options = ahead.values(self.frame, kind)
-            is_right = self.options != ()
-        if not is_right:
-            self.why = ahead.why
-        return is_right
+            return frame, None, "" if ahead.is_possible(frame, word) else ahead.why or SYNTAX
+        options = ahead.values(frame, kind)
+        return frame, options, (ahead.why or SYNTAX) if options == () else ""
 
     def _open(self, kind: str, at: int) -> int:
         assert self.frame.open is not None, "a value is expected"
@@ -354,14 +359,23 @@ class State:
         return self._filled(self.frame, place.on_scalar(value), value)
 
     def _filled(self, frame: Frame, vector: Vector, value: Exact) -> bool:
-        self.frame = with_news(frame.filled(vector, value))
         self.mode, self.options = AFTER, None
-        if not self._judged():
-            return False
-        if self.checker.ahead.is_alive(self.frame):
-            return True
-        self._fail(self.checker.ahead.why)
-        return False
+        if frame.keeps_values or value is UNKNOWN:
+            self.frame, self.why = self._after_value(frame, vector, value)
+        else:  # Values with the same verdicts go on alike.
+            if vector not in frame.learned:
+                frame.learned[vector] = self._after_value(frame, vector, value)
+            self.frame, self.why = frame.learned[vector]
+        return not self.why
+
+    def _after_value(self, frame: Frame, vector: Vector, value: Exact) -> tuple[Frame, str]:
+        """The frame with its value, and why the text cannot go on after it."""
+        filled = with_news(frame.filled(vector, value))
+        verdict = verdict_of(filled)
+        if isinstance(verdict, str):
+            return filled, verdict
+        ahead = self.checker.ahead
+        return filled, "" if ahead.is_alive(filled) else ahead.why or SYNTAX
 
     def _fits(self) -> bool:
         """Whether what is written of a string or a number begins something that is allowed."""

@@ -83,7 +83,7 @@ class Frame:
     __slots__ = (
         *("parent", "table", "verdicts", "account"),
         *("names", "count", "open", "is_over", "is_kept", "parts", "seen", "is_repeated"),
-        *("missing", "last", "is_compared", "is_watched", "is_vague", "next_names"),
+        *("missing", "last", "is_compared", "is_watched", "is_vague", "next_names", "learned"),
     )
 
     parent: Frame | None
@@ -104,6 +104,7 @@ class Frame:
     is_watched: bool
     is_vague: bool
     next_names: Any
+    learned: dict[Any, Any]
 
     @classmethod
     def begun(cls, table: Table, parent: Frame | None) -> Frame:
@@ -122,7 +123,7 @@ class Frame:
         self.is_watched = table.is_watchful or self.is_compared or is_watched
         self.is_vague = False
         self.missing = []
-        self.next_names = UNSEEN
+        self.next_names, self.learned = UNSEEN, {}
         table.judge(self)
         return self
 
@@ -184,7 +185,8 @@ class Frame:
         other.seen, other.is_repeated, other.last = self.seen, self.is_repeated, self.last
         other.is_watched, other.is_vague = self.is_watched, self.is_vague
         other.is_compared = self.is_compared
-        other.verdicts, other.missing, other.next_names = self.verdicts.copy(), [], UNSEEN
+        other.verdicts, other.missing = self.verdicts.copy(), []
+        other.next_names, other.learned = UNSEEN, {}
         return other
 
     def named(self, name: str, member: Member | None = None) -> Frame:

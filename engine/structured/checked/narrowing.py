@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from typing import Any, Protocol
-
-import numpy as np
+from collections.abc import Sequence
+from typing import Protocol
 
 from engine.messages.step import Column
-from engine.structured.checked.vocabulary import Flags, Stops, Vocabulary
-
-Ranks = np.ndarray[Any, np.dtype[np.integer[Any]]]  # of tokens in the order of their bytes
+from engine.structured.checked.vocabulary import Stops, Vocabulary
 
 
 class Following(Protocol):
@@ -44,37 +41,27 @@ class Following(Protocol):
 class Narrowing:
     """The tokens that a grammar allows somewhere, as a tree of their bytes."""
 
-    def __init__(self, vocabulary: Vocabulary, is_allowed: Flags) -> None:
-        """is_allowed: by token, at least as many as the vocabulary has."""
+    def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
-        self._is_allowed = is_allowed
-        self._forbidden: list[Ranks] = []
+        self._forbidden: list[int] = []
         self.why = ""
 
-    def forbidden(self, state: Following) -> Column:
-        """The tokens that the checker forbids where it stands; ``why`` is the reason of one."""
-        stops, vocabulary = state.stops, self._vocabulary
-        is_allowed = self._is_allowed[: len(vocabulary.in_order)]
-        if stops is not None:
-            is_allowed = is_allowed & vocabulary.having(stops)
-        elif state.skips_spaces:
-            is_allowed = is_allowed & vocabulary.not_spaces
-        ranks = np.sort(vocabulary.ranks[is_allowed.nonzero()[0]])
+    def forbidden(self, words: Column, without: Sequence[int], state: Following) -> Column:
+        """The tokens that a mask allows and the checker forbids where it stands; ``why`` is the
+        reason of one. without: tokens that are not looked at."""
+        ranks = self._vocabulary.candidates(
+            words, without, state.stops, skips_spaces=state.skips_spaces
+        )
         self._look(ranks, 0, state)
-        forbidden = [*self._forbidden, np.zeros(0, np.int64)]
-        found: Column = self._vocabulary.tokens[np.concatenate(forbidden)]
+        found: Column = self._vocabulary.tokens[self._forbidden]
         return found
 
-    def _look(self, ranks: Ranks, depth: int, state: Following) -> None:
+    def _look(self, ranks: list[int], depth: int, state: Following) -> None:
         """Look at tokens whose first bytes, which are the same, were fed. They are in order."""
         stops, texts = state.stops, self._vocabulary.in_order
-        if stops is not None:
-            ranks = ranks[self._vocabulary.last_stops(stops)[ranks] >= depth]
-        elif state.skips_spaces:
-            ranks = ranks[self._vocabulary.space_tails[ranks] > depth]
-        at, listed = 0, ranks.tolist()
-        while at < len(listed):
-            rank = listed[at]
+        at = 0
+        while at < len(ranks):
+            rank = ranks[at]
             text = texts[rank]
             if len(text) == depth:
                 at += 1
@@ -82,16 +69,28 @@ class Narrowing:
             end = depth if stops is None else stops.next(text, depth)
             beginning = text[: end + 1]
             after = at + 1
-            if after < len(listed) and texts[listed[after]].startswith(beginning):
+            if after < len(ranks) and texts[ranks[after]].startswith(beginning):
                 above = bisect_left(texts, _above(beginning), rank)
-                after = bisect_left(listed, above, after)
+                after = bisect_left(ranks, above, after)
             further = state.copy()
-            if not further.feed(beginning[depth:]):
+            # What no other token begins with is read in one go.
+            if not further.feed(beginning[depth:] if after > at + 1 else text[depth:]):
                 self.why = further.why
-                self._forbidden.append(ranks[at:after])
-            elif after > at + 1 or len(beginning) < len(text):
-                self._look(ranks[at:after], len(beginning), further)
+                self._forbidden += ranks[at:after]
+            elif after > at + 1:
+                depth_there = len(beginning)
+                self._look(self._left(ranks[at:after], depth_there, further), depth_there, further)
             at = after
+
+    def _left(self, ranks: list[int], depth: int, state: Following) -> list[int]:
+        """The tokens among these that say more after their first bytes than what is passed over."""
+        if state.stops is not None:
+            last_stops = self._vocabulary.last_stops(state.stops).data
+            return [rank for rank in ranks if last_stops[rank] >= depth]
+        if state.skips_spaces:
+            space_tails = self._vocabulary.space_tails.data
+            return [rank for rank in ranks if space_tails[rank] > depth]
+        return ranks
 
 
 def _above(beginning: bytes) -> bytes:

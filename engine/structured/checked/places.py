@@ -24,6 +24,7 @@ from engine.structured.checked.rules import MANY, Rule, num_values
 Vector = tuple[Verdict, ...]  # of several rules
 Row = tuple[int, tuple[Part, ...]]  # the demands of one rule, by its number in the place
 MOST_MEMBERS = 4096  # whose names are remembered
+MOST_CHARACTERS = 64  # of a string of which the verdicts are kept
 
 
 class Member:
@@ -62,7 +63,7 @@ class Place:
         self._tables: dict[str, Table] = {}
         self._members: dict[Any, Member] = {}
         self._on_listed: dict[Exact, Vector] = {}
-        self._on_numbers: dict[Number, Vector] = {}
+        self._on_scalars: dict[Exact, Vector] = {}
         self._listed: dict[str, list[Exact]] = {}
         self._options: dict[str, list[Exact] | None] = {}
         self.named = [n for n, rule in enumerate(self.rules) if names_members(rule)]
@@ -90,6 +91,16 @@ class Place:
 
     def on_scalar(self, value: Exact) -> Vector:
         """The verdicts of the roots on a string, a number or a literal."""
+        if isinstance(value, str) and len(value) > MOST_CHARACTERS:
+            return self._judged(value)
+        # A mask tries the same short strings and numbers again and again.
+        if (found := self._on_scalars.get(value)) is None:
+            if len(self._on_scalars) >= MOST_MEMBERS:
+                self._on_scalars.clear()
+            found = self._on_scalars[value] = self._judged(value)
+        return found
+
+    def _judged(self, value: Exact) -> Vector:
         return Scalar(self.table(kind_of(value)), value).vector
 
     def on_others(self, kind: str) -> Vector:
@@ -99,15 +110,7 @@ class Place:
     def on_listed(self, value: Exact) -> Vector:
         """The verdicts on a scalar that a schema lists."""
         if (found := self._on_listed.get(value)) is None:
-            found = self._on_listed[value] = self.on_scalar(value)
-        return found
-
-    def on_number(self, value: Number) -> Vector:
-        """The verdicts on a number that may be looked at again."""
-        if (found := self._on_numbers.get(value)) is None:
-            if len(self._on_numbers) >= MOST_MEMBERS:
-                self._on_numbers.clear()
-            found = self._on_numbers[value] = self.on_scalar(value)
+            found = self._on_listed[value] = self._judged(value)
         return found
 
     @cached_property
