@@ -45,6 +45,8 @@ class Checker:
 
     def __init__(self, schema: Any) -> None:
         """Raises ``SchemaError`` for what cannot be checked."""
+        self.is_only_of_names = schema is True
+        """Whether nothing is wrong but a name that is written twice."""
         self.places = Places()
         outermost = Rule()
         outermost.elements = Elements()
@@ -88,9 +90,21 @@ class State:
         return IN_STRINGS if is_text and self.options is None and not self.escape else None
 
     @property
-    def skips_spaces(self) -> bool:
-        """Whether spaces change nothing."""
-        return self.mode in (VALUE, COLON, AFTER) or (self.mode == NAME and not self.buffer)
+    def skips(self) -> bytes:
+        """The bytes that change nothing about what may follow."""
+        if self.mode == COLON:
+            return SPACES + b":"
+        is_between = self.mode in (VALUE, AFTER) or (self.mode == NAME and not self.buffer)
+        return SPACES if is_between else b""
+
+    @property
+    def least_quotes(self) -> int:
+        """The quotation marks that a text has at least which may not follow."""
+        if not self.checker.is_only_of_names:
+            return 0
+        if self.mode == STRING:
+            return 3  # of the string, and of a name after it
+        return 1 if self.mode == NAME and self.buffer else 2
 
     @property
     def pressing(self) -> list[bytes]:

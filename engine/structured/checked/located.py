@@ -87,10 +87,15 @@ class Located:
         return self._states[0].stops if self._states else self._layout.stops
 
     @property
-    def skips_spaces(self) -> bool:
-        """Whether spaces change nothing."""
+    def skips(self) -> bytes:
+        """The bytes that change nothing about what may follow."""
         is_sure = len(self._states) == 1 and not self._longer
-        return is_sure and self._states[0].skips_spaces and not self._states[0].is_untouched
+        return self._states[0].skips if is_sure and not self._states[0].is_untouched else b""
+
+    @property
+    def least_quotes(self) -> int:
+        """The quotation marks that a text has at least which may not follow."""
+        return 0  # other parts may follow, of which more is checked
 
     @property
     def pressing(self) -> list[bytes]:

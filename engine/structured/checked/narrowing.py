@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from engine.messages.step import Column
-from engine.structured.checked.vocabulary import Stops, Vocabulary
+from engine.structured.checked.vocabulary import Skipped, Stops, Vocabulary
 
 
 class Following(Protocol):
@@ -20,8 +20,12 @@ class Following(Protocol):
         """The bytes without which any text may follow; ``None`` if each is looked at."""
 
     @property
-    def skips_spaces(self) -> bool:
-        """Whether spaces change nothing."""
+    def skips(self) -> bytes:
+        """The bytes that change nothing about what may follow."""
+
+    @property
+    def least_quotes(self) -> int:
+        """The quotation marks that a text has at least which may not follow."""
 
     @property
     def pressing(self) -> list[bytes]:
@@ -49,9 +53,8 @@ class Narrowing:
     def forbidden(self, words: Column, without: Sequence[int], state: Following) -> Column:
         """The tokens that a mask allows and the checker forbids where it stands; ``why`` is the
         reason of one. without: tokens that are not looked at."""
-        ranks = self._vocabulary.candidates(
-            words, without, state.stops, skips_spaces=state.skips_spaces
-        )
+        skipped = Skipped(state.stops, state.skips, state.least_quotes)
+        ranks = self._vocabulary.candidates(words, without, skipped)
         self._look(ranks, 0, state)
         found: Column = self._vocabulary.tokens[self._forbidden]
         return found
@@ -87,9 +90,9 @@ class Narrowing:
         if state.stops is not None:
             last_stops = self._vocabulary.last_stops(state.stops).data
             return [rank for rank in ranks if last_stops[rank] >= depth]
-        if state.skips_spaces:
-            space_tails = self._vocabulary.space_tails.data
-            return [rank for rank in ranks if space_tails[rank] > depth]
+        if state.skips:
+            tails = self._vocabulary.tails(state.skips).data
+            return [rank for rank in ranks if tails[rank] > depth]
         return ranks
 
 

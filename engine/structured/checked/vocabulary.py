@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,6 +33,17 @@ class Stops:
         return len(text) if found is None else found.start()
 
 
+class Skipped(NamedTuple):
+    """The tokens that a checker passes over where it stands."""
+
+    stops: Stops | None
+    """Those without any of these bytes."""
+    only: bytes
+    """Those that are only such bytes."""
+    least_quotes: int
+    """Those with fewer quotation marks."""
+
+
 class Vocabulary:
     """All tokens by number."""
 
@@ -44,9 +56,10 @@ class Vocabulary:
         self.in_order = [texts[token] for token in tokens]
         self.ranks = np.empty_like(self.tokens)
         self.ranks[self.tokens] = np.arange(len(texts), dtype=np.int32)
-        self._candidates: dict[tuple[bytes, tuple[int, ...], frozenset[int] | bool], Column] = {}
-        self.space_tails: Column = np.array([len(text.rstrip(SPACES)) for text in self.in_order])
-        """By rank, from where on there are only spaces."""
+        self.num_quotes: Column = np.array([text.count(b'"') for text in self.in_order])
+        """By rank, the quotation marks in it."""
+        self._candidates: dict[tuple[bytes, tuple[int, ...], Skipped], Column] = {}
+        self._tails: dict[bytes, Column] = {}
         self._last_stops: dict[frozenset[int], Column] = {}
 
     def text(self, token: int) -> bytes:
@@ -58,20 +71,16 @@ class Vocabulary:
         is_there = at < len(self.in_order) and self.in_order[at] == text
         return int(self.tokens[at]) if is_there else None
 
-    def candidates(
-        self, words: Column, without: Sequence[int], stops: Stops | None, *, skips_spaces: bool
-    ) -> list[int]:
+    def candidates(self, words: Column, without: Sequence[int], skipped: Skipped) -> list[int]:
         """The ranks of the tokens of a mask that a checker has to look at, in order.
 
-        words: the mask, a bit for each token; without: tokens to leave out; stops: leave out
-        tokens that have none of these bytes; skips_spaces: leave out tokens that are only spaces.
-        The same masks come again and again, so lists that are not long are kept.
+        words: the mask, a bit for each token; without: tokens to leave out, with those that are
+        skipped. The same masks come again and again, so lists that are not long are kept.
         """
-        skipped = skips_spaces if stops is None else stops.bytes
         key = (words.tobytes(), tuple(without), skipped)
         found = self._candidates.get(key)
         if found is None:
-            found = self._sought(words, without, stops, skips_spaces=skips_spaces)
+            found = self._sought(words, without, skipped)
             if len(found) <= MOST_CANDIDATES:
                 if len(self._candidates) >= MOST_KEPT:
                     del self._candidates[next(iter(self._candidates))]
@@ -79,16 +88,22 @@ class Vocabulary:
         ranks: list[int] = found.tolist()
         return ranks
 
-    def _sought(
-        self, words: Column, without: Sequence[int], stops: Stops | None, *, skips_spaces: bool
-    ) -> Column:
+    def _sought(self, words: Column, without: Sequence[int], skipped: Skipped) -> Column:
         # As booleans, of which the library finds those that are set in a tenth of the time.
         is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
         is_allowed[[*without]] = False
         ranks: Column = np.sort(self.ranks[is_allowed[: len(self.ranks)].nonzero()[0]])
-        if stops is not None:
-            return ranks[self.last_stops(stops)[ranks] >= 0]
-        return ranks[self.space_tails[ranks] > 0] if skips_spaces else ranks
+        if skipped.least_quotes:
+            ranks = ranks[self.num_quotes[ranks] >= skipped.least_quotes]
+        if skipped.stops is not None:
+            return ranks[self.last_stops(skipped.stops)[ranks] >= 0]
+        return ranks[self.tails(skipped.only)[ranks] > 0] if skipped.only else ranks
+
+    def tails(self, skipped: bytes) -> Column:
+        """By rank, from where on there are only these bytes."""
+        if skipped not in self._tails:
+            self._tails[skipped] = np.array([len(text.rstrip(skipped)) for text in self.in_order])
+        return self._tails[skipped]
 
     def last_stops(self, stops: Stops) -> Column:
         """By rank, where the last of these bytes stands; -1 where none does."""
