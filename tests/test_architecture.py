@@ -1,6 +1,6 @@
 """The rules of the house, held by reading the source rather than by intent.
 
-Direction of imports, what stays free of torch, sizes, public names. See docs/structures.md.
+Direction of imports, what stays free of torch, sizes, public names. See docs/architecture.md.
 """
 
 import ast

@@ -1,4 +1,4 @@
-"""The layers of the house: what each holds, and the picture of them in `docs/structures.md`.
+"""The layers of the house: what each holds, and the picture of them in `docs/architecture.md`.
 
     python tools/layers.py        # writes the picture anew
 
@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("cli",), "the `metronome` command"),
 )
 PLANNED = ("parallel", "pooling")  # places that are kept, with nothing in them yet
-TARGET = Path(__file__).resolve().parent.parent / "docs" / "structures.md"
+TARGET = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- layers -->\n```\n", "```\n<!-- layers end -->\n"
 
 
@@ -49,7 +49,7 @@ def picture() -> str:
 
 
 def document() -> str:
-    """`docs/structures.md` with the picture as it should be."""
+    """`docs/architecture.md` with the picture as it should be."""
     written = TARGET.read_text(encoding="utf-8")
     before, _, rest = written.partition(BEGIN)
     _, _, behind = rest.partition(END)
