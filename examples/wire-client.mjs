@@ -3,8 +3,8 @@
 //     metronome core --model DIRECTORY          prints its address
 //     node examples/wire-client.mjs ipc:///tmp/metronome-core-XXXX/core 1,2,3 [max_tokens]
 //
-// Prints one token id a line, as they come, and why the request ended. docs/wire.md is all there is
-// to know about the messages; below are the three layers under them, each as small as it can be.
+// Prints one token id a line, as they come, and why the request ended. The messages are described
+// in docs/internals/wire.md; below are the three layers under them, each as small as it can be.
 
 import { readFileSync } from "node:fs";
 import { connect } from "node:net";

@@ -1,4 +1,4 @@
-"""The messages between clients and a core in another process; docs/wire.md has every byte.
+"""The messages between clients and a core in another process: see docs/internals/wire.md.
 
 Every message is one array whose first element names its type. Fields are only ever appended, with
 defaults. A client sends ``Hello`` first and is answered ``Welcome``; a message with a number is

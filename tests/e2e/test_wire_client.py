@@ -1,4 +1,4 @@
-"""A client in another language, written from docs/wire.md alone, streams from a running core."""
+"""A client in another language streams from a core. It was written from the wire's document alone."""
 
 from __future__ import annotations
 

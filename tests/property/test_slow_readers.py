@@ -1,6 +1,6 @@
 """Clients that read when they like, give up what they like and use ids again: nothing is mixed up.
 
-They speak to a live core by hand, as docs/wire.md says, with few credits and a small backlog.
+They speak the protocol to a live core by hand, with few credits and a small backlog.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from engine.messages.wire import (
     ToClient,
 )
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "wire.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "internals" / "wire.md"
 MESSAGES = [
     pytest.param(name, message, union, id=name)
     for messages, union in DIRECTIONS
@@ -70,9 +70,9 @@ def test_every_message_is_recorded_and_documented() -> None:
         tag = kind.__struct_config__.tag
         first = [f'"{tag}"'] if tag else []
         shown = f"`[{', '.join(first + names)}]`"
-        assert shown in text, f"docs/wire.md lacks {shown}"
+        assert shown in text, f"{DOCUMENT.name} lacks {shown}"
     for field in msgspec.structs.fields(SamplingParams):
-        assert f"`{field.name}`" in text, f"docs/wire.md lacks SamplingParams.{field.name}"
+        assert f"`{field.name}`" in text, f"{DOCUMENT.name} lacks SamplingParams.{field.name}"
 
 
 def test_older_and_newer_peers_are_understood() -> None:
