@@ -1,7 +1,7 @@
 """Shapes of models, the steps they are measured on, and the least that memory and arithmetic allow.
 
-What is counted is counted as `docs/kernels.md` says: bytes that must be read once, products at two
-operations each, nothing for what could stay in a cache.
+Counted are bytes that must be read once, and products at two operations each; nothing for what
+could stay in a cache.
 """
 
 from __future__ import annotations

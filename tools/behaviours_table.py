@@ -1,4 +1,4 @@
-"""Write the table of docs/behaviours.md: which test holds which behaviour.
+"""Write the table of docs/internals/behaviours.md: which test holds which behaviour.
 
 A test says so by a marker: @pytest.mark.behaviour(26, 33). Run again whenever such a test comes,
 goes or is renamed: python tools/behaviours_table.py
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENT = ROOT / "docs" / "behaviours.md"
+DOCUMENT = ROOT / "docs" / "internals" / "behaviours.md"
 MARK = "<!-- below: written by tools/behaviours_table.py -->\n"
 LAST = 130
 MARKER = "pytest.mark.behaviour"
@@ -63,9 +63,8 @@ def table(tests: list[Test]) -> str:
     lines = ["| number | what a test of it says | where |", "|---|---|---|"]
     for number, own in sorted(by_number.items()):
         titles = "; ".join(dict.fromkeys(test.title for test in own))
-        files = ", ".join(
-            f"[{Path(path).stem}](../{path})" for path in dict.fromkeys(test.path for test in own)
-        )
+        paths = dict.fromkeys(test.path for test in own)
+        files = ", ".join(f"[{Path(path).stem}](../../{path})" for path in paths)
         lines.append(f"| {number} | {titles} | {files} |")
     missing = ", ".join(str(n) for n in range(1, LAST + 1) if n not in by_number)
     return "\n".join([*lines, "", f"Numbers that no test names: {missing or 'none'}.", ""])

@@ -74,7 +74,7 @@ def written_tokens(path: Path) -> list[int]:
     if not (path / "tokenizer.json").exists():
         return []
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    text = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/*.md")))
+    text = "\n".join(page.read_text() for page in sorted(ROOT.glob("docs/**/*.md")))
     found: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
     return found
 

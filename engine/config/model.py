@@ -41,8 +41,8 @@ class ModelOptions:
     """Give a request the same bits in any batch, chunking, cache state, after preemption and with
     drafts. If not given: on a CPU in native families, which have no other way, and not on a GPU,
     where it takes slower attention and products. True is an error where it cannot hold: in models
-    that run through transformers, and on a GPU with quantised weights or experts. docs/kernels.md
-    says what differs without it."""
+    that run through transformers, and on a GPU with quantised weights or experts.
+    docs/internals/kernels.md says what differs without it."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy: seeded random weights from config.json alone."""
     trust_remote_code: bool = field(default=False, metadata=BOTH)

@@ -85,7 +85,7 @@ def test_what_goes_deep_does_not_end_the_process(engine: LLMEngine, name: str) -
 
 @pytest.mark.parametrize("name", NARROWER)
 def test_known_differences(name: str) -> None:
-    """If one of these fails, a difference is gone: take it out of docs/structured.md, too."""
+    """If one fails, a difference is gone: remove it from docs/internals/structured.md, too."""
     schema, texts = NARROWER[name]
     compilation = bench().compiled({"json": schema})
     for text in texts:

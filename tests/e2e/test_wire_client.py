@@ -1,4 +1,4 @@
-"""A client in another language streams from a core. It was written from the wire's document alone."""
+"""A client in another language, written from the document of the wire, streams from a core."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where what may be written differs from what JSON schema allows: docs/structured.md has the same
-in words. Nothing is written that a schema does not allow."""
+"""Where what may be written differs from what JSON schema allows; in words, these are listed in
+docs/internals/structured.md. Nothing is written that a schema does not allow."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ class JsonMaker:
             if last < first:
                 raise Unmakeable
             at = self._rng.choice([first, last, self._rng.randint(int(first), int(last))])
-            return round(at * step, 9) + 0  # no negative zero: see docs/structured.md
+            return round(at * step, 9) + 0  # no negative zero: see docs/internals/structured.md
         drawn = self._rng.choice([low, high, self._rng.uniform(low, high)])
         places = self._rng.choice([0, 1, 2, 4])
         rounded = round(drawn, places)

@@ -1,4 +1,4 @@
-"""docs/behaviours.md says which test holds which case, and says so of the tests there are."""
+"""docs/internals/behaviours.md lists which test holds which case, for the tests there are."""
 
 from __future__ import annotations
 
