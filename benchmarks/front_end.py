@@ -121,7 +121,7 @@ def engine_for(way: str, running: int, tokenizer_dir: str) -> LLMEngine:
         device="cpu",
         scheduler=resolve(config, read_model_info(BOX_MODEL), "cpu").scheduler,
     )
-    source = "\n".join(path.read_text() for path in sorted((ROOT / "docs").glob("*.md")))
+    source = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
     worker = TextWorker(tokenizer.encode(source[:100_000]))
     core = wire(config, decided, worker, clock=time.monotonic)
     client = TimedClient(core, decided, is_message=way.endswith(" message"))
