@@ -1,4 +1,4 @@
-"""The workloads of the policy lab as load for a server: see docs/workloads.md and server_load.py.
+"""The workloads of the policy lab as load for a server (server_load.py).
 
 Requests ask for as many tokens as the workload drew, end of text ignored; those that follow others
 are sent when these have ended. Prompts are token ids within --vocab, so what prompts share, a

@@ -10,7 +10,7 @@ how a launch is cut into programs follows from its arguments. Then programs are 
 A tile of a program is as long as its tensor-core work, its other instructions and its barriers
 together, since Triton on sm_90 does not overlap them within a program; programs that share a
 processor overlap. Where nothing is fetched ahead, each tile waits for memory besides.
-Constants: what an H100 was measured to do (docs/figures.md), and for an H200 its faster memory.
+Constants: what an H100 was measured to do (`device-h100-*.json`), and for an H200 its faster memory.
 """
 
 from __future__ import annotations
@@ -262,7 +262,7 @@ class Estimator:
         return SMALL_NODES * NODE + 2 * num_tokens * widths / self.card.bytes
 
 
-# What an H100 took (docs/figures.md): layers of Llama-3.1-8B's attention, us; whole steps, ms.
+# What an H100 took (`device-h100-*.json`): layers of Llama-3.1-8B's attention, us; whole steps, ms.
 MEASURED = {
     "decode of 1 behind 1,024": ([(1, 1023)], 8.9),
     "decode of 64 behind 1,024": ([(1, 1023)] * 64, 95),

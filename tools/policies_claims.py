@@ -33,12 +33,12 @@ class Claims:
 
 
 SWAP = (
-    "a swap: its paper moves the KV of what it evicts to the host and back, here it is dropped and "
-    "computed again"
+    "a swap: its paper moves the KV of evicted requests to the host and back; here it is dropped "
+    "and computed again"
 )
 GUESSED = (
-    "where lengths are only guessed, whoever has just come looks shorter than many who run, so "
-    "requests evict each other again and again, and each time their KV is dropped"
+    "where lengths are only guessed, a new request looks shorter than many that run, so requests "
+    "evict each other again and again, and each time their KV is dropped"
 )
 
 CLAIMS: dict[str, Claims] = {
@@ -48,12 +48,12 @@ CLAIMS: dict[str, Claims] = {
             Claim("tiers", "readers", HIGHER, "more readers who never wait for a token"),
         ),
         lacks=SWAP,
-        costs="whoever is ahead of its reader is evicted while others wait, though once at most, "
-        "and each time its KV is dropped",
+        costs="a request that is ahead of its reader is evicted while others wait, at most once, "
+        "and then its KV is dropped",
     ),
     "blendserve": Claims(
         claims=(Claim("offline", "tokens_per_second", HIGHER, "throughput up to 1.44 times"),),
-        lacks="time that computing and reading memory share: the cost of a step here is their sum, "
+        lacks="an overlap of computing and reading memory: the cost of a step here is their sum, "
         "so there is little to gain from a mix",
     ),
     "conserve": Claims(

@@ -1,4 +1,4 @@
-"""Writes `docs/policies.md`: the policies that ship, what their sources claim, and what came of it.
+"""Writes `docs/policies.md`: the policies that ship, and what of their sources' claims is measured.
 
     python tools/policies_table.py [--check]
 
@@ -37,50 +37,48 @@ DECIDED = ("as claimed", "the other way")
 NO_REASON = "The reason is not known"
 HEAD = """# Policies that ship
 
-Written by `python tools/policies_table.py` from docstrings, and from figures that
-`python tools/policies_measure.py --jobs 2` has measured.
+`LLM(scheduling_policy="edf", policy_options={"default_deadline": 5.0})` selects one. Each is one
+file in `engine/sched/policies/`, whose docstring explains its options. Times are in seconds,
+lengths in tokens. `metronome policies --policies fcfs,edf,...` compares them on a virtual clock;
+[policy-guide.md](policy-guide.md) shows how to write another.
 
-`LLM(scheduling_policy="edf", policy_options={"default_deadline": 5.0})`; one file each in
-`engine/sched/policies/`, where the docstring says more. Times are seconds, lengths are tokens.
-`metronome policies --policies fcfs,edf,...` puts them side by side on a virtual clock, and
-[policy-guide.md](policy-guide.md) is how to write another.
+`python tools/policies_table.py` writes this page from docstrings and from the figures that
+`python tools/policies_measure.py --jobs 2` keeps.
 
-| name | what it does | where it is from | options and defaults |
+| name | what it does | source | options and defaults |
 |---|---|---|---|
 """
 CLAIMED = """
-## What their sources claim, and what came of it
+## What their sources claim, and what was measured
 
-All of this is simulated, on the scheduler that serves, with steps of made-up cost: signs and rough
-sizes are worth something, numbers are not those of any machine or paper. Each policy gets the same
-requests as `fcfs`. Behind ± stands half of an interval from {seeds} seeds that holds the true value
-19 times in 20. Of {claims} figures that do not differ two would be called different by that, so
-verdicts are corrected for their number (Holm): with 19 in 20 chances not one of those that are not
-so is `as claimed` or `the other way`. One that is decided if it is looked at alone, but not among
-all, is `undecided among {claims}`. `python tools/policies_fresh.py` measures the claims alone, on
-seeds that this page has not seen, and says which keep their verdict. Differences are in % of the
-figure of `fcfs`, by the mean of the logarithms of the seeds' ratios; those of shares are in points,
-`pt`. A source's words are its own, with its own measure.
+Everything here is simulated, with the scheduler that serves and a made-up cost of steps. Signs and
+rough sizes mean something; numbers are not those of a machine or a paper. Each policy gets the same
+requests as `fcfs`. A difference is in % of the figure of `fcfs` (the mean of the logarithms of the
+seeds' ratios), or in points (`pt`) for shares. The number after ± is half of a 95 % interval,
+from {seeds} seeds; undecided differences are in parentheses.
 
-| policy | its source says | figure, workload | `{base}` | difference | |
+Verdicts are corrected for the number of claims (Holm), so that with 95 % probability none of them
+is wrong. `undecided among {claims}` is decided if the claim is taken alone. The second column has
+the source's words and its own measure.
+
+| policy | its source says | figure, workload | `{base}` | difference | verdict |
 |---|---|---|---|---|---|
 """
 TABLES = """
 ## All policies on six workloads
 
-`=`: the same as `fcfs` to the last digit. In parentheses: undecided. `-`: no figure, as where too
-many seeds are overloaded: a mean would say how long the run was.
+`=`: equal to `fcfs` to the last digit. In parentheses: undecided. `-`: no figure, for instance
+because too many seeds are overloaded, where a mean would only show how long the run was.
 
-* `readers`: the share of requests whose reader, who wants a first token in a second and then takes
-  five a second, has the last in time.
-* `programs`: seconds that a program waited for answers, for each output token; mean over programs.
-* `gap`: by how much at most what two users were served differs while both wait (as VTC counts).
-* `recomputed`: of all computed tokens, those that had been computed before.
+* `readers`: share of requests whose reader, who wants the first token within a second and then five
+  a second, gets the last one in time.
+* `programs`: seconds that a program waited for answers per output token; mean over programs.
+* `gap`: largest difference of the service of two users while both wait (as VTC counts it).
+* `recomputed`: share of all computed tokens that had been computed before.
 
-The others are figures of `metronome compare`. `ltr`, `trail`, `mc-sf` and `blendserve` go by
-predicted lengths: an oracle tells them on `log-uniform`; on `azure-conv` and `offline` they are
-learnt from requests that ended; elsewhere the longest possible is expected. `past-future` learns by
-itself.
+The other figures are those of `metronome compare`. `ltr`, `trail`, `mc-sf` and `blendserve` use
+predicted lengths: an oracle's on `log-uniform`, learnt from ended requests on `azure-conv` and
+`offline`, the longest possible elsewhere. `past-future` learns by itself.
 """
 
 
@@ -186,12 +184,12 @@ def _fresh(kept: Kept) -> Iterator[str]:
         return
     lost = lost_verdicts(kept, fresh)
     num_same, seeds = len(decided) - len(lost), fresh["seeds"]
-    yield f"\nOn {seeds} further seeds {num_same} of the {len(decided)} claims that are decided "
-    yield "above keep their verdict"
+    yield f"\nOn {seeds} further seeds (`python tools/policies_fresh.py`) {num_same} of the "
+    yield f"{len(decided)} decided claims above keep their verdict"
     named = [
         f"`{policy}`, `{claim.figure}`, `{claim.scene}`: {words}" for policy, claim, words in lost
     ]
-    yield f"; not so: {'; '.join(named)}.\n" if lost else ".\n"
+    yield f"; these do not: {'; '.join(named)}.\n" if lost else ".\n"
 
 
 def decided_claims(kept: Kept) -> list[tuple[str, Claim, str]]:
@@ -219,12 +217,12 @@ def _lacks(kept: Kept) -> Iterator[str]:
             continue
         seen = any(verdict(of_claim(kept, policy, c), c) == "as claimed" for c in claims.claims)
         if claims.lacks:
-            what = "" if seen else "is not seen to do what its source claims, and "
+            what = "" if seen else "does not show what its source claims, and "
             lines.append(f"* `{policy}` {what}lacks {claims.lacks}.\n")
         elif not seen:
-            lines.append(f"* `{policy}` is not seen to do what its source claims.\n")
+            lines.append(f"* `{policy}` does not show what its source claims.\n")
     if lines:
-        yield from ("\nWhat is missing here:\n\n", *lines)
+        yield from ("\nMissing here, compared with the sources:\n\n", *lines)
 
 
 def _collapses(kept: Kept) -> Iterator[str]:
@@ -235,8 +233,8 @@ def _collapses(kept: Kept) -> Iterator[str]:
             if policy != BASE and (words := _collapse(found)):
                 where.setdefault(policy, []).append(f"on `{name}` it {words}")
     if where:
-        yield f"\nWho serves below {MIN_THROUGHPUT:g} of what `{BASE}` does, or computes above "
-        yield f"{100 * MAX_RECOMPUTED:.0f} % again:\n\n"
+        yield f"\nPolicies that serve less than {MIN_THROUGHPUT:g} of what `{BASE}` does, or "
+        yield f"compute more than {100 * MAX_RECOMPUTED:.0f} % again:\n\n"
     for policy, places in sorted(where.items()):
         why = CLAIMS[policy].costs if policy in CLAIMS else ""
         yield f"* `{policy}`: {', '.join(places)}. {f'The reason: {why}' if why else NO_REASON}.\n"
@@ -277,7 +275,7 @@ def _scene(name: str, scene: Scene, kept: Kept) -> Iterator[str]:
             yield f"| `{policy}`{over} | " + " | ".join(cells) + " |\n"
     peak = outcome(base, "kv_peak")
     if peak is not None:
-        yield f"\nAt most {100 * peak.ours:.0f} % of the KV blocks are in use with `{BASE}`.\n"
+        yield f"\n`{BASE}` uses at most {100 * peak.ours:.0f} % of the KV blocks.\n"
 
 
 def number(figure: str, value: float) -> str:

@@ -1,6 +1,6 @@
 """`metronome serve` and those who mean no good: what is no HTTP, too large, too slow, too many.
 
-docs/server-security.md says which test holds which class of advisories.
+docs/internals/server-security.md says which test holds which class of advisories.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def test_all_kinds_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_page_names_all_kinds_and_options() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "workloads.md").read_text(encoding="utf-8")
+    path = Path(__file__).parents[2] / "docs" / "internals" / "workloads.md"
+    page = path.read_text(encoding="utf-8")
     for name, kind in WORKLOADS.items():
         assert f"\n| `{name}` |" in page
         assert all(f"`{option.name}`" in page for option in fields(kind))

@@ -115,8 +115,8 @@ class Lengths(NamedTuple):
     output: Range
 
 
-# Computed from the traces' files, whose sources and licences are in docs/workloads.md. The mean,
-# then P5, P25, P50, P75, P90, P95, P99 and the longest.
+# Computed from the traces' files; docs/internals/workloads.md has their sources and licences. The
+# mean, then P5, P25, P50, P75, P90, P95, P99 and the longest.
 AZURE_CONV = Lengths(
     Quantiles(1155, 181, 396, 1020, 1189, 2735, 4083, 4142, 14050),
     Quantiles(211, 41, 85, 129, 395, 424, 451, 601, 1000),
