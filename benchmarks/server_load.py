@@ -7,8 +7,8 @@ Requests arrive as in a Poisson process whatever the server does (an open loop),
 --streams N, N of them run all the time, or they are those of a workload of the policy lab
 (--workload "azure-conv(scale=0.1)", see docs/internals/workloads.md). A request keeps the promise
 if its first token came within --ttft seconds and 99 % of the gaps between its events were at most
---itl; goodput is those a second. Printed are also the processor time that this program has used for each
-token: it should be far below the server's.
+--itl; goodput is those a second. The processor time of this program for each token is printed,
+too: it should be far below the server's.
 """
 
 import argparse

@@ -10,7 +10,7 @@ how a launch is cut into programs follows from its arguments. Then programs are 
 A tile of a program is as long as its tensor-core work, its other instructions and its barriers
 together, since Triton on sm_90 does not overlap them within a program; programs that share a
 processor overlap. Where nothing is fetched ahead, each tile waits for memory besides.
-Constants: what an H100 was measured to do (`device-h100-*.json`), and for an H200 its faster memory.
+Constants: what an H100 was measured to do (`device-h100-*.json`); an H200 has faster memory.
 """
 
 from __future__ import annotations

@@ -192,9 +192,9 @@ def why() -> str:
     text = (
         f"In figures: {len(counts)} published policies ship, of {min(counts)} to {max(counts)} "
         f"lines of code each. An hour of Azure's traffic is simulated {speed:.0f} times faster "
-        f"than real time. Scheduling a decode step with 1,024 requests takes {ours:,.0f} us; vLLM's "
-        f"scheduler takes {theirs:,.0f}. The first token comes {start[0]:.1f} s after the start of "
-        f"the process; with vLLM's CPU build after {start[1]:.0f} s."
+        "than real time. Scheduling a decode step with 1,024 requests takes "
+        f"{ours:,.0f} us; vLLM's scheduler takes {theirs:,.0f}. The first token comes "
+        f"{start[0]:.1f} s after the start of the process; with vLLM's CPU build after {start[1]:.0f} s."
     )
     return f"{textwrap.fill(text, 130)}\n"
 
