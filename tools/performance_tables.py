@@ -194,7 +194,8 @@ def why() -> str:
         f"lines of code each. An hour of Azure's traffic is simulated {speed:.0f} times faster "
         "than real time. Scheduling a decode step with 1,024 requests takes "
         f"{ours:,.0f} us; vLLM's scheduler takes {theirs:,.0f}. The first token comes "
-        f"{start[0]:.1f} s after the start of the process; with vLLM's CPU build after {start[1]:.0f} s."
+        f"{start[0]:.1f} s after the start of the process; "
+        f"with vLLM's CPU build after {start[1]:.0f} s."
     )
     return f"{textwrap.fill(text, 130)}\n"
 
