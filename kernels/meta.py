@@ -3,18 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
-
-
-class HostLens(NamedTuple):
-    """The step's sequences as the host knows them."""
-
-    query_start: NDArray[np.int32]  # [S + 1]
-    seq_lens: NDArray[np.int32]  # [S]
 
 
 @dataclass(slots=True)
@@ -40,6 +31,3 @@ class AttentionMeta:
     # Recorded for whatever sequences fit: num_decodes is 0, the longest are the longest there may
     # be, and which sequence has how many tokens is for the device to see.
     is_mixed: bool = False
-    # The same as query_start and seq_lens, for a body that plans on the host; None in steps that
-    # are recorded, and where only the device knows.
-    host_lens: HostLens | None = None

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from kernels import cpu, reference
-from kernels.bodies import AttentionBody, triton_for
+from kernels.bodies import triton_for
 from kernels.meta import AttentionMeta
 from kernels.reference import grouped
 
@@ -134,7 +134,6 @@ def paged_attention(  # noqa: PLR0913
     sinks: torch.Tensor | None = None,
     alibi: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
-    body: AttentionBody | None = None,
 ) -> torch.Tensor:
     """Causal attention of this step's tokens over the cache, which already holds their K and V.
 
@@ -143,8 +142,7 @@ def paged_attention(  # noqa: PLR0913
     softcap: scores become cap * tanh(score / cap); 0 leaves them. sinks: [Hq] logits of a key
     without a value, one a head. alibi: [Hq] slopes; the score of a key that lies d positions back
     is lowered by slope * d. kv_scales: as in qkv_rope_write. Rows past the last sequence come out
-    as zeros. body: that of ``kernels.bodies.ATTENTION`` which serves this model; None: by where the
-    tensors lie.
+    as zeros.
     """
     variant = reference.Variant(scale, window, softcap, sinks, alibi, kv_scales)
-    return (body or _bodies(q)).paged_attention(q, kv_layer, meta, variant)
+    return _bodies(q).paged_attention(q, kv_layer, meta, variant)

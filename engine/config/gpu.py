@@ -9,7 +9,6 @@ from engine.config.check import check_kind, check_types
 from engine.errors import ConfigError
 
 MAX_GRAPH_ROWS = 512
-ATTENTION_NAMES = {"TRITON_ATTN": "triton", "FLASHINFER": "flashinfer"}  # vLLM's, and ours
 MOST_RECORDED, FEW_RECORDED = 8192, 1024  # tokens of the largest, and where memory is short
 # What a step is made up to with padding costs what its tokens do, from some 300 tokens on: an
 # eighth at most where steps are large.
@@ -33,10 +32,9 @@ class GPUConfig:
     """Sizes that steps are recorded for: rows of decode steps, and tokens of steps with chunks of
     prompts or drafts. If not given, 1, 2, 4, then every 8 and 16 rows up to max_num_seqs or 512,
     and up to 39 numbers of tokens up to max_num_batched_tokens or 8192."""
-    attention_backend: Literal["triton", "flashinfer", "TRITON_ATTN", "FLASHINFER"] | None = None
-    """What computes attention on a GPU: triton if not given. flashinfer is a package to be
-    installed, for native families in bfloat16 or float16; its steps are launched call by call, not
-    recorded."""
+    attention_backend: Literal["triton", "TRITON_ATTN"] | None = None
+    """What computes attention on a GPU. There is one backend, this project's Triton kernels; both
+    names mean it."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -48,12 +46,6 @@ class GPUConfig:
             check_kind("a size in cudagraph_capture_sizes", size, (int,))
             if size < 1:
                 raise ConfigError(f"cudagraph_capture_sizes has {size}, must be at least 1")
-
-    @property
-    def attention(self) -> str:
-        """The name of the body in ``kernels.bodies.ATTENTION``."""
-        asked = self.attention_backend or "triton"
-        return ATTENTION_NAMES.get(asked, asked)
 
 
 def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:

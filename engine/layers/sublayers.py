@@ -12,7 +12,6 @@ from engine.layers.adapted import Linear
 from engine.layers.batch import Embeds, Wanted
 from engine.layers.linear import BFloat16Linear, PlainLinear
 from engine.layers.quantized_linear import packed_of
-from kernels.bodies import AttentionBody
 from kernels.meta import AttentionMeta
 from kernels.quantized import Packed, can_stack, stack
 
@@ -90,7 +89,6 @@ class Attention:
         self.out = out
         self.write = dict(write)
         self.attend = dict(attend)
-        self.body: AttentionBody | None = None  # where a GPU has several
 
     def __call__(
         self,
@@ -101,13 +99,9 @@ class Attention:
     ) -> torch.Tensor:
         """x: [N, H] -> [N, H], or [R, H] of the wanted rows; writes all K and V to ``kv_layer``."""
         q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
-        body = self.body
-        if wanted is not None and body is not None and body.plans_on_host:
-            all_rows = kernels.paged_attention(q, kv_layer, meta, **self.attend, body=body)
-            return self.out(all_rows[wanted.rows])
         if wanted is not None:
             q, meta = q[wanted.rows], wanted.attn
-        return self.out(kernels.paged_attention(q, kv_layer, meta, **self.attend, body=body))
+        return self.out(kernels.paged_attention(q, kv_layer, meta, **self.attend))
 
 
 class GatedMLP:

@@ -22,7 +22,6 @@ from engine.layers.sublayers import (
     RMSNorm,
     can_be_grouped,
 )
-from kernels.bodies import AttentionBody
 from kernels.meta import AttentionMeta
 
 Place = tuple[object, str]
@@ -125,14 +124,8 @@ class Decoder:
 
     @property
     def can_be_recorded(self) -> bool:
-        """A mixture that groups tokens on the host waits for them, and attention may plan there."""
-        parts = [part for block in self.blocks for part in (block.mlp, block.attention.body)]
-        return all(getattr(part, "can_be_recorded", True) for part in parts)
-
-    def attend_with(self, body: AttentionBody | None) -> None:
-        """Have this body compute all attention; None: by where the tensors lie."""
-        for block in self.blocks:
-            block.attention.body = body
+        """A mixture that groups tokens on the host waits for them."""
+        return all(getattr(block.mlp, "can_be_recorded", True) for block in self.blocks)
 
     def group_experts(self) -> None:
         """Put each layer's experts into one tensor, as a GPU likes them, where that is possible."""

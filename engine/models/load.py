@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from math import prod
-from typing import NamedTuple
 
 import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError, ModelError
 from engine.layers.linear import check_quantization, is_cpu
-from engine.models.assemble import Placement, activation_dtype, assemble, compute_dtype
+from engine.models.assemble import Placement, assemble, compute_dtype
 from engine.models.checkpoint import Checkpoint
 from engine.models.decoder import Decoder
 from engine.models.families import FAMILIES
@@ -27,20 +25,10 @@ from engine.models.quant.modules import is_quantized
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
 from engine.models.weights import RandomWeights, Source, StoredWeights, Weights
-from kernels.bodies import ATTENTION, AttentionBody, AttentionNeeds, Refusal
 
 logger = logging.getLogger("engine.models")
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-
-
-class AskedAttention(NamedTuple):
-    """What a worker on a GPU knows of the attention that was asked for."""
-
-    name: str  # in ``kernels.bodies.ATTENTION``
-    cache_dtype: Callable[[torch.dtype], torch.dtype]
-    """Of a model that is computed in some type."""
-    block_size: int
 
 
 def load_model(
@@ -49,12 +37,10 @@ def load_model(
     *,
     device: str,
     max_model_len: int,
-    attention: AskedAttention | None = None,
 ) -> Model:
     """The model of a directory, ready to run. Raises ``ModelError`` if it cannot be served.
 
     device: "cpu", "cuda" or "cuda:N". max_model_len: longest sequence there will be, in tokens.
-    attention: on a GPU; None: whatever computes where the tensors lie.
     """
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
@@ -70,20 +56,7 @@ def load_model(
             max_model_len=max_model_len,
             batch_invariant=invariant,
         )
-        if attention is None:
-            return load_decoder(spec, config, info, form, placement)
-        dtype = activation_dtype(compute_dtype(config, info, device), device)
-        body = attention_body(attention, spec, dtype, placement)
-        decoder = load_decoder(spec, config, info, form, placement)
-        if decoder.dtype is not dtype:  # config.json names none: it is that of the weights
-            body = attention_body(attention, spec, decoder.dtype, placement)
-        decoder.attend_with(body)
-        return decoder
-    if attention is not None and attention.name != "triton":
-        raise ConfigError(
-            f"attention_backend is {attention.name!r}, which is for native families, and "
-            f"{info.architecture or info.model_type} runs through transformers; leave it out"
-        )
+        return load_decoder(spec, config, info, form, placement)
     if form is not None:
         raise ModelError(
             f"{info.path} holds weights quantized by {form.name!r}, read for native families only, "
@@ -111,29 +84,6 @@ def say_what_varies(config: ModelConfig, info: ModelInfo, device: str) -> None:
             "with it: %s runs through transformers, whose products differ with the number of rows",
             name,
         )
-
-
-def attention_body(
-    asked: AskedAttention, spec: DecoderSpec, dtype: torch.dtype, placement: Placement
-) -> AttentionBody | None:
-    """What computes this model's attention. Raises ``ConfigError`` if what was asked for cannot."""
-    on = {
-        "window": any(layer.window for layer in spec.layers),
-        "softcap": bool(spec.attention.softcap),
-        "batch_invariant": placement.batch_invariant,
-    }
-    needs = AttentionNeeds(
-        device=torch.device(placement.device),
-        dtype=dtype,
-        cache_dtype=asked.cache_dtype(dtype),
-        head_dim=spec.attention.head_dim,
-        block_size=asked.block_size,
-        switches=frozenset(name for name, is_on in on.items() if is_on),
-    )
-    body = ATTENTION[asked.name](needs)
-    if isinstance(body, Refusal):
-        raise ConfigError(f"attention_backend is {asked.name!r}, {body.reason}; {body.way_out}")
-    return body
 
 
 def check_invariant(

@@ -18,7 +18,6 @@ from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, Slots
 from kernels import AttentionMeta
 from kernels import slots as on_slots
-from kernels.meta import HostLens
 from kernels.slots import UNKNOWN, Inputs
 
 MAX_ROOMS = 256  # sizes of steps that are remembered
@@ -215,7 +214,6 @@ class Batches:
             num_decodes, longest = int((rows.counts != 1).argmax()), int(rows.counts.max())
         lens = rows.starts + rows.counts
         batch = self.build(room, Extent(num_decodes, longest, int(lens.max())))
-        batch.attn.host_lens = HostLens(staged.tokens.query_start, lens)
         if read is not None:
             batch.wanted = wanted_rows(batch.attn, read.tokens, read.seqs, read.seq_lens)
         return batch

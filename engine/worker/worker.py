@@ -11,7 +11,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from engine.kv.layout import KVSpec
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
 from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import Decoder
-from engine.models.load import AskedAttention, load_model
+from engine.models.load import load_model
 from engine.models.model import Model
 from engine.observe.guard import Failures
 from engine.sample.sampler import Sampler
@@ -106,9 +105,7 @@ class ModelWorker:
         dtype = compute_dtype(config.model, self._info, device)
         # Before weights are read, which takes long; what they are stored in may be known then only.
         computed_in = activation_dtype(dtype, device)
-        cache_dtype = partial(choose_kv_dtype, config.cache.kv_cache_dtype, device=platform.device)
-        cache_dtype(computed_in)
-        attention = AskedAttention(config.gpu.attention, cache_dtype, config.block_size)
+        choose_kv_dtype(config.cache.kv_cache_dtype, computed_in, device=platform.device)
         if is_cpu:
             num_threads = set_threads(config.num_threads or default_num_threads())
             logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
@@ -119,7 +116,6 @@ class ModelWorker:
                 self._info,
                 device=device,
                 max_model_len=sched.max_model_len,
-                attention=None if is_cpu else attention,
             )
             if isinstance(model, Decoder) and not is_cpu:
                 model.group_experts()
@@ -288,8 +284,8 @@ class ModelWorker:
         sizes, mixed = self._graph_sizes()
         if not runner.machine.model.can_be_recorded and not self.config.gpu.enforce_eager:
             logger.info(
-                "this model's steps are launched call by call: its experts, or attention_backend, "
-                "need the host"
+                "this model's steps are launched call by call: its experts, or transformers, need "
+                "the host"
             )
             return
         started = time.perf_counter()

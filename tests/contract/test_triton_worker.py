@@ -15,11 +15,6 @@ def test_quantised_experts_give_the_tokens_of_the_cpu_worker() -> None:
     triton_interpreter.check("test_quantized_experts.py")
 
 
-@pytest.mark.slow
-def test_attention_of_flashinfer_gives_the_tokens_of_the_cpu_worker() -> None:
-    triton_interpreter.check("test_flashinfer_worker.py")
-
-
 def test_order_memory_graphs_and_waits_are_right_on_a_made_up_device() -> None:
     triton_interpreter.check("test_fake_cuda.py")
 

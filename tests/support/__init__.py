@@ -96,7 +96,6 @@ Models, kernels, devices
   made_quantized: Random quantised matrices of every kind that files hold.
   made_tokenizers: Small tokenizers of the kinds that models ship with, made on the spot, as
       model directories.
-  fake_flashinfer: A stand-in for the package flashinfer: notes each call, computes in plain torch
   fake_hub: A small hub on loopback: as much of the protocol as huggingface_hub speaks to fetch
       a model.
 
