@@ -65,7 +65,7 @@ MAX_PARAMETERS = 7
 # Records: many fields and no behaviour is what they are for.
 RECORDS: dict[str, str] = {
     "SamplingParams": "what a user may ask of sampling",
-    "Asked": "what a client of the server may ask",
+    "RequestBody": "what a client of the server may ask for",
     "ResponsesRequest": "the same, in OpenAI's newer form",
     "MessagesRequest": "the same, in Anthropic's form",
     "AddRequest": "what a request consists of on the wire",

@@ -139,7 +139,7 @@ def with_short_ids(messages: Messages) -> Messages:
 
 
 def short_id(name: Any) -> Any:
-    """The same for the same."""
+    """A short id; equal ids get equal ones."""
     if not isinstance(name, str) or (len(name) == SHORT_ID and name.isalnum() and name.isascii()):
         return name
     number = int.from_bytes(hashlib.sha256(name.encode()).digest())
@@ -355,7 +355,7 @@ def _result(word: str, called: str) -> Message:
 
 A, B, C, D, E, F = WORDS[:6]
 CALLED = [_user(A), _assistant("", B), _result(C, B)]
-SAID_AND_CALLED = [_user(A), _assistant(D, B), _result(C, B)]
+TEXT_AND_CALL = [_user(A), _assistant(D, B), _result(C, B)]
 THOUGHT = [_user(A), _assistant(D, B, reasoning_content=E), _result(C, B)]
 OF_SYSTEM = Trait(
     (
@@ -382,7 +382,7 @@ OF_TOOLS = (
         ),
     ),
     OF_ARGUMENTS,
-    Trait((SAID_AND_CALLED,), (as_it_is, with_calls_alone)),
+    Trait((TEXT_AND_CALL,), (as_it_is, with_calls_alone)),
     Trait((THOUGHT,), (as_it_is, with_words_in_thinking)),
     Trait(
         ([_user(A), _assistant("", B, C), _result(D, B), _result(E, C)],),

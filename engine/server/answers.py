@@ -1,4 +1,4 @@
-"""What clients are told: whole answers, and chunks of them."""
+"""What clients get: whole answers, and chunks of them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import msgspec
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput, code_of
-from engine.server.asked import Asked
 from engine.server.blame import in_words_of
+from engine.server.bodies import RequestBody
 from engine.server.errors import as_api_error, error_of_end
 from engine.server.streams import DONE, event_of
 
@@ -67,7 +67,7 @@ class Frame(NamedTuple):
     """A chunk, as bytes, around the text of a delta."""
 
     before: bytes
-    behind: bytes
+    after: bytes
 
 
 class Answer(ABC):
@@ -93,22 +93,22 @@ class Answer(ABC):
 
     @abstractmethod
     def end(self) -> bytes:
-        """What is sent behind all events."""
+        """What is sent after all events."""
 
     @abstractmethod
     def failure(self, error: BaseException) -> bytes:
-        """The same if it has failed after it has begun."""
+        """The end of an answer that failed after it had begun."""
 
 
 class OpenAIAnswer(Answer):
-    """As completions and chat completions are told."""
+    """Answers in the form of OpenAI's completions and chat completions."""
 
-    def __init__(self, asked: Asked, kind: str, prefix: str, model: str) -> None:
-        self.asked = asked
+    def __init__(self, body: RequestBody, kind: str, prefix: str, model: str) -> None:
+        self.body = body
         self.name = f"{prefix}-{uuid.uuid4().hex}"
-        """Of what is asked of the engine."""
-        self.beside: dict[str, Any] = {}
-        """What the next answer or chunk has beside its choices."""
+        """Tokens and requests of the engine, counted."""
+        self.extra: dict[str, Any] = {}
+        """What the next answer or chunk has in addition to its choices."""
         self._prefix = prefix
         self._counted = Counted()
         self._head: dict[str, Any] = {
@@ -123,36 +123,36 @@ class OpenAIAnswer(Answer):
         self.name = f"{self._head['id']}{OURS}{uuid.uuid4().hex[:12]}"
 
     def end(self) -> bytes:
-        options = self.asked.stream_options
-        is_asked = options is not None and options.include_usage
-        usage = event_of(self._told([], has_usage=True)) if is_asked else b""
+        options = self.body.stream_options
+        is_wanted = options is not None and options.include_usage
+        usage = event_of(self._encoded([], has_usage=True)) if is_wanted else b""
         return usage + DONE
 
     def failure(self, error: BaseException) -> bytes:
-        return event_of(in_words_of(self.asked, as_api_error(error)).body()) + DONE
+        return event_of(in_words_of(self.body, as_api_error(error)).body()) + DONE
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
-        options = self.asked.stream_options
+        options = self.body.stream_options
         is_counting = options is not None and options.continuous_usage_stats
-        return event_of(self._told(choices, has_usage=is_counting))
+        return event_of(self._encoded(choices, has_usage=is_counting))
 
-    def _told(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
-        beside, self.beside = self.beside, {}
+    def _encoded(self, choices: list[dict[str, Any]], *, has_usage: bool) -> bytes:
+        extra, self.extra = self.extra, {}
         if has_usage:
-            beside["usage"] = self._counted.usage
-        return msgspec.json.encode({**self._head, "choices": choices, **beside})
+            extra["usage"] = self._counted.usage
+        return msgspec.json.encode({**self._head, "choices": choices, **extra})
 
     def _frame(self, choice: bytes) -> Frame | None:
-        """That of a choice in which ``TEXT`` stands for the text; ``None`` if a chunk has more to
-        tell that differs."""
-        asked, options = self.asked, self.asked.stream_options
+        """The frame of a choice in which ``TEXT`` stands for the text; ``None`` if a chunk has more
+        to tell that differs."""
+        body, options = self.body, self.body.stream_options
         is_counting = options is not None and options.continuous_usage_stats
-        if asked.n != 1 or asked.return_token_ids or is_counting:
+        if body.n != 1 or body.return_token_ids or is_counting:
             return None
         head = msgspec.json.encode({**self._head, "choices": []})
-        before, behind = choice.split(TEXT)
+        before, after = choice.split(TEXT)
         ends = b',"finish_reason":null,"stop_reason":null}]}'
-        return Frame(b"data: " + head[:-2] + before, behind + ends + b"\n\n")
+        return Frame(b"data: " + head[:-2] + before, after + ends + b"\n\n")
 
 
 def reason_of(completion: CompletionOutput) -> str | None:

@@ -18,8 +18,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.async_engine import AsyncLLMEngine
 from engine.config.near import did_you_mean
 from engine.server.answers import Answer
-from engine.server.asked import ChatRequest, CompletionRequest, read
-from engine.server.blame import KEY as ASKED
+from engine.server.blame import KEY as BODY
+from engine.server.bodies import ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
@@ -32,11 +32,11 @@ from engine.server.http.openapi import ApiRoute, document_of
 from engine.server.keys import Guard, owner_of
 from engine.server.limits import Limits, check_limits
 from engine.server.messages import Messages, count_tokens
-from engine.server.messages_asked import MessagesRequest
+from engine.server.messages_body import MessagesRequest
 from engine.server.names import ServedNames
 from engine.server.operations import Operations
 from engine.server.responses import Responses, ResponseStore
-from engine.server.responses_asked import ResponsesRequest
+from engine.server.responses_body import ResponsesRequest
 from engine.server.streams import EventStream, while_there
 from engine.server.tokenize import (
     DetokenizeAnswer,
@@ -102,28 +102,28 @@ class Api:
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Texts behind one prompt or several."""
-        asked = await self._read(request, CompletionRequest)
-        answer = Completion(self._engine, asked, self._names.first)
-        return await self._answer(request, asked.stream, answer)
+        """Texts that go on from one prompt or several."""
+        body = await self._read(request, CompletionRequest)
+        answer = Completion(self._engine, body, self._names.first)
+        return await self._answer(request, body.stream, answer)
 
     async def chat(self, request: Request) -> ASGIApp:
         """Answers to a conversation."""
-        asked = await self._read(request, ChatRequest)
-        answer = Chat(await self._model.voice(), asked, self._names.first)
-        return await self._answer(request, asked.stream, answer)
+        body = await self._read(request, ChatRequest)
+        answer = Chat(await self._model.voice(), body, self._names.first)
+        return await self._answer(request, body.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
         """A response, which may be stored and gone on with."""
-        asked = await self._read(request, ResponsesRequest)
+        body = await self._read(request, ResponsesRequest)
         owner = owner_of(request.scope)
-        answer = Responses(await self._model.voice(), asked, self._names.first, self._store, owner)
-        return await self._answer(request, asked.stream, answer)
+        answer = Responses(await self._model.voice(), body, self._names.first, self._store, owner)
+        return await self._answer(request, body.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
         """A response that was stored."""
         name, owner = request.path_params["response_id"], owner_of(request.scope)
-        return Response(self._store.get(name, owner).told, media_type="application/json")
+        return Response(self._store.get(name, owner).response, media_type="application/json")
 
     async def forget(self, request: Request) -> ASGIApp:
         """Delete a response that was stored."""
@@ -133,14 +133,14 @@ class Api:
 
     async def messages(self, request: Request) -> ASGIApp:
         """A message, in Anthropic's form."""
-        asked = await self._read(request, MessagesRequest)
-        answer = Messages(await self._model.voice(), asked, self._names.first)
-        return await self._answer(request, asked.stream, answer)
+        body = await self._read(request, MessagesRequest)
+        answer = Messages(await self._model.voice(), body, self._names.first)
+        return await self._answer(request, body.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Tokens that a message would read."""
-        asked = await self._read(request, MessagesRequest)
-        counted = await count_tokens(await self._model.voice(), asked)
+        body = await self._read(request, MessagesRequest)
+        counted = await count_tokens(await self._model.voice(), body)
         return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:
@@ -178,10 +178,10 @@ class Api:
     # -- helpers
 
     async def _read(self, request: Request, kind: type[A]) -> A:
-        asked = request.scope[ASKED] = read(await self._bodies.read(request), kind)
-        check_limits(asked, self._limits)
-        self._check_model(asked.model)  # type: ignore[attr-defined]
-        return asked
+        body = request.scope[BODY] = read(await self._bodies.read(request), kind)
+        check_limits(body, self._limits)
+        self._check_model(body.model)  # type: ignore[attr-defined]
+        return body
 
     async def _answer(self, request: Request, is_stream: bool, answer: Answer) -> ASGIApp:
         name = request_id_of(request.scope)
@@ -253,8 +253,8 @@ def make_app(
 
     async def not_so(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
-        error_told = ApiError(405, f"{path!r:.80} does not take {request.method:.20}")
-        refusal = error_response(error_told, path)
+        wrong = ApiError(405, f"{path!r:.80} does not take {request.method:.20}")
+        refusal = error_response(wrong, path)
         fitting = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
         known = {method for route in fitting for method in route.methods or ()}
         refusal.headers["Allow"] = ", ".join(sorted(known))

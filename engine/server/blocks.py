@@ -1,4 +1,4 @@
-"""An answer as blocks, one behind the other: thinking, text, tool calls."""
+"""An answer as blocks in order: thinking, text, tool calls."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engine.server.answers import Answer, Counted
 from engine.server.dialogue import Dialogue
 from engine.server.speech.events import CallArguments, CallBegin, CallEnd, Event, Text
 
-Told = dict[str, Any]
+Json = dict[str, Any]
 
 Kind = Literal["thinking", "text", "call"]
 
@@ -84,12 +84,12 @@ class Blocks:
 
 
 class BlockAnswer(Answer):
-    """An answer whose events tell of its blocks, and which is told whole as its last event has
+    """An answer whose events describe its blocks, and which is sent whole as its last event has
     it."""
 
     def __init__(self, name: str, dialogue: Dialogue) -> None:
         self.name = name
-        self.told: Told = {}
+        self.response: Json = {}
         """The answer, as far as it is there."""
         self._dialogue = dialogue
         self._blocks = Blocks()
@@ -99,7 +99,7 @@ class BlockAnswer(Answer):
         async with aclosing((await self.open()).outputs()) as outputs:
             async for output in outputs:
                 list(self._events(output))
-        return msgspec.json.encode(self.told)
+        return msgspec.json.encode(self.response)
 
     async def open(self) -> Reader:
         return await self._dialogue.open(self.name)
@@ -111,11 +111,11 @@ class BlockAnswer(Answer):
         return b""
 
     @abstractmethod
-    def _events(self, output: RequestOutput) -> Iterator[Told]:
+    def _events(self, output: RequestOutput) -> Iterator[Json]:
         """To be encoded one by one: what they show goes on to change. Raises ``ApiError`` for an
         end that is no answer."""
 
 
-def named_event(event: Told) -> bytes:
-    """As it is sent, under the name of its type."""
+def named_event(event: Json) -> bytes:
+    """An event as it is sent, under the name of its type."""
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

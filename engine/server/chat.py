@@ -11,8 +11,8 @@ import msgspec
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
-from engine.server.asked import ChatRequest
-from engine.server.dialogue import Dialogue, Said, Voice
+from engine.server.bodies import ChatRequest
+from engine.server.dialogue import AnswerPiece, Dialogue, Voice
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
 from engine.server.speech.answer import AnswerReader
 from engine.server.speech.custom import InputReader, input_of
@@ -28,16 +28,16 @@ from engine.server.speech.events import (
 
 
 class Choice:
-    """One sequence of an answer that is told whole."""
+    """One sequence of an answer that is sent whole."""
 
     def __init__(self) -> None:
         self.logprobs: list[dict[str, Any]] | None = None
         self.token_ids: list[int] = []
-        self.last: Said
+        self.last: AnswerPiece
 
-    def add(self, said: Said, logprobs: dict[str, Any] | None) -> None:
-        self.last = said
-        self.token_ids += said.completion.token_ids
+    def add(self, piece: AnswerPiece, logprobs: dict[str, Any] | None) -> None:
+        self.last = piece
+        self.token_ids += piece.completion.token_ids
         if logprobs is not None:
             self.logprobs = (self.logprobs or []) + logprobs["content"]
 
@@ -45,32 +45,33 @@ class Choice:
 class Chat(OpenAIAnswer):
     """One request for an answer, or for ``n``."""
 
-    def __init__(self, voice: Voice, asked: ChatRequest, name: str) -> None:
-        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
-        kind = "chat.completion.chunk" if asked.stream else "chat.completion"
-        super().__init__(asked, kind, "chatcmpl", name)
-        if asked.web_search_options is not None:
+    def __init__(self, voice: Voice, body: ChatRequest, name: str) -> None:
+        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
+        requested."""
+        kind = "chat.completion.chunk" if body.stream else "chat.completion"
+        super().__init__(body, kind, "chatcmpl", name)
+        if body.web_search_options is not None:
             self.left_out = ("web_search",)
-        self._has_logprobs = bool(asked.logprobs)
-        self._num_logprobs = asked.top_logprobs or 0
-        self._has_thinking = asked.include_reasoning
+        self._has_logprobs = bool(body.logprobs)
+        self._num_logprobs = body.top_logprobs or 0
+        self._has_thinking = body.include_reasoning
         self._token_names = TokenNames(voice.tokenizer)
-        self._dialogue = Dialogue(voice, asked)
+        self._dialogue = Dialogue(voice, body)
         self._has_begun = False
         self._inputs: dict[int, dict[int, InputReader]] = {}  # of custom tools, by sequence
-        self._num_calls: dict[int, int] = {}  # that were told, by sequence
+        self._num_calls: dict[int, int] = {}  # that were sent, by sequence
         self._text_frame: Frame | None = None
 
     async def whole(self) -> bytes:
         choices: dict[int, Choice] = {}
         async with aclosing((await self.open()).outputs()) as outputs:
             async for output in outputs:
-                for said in self._dialogue.read(output):
-                    self._count(said)
-                    choice = choices.setdefault(said.completion.index, Choice())
-                    choice.add(said, self._logprobs(said))
-        told = [self._whole_choice(choices[index]) for index in sorted(choices)]
-        return self._told(told, has_usage=True)
+                for piece in self._dialogue.read(output):
+                    self._count(piece)
+                    choice = choices.setdefault(piece.completion.index, Choice())
+                    choice.add(piece, self._logprobs(piece))
+        encoded = [self._whole_choice(choices[index]) for index in sorted(choices)]
+        return self._encoded(encoded, has_usage=True)
 
     async def open(self) -> Reader:
         if not self._has_logprobs:
@@ -79,48 +80,48 @@ class Chat(OpenAIAnswer):
         return await self._dialogue.open(self.name)
 
     def events_of(self, output: RequestOutput) -> bytes:
-        return b"".join([self._events_of(said) for said in self._dialogue.read(output)])
+        return b"".join([self._events_of(piece) for piece in self._dialogue.read(output)])
 
-    def _events_of(self, said: Said) -> bytes:
-        self._count(said)
-        index, events, frame = said.completion.index, said.events, self._text_frame
-        is_plain = frame is not None and index in self._num_calls and not said.output.finished
+    def _events_of(self, piece: AnswerPiece) -> bytes:
+        self._count(piece)
+        index, events, frame = piece.completion.index, piece.events, self._text_frame
+        is_plain = frame is not None and index in self._num_calls and not piece.output.finished
         if is_plain and len(events) == 1 and isinstance(events[0], Text):
             assert frame is not None
-            return frame.before + msgspec.json.encode(events[0].text) + frame.behind
-        delta = self._delta(said, self._num_calls.get(index, 0))
+            return frame.before + msgspec.json.encode(events[0].text) + frame.after
+        delta = self._delta(piece, self._num_calls.get(index, 0))
         if index not in self._num_calls:
             delta = {"role": "assistant", "content": "", **delta}
-        self._num_calls[index] = len(said.turn.calls)
-        token_ids = said.completion.token_ids
-        choice = self._ended(said, {"delta": delta}, self._logprobs(said), token_ids)
+        self._num_calls[index] = len(piece.turn.calls)
+        token_ids = piece.completion.token_ids
+        choice = self._ended(piece, {"delta": delta}, self._logprobs(piece), token_ids)
         if delta or choice["finish_reason"] or choice["logprobs"] or "token_ids" in choice:
             return self._chunk([choice])
         return b""
 
-    def _count(self, said: Said) -> None:
-        self._counted.add(0, said.output, [said.completion])
+    def _count(self, piece: AnswerPiece) -> None:
+        self._counted.add(0, piece.output, [piece.completion])
         self._counted.thinking = self._dialogue.num_thinking_tokens
         if self._has_begun:
             return
         self._has_begun = True
-        if self.asked.return_token_ids:
-            self.beside["prompt_token_ids"] = said.output.prompt_token_ids
-        if self.asked.prompt_logprobs is not None:
-            self.beside["prompt_logprobs"] = prompt_logprobs(said.output.prompt_logprobs)
+        if self.body.return_token_ids:
+            self.extra["prompt_token_ids"] = piece.output.prompt_token_ids
+        if self.body.prompt_logprobs is not None:
+            self.extra["prompt_logprobs"] = prompt_logprobs(piece.output.prompt_logprobs)
 
-    def _logprobs(self, said: Said) -> dict[str, Any] | None:
-        return chat_logprobs(said.completion, self._num_logprobs, self._token_names)
+    def _logprobs(self, piece: AnswerPiece) -> dict[str, Any] | None:
+        return chat_logprobs(piece.completion, self._num_logprobs, self._token_names)
 
-    def _delta(self, said: Said, num_calls: int) -> dict[str, Any]:
+    def _delta(self, piece: AnswerPiece, num_calls: int) -> dict[str, Any]:
         """num_calls: those that began before."""
-        content = "".join(e.text for e in said.events if isinstance(e, Text))
-        thinking = "".join(e.text for e in said.events if isinstance(e, Thinking))
+        content = "".join(e.text for e in piece.events if isinstance(e, Text))
+        thinking = "".join(e.text for e in piece.events if isinstance(e, Thinking))
         delta: dict[str, Any] = {"content": content} if content else {}
         if thinking and self._has_thinking:
-            delta |= told_thinking(thinking)
-        readers = self._inputs.setdefault(said.completion.index, {})
-        calls = call_deltas(said.events, num_calls, self._dialogue.custom_tools, readers)
+            delta |= thinking_fields(thinking)
+        readers = self._inputs.setdefault(piece.completion.index, {})
+        calls = call_deltas(piece.events, num_calls, self._dialogue.custom_tools, readers)
         if calls:
             delta["tool_calls"] = calls
         return delta
@@ -133,7 +134,7 @@ class Chat(OpenAIAnswer):
             "refusal": None,
         }
         if turn.thinking and self._has_thinking:
-            message |= told_thinking(turn.thinking)
+            message |= thinking_fields(turn.thinking)
         if turn.calls:
             message["tool_calls"] = [
                 whole_call(call, self._dialogue.custom_tools) for call in turn.calls
@@ -145,21 +146,21 @@ class Chat(OpenAIAnswer):
 
     def _ended(
         self,
-        said: Said,
-        told: dict[str, Any],
+        piece: AnswerPiece,
+        content: dict[str, Any],
         logprobs: dict[str, Any] | None,
         token_ids: list[int],
     ) -> dict[str, Any]:
-        """With what is told of each choice."""
-        completion = said.completion
+        """A choice with the fields that every choice has."""
+        completion = piece.completion
         choice = {
             "index": completion.index,
-            **told,
+            **content,
             "logprobs": logprobs,
-            "finish_reason": chat_reason(completion, said.turn),
+            "finish_reason": chat_reason(completion, piece.turn),
             "stop_reason": completion.stop_reason,
         }
-        if self.asked.return_token_ids:
+        if self.body.return_token_ids:
             choice["token_ids"] = token_ids
         return choice
 
@@ -170,7 +171,7 @@ def chat_reason(completion: CompletionOutput, turn: AnswerReader) -> str | None:
     return "tool_calls" if reason == "stop" and turn.calls else reason
 
 
-def told_thinking(thinking: str) -> dict[str, str]:
+def thinking_fields(thinking: str) -> dict[str, str]:
     """Under the two names that clients know."""
     return {"reasoning": thinking, "reasoning_content": thinking}
 

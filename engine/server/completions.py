@@ -1,4 +1,4 @@
-"""Texts behind prompts: ``POST /v1/completions``."""
+"""Texts that go on from prompts: ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.frontend.prompt import Prompt
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
-from engine.server.asked import CompletionRequest, copies
+from engine.server.bodies import CompletionRequest, copies
 from engine.server.errors import ApiError, log_unforeseen
 from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
 from engine.server.offsets import TextOffsets
@@ -27,29 +27,29 @@ MAX_TEXTS = 2048  # of all prompts together
 class Completion(OpenAIAnswer):
     """One request for texts."""
 
-    def __init__(self, engine: AsyncLLMEngine, asked: CompletionRequest, model: str) -> None:
-        """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
-        super().__init__(asked, "text_completion", "cmpl", model)
-        refuse_unsupported(asked)
-        if asked.max_tokens is None:
-            asked.max_tokens = min(MAX_TOKENS, engine.recommended.get("max_tokens", MAX_TOKENS))
-        asked.fill(engine.recommended)
+    def __init__(self, engine: AsyncLLMEngine, body: CompletionRequest, model: str) -> None:
+        """Raises ``RequestError`` or ``ApiError`` for what cannot be requested."""
+        super().__init__(body, "text_completion", "cmpl", model)
+        refuse_unsupported(body)
+        if body.max_tokens is None:
+            body.max_tokens = min(MAX_TOKENS, engine.recommended.get("max_tokens", MAX_TOKENS))
+        body.fill(engine.recommended)
         self._engine = engine
-        self._num_logprobs, self._has_echo = asked.logprobs, asked.echo
-        self._prompts = prompts_of(asked)
-        self._is_echo_alone = asked.echo and asked.max_tokens == 0
-        # Both are told: as many as the one that asks for more.
-        counts = [each for each in (asked.logprobs, asked.prompt_logprobs) if each is not None]
-        is_echoed = asked.echo and asked.logprobs is not None
-        self._params = asked.sampling(
-            max_tokens=1 if self._is_echo_alone else asked.max_tokens,
-            logprobs=asked.logprobs,
+        self._num_logprobs, self._has_echo = body.logprobs, body.echo
+        self._prompts = prompts_of(body)
+        self._is_echo_alone = body.echo and body.max_tokens == 0
+        # Both are returned: as many as the larger of the two counts.
+        counts = [each for each in (body.logprobs, body.prompt_logprobs) if each is not None]
+        is_echoed = body.echo and body.logprobs is not None
+        self._params = body.sampling(
+            max_tokens=1 if self._is_echo_alone else body.max_tokens,
+            logprobs=body.logprobs,
             echoed=max(counts) if is_echoed else None,
         )
         self._names = TokenNames(engine.tokenizer)
         self._logprobs: dict[int, TextLogprobs] = {}  # by choice
         self._text_frame: Frame | None = None
-        self._begun: set[int] = set()  # choices of which something was said
+        self._begun: set[int] = set()  # choices of which something was sent
         self._read: dict[int, RequestOutput] = {}  # by place: what is known of the prompt
 
     @property
@@ -63,7 +63,7 @@ class Completion(OpenAIAnswer):
             async for place, output in outputs:
                 choices += self._choices(place, output)
         choices.sort(key=lambda choice: int(choice["index"]))
-        return self._told(choices, has_usage=True)
+        return self._encoded(choices, has_usage=True)
 
     async def open(self) -> Reader:
         if self._num_logprobs is None and not self._has_echo:
@@ -76,10 +76,11 @@ class Completion(OpenAIAnswer):
             return self._chunk(self._choices(0, output))
         (completion,) = output.outputs
         self._counted.num_written += len(completion.token_ids)
-        return frame.before + msgspec.json.encode(completion.text) + frame.behind
+        return frame.before + msgspec.json.encode(completion.text) + frame.after
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Of several prompts. An error before the first is raised; a later one is an event."""
+        """Events of several prompts. An error before the first is raised; a later one is an
+        event."""
         is_begun = False
         try:
             async with aclosing(self._outputs()) as outputs:
@@ -109,7 +110,7 @@ class Completion(OpenAIAnswer):
         prompt = self._prompts[place]
         if self._has_echo:
             prompt = await self._with_text(prompt)
-        name, options = f"{self.name}-{place}", self.asked.options()
+        name, options = f"{self.name}-{place}", self.body.options()
         return await self._engine.open(prompt, self._params, name, **options)
 
     def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
@@ -117,12 +118,12 @@ class Completion(OpenAIAnswer):
         if self._is_echo_alone:
             for completion in output.outputs:
                 _forget_text(completion)
-        texts = copies(output.outputs, self.asked.n if self._params.n == 1 else 1)
+        texts = copies(output.outputs, self.body.n if self._params.n == 1 else 1)
         self._counted.add(place, output, texts)
         return [self._choice(place, each) for each in texts]
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
-        """A prompt that can be told."""
+        """A prompt that can be sent to a client."""
         if isinstance(prompt, list):
             prompt = {"prompt_token_ids": prompt}
         if isinstance(prompt, dict) and "prompt" not in prompt:
@@ -130,7 +131,7 @@ class Completion(OpenAIAnswer):
         return prompt
 
     def _choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
-        index, read = place * self.asked.n + completion.index, self._read[place]
+        index, read = place * self.body.n + completion.index, self._read[place]
         choice: dict[str, Any] = {
             "index": index,
             "text": completion.text,
@@ -146,11 +147,11 @@ class Completion(OpenAIAnswer):
             if is_first:
                 self._logprobs[index] = self._begin_logprobs(read)
             choice["logprobs"] = self._logprobs[index].of(completion)
-        if self.asked.return_token_ids:
+        if self.body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if is_first:
                 choice["prompt_token_ids"] = read.prompt_token_ids
-        if self.asked.prompt_logprobs is not None:
+        if self.body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = prompt_logprobs(read.prompt_logprobs)
         return choice
 
@@ -165,31 +166,31 @@ class Completion(OpenAIAnswer):
         offsets.go_on(ids)
         logprobs = TextLogprobs(self._num_logprobs or 0, names, offsets)
         if self._has_echo:
-            may_be_cut = self.asked.truncate_prompt_tokens is not None
+            may_be_cut = self.body.truncate_prompt_tokens is not None
             logprobs.echo(echoed, ids, read.prompt_logprobs or [], may_be_cut=may_be_cut)
         return logprobs
 
 
 def _forget_text(completion: CompletionOutput) -> None:
-    """Only the prompt was asked for: the token that had to be generated is not told."""
+    """Only the prompt was requested: the token that had to be generated is not returned."""
     completion.text, completion.token_ids = "", []
     completion.logprobs = None if completion.logprobs is None else []
     if completion.finish_reason == "stop":
         completion.finish_reason, completion.stop_reason = "length", None
 
 
-def refuse_unsupported(asked: CompletionRequest) -> None:
-    if asked.suffix:
+def refuse_unsupported(body: CompletionRequest) -> None:
+    if body.suffix:
         raise ApiError(400, "suffix is not supported: put it into the prompt", param="suffix")
-    if asked.best_of not in (None, asked.n):
+    if body.best_of not in (None, body.n):
         raise ApiError(
-            400, f"best_of is {asked.best_of}, must be n, which is {asked.n}", param="best_of"
+            400, f"best_of is {body.best_of}, must be n, which is {body.n}", param="best_of"
         )
 
 
-def prompts_of(asked: CompletionRequest) -> list[Prompt]:
+def prompts_of(body: CompletionRequest) -> list[Prompt]:
     """One or several, as text or as token ids."""
-    prompt: Any = asked.prompt
+    prompt: Any = body.prompt
     many: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if len({type(each) for each in many}) > 1:
         raise ApiError(
@@ -203,14 +204,14 @@ def prompts_of(asked: CompletionRequest) -> list[Prompt]:
         raise ApiError(
             400, f"prompt has {len(many)} prompts, must have 1 to {MAX_PROMPTS}", param="prompt"
         )
-    if len(many) * asked.n > MAX_TEXTS:
+    if len(many) * body.n > MAX_TEXTS:
         raise ApiError(
             400,
-            f"n is {asked.n} with {len(many)} prompts, the limit is {MAX_TEXTS} texts: ask for "
+            f"n is {body.n} with {len(many)} prompts, the limit is {MAX_TEXTS} texts: ask for "
             "fewer at a time",
             param="n",
         )
-    if asked.cache_salt is None:
+    if body.cache_salt is None:
         return many
     name = "prompt" if isinstance(many[0], str) else "prompt_token_ids"
-    return [{name: each, "cache_salt": asked.cache_salt} for each in many]  # type: ignore[misc]
+    return [{name: each, "cache_salt": body.cache_salt} for each in many]  # type: ignore[misc]

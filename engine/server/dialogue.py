@@ -14,7 +14,7 @@ from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams, with_rules
 from engine.server.adapt import adapter_of, strictest
-from engine.server.asked import ChatRequest, copies
+from engine.server.bodies import ChatRequest, copies
 from engine.server.conversation import Message, plain_messages
 from engine.server.errors import ApiError
 from engine.server.speech.answer import AnswerReader
@@ -109,7 +109,7 @@ class Voice(NamedTuple):
         return self.model.engine.tokenizer
 
 
-class Said(NamedTuple):
+class AnswerPiece(NamedTuple):
     """What is new of one sequence."""
 
     completion: CompletionOutput
@@ -121,20 +121,20 @@ class Said(NamedTuple):
 class Dialogue:
     """One answer to a conversation, or ``n`` of them."""
 
-    def __init__(self, voice: Voice, asked: ChatRequest) -> None:
-        """Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
-        check_asked(asked)
-        asked.fill(voice.model.engine.recommended)
+    def __init__(self, voice: Voice, body: ChatRequest) -> None:
+        """Raises ``RequestError`` or ``ApiError`` for what cannot be requested."""
+        check_body(body)
+        body.fill(voice.model.engine.recommended)
         self._voice = voice
-        self._asked = asked
-        num_logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-        limits = (asked.max_completion_tokens, asked.max_tokens)
+        self._body = body
+        num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        limits = (body.max_completion_tokens, body.max_tokens)
         most = next((limit for limit in limits if limit is not None), None)
-        self._params = asked.sampling(max_tokens=most, logprobs=num_logprobs)
-        self._num_copies = asked.n if self._params.n == 1 else 1
-        self._messages = plain_messages(asked.messages)
-        self._begun = begun_answer(asked, self._messages)
-        self._tools = tools_of(asked.tools, asked.tool_choice, asked.parallel_tool_calls)
+        self._params = body.sampling(max_tokens=most, logprobs=num_logprobs)
+        self._num_copies = body.n if self._params.n == 1 else 1
+        self._messages = plain_messages(body.messages)
+        self._begun = begun_answer(body, self._messages)
+        self._tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._prompt: TextPrompt = {}
         self._turns: dict[int, AnswerReader] = {}
         self.num_thinking_tokens = 0
@@ -153,48 +153,48 @@ class Dialogue:
         if self._voice.speech.reader(has_tools=self._tools is not None) is not None:
             params.skip_special_tokens = False  # markers may be special
             params.output_kind = "delta"
-        options = self._asked.options()
+        options = self._body.options()
         return await self._voice.model.engine.open(prompt, params, name, **options)
 
-    def read(self, output: RequestOutput) -> list[Said]:
+    def read(self, output: RequestOutput) -> list[AnswerPiece]:
         """What is new, by sequence."""
         texts = copies(output.outputs, self._num_copies)
         return [self._read(output, completion) for completion in texts]
 
-    def _read(self, output: RequestOutput, completion: CompletionOutput) -> Said:
+    def _read(self, output: RequestOutput, completion: CompletionOutput) -> AnswerPiece:
         turn = self._turns.get(completion.index)
         if turn is None:
             turn = self._turns[completion.index] = self._voice.speech.begin(
                 self._prompt,
                 tools=None if self._tools is None else self._tools.read_as,
-                skip_special=self._asked.skip_special_tokens is not False,
+                skip_special=self._body.skip_special_tokens is not False,
             )
         is_single = self._tools is not None and self._tools.is_single
         was_thinking, before = turn.is_thinking, turn.num_thinking or 0
         events = turn.read(completion, max_calls=1 if is_single else None)
-        if turn.num_thinking is None:  # its markers are no tokens: about so many
+        if turn.num_thinking is None:  # its markers are no tokens: an estimate
             is_thinking = was_thinking or turn.is_thinking
             self.num_thinking_tokens += len(completion.token_ids) * is_thinking
         else:
             self.num_thinking_tokens += turn.num_thinking - before
-        return Said(completion, events, turn, output)
+        return AnswerPiece(completion, events, turn, output)
 
     async def prompt(self) -> TextPrompt:
         """The conversation as the model reads it. Raises ``RequestError``."""
-        asked = self._asked
-        variables = dict(asked.chat_template_kwargs or {})
-        if asked.reasoning_effort is not None:
-            variables.setdefault("reasoning_effort", asked.reasoning_effort)
+        body = self._body
+        variables = dict(body.chat_template_kwargs or {})
+        if body.reasoning_effort is not None:
+            variables.setdefault("reasoning_effort", body.reasoning_effort)
         is_begun = self._begun is not None
         variables["add_generation_prompt"] = not is_begun and (
-            asked.add_generation_prompt is not False
+            body.add_generation_prompt is not False
         )
         if self._tools is not None:
-            variables["tools"] = self._tools.told
+            variables["tools"] = self._tools.described
         model = self._voice.model
         prompt = await model.render(self._messages, continues=is_begun, **variables)
-        if asked.cache_salt is not None:
-            prompt["cache_salt"] = asked.cache_salt
+        if body.cache_salt is not None:
+            prompt["cache_salt"] = body.cache_salt
         return prompt
 
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
@@ -210,7 +210,7 @@ class Dialogue:
     async def _form(self, prompt: str) -> StructuredOutputsParams | None:
         """Raises ``ApiError`` for schemas of tools that cannot be enforced."""
         form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
-        rules = self._asked.objects.or_else(self._voice.model.engine.object_rules)
+        rules = self._body.objects.or_else(self._voice.model.engine.object_rules)
         if tools is None:
             found = form_of_answer(speech, tools, form, prompt)
         else:
@@ -219,23 +219,23 @@ class Dialogue:
         return None if found is None else with_rules(found, rules)
 
 
-def check_asked(asked: ChatRequest) -> None:
-    """Raises ``ApiError`` for what cannot be asked of any model."""
-    if asked.top_logprobs and not asked.logprobs:
+def check_body(body: ChatRequest) -> None:
+    """Raises ``ApiError`` for what no model can do."""
+    if body.top_logprobs and not body.logprobs:
         raise ApiError(
             400,
-            f"top_logprobs is {asked.top_logprobs} without logprobs: set logprobs to true",
+            f"top_logprobs is {body.top_logprobs} without logprobs: set logprobs to true",
             param="top_logprobs",
         )
-    if wrong := sorted({*OWN_FIELDS} & {*(asked.chat_template_kwargs or {})}):
+    if wrong := sorted({*OWN_FIELDS} & {*(body.chat_template_kwargs or {})}):
         raise ApiError(
             400,
             f"chat_template_kwargs has {wrong[0]}, no variable of a template: leave it out",
             param="chat_template_kwargs",
         )
-    if not asked.messages:
+    if not body.messages:
         raise ApiError(400, "messages is [], must have at least one message", param="messages")
-    if asked.continue_final_message and asked.add_generation_prompt:
+    if body.continue_final_message and body.add_generation_prompt:
         raise ApiError(
             400,
             "continue_final_message and add_generation_prompt are both true: leave one of them out",
@@ -243,10 +243,10 @@ def check_asked(asked: ChatRequest) -> None:
         )
 
 
-def begun_answer(asked: ChatRequest, messages: list[Message]) -> str | None:
+def begun_answer(body: ChatRequest, messages: list[Message]) -> str | None:
     """The text of the last message if the model is to go on with it; ``None`` where a new message
     is to be written, as after an empty one, which is taken away."""
-    if not asked.continue_final_message:
+    if not body.continue_final_message:
         return None
     last = messages[-1]
     if last.get("tool_calls"):

@@ -15,7 +15,7 @@ from engine.server.streams import Streaming, while_there
 
 class DirectStream(Streaming):
     """The events of an answer that is one request. A reader who leaves ends them, and one that is
-    behind gets several steps at once."""
+    slow gets several steps at once."""
 
     def __init__(self, answer: Answer) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class DirectStream(Streaming):
             event = self._answer.events_of(output)
             if event:
                 self._writer.write(event)
-        except Exception as error:  # other requests wait behind this one
+        except Exception as error:  # other requests wait for this one
             self._error = error
             return False
         return True

@@ -17,7 +17,7 @@ from engine.server.streams import swallow
 logger = logging.getLogger("engine.server")
 
 WHILE_DRAINING = ("/health", "/ping", "/load", "/metrics", "/version")  # go on to be answered
-TELL_SECONDS = 0.5  # for answers to end that were told to
+TELL_SECONDS = 0.5  # for answers that were aborted to end
 LOOK_SECONDS = 0.02
 
 
@@ -63,20 +63,20 @@ class Drain:
         self._until = 0.0
 
     async def finish(self) -> None:
-        """Wait until all requests have ended. At the deadline those that are left are told an
+        """Wait until all requests have ended. At the deadline those that are left get an
         error, whatever the core does."""
-        num_before, num_told = self.num_open, 0
+        num_before, num_notified = self.num_open, 0
         while self.num_open and time.monotonic() < self._until:
             await asyncio.sleep(LOOK_SECONDS)
         tell_until = time.monotonic() + TELL_SECONDS
         while self.num_open and time.monotonic() < tell_until:
             error = ApiError(503, "the request was aborted: the server is ending", code="aborted")
-            num_told += self._engine.give_up(error)
+            num_notified += self._engine.give_up(error)
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning(
-            "%d requests were open: %d of their streams were aborted, %d could not be told",
+            "%d requests were open: %d of their streams were aborted, %d could not be notified",
             num_before,
-            num_told,
+            num_notified,
             self.num_open,
         )
 

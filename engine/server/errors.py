@@ -21,7 +21,7 @@ from engine.messages.requests import ErrorCode
 from engine.server.records import note_error
 
 INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
-"""Addresses and paths, of which clients are not told."""
+"""Addresses and paths, which are hidden from clients."""
 
 STATUS_OF_END: dict[ErrorCode, int] = {
     "aborted": 503,
@@ -104,7 +104,7 @@ class ApiError(Exception):
         return kinds.get(self.status, "invalid_request_error")
 
     def anthropic(self) -> dict[str, Any]:
-        """The same in Anthropic's words."""
+        """This error in Anthropic's form."""
         kinds = {
             401: "authentication_error",
             403: "permission_error",
@@ -129,7 +129,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """What a client is told of an error. One that nobody foresaw is not described to it."""
+    """An error as a client sees it. One that nobody foresaw is not described to it."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RefusedError):
@@ -169,10 +169,10 @@ def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
 
 
 def log_unforeseen(error: BaseException) -> None:
-    """Of an answer that has begun: its client is told that the log says why."""
-    told = as_api_error(error)
-    note_error(told.code or told.type, told.param)
-    if told.status == 500 and not isinstance(error, ApiError):
+    """Log an error of an answer that has begun: the message to its client refers to the log."""
+    api_error = as_api_error(error)
+    note_error(api_error.code or api_error.type, api_error.param)
+    if api_error.status == 500 and not isinstance(error, ApiError):
         logger.error("an answer failed after it had begun", exc_info=error)
 
 

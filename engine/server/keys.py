@@ -40,7 +40,7 @@ class KeyFile:
             ) from error
 
     def digests(self) -> list[bytes]:
-        """Of the keys that hold now."""
+        """Digests of the keys that are valid now."""
         now = self._clock()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now

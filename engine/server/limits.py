@@ -24,9 +24,9 @@ MAX_ENTRIES = {
     "hints": 64,
 }
 MAX_CHARS = {"stop": 1024, "bad_words": 1024, "user": 1024, "cache_salt": 1024}
-"""Of a text, or of each in a list."""
+"""Characters of a text, or of each text in a list."""
 RANGES = {"repetition_penalty": (1e-6, 1e6)}
-"""Of numbers that the engine takes as they are, and with which no logits would be finite."""
+"""Largest numbers that the engine takes as they are; with larger ones logits are not finite."""
 COUNTED_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 TYPED_DEEP = ("prompt",)  # decoded into a type that has no depth
 TRAVELLING = ("hints",)  # to a core that may be another process
@@ -35,13 +35,13 @@ INT64 = range(-(2**63), 2**63)
 
 @dataclass(frozen=True)
 class Limits:
-    """Those of them that are options of the server."""
+    """Limits that are options of the server."""
 
     max_body_bytes: int = 32 << 20
     max_n: int = 128
     """Texts for each prompt."""
     max_logprobs: int = 20
-    """Tokens of which log-probabilities are told at each position; -1: as many as there are."""
+    """Tokens whose log-probabilities are returned at each position; -1: as many as there are."""
     max_requests_per_key: int | None = None
     """Requests of one key at a time."""
     refuse_server_tools: bool = False
@@ -60,10 +60,10 @@ def check_at_least(options: object, least: dict[str, int]) -> None:
             raise ConfigError(f"{name} is {value}, must be at least {low}")
 
 
-def check_limits(asked: msgspec.Struct, limits: Limits) -> None:
+def check_limits(body: msgspec.Struct, limits: Limits) -> None:
     """Raise ``ApiError`` that names field, value, limit and way out."""
-    for name in asked.__struct_fields__:
-        value = getattr(asked, name)
+    for name in body.__struct_fields__:
+        value = getattr(body, name)
         if isinstance(value, int):
             _check_number(name, value, limits)
         elif isinstance(value, float):

@@ -40,7 +40,7 @@ class TokenNames:
 def chat_logprobs(
     completion: CompletionOutput, num: int, names: TokenNames
 ) -> dict[str, Any] | None:
-    """As chat completions have them, with the ``num`` most likely tokens."""
+    """Log-probabilities in the form of chat completions, with the ``num`` most likely tokens."""
     if completion.logprobs is None:
         return None
     content = []
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 
 class TextLogprobs:
-    """As completions have them, of one text as it grows."""
+    """Log-probabilities in the form of completions, of one text as it grows."""
 
     def __init__(self, num: int, names: TokenNames, offsets: TextOffsets) -> None:
         """num: of the most likely tokens; offsets: of the tokens that are generated."""
@@ -66,7 +66,7 @@ class TextLogprobs:
         self._names = names
         self._offsets = offsets
         self._num_shown = 0  # characters of the text
-        self._waiting: list[Entry] = []  # tokens that were not told
+        self._waiting: list[Entry] = []  # tokens that were not returned yet
         self._begins: list[int] = []  # offsets of the first of them
 
     def echo(
@@ -87,8 +87,8 @@ class TextLogprobs:
         self._num_shown += len(text)
 
     def of(self, completion: CompletionOutput) -> dict[str, list[Any]]:
-        """Of its next tokens, those whose text is shown: what is withheld, for it may be the
-        beginning of a stop string, may never be."""
+        """Log-probabilities of the next tokens whose text is shown. Text that is withheld because
+        it may begin a stop string may never be shown."""
         offsets = self._offsets
         self._num_shown += len(completion.text)
         offsets.add_text(completion.text)
@@ -121,7 +121,7 @@ class TextLogprobs:
 
 
 def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:
-    """As vLLM has them: by token id, ``None`` for the first token."""
+    """Log-probabilities of a prompt as vLLM has them: by token id, ``None`` for the first token."""
     if positions is None:
         return None
     return [

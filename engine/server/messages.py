@@ -9,10 +9,10 @@ import msgspec
 
 from engine.messages.requests import RequestOutput
 from engine.server.answers import reason_of
-from engine.server.blocks import Block, BlockAnswer, Change, Told, named_event
-from engine.server.dialogue import Dialogue, Said, Voice
+from engine.server.blocks import Block, BlockAnswer, Change, Json, named_event
+from engine.server.dialogue import AnswerPiece, Dialogue, Voice
 from engine.server.errors import ApiError, as_api_error
-from engine.server.messages_asked import MessagesRequest, chat_of, left_out_of
+from engine.server.messages_body import MessagesRequest, chat_of, left_out_of
 from engine.server.speech.json_text import object_in
 
 DELTAS = {
@@ -25,14 +25,15 @@ DELTAS = {
 class Messages(BlockAnswer):
     """One request for a message."""
 
-    def __init__(self, voice: Voice, asked: MessagesRequest, name: str) -> None:
-        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
-        if asked.max_tokens is None:
+    def __init__(self, voice: Voice, body: MessagesRequest, name: str) -> None:
+        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
+        requested."""
+        if body.max_tokens is None:
             raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")
-        super().__init__(f"msg_{uuid.uuid4().hex}", Dialogue(voice, chat_of(asked)))
-        self.left_out = left_out_of(asked)
+        super().__init__(f"msg_{uuid.uuid4().hex}", Dialogue(voice, chat_of(body)))
+        self.left_out = left_out_of(body)
         self._is_begun = False
-        self.told = {
+        self.response = {
             "id": self.name,
             "type": "message",
             "role": "assistant",
@@ -45,41 +46,41 @@ class Messages(BlockAnswer):
     def failure(self, error: BaseException) -> bytes:
         return named_event(as_api_error(error).anthropic())
 
-    def _events(self, output: RequestOutput) -> Iterator[Told]:
-        for said in self._dialogue.read(output):
-            self._counted.add(0, said.output, [said.completion])
+    def _events(self, output: RequestOutput) -> Iterator[Json]:
+        for piece in self._dialogue.read(output):
+            self._counted.add(0, piece.output, [piece.completion])
             if not self._is_begun:
                 self._is_begun = True
-                message = {**self.told, "usage": self._usage()}
+                message = {**self.response, "usage": self._usage()}
                 yield {"type": "message_start", "message": message}
-            for change in self._blocks.take(said.events):
+            for change in self._blocks.take(piece.events):
                 yield from_change(change)
                 self._keep(change)
-            if said.completion.finish_reason is not None:
-                yield from self._end(said)
+            if piece.completion.finish_reason is not None:
+                yield from self._end(piece)
 
-    def _end(self, said: Said) -> Iterator[Told]:
-        reason = reason_of(said.completion)  # raises for an end that is no answer
+    def _end(self, piece: AnswerPiece) -> Iterator[Json]:
+        reason = reason_of(piece.completion)  # raises for an end that is no answer
         for change in self._blocks.end():
             yield from_change(change)
             self._keep(change)
-        stop = said.completion.stop_reason
+        stop = piece.completion.stop_reason
         ended = {"stop_reason": "end_turn", "stop_sequence": None}
         if reason == "length":
             ended["stop_reason"] = "max_tokens"
-        elif said.turn.calls:
+        elif piece.turn.calls:
             ended["stop_reason"] = "tool_use"
         elif isinstance(stop, str):
             ended = {"stop_reason": "stop_sequence", "stop_sequence": stop}
-        self.told |= {**ended, "usage": self._usage()}
+        self.response |= {**ended, "usage": self._usage()}
         yield {"type": "message_delta", "delta": ended, "usage": self._usage()}
         yield {"type": "message_stop"}
 
     def _keep(self, change: Change) -> None:
         if change.what == "end":
-            self.told["content"].append(whole_block(change.block))
+            self.response["content"].append(whole_block(change.block))
 
-    def _usage(self) -> Told:
+    def _usage(self) -> Json:
         """Cached tokens are no input tokens there."""
         usage = self._counted.usage
         cached = usage.prompt_tokens_details.cached_tokens
@@ -91,18 +92,18 @@ class Messages(BlockAnswer):
         }
 
 
-async def count_tokens(voice: Voice, asked: MessagesRequest) -> bytes:
-    """Of the prompt that a request would have."""
-    prompt = await Dialogue(voice, chat_of(asked)).prompt()
+async def count_tokens(voice: Voice, body: MessagesRequest) -> bytes:
+    """Count the tokens of the prompt that a request would have."""
+    prompt = await Dialogue(voice, chat_of(body)).prompt()
     return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
 
 
-def from_change(change: Change) -> Told:
+def from_change(change: Change) -> Json:
     """The event that tells of it."""
     block, index = change.block, change.block.index
     if change.what == "begin":
         begun = {"type": "content_block_start", "index": index}
-        return {**begun, "content_block": block_told(block, "", {})}
+        return {**begun, "content_block": block_json(block, "", {})}
     if change.what == "end":
         return {"type": "content_block_stop", "index": index}
     kind, field = DELTAS[block.kind]
@@ -113,12 +114,12 @@ def from_change(change: Change) -> Told:
     }
 
 
-def whole_block(block: Block) -> Told:
+def whole_block(block: Block) -> Json:
     arguments = object_in(block.text) if block.call is not None else {}
-    return block_told(block, block.text, arguments)
+    return block_json(block, block.text, arguments)
 
 
-def block_told(block: Block, text: str, arguments: Told) -> Told:
+def block_json(block: Block, text: str, arguments: Json) -> Json:
     if block.call is not None:
         call = block.call
         return {"type": "tool_use", "id": call.id, "name": call.name, "input": arguments}

@@ -1,8 +1,8 @@
 """``GET /metrics``: what the engine counts, as Prometheus reads it.
 
 Nothing here runs with a token: values are appended where steps are processed and where requests
-end (``engine.observe.histograms``), and all else is read and written out when it is asked for.
-Names are ours; behind each stands vLLM's for the same value, so that its dashboards show us too.
+end (``engine.observe.histograms``), and all else is read and written out at each request for it.
+Names are ours; after each comes vLLM's name for the same value, so that its dashboards show us too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from engine.observe.histograms import (
 )
 from engine.server.traffic import Traffic
 
-STATS_SECONDS = 1.0  # that the core has to tell its statistics; then those from before are told
+STATS_SECONDS = 1.0  # timeout for the core's statistics; after that the last known are served
 FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 DRAFTS = "drafts."  # how the counters of drafting begin, in the statistics
@@ -172,7 +172,7 @@ FIGURES = (
 
 
 class RequestHistograms:
-    """Of finished requests; observed as they end, by the engine's thread."""
+    """Histograms of finished requests, observed as they end by the engine's thread."""
 
     def __init__(self) -> None:
         self.by_name = {
@@ -215,7 +215,7 @@ REQUEST_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], str]] = {
         REQUEST_TOKENS,
         "Tokens of an answer, of all its sequences.",
     ),
-    "request_n": ("request_params_n", NUM_SEQUENCES, "Sequences that were asked for."),
+    "request_n": ("request_params_n", NUM_SEQUENCES, "Sequences that were requested."),
     "request_max_tokens": (
         "request_params_max_tokens",
         REQUEST_TOKENS,
@@ -255,7 +255,7 @@ REQUEST_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], str]] = {
 
 
 class Metrics(Collector):
-    """Of one engine, under the name by which clients call its model."""
+    """Metrics of one engine, under the name by which clients call its model."""
 
     def __init__(self, engine: AsyncLLMEngine, model: str, traffic: Traffic) -> None:
         self._engine = engine
@@ -272,7 +272,7 @@ class Metrics(Collector):
         ProcessCollector(registry=self._registry)
 
     async def stats(self) -> SchedulerStats | None:
-        """The scheduler's now, or the last that it told if it is silent."""
+        """The scheduler's statistics now, or the last known ones if it does not answer."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 self._stats = await self._engine.stats()
@@ -297,7 +297,7 @@ class Metrics(Collector):
             yield from self._drafts(self._stats)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are not known before the engine has told of them."""
+        """Nothing: names are known only after the engine has reported them."""
         return ()
 
     def _of_server(self) -> Iterator[Metric]:
@@ -396,7 +396,7 @@ class Metrics(Collector):
             yield self._labelled(GAUGE, name, doc, "reason", reasons)
         refused = {"refused": stats.num_refused}
         for name in ("metronome_requests_refused", "vllm:admission_rejections"):
-            doc = "Requests that were not taken: the queue was full, or the policy said so."
+            doc = "Requests that were not taken: the queue was full, or the policy refused."
             yield self._labelled(COUNTER, name, doc, "reason", refused)
         yield self._labelled(
             COUNTER,

@@ -28,9 +28,9 @@ class ServedNames(NamedTuple):
 
 
 def names_of(model: str, chosen: Sequence[str] = ()) -> ServedNames:
-    """Those that the user has chosen. Without any: that of a repository, ``box`` for the model in
-    the box, or the last part of a directory's path; the path is taken too. Raises ``ConfigError``
-    for a name that is empty."""
+    """The names that the user has chosen. Without any: that of a repository, ``box`` for the model
+    in the box, or the last part of a directory's path; the path is taken too. Raises
+    ``ConfigError`` for a name that is empty."""
     if not all(name.strip() for name in chosen):
         raise ConfigError("served_model_name has an empty name: give one, or leave the option out")
     if chosen:

@@ -121,8 +121,8 @@ CONTINUING = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
 def prompt_offsets(
     tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, may_be_cut: bool = False
 ) -> list[int]:
-    """Of the tokens of a prompt, of which ``text`` is what the client has sent; those of one that
-    was cut are the end of it."""
+    """Offsets of a prompt's tokens in ``text``, which the client has sent; a prompt that was cut is
+    the end of the text."""
     whole = tokenizer.decode(list(token_ids)).strip() if may_be_cut else ""
     begin = max(0, text.rfind(whole)) if whole else 0
     offsets = TextOffsets(tokenizer, begin=begin)
@@ -173,8 +173,8 @@ def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
 
 
 def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """The same where each byte has become a substitute, valid or not: some tokenizers do so with a
-    series of bytes that is not text as a whole."""
+    """The text as bytes where each byte has become a substitute, valid or not: some tokenizers do
+    so with a series of bytes that is not text as a whole."""
     num = sum(map(len, parts))
     if not num or text[:num] != SUBSTITUTE * num:
         return None

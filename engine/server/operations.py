@@ -23,7 +23,7 @@ from engine.server.keys import KeyRing, no_key
 from engine.server.metrics import MEDIA_TYPE, Metrics
 from engine.server.traffic import Traffic
 
-RETRY_SECONDS = 5.0  # after which a server that is not well is asked again
+RETRY_SECONDS = 5.0  # until a server that is not well is checked again
 SCOPES = ("all", "new")  # of a pause
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[ASGIApp]]
@@ -92,11 +92,11 @@ class Operations:
         return Response(page, headers={"Content-Type": MEDIA_TYPE})
 
     async def is_paused(self, request: Request) -> ASGIApp:
-        """Whether it computes nothing until told to go on."""
+        """Whether it computes nothing until it is resumed."""
         return _json({"is_paused": self._engine.paused is not None})
 
     async def pause(self, request: Request) -> ASGIApp:
-        """Compute nothing until told to go on."""
+        """Compute nothing until it is resumed."""
         what = request.query_params.get("what", "all")
         if what not in SCOPES:
             raise ApiError(400, f"what is {what!r:.80}, must be all or new", param="what")
@@ -169,7 +169,7 @@ class Operations:
                 raise no_key("the admin key is missing or wrong")
             try:
                 return await handle(request)
-            except ConfigError as error:  # what was asked for is not set up
+            except ConfigError as error:  # the requested feature is not set up
                 raise ApiError(400, str(error)) from error
 
         return checked
@@ -189,7 +189,7 @@ def _unready(message: str, code: str) -> ApiError:
 
 
 def _look_at(check: asyncio.Task[None]) -> None:
-    """If all who asked have left, none would have taken its error."""
+    """Take the error of a task whose clients have all left: nobody else would."""
     if not check.cancelled():
         check.exception()
 

@@ -16,13 +16,13 @@ from engine.server.errors import ApiError
 
 logger = logging.getLogger("engine.server")
 
-MAX_UNREAD_BYTES = 256 << 10  # for one request, beside what its connection holds
+MAX_UNREAD_BYTES = 256 << 10  # for one request, in addition to what its connection holds
 MAX_TOTAL_BYTES = 64 << 20  # for all
 LOOK_SECONDS = 1.0  # between two looks, at most
 
 
 class Transport(Protocol):
-    """As much of asyncio's as is needed here."""
+    """The part of asyncio's transport that is needed here."""
 
     def get_write_buffer_size(self) -> int: ...
     def abort(self) -> None: ...
@@ -30,7 +30,7 @@ class Transport(Protocol):
 
 
 class Connection(Protocol):
-    """As much of uvicorn's as is needed here."""
+    """The part of uvicorn's connection that is needed here."""
 
     @property
     def transport(self) -> Transport: ...

@@ -25,7 +25,7 @@ RequestLogKind = Literal["text", "json", "off"]
 
 logger = logging.getLogger("engine.requests")
 PROBES = frozenset(("/health", "/ready", "/ping", "/load", "/metrics", "/version", "/is_paused"))
-"""Asked again and again by what watches the server: logged only if they fail."""
+"""Paths that monitoring polls: logged only if they fail."""
 LEFT_SECONDS = 0.5  # for the engine to say what became of a request whose client went away
 FAILED = 500
 KEY = "metronome.record"  # in the scope

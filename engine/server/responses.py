@@ -15,13 +15,13 @@ import msgspec
 
 from engine.messages.requests import RequestOutput
 from engine.server.answers import reason_of
-from engine.server.asked import ChatRequest
-from engine.server.blocks import Block, BlockAnswer, Change, Told, named_event
+from engine.server.blocks import Block, BlockAnswer, Change, Json, named_event
+from engine.server.bodies import ChatRequest
 from engine.server.conversation import Message
-from engine.server.dialogue import Dialogue, Said, Voice
+from engine.server.dialogue import AnswerPiece, Dialogue, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.logprobs import TokenNames, chat_logprobs
-from engine.server.responses_asked import ResponsesRequest, chat_of, tools_of
+from engine.server.responses_body import ResponsesRequest, chat_of, tools_of
 from engine.server.responses_items import messages_of
 from engine.server.speech.custom import InputReader, input_of
 from engine.server.speech.events import CallBegin, Text
@@ -34,7 +34,7 @@ class Stored(NamedTuple):
     """A response, the conversation that ends with it (as JSON, an eighth as large), and whose it
     is."""
 
-    told: bytes
+    response: bytes
     conversation: bytes
     owner: str
     size: int
@@ -47,12 +47,12 @@ class ResponseStore:
         self._stored: OrderedDict[str, Stored] = OrderedDict()
         self._size = 0
 
-    def put(self, name: str, told: bytes, messages: list[Message], owner: str) -> None:
+    def put(self, name: str, response: bytes, messages: list[Message], owner: str) -> None:
         conversation = msgspec.json.encode(messages)
-        size = len(told) + len(conversation)
+        size = len(response) + len(conversation)
         if name in self._stored:
             self._size -= self._stored.pop(name).size
-        self._stored[name] = Stored(told, conversation, owner, size)
+        self._stored[name] = Stored(response, conversation, owner, size)
         self._size += size
         while len(self._stored) > MAX_STORED or self._size > MAX_STORED_BYTES:
             self._size -= self._stored.popitem(last=False)[1].size
@@ -81,60 +81,61 @@ class Responses(BlockAnswer):
     def __init__(
         self,
         voice: Voice,
-        asked: ResponsesRequest,
+        body: ResponsesRequest,
         name: str,
         store: ResponseStore,
         owner: str,
     ) -> None:
-        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be asked."""
-        self._asked, self._store, self._owner = asked, store, owner
+        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
+        requested."""
+        self._body, self._store, self._owner = body, store, owner
         before: list[Message] = []
-        if asked.previous_response_id is not None:
+        if body.previous_response_id is not None:
             param = "previous_response_id"
-            stored = store.get(asked.previous_response_id, owner, param)
+            stored = store.get(body.previous_response_id, owner, param)
             before = msgspec.json.decode(stored.conversation)
-        self._tools = tools_of(asked)
+        self._tools = tools_of(body)
         self.left_out = tuple(self._tools.left_out)
-        chat = chat_of(asked, before, self._tools)
-        self._has_logprobs = "message.output_text.logprobs" in (asked.include or [])
-        if self._has_logprobs or asked.top_logprobs:
+        chat = chat_of(body, before, self._tools)
+        self._has_logprobs = "message.output_text.logprobs" in (body.include or [])
+        if self._has_logprobs or body.top_logprobs:
             self._has_logprobs = chat.logprobs = True
-            chat.top_logprobs = asked.top_logprobs or 0
-        self._messages = [*before, *messages_of(asked.input)]
+            chat.top_logprobs = body.top_logprobs or 0
+        self._messages = [*before, *messages_of(body.input)]
         super().__init__(f"resp_{uuid.uuid4().hex}", Dialogue(voice, chat))
         self._token_names = TokenNames(voice.tokenizer)
-        self._logprobs: list[Told] = []
-        self._pending: list[Told] = []  # of tokens whose text is not there yet
+        self._logprobs: list[Json] = []
+        self._pending: list[Json] = []  # of tokens whose text is not there yet
         self._num_events = 0
         self._end_status = "completed"  # of blocks that end
         self._ids: dict[int, str] = {}
         self._inputs: dict[int, InputReader] = {}  # of custom tools' calls, by block
-        self.told = _head(self.name, name, asked, chat)
+        self.response = _head(self.name, name, body, chat)
 
     def failure(self, error: BaseException) -> bytes:
-        self.told["status"] = "failed"
+        self.response["status"] = "failed"
         message = as_api_error(error).shown
-        self.told["error"] = {"code": "server_error", "message": message}
-        return named_event(self._event("response.failed", response=self.told))
+        self.response["error"] = {"code": "server_error", "message": message}
+        return named_event(self._event("response.failed", response=self.response))
 
-    def _events(self, output: RequestOutput) -> Iterator[Told]:
+    def _events(self, output: RequestOutput) -> Iterator[Json]:
         if self._num_events == 0:
-            yield self._event("response.created", response=self.told)
-            yield self._event("response.in_progress", response=self.told)
-        for said in self._dialogue.read(output):
-            self._counted.add(0, said.output, [said.completion])
-            new = self._new_logprobs(said)
-            for change in self._blocks.take(said.events):
+            yield self._event("response.created", response=self.response)
+            yield self._event("response.in_progress", response=self.response)
+        for piece in self._dialogue.read(output):
+            self._counted.add(0, piece.output, [piece.completion])
+            new = self._new_logprobs(piece)
+            for change in self._blocks.take(piece.events):
                 yield from self._change(change, new)
-            if said.completion.finish_reason is not None:
-                yield from self._end(said)
+            if piece.completion.finish_reason is not None:
+                yield from self._end(piece)
 
-    def _end(self, said: Said) -> Iterator[Told]:
-        reason = reason_of(said.completion)  # raises for an end that is no answer
+    def _end(self, piece: AnswerPiece) -> Iterator[Json]:
+        reason = reason_of(piece.completion)  # raises for an end that is no answer
         self._end_status = "completed" if reason == "stop" else "incomplete"
         for change in self._blocks.end():
             yield from self._change(change, [])
-        response, usage = self.told, self._counted.usage
+        response, usage = self.response, self._counted.usage
         is_whole = reason == "stop"
         response["status"] = "completed" if is_whole else "incomplete"
         if is_whole:
@@ -151,13 +152,13 @@ class Responses(BlockAnswer):
             "output_tokens_details": {"reasoning_tokens": self._dialogue.num_thinking_tokens},
             "total_tokens": usage.total_tokens,
         }
-        if self._asked.store is not False:
-            told = msgspec.json.encode(response)
+        if self._body.store is not False:
+            encoded = msgspec.json.encode(response)
             messages = [*self._messages, *messages_of(response["output"])]
-            self._store.put(self.name, told, messages, self._owner)
+            self._store.put(self.name, encoded, messages, self._owner)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _change(self, change: Change, logprobs: list[Told]) -> Iterator[Told]:
+    def _change(self, change: Change, logprobs: list[Json]) -> Iterator[Json]:
         block = change.block
         place = {"output_index": block.index, "item_id": self._id(block)}
         if change.what == "begin":
@@ -180,14 +181,14 @@ class Responses(BlockAnswer):
             return
         yield from self._done(block, what, place)
 
-    def _done(self, block: Block, what: str, place: Told) -> Iterator[Told]:
+    def _done(self, block: Block, what: str, place: Json) -> Iterator[Json]:
         item = self._item(block, self._end_status)
         extra = {"logprobs": self._logprobs} if block.kind == "text" else {}
         yield self._event(f"response.{what}.done", **place, text=block.text, **extra)
         yield self._event("response.content_part.done", **place, part=item["content"][0])
         yield from self._item_done(block, item)
 
-    def _call_change(self, change: Change, call: CallBegin, place: Told) -> Iterator[Told]:
+    def _call_change(self, change: Change, call: CallBegin, place: Json) -> Iterator[Json]:
         """More arguments of a call, or its end."""
         block, reader = change.block, None
         what, new = "function_call_arguments", change.text
@@ -206,12 +207,12 @@ class Responses(BlockAnswer):
         yield self._event(f"response.{what}.done", **place, **about)
         yield from self._item_done(block, item)
 
-    def _item_done(self, block: Block, item: Told) -> Iterator[Told]:
-        self.told["output"].append(item)
+    def _item_done(self, block: Block, item: Json) -> Iterator[Json]:
+        self.response["output"].append(item)
         yield self._event("response.output_item.done", output_index=block.index, item=item)
 
-    def _item(self, block: Block, status: str) -> Told:
-        item: Told = {"id": self._id(block), "status": status}
+    def _item(self, block: Block, status: str) -> Json:
+        item: Json = {"id": self._id(block), "status": status}
         is_done = status != "in_progress"
         if block.call is not None:
             return {**item, **self._call(block.call, block.text, is_done=is_done)}
@@ -220,9 +221,9 @@ class Responses(BlockAnswer):
             return {"type": "reasoning", **item, "summary": [], "content": content}
         return {"type": "message", **item, "role": "assistant", "content": content}
 
-    def _call(self, call: CallBegin, arguments: str, *, is_done: bool) -> Told:
+    def _call(self, call: CallBegin, arguments: str, *, is_done: bool) -> Json:
         called = self._tools.called(call.name)
-        about: Told = {"type": "function_call", "call_id": call.id, "name": called.name}
+        about: Json = {"type": "function_call", "call_id": call.id, "name": called.name}
         if called.namespace is not None:
             about["namespace"] = called.namespace
         if call.name in self._dialogue.custom_tools:
@@ -230,7 +231,7 @@ class Responses(BlockAnswer):
             return {**about, "type": "custom_tool_call", "input": text}
         return {**about, "arguments": arguments if is_done else ""}
 
-    def _part(self, block: Block, text: str, logprobs: list[Told]) -> Told:
+    def _part(self, block: Block, text: str, logprobs: list[Json]) -> Json:
         if block.kind == "thinking":
             return {"type": "reasoning_text", "text": text}
         return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
@@ -241,27 +242,27 @@ class Responses(BlockAnswer):
             prefix = "ctc"
         return self._ids.setdefault(block.index, f"{prefix}_{uuid.uuid4().hex}")
 
-    def _new_logprobs(self, said: Said) -> list[Told]:
-        """Of the text alone, which may come later than its tokens."""
-        told = chat_logprobs(said.completion, self._asked.top_logprobs or 0, self._token_names)
-        self._pending += [] if told is None else told["content"]
-        if not said.events:
+    def _new_logprobs(self, piece: AnswerPiece) -> list[Json]:
+        """Log-probabilities of visible text only. Text may arrive a step after its tokens."""
+        new_ones = chat_logprobs(piece.completion, self._body.top_logprobs or 0, self._token_names)
+        self._pending += [] if new_ones is None else new_ones["content"]
+        if not piece.events:
             return []
         new, self._pending = self._pending, []
-        if not any(isinstance(event, Text) for event in said.events):
+        if not any(isinstance(event, Text) for event in piece.events):
             return []
         self._logprobs += new
         return new
 
-    def _event(self, kind: str, **about: Any) -> Told:
+    def _event(self, kind: str, **about: Any) -> Json:
         event = {"type": kind, "sequence_number": self._num_events, **about}
         self._num_events += 1
         return event
 
 
-def _head(name: str, model: str, asked: ResponsesRequest, chat: ChatRequest) -> Told:
+def _head(name: str, model: str, body: ResponsesRequest, chat: ChatRequest) -> Json:
     """What is known of a response before it begins."""
-    reasoning = asked.reasoning
+    reasoning = body.reasoning
     return {
         "id": name,
         "object": "response",
@@ -270,22 +271,22 @@ def _head(name: str, model: str, asked: ResponsesRequest, chat: ChatRequest) -> 
         "background": False,
         "error": None,
         "incomplete_details": None,
-        "instructions": asked.instructions,
-        "max_output_tokens": asked.max_output_tokens,
-        "metadata": asked.metadata or {},
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "metadata": body.metadata or {},
         "model": model,
         "output": [],
-        "parallel_tool_calls": asked.parallel_tool_calls is not False,
-        "previous_response_id": asked.previous_response_id,
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
         "reasoning": {"effort": reasoning.effort if reasoning else None, "summary": None},
-        "store": asked.store is not False,
+        "store": body.store is not False,
         "temperature": 1.0 if chat.temperature is None else chat.temperature,
-        "text": {"format": (asked.text and asked.text.format) or {"type": "text"}},
-        "tool_choice": asked.tool_choice or "auto",
-        "tools": asked.tools or [],
-        "top_logprobs": asked.top_logprobs or 0,
+        "text": {"format": (body.text and body.text.format) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": body.tools or [],
+        "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if chat.top_p is None else chat.top_p,
         "truncation": "disabled",
         "usage": None,
-        "user": asked.user,
+        "user": body.user,
     }

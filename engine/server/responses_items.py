@@ -35,7 +35,7 @@ LEFT_OUT = (
 
 
 def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
-    """Items as messages: what the model said between two others is one message. Raises
+    """Items as messages: the model's text between two others is one message. Raises
     ``ApiError``."""
     if given is None:
         return []
@@ -114,5 +114,5 @@ def _output_of(item: dict[str, Any]) -> str:
 
 
 def _id_of(item: dict[str, Any]) -> Any:
-    """Of some kinds the item's own is the call's as well."""
+    """The id of a call; items of some kinds have none but their own."""
     return item.get("call_id") or item.get("id")

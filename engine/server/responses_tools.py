@@ -33,7 +33,7 @@ class ResponseTools:
         self.left_out: list[str] = []
         """Kinds that a server would have to run."""
         self._called: dict[str, Called] = {}
-        self.told = list(self._flat(given, None))
+        self.described = list(self._flat(given, None))
         """The others, as chat completions have them."""
 
     def called(self, name: str) -> Called:

@@ -1,4 +1,4 @@
-"""uvicorn, and the engine behind it."""
+"""uvicorn and the engine that it serves."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Tls:
             ) from error
 
     def options(self) -> dict[str, Any]:
-        """As uvicorn takes them."""
+        """The options as uvicorn takes them."""
         return {
             "ssl_certfile": self.certfile,
             "ssl_keyfile": self.keyfile,
@@ -194,7 +194,7 @@ def make_tracing(endpoint: str | None) -> Tracing | None:
 
 
 class Server(uvicorn.Server):
-    """Drains when it is told to end, and ends with status 0; uvicorn's own ends by the signal."""
+    """Drains at a signal and ends with status 0; uvicorn's own server ends by the signal."""
 
     def __init__(
         self, config: uvicorn.Config, drain: Drain, listening: Listening, name: str

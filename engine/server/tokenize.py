@@ -22,7 +22,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None  # unless told, to a text: a template has its own
+    add_special_tokens: bool | None = None  # by default for a text alone: a template has its own
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
@@ -50,43 +50,43 @@ class DetokenizeAnswer(msgspec.Struct):
     prompt: str
 
 
-async def tokenize(model: ChatModel, asked: TokenizeRequest) -> TokenizeAnswer:
+async def tokenize(model: ChatModel, body: TokenizeRequest) -> TokenizeAnswer:
     """Raises ``ApiError`` or ``RequestError``."""
     engine = model.engine
-    if (asked.prompt is None) == (asked.messages is None):
+    if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "either prompt or messages must be given", param="prompt")
-    if asked.messages is None:
-        text = asked.prompt or ""
-        ids = await _encoded(engine, text, asked.add_special_tokens is not False)
+    if body.messages is None:
+        text = body.prompt or ""
+        ids = await _encoded(engine, text, body.add_special_tokens is not False)
     else:
-        rendered = await _rendered(model, asked)
+        rendered = await _rendered(model, body)
         ids = rendered["prompt_token_ids"]
-        if asked.add_special_tokens:
+        if body.add_special_tokens:
             ids = await _encoded(engine, rendered["prompt"], True)
     strings = None
-    if asked.return_token_strs:
+    if body.return_token_strs:
         names = TokenNames(engine.tokenizer)
         strings = [names.text_of(token_id, is_unique=True) for token_id in ids]
     return TokenizeAnswer(len(ids), engine.max_model_len, ids, strings)
 
 
-async def detokenize(engine: AsyncLLMEngine, asked: DetokenizeRequest) -> DetokenizeAnswer:
+async def detokenize(engine: AsyncLLMEngine, body: DetokenizeRequest) -> DetokenizeAnswer:
     """Raises ``ApiError``."""
-    if len(asked.tokens) > MAX_IDS:
+    if len(body.tokens) > MAX_IDS:
         raise ApiError(
             400,
-            f"tokens has {len(asked.tokens)} ids, the limit is {MAX_IDS}: send fewer",
+            f"tokens has {len(body.tokens)} ids, the limit is {MAX_IDS}: send fewer",
             param="tokens",
         )
     size = engine.get_tokenizer().vocab_size
-    for token_id in asked.tokens:
+    for token_id in body.tokens:
         if not 0 <= token_id < size:
             raise ApiError(
                 400,
                 f"tokens has {token_id}, must be in [0, {size - 1}]: the tokenizer knows {size}",
                 param="tokens",
             )
-    return DetokenizeAnswer(await engine.decode(asked.tokens))
+    return DetokenizeAnswer(await engine.decode(body.tokens))
 
 
 async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) -> list[int]:
@@ -99,13 +99,13 @@ async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) 
     return await engine.encode(text, add_special_tokens)
 
 
-async def _rendered(model: ChatModel, asked: TokenizeRequest) -> Any:
-    variables = {**(asked.chat_template_kwargs or {})}
+async def _rendered(model: ChatModel, body: TokenizeRequest) -> Any:
+    variables = {**(body.chat_template_kwargs or {})}
     if wrong := sorted({*OWN_FIELDS} & {*variables}):
         raise ApiError(
             400,
             f"chat_template_kwargs has {wrong[0]}, no variable of a template: leave it out",
             param="chat_template_kwargs",
         )
-    variables["add_generation_prompt"] = asked.add_generation_prompt
-    return await model.render(plain_messages(asked.messages or []), **variables)
+    variables["add_generation_prompt"] = body.add_generation_prompt
+    return await model.render(plain_messages(body.messages or []), **variables)

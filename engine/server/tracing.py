@@ -86,7 +86,7 @@ class Guarded(SpanExporter):
         """Called by the thread that sends, never by a request."""
         result = self._guard.run(self._inner.export, spans)
         if result is SpanExportResult.FAILURE:
-            self._guard.fail(ConnectionError(self._words.said))
+            self._guard.fail(ConnectionError(self._words.message))
         return result or SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -100,10 +100,10 @@ class LastWords(logging.Handler):
     """Keeps the last that a library has logged, instead of a line for each failure on standard
     error: an exporter returns only that it has failed."""
 
-    said = "no answer"
+    message = "no answer"
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.said = record.getMessage()
+        self.message = record.getMessage()
 
 
 class Spans:

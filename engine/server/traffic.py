@@ -23,7 +23,7 @@ class Traffic:
         self.num_in_flight = 0
         """Requests for answers that are not finished yet."""
         self.responses: Counter[tuple[str, int]] = Counter()
-        """Those that have begun, by path and status."""
+        """Requests that have begun, by path and status."""
         self.refusals = Histogram(SECONDS_TO_REFUSE)
         """Seconds from a request to the answer that there is no room for it."""
 

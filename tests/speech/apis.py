@@ -8,13 +8,13 @@ from typing import Any, NamedTuple, cast
 import msgspec
 
 from engine.server.answers import Answer
-from engine.server.asked import ChatRequest
+from engine.server.bodies import ChatRequest
 from engine.server.chat import Chat
 from engine.server.dialogue import Voice
 from engine.server.messages import Messages
-from engine.server.messages_asked import MessagesRequest
+from engine.server.messages_body import MessagesRequest
 from engine.server.responses import Responses, ResponseStore
-from engine.server.responses_asked import ResponsesRequest
+from engine.server.responses_body import ResponsesRequest
 from engine.server.speech.turns import Speech
 
 from .families import TOOLS

@@ -10,15 +10,15 @@ import pytest
 from support.api_types import CREATE, bodies_of, nulls_of
 
 from engine.errors import RequestError
-from engine.server.asked import ChatRequest, CompletionRequest, read
+from engine.server.bodies import ChatRequest, CompletionRequest, read
 from engine.server.completions import prompts_of, refuse_unsupported
 from engine.server.conversation import plain_messages
-from engine.server.dialogue import check_asked
+from engine.server.dialogue import check_body
 from engine.server.errors import ApiError
-from engine.server.messages_asked import MessagesRequest
-from engine.server.messages_asked import chat_of as chat_of_message
-from engine.server.responses_asked import ResponsesRequest
-from engine.server.responses_asked import chat_of as chat_of_response
+from engine.server.messages_body import MessagesRequest
+from engine.server.messages_body import chat_of as chat_of_message
+from engine.server.responses_body import ResponsesRequest
+from engine.server.responses_body import chat_of as chat_of_response
 from engine.server.speech.tools import tools_of
 
 pytest.importorskip("openai")
@@ -50,7 +50,7 @@ def _meaning(path: str, body: bytes) -> Any:
         chat = chat_of_response(read(body, ResponsesRequest), [])
     else:
         chat = chat_of_message(read(body, MessagesRequest))
-    check_asked(chat)
+    check_body(chat)
     tools = tools_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
     left_out = (*READ_ELSEWHERE, *WITHOUT_EFFECT)
     fields = {k: v for k, v in msgspec.structs.asdict(chat).items() if k not in left_out}

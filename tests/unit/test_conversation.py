@@ -17,9 +17,9 @@ from engine.errors import RequestError
 from engine.server.adapt import TOOL, Adapter, adapter_of, short_id, strictest
 from engine.server.conversation import plain_messages
 from engine.server.errors import ApiError
-from engine.server.messages_asked import MessagesRequest
-from engine.server.messages_asked import messages_of as messages_of_claude
-from engine.server.responses_asked import messages_of as messages_of_items
+from engine.server.messages_body import MessagesRequest
+from engine.server.messages_body import messages_of as messages_of_claude
+from engine.server.responses_body import messages_of as messages_of_items
 from engine.server.speech.generic import in_words
 from engine.text.tokenizer import RustBackend, Tokenizer
 

@@ -123,11 +123,11 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     tools = tools_of([custom(description="Edits"), custom("word", format=form)], None, None)
     assert tools is not None and tools.custom == {"patch", "word"} and tools.has_strict
     plain, word = tools.all
-    assert plain.told["function"]["description"] == "Edits" and not plain.is_strict
-    assert "pattern" not in json.dumps(word.told) and "[a-z]+" in json.dumps(word.told)
+    assert plain.described["function"]["description"] == "Edits" and not plain.is_strict
+    assert "pattern" not in json.dumps(word.described) and "[a-z]+" in json.dumps(word.described)
     assert word.parameters["properties"]["input"]["pattern"] == "^(?:[a-z]+)$"
     newer = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
-    (tool,) = ResponseTools([{"type": "custom", "name": "x", "format": newer}]).told
+    (tool,) = ResponseTools([{"type": "custom", "name": "x", "format": newer}]).described
     found = tools_of([tool], {"type": "custom", "custom": {"name": "x"}}, None)
     assert found is not None and found.choice == "required" and found.is_single
 
@@ -193,7 +193,7 @@ def test_namespaces_are_flattened_and_server_tools_left_out() -> None:
             {"type": "mcp", "server_label": "x"},
         ]
     )
-    flat = [tool[tool["type"]]["name"] for tool in tools.told]
+    flat = [tool[tool["type"]]["name"] for tool in tools.described]
     assert flat == ["run", "mcp__files__run", "git__patch"]
     assert tools.called("mcp__files__run") == Called("run", "mcp__files")
     assert tools.called("git__patch") == Called("patch", "git__")

@@ -12,13 +12,13 @@ from support import source_tree as tree
 from engine.errors import PromptTooLongError, RequestError, RequestTypeError
 from engine.messages.params import SamplingParams, check_params_for_vocab
 from engine.messages.structured import StructuredOutputsParams
-from engine.server.asked import ChatRequest, CompletionRequest, read
 from engine.server.blame import in_words_of
+from engine.server.bodies import ChatRequest, CompletionRequest, read
 from engine.server.errors import ApiError, as_api_error
-from engine.server.messages_asked import MessagesRequest
-from engine.server.messages_asked import chat_of as chat_of_message
-from engine.server.responses_asked import ResponsesRequest
-from engine.server.responses_asked import chat_of as chat_of_response
+from engine.server.messages_body import MessagesRequest
+from engine.server.messages_body import chat_of as chat_of_message
+from engine.server.responses_body import ResponsesRequest
+from engine.server.responses_body import chat_of as chat_of_response
 
 TEXT, CHAT, RESPONSE, MESSAGE = (
     (CompletionRequest, {"model": "m", "prompt": "x"}),

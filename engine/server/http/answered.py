@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
-from engine.server.blame import KEY as ASKED
+from engine.server.blame import KEY as BODY
 from engine.server.blame import in_words_of
 from engine.server.errors import ApiError, as_api_error, error_response
 from engine.server.http.origins import is_allowed
@@ -52,10 +52,10 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
         except ClientDisconnect:  # with nobody to read this
             answer = Response(b"", 400)
         except Exception as error:
-            told = in_words_of(request.scope.get(ASKED), as_api_error(error))
-            if told.status == 500:
+            api_error = in_words_of(request.scope.get(BODY), as_api_error(error))
+            if api_error.status == 500:
                 logger.exception("%s %s failed", request.method, request.scope["path"])
-            answer = error_response(told, request.scope["path"])
+            answer = error_response(api_error, request.scope["path"])
         return stamped(answer, request.scope)
 
     return endpoint

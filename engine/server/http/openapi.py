@@ -17,7 +17,7 @@ from engine.server.errors import is_anthropic
 from engine.server.http.answered import answered
 
 REASONS = {
-    400: "What was asked is wrong; the message names it",
+    400: "The request is wrong; the message names the field",
     401: "The API key is missing or wrong",
     403: "A page of another site asks, in a browser; or the admin key is missing",
     404: "There is no such model, or no such path",
@@ -59,7 +59,7 @@ class AnthropicErrorAbout(msgspec.Struct):
 
 
 class AnthropicErrorAnswer(msgspec.Struct):
-    """The same where Anthropic's clients ask."""
+    """An error in Anthropic's form, on the routes that its clients use."""
 
     type: str
     error: AnthropicErrorAbout
@@ -78,8 +78,8 @@ class ApiRoute(Route):
         also: Sequence[int] = (),
     ) -> None:
         """takes, gives: what is in the bodies, if there is one (``dict``: any object); events as
-        well, if one takes ``stream``. also: statuses beside ``ALWAYS``, and 404 of what names a
-        model. The handler's docstring is the summary."""
+        well, if one takes ``stream``. also: statuses in addition to ``ALWAYS``, and 404 of what
+        names a model. The handler's docstring is the summary."""
         super().__init__(path, answered(handle), methods=[method])
         self.method = method
         self.takes = takes

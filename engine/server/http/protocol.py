@@ -3,7 +3,7 @@
     connection ── head ──> on_headers_complete ── body ──> on_message_complete ── answer ── head ...
                   10 s, 64 KiB                    60 s
 
-llhttp, which is inside, refuses by itself what smuggles: lengths that disagree, a length beside a
+llhttp, which is inside, refuses by itself what smuggles: lengths that disagree, a length next to a
 chunked body, folded headers, bare line feeds.
 """
 
@@ -39,7 +39,7 @@ class HttpLimits:
     body_seconds: float = 60.0
     """From the end of the headers to the end of the body."""
     header_bytes: int = 64 << 10
-    """Of request line and headers together."""
+    """Limit for request line and headers together, in bytes."""
     num_headers: int = 256
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class BoundedProtocol(WritingProtocol):
         self._is_kept = True  # as the request asks
         self._unfinished: list[RequestResponseCycle] = []  # requests of this connection, in order
         self._head_bytes = 0
-        self._num_new_bytes = 0  # since the parser last said something
+        self._num_new_bytes = 0  # since the parser last called back
 
     # -- of the connection
 
@@ -150,7 +150,7 @@ class BoundedProtocol(WritingProtocol):
         super().on_message_complete()
 
     def _check_head(self, num: int) -> None:
-        """Count so many bytes of a head that is not complete."""
+        """Count bytes of a head that is not complete."""
         if num:
             self._head_bytes += num
             self._num_new_bytes = 0
@@ -189,7 +189,7 @@ class BoundedProtocol(WritingProtocol):
         self._is_over = True
         self._forget_finished()
         if any(cycle is not self.cycle for cycle in self._unfinished):
-            self.transport.close()  # what was said now would be in the middle of another answer
+            self.transport.close()  # anything sent now would be in the middle of another answer
             return
         if self.cycle is not None and not self.cycle.response_complete and not self._is_in_body:
             self.transport.close()
@@ -238,7 +238,7 @@ class BoundedProtocol(WritingProtocol):
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A request that offers another protocol goes on in this one. Behind an upgrade the parser
+    """A request that offers another protocol goes on in this one. After an upgrade the parser
     would read no body, and Java's client offers HTTP/2 with every request."""
     end = data.find(b"\r\n\r\n")
     if end < 0 or UPGRADE.search(data, 0, end) is None:

@@ -22,7 +22,7 @@ class Writer:
 
     @property
     def is_ready(self) -> bool:
-        """False if the client is gone, or behind with reading."""
+        """False if the client is gone or reads too slowly."""
         return not (self._cycle.flow.write_paused or self._cycle.disconnected)
 
     def write(self, part: bytes) -> None:

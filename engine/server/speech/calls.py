@@ -124,7 +124,7 @@ class CallReader(ABC):
         return False
 
     def held(self) -> Waits[str | None]:
-        """The same arguments, all of them at once; ``None`` if they are none, or break off."""
+        """The arguments, all of them at once; ``None`` if they are none, or break off."""
         value = self.json()
         parts: list[str] = []
         for piece in value.read():

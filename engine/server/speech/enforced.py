@@ -21,7 +21,7 @@ logger = logging.getLogger("engine.server")
 
 
 def enforceable(tools: Tools) -> Tools:
-    """The same tools; one whose schema cannot be enforced takes any arguments if it is not strict.
+    """These tools; one whose schema cannot be enforced takes any arguments if it is not strict.
     Raises ``ApiError`` for one that is. Takes milliseconds for each schema that is new."""
     return tools._replace(all=[_enforceable(tool, tools.objects) for tool in tools.all])
 
@@ -36,7 +36,7 @@ def is_too_large(form: StructuredOutputsParams, rules: ObjectRules) -> bool:
 
 
 def unenforced(tools: Tools) -> Tools:
-    """The same without the schemas of tools that are not strict."""
+    """These tools without the schemas of those that are not strict."""
     return tools._replace(all=[tool._replace(is_enforced=tool.is_strict) for tool in tools.all])
 
 

@@ -75,7 +75,7 @@ def _with_calls(
 def _after_thinking(
     speech: Speech, text: StructuredOutputsParams, prompt: str
 ) -> StructuredOutputsParams:
-    """The same form of a text before which the model may think, where it is one that thinks."""
+    """This form of a text before which the model may think, if it is a model that thinks."""
     reader = speech.reader(has_tools=False)
     thinks = speech.thinking is not None or bool(speech.calls.before_text)
     if reader is None or not thinks or speech.has_thought(prompt):
@@ -255,8 +255,8 @@ def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
     """Texts stand there as they are, all else as JSON."""
     found = kinds_of(tool.parameters["properties"][name], tool.parameters)
     if found.values:
-        told = [each if isinstance(each, str) else json.dumps(each) for each in found.values]
-        return f"({' | '.join(map(json.dumps, told))}) {rules.text(end)}"
+        spelled = [each if isinstance(each, str) else json.dumps(each) for each in found.values]
+        return f"({' | '.join(map(json.dumps, spelled))}) {rules.text(end)}"
     if tool.is_enforced and found.types and "string" not in found.types:
         at = "#/$defs/arguments"
         place = name.replace("~", "~0").replace("/", "~1")

@@ -159,8 +159,8 @@ class JsonText:
             self._is_broken = True
             return
         is_json = NUMBER.fullmatch(word)
-        told = word if is_json else WORDS.get(word) or json.dumps(word, ensure_ascii=False)
-        yield self._take_held() + told
+        spelled = word if is_json else WORDS.get(word) or json.dumps(word, ensure_ascii=False)
+        yield self._take_held() + spelled
 
     def _next(self) -> Pieces:
         """What follows in the innermost array or object."""

@@ -110,7 +110,7 @@ class MarkedText:
         return self._without_markers(text)
 
     def flush(self) -> str:
-        """A part of a marker behind which nothing follows."""
+        """A part of a marker at the end of the text."""
         held, self._held = self._held, ""
         return held
 

@@ -25,7 +25,7 @@ class Tool(NamedTuple):
     name: str
     parameters: dict[str, Any]  # JSON schema
     is_strict: bool  # its arguments follow the schema whatever the model likes
-    told: dict[str, Any]  # as chat templates see it
+    described: dict[str, Any]  # as chat templates see it
     is_enforced: bool = True  # no: the schema cannot be, and any arguments will do
     is_custom: bool = False  # its input is a text, which is all its arguments
 
@@ -57,12 +57,12 @@ class Tools(NamedTuple):
     objects: ObjectRules = NO_RULES  # of their arguments
 
     @property
-    def told(self) -> list[dict[str, Any]]:
-        return [tool.told for tool in self.all]
+    def described(self) -> list[dict[str, Any]]:
+        return [tool.described for tool in self.all]
 
     @property
     def read_as(self) -> list[dict[str, Any]]:
-        """The same for who reads their calls: of each argument the types alone."""
+        """These tools for reading their calls: only the types of each argument."""
         return [_types_of(tool) for tool in self.all]
 
     @property
@@ -138,16 +138,16 @@ def _tool(given: dict[str, Any]) -> Tool:
             f"strict of the tool {name} is {function['strict']!r:.40}, must be true or false",
             param="tools",
         )
-    told = {"type": "function", "function": {**function, "parameters": parameters}}
-    return Tool(name, parameters, function.get("strict") is True, told)
+    described = {"type": "function", "function": {**function, "parameters": parameters}}
+    return Tool(name, parameters, function.get("strict") is True, described)
 
 
 def _custom(given: dict[str, Any]) -> Tool:
     """Its input follows its grammar whatever the model likes."""
     function, pattern = function_of(given)
-    name, told = _known_name(function["name"]), {"type": "function", "function": function}
+    name, described = _known_name(function["name"]), {"type": "function", "function": function}
     is_strict = pattern is not None
-    return Tool(name, schema_of_input(pattern), is_strict, told, is_custom=True)
+    return Tool(name, schema_of_input(pattern), is_strict, described, is_custom=True)
 
 
 def _known_name(name: Any) -> str:
@@ -202,7 +202,7 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
 
 
 def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Kinds:
-    """Of a property; references are followed."""
+    """The kinds of values that a property may have; references are followed."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return Kinds([], [])
     if isinstance(schema.get("$ref"), str):

@@ -129,7 +129,7 @@ class FamilyReader:
 
 
 class TemplateReader:
-    """The same, as the tokenizer's own template says."""
+    """A reader of turns by the tokenizer's own template."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: dict[str, Any], calls: Family | None

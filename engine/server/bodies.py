@@ -1,4 +1,4 @@
-"""What may be asked of the server, and what that means for the engine.
+"""What a request to the server may hold, and what that means for the engine.
 
 Names and defaults are OpenAI's, further ones vLLM's where they mean the same. A field that is not
 here is refused by name.
@@ -45,7 +45,7 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool = False  # of no effect: it is never done
 
 
-class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What every completion may ask. ``None`` is a field that was left out."""
 
     nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
@@ -98,7 +98,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hints: dict[str, Any] | None = None
 
     def options(self) -> RequestOptions:
-        """Of the request, besides prompt and sampling. Raises ``ApiError``."""
+        """Options of the request other than prompt and sampling. Raises ``ApiError``."""
         options: RequestOptions = {}
         for name in OPTIONS:
             if getattr(self, name) is not None:
@@ -123,7 +123,7 @@ class Asked(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
     ) -> SamplingParams:
-        """Where all ``n`` texts are the same, one is asked of the engine (``copies``).
+        """Where all ``n`` texts are the same, the engine makes one (``copies``).
 
         echoed: log-probabilities of the prompt that are reported with its text. Raises
         ``RequestError`` for a value out of range.
@@ -174,7 +174,7 @@ OPTIONS: tuple[Literal["priority", "user", "timeout", "queue_timeout"], ...] = (
 SAMPLED = tuple(
     name
     for name in SamplingParams.__struct_fields__
-    if name in Asked.__struct_fields__
+    if name in RequestBody.__struct_fields__
     and name not in ("n", "max_tokens", "prompt_logprobs", "logit_bias", "structured_outputs")
 )
 """Fields that the engine takes as they are."""
@@ -182,13 +182,13 @@ FORM = ("structured_outputs", "response_format")
 
 
 def copies(outputs: list[CompletionOutput], num: int) -> list[CompletionOutput]:
-    """The ``num`` texts that a client wants: the engine was asked for all of them, or for one."""
+    """The ``num`` texts that a client wants: the engine made all of them, or one."""
     if num == 1 or len(outputs) != 1:
         return outputs
     return [msgspec.structs.replace(outputs[0], index=index) for index in range(num)]
 
 
-class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
+class CompletionRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
     called: ClassVar = {
@@ -200,7 +200,7 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     """Names of fields here, by those that the engine has for them; of several the one that was
     given is meant."""
 
-    nothing: ClassVar = {**Asked.nothing, "add_special_tokens": (True,)}
+    nothing: ClassVar = {**RequestBody.nothing, "add_special_tokens": (True,)}
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -209,7 +209,7 @@ class CompletionRequest(Asked, kw_only=True, forbid_unknown_fields=True):
     suffix: str | None = None
 
 
-class WithoutEffect(Asked, kw_only=True, forbid_unknown_fields=True):
+class WithoutEffect(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """Fields of chat completions that change nothing here: nothing is stored, there is one tier,
     and prefixes are cached anyway."""
 
@@ -236,7 +236,7 @@ class ChatRequest(WithoutEffect, kw_only=True, forbid_unknown_fields=True):
         "structured_outputs": (*FORM, "tools"),
     }
     nothing: ClassVar = {
-        **Asked.nothing,
+        **RequestBody.nothing,
         "add_special_tokens": (False,),
         "best_of": (1,),
         "function_call": ("auto", "none"),
@@ -277,8 +277,8 @@ def read(body: bytes, kind: type[T]) -> T:
 
 
 def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
-    """The same without a type. Raises ``ApiError`` for a number that no type has, which ``error``
-    has found."""
+    """The body read without a type. Raises ``ApiError`` for a number that no type has, which
+    ``error`` has found."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError:
@@ -335,12 +335,12 @@ def form_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
     )
 
 
-def _bias(asked: dict[str, float] | None) -> dict[int, float] | None:
-    if asked is None:
+def _bias(body: dict[str, float] | None) -> dict[int, float] | None:
+    if body is None:
         return None
-    wrong = [token for token in asked if not token.isdecimal() or len(token) > MAX_ID_DIGITS]
+    wrong = [token for token in body if not token.isdecimal() or len(token) > MAX_ID_DIGITS]
     if wrong:
         raise ApiError(
             400, f"logit_bias has {wrong[0]!r:.40}, must have token ids", param="logit_bias"
         )
-    return {int(token): bias for token, bias in asked.items()}
+    return {int(token): bias for token, bias in body.items()}

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.config.near import near_value
 from engine.messages.structured import AdditionalProperties, PropertyOrder
-from engine.server.asked import ChatRequest
+from engine.server.bodies import ChatRequest
 from engine.server.conversation import known_role, last_answer, system_text, text_of, think
 from engine.server.errors import ApiError
 from engine.server.responses_tools import is_server_tool
@@ -98,35 +98,35 @@ SHARED = (
 )  # fmt: skip
 
 
-def chat_of(asked: MessagesRequest) -> ChatRequest:
-    """The same as a request for chat completions. Raises ``ApiError``."""
-    if not asked.messages:
+def chat_of(body: MessagesRequest) -> ChatRequest:
+    """This request as one for chat completions. Raises ``ApiError``."""
+    if not body.messages:
         raise ApiError(400, "messages is [], must have at least one message", param="messages")
-    messages = messages_of(asked)
-    choice, is_single = _choice(asked.tool_choice, has_tools=bool(asked.tools))
-    user = (asked.metadata or {}).get("user_id")
+    messages = messages_of(body)
+    choice, is_single = _choice(body.tool_choice, has_tools=bool(body.tools))
+    user = (body.metadata or {}).get("user_id")
     return ChatRequest(
         messages=messages,
         continue_final_message=is_begun(messages),
-        max_completion_tokens=asked.max_tokens,
-        stop=asked.stop_sequences,
-        top_k=asked.top_k,
-        tools=tools_of(asked) or None,
+        max_completion_tokens=body.max_tokens,
+        stop=body.stop_sequences,
+        top_k=body.top_k,
+        tools=tools_of(body) or None,
         tool_choice=choice,
         parallel_tool_calls=False if is_single else None,
-        response_format=_format(asked),
+        response_format=_format(body),
         user=user if isinstance(user, str) else None,
-        chat_template_kwargs={**_thinking(asked.thinking), **(asked.chat_template_kwargs or {})},
-        **{name: getattr(asked, name) for name in SHARED},
+        chat_template_kwargs={**_thinking(body.thinking), **(body.chat_template_kwargs or {})},
+        **{name: getattr(body, name) for name in SHARED},
     )
 
 
-def messages_of(asked: MessagesRequest) -> list[Message]:
-    """As chat templates read them: results of tools are messages of their own."""
+def messages_of(body: MessagesRequest) -> list[Message]:
+    """The messages as chat templates read them: results of tools are messages of their own."""
     messages: list[Message] = []
-    if asked.system:
-        messages += _of_system(asked.system, "system")
-    for message in asked.messages:
+    if body.system:
+        messages += _of_system(body.system, "system")
+    for message in body.messages:
         role, content = known_role(message.get("role"), ROLES, "messages"), message.get("content")
         if role == "system":
             messages += _of_system(content, "messages")
@@ -183,8 +183,8 @@ def _of_user(blocks: list[Any]) -> list[Message]:
             results.append(_result_of(block))
         elif kind not in SERVER_BLOCKS:
             raise _unsupported(kind)
-    said = [{"role": "user", "content": "\n".join(texts)}] if texts or not results else []
-    return [*results, *said]
+    spoken = [{"role": "user", "content": "\n".join(texts)}] if texts or not results else []
+    return [*results, *spoken]
 
 
 def _result_of(block: dict[str, Any]) -> Message:
@@ -227,15 +227,15 @@ def _text_of(content: str | list[Any], param: str) -> str:
     return "\n".join(text_of(block, "text", param) for block in content)
 
 
-def tools_of(asked: MessagesRequest) -> list[dict[str, Any]]:
+def tools_of(body: MessagesRequest) -> list[dict[str, Any]]:
     """Tools that the client runs, in OpenAI's form."""
-    given = asked.tools or []
+    given = body.tools or []
     return [tool_of(each) for each in given if not is_server_tool(each.get("type"), SERVER_TOOLS)]
 
 
-def left_out_of(asked: MessagesRequest) -> tuple[str, ...]:
+def left_out_of(body: MessagesRequest) -> tuple[str, ...]:
     """Kinds of its tools that a server would have to run."""
-    kinds = [tool.get("type") for tool in asked.tools or []]
+    kinds = [tool.get("type") for tool in body.tools or []]
     return tuple(str(kind) for kind in kinds if is_server_tool(kind, SERVER_TOOLS))
 
 
@@ -286,7 +286,7 @@ def _choice(choice: dict[str, Any] | None, *, has_tools: bool) -> tuple[Any, boo
 
 
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
-    """The variable by which chat templates turn thinking on and off: off, unless asked for."""
+    """The variable by which chat templates turn thinking on and off; off by default."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in THINKING:
         raise ApiError(
@@ -298,8 +298,8 @@ def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     return {"enable_thinking": kind != "disabled"}
 
 
-def _format(asked: MessagesRequest) -> dict[str, Any] | None:
-    form = asked.output_format or (asked.output_config or {}).get("format")
+def _format(body: MessagesRequest) -> dict[str, Any] | None:
+    form = body.output_format or (body.output_config or {}).get("format")
     if form is None:
         return None
     if not isinstance(form, dict):
@@ -310,7 +310,7 @@ def _format(asked: MessagesRequest) -> dict[str, Any] | None:
         )
     kind, schema = form.get("type"), form.get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
-        name = "output_format" if asked.output_format else "output_config"
+        name = "output_format" if body.output_format else "output_config"
         raise ApiError(
             400,
             f"{name} has the format {form!r:.80}, must have type json_schema and a schema",

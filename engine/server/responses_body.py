@@ -8,7 +8,7 @@ import msgspec
 
 from engine.config.near import near_value
 from engine.messages.structured import AdditionalProperties, PropertyOrder
-from engine.server.asked import FORMS, ChatRequest
+from engine.server.bodies import FORMS, ChatRequest
 from engine.server.conversation import Message
 from engine.server.errors import ApiError
 from engine.server.responses_items import messages_of
@@ -30,7 +30,7 @@ INCLUDED = (
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
-    summary: str | None = None  # thinking is told whole
+    summary: str | None = None  # thinking is returned whole
     generate_summary: str | None = None
     context: str | None = None  # the chat template decides
     mode: Literal["standard"] | None = None
@@ -127,43 +127,43 @@ SHARED = (
 
 
 def chat_of(
-    asked: ResponsesRequest, before: list[Message], tools: ResponseTools | None = None
+    body: ResponsesRequest, before: list[Message], tools: ResponseTools | None = None
 ) -> ChatRequest:
-    """The same as a request for chat completions; before: the conversation it goes on; tools: its
+    """This request as one for chat completions; before: the conversation it continues; tools: its
     own, unless given. Raises ``ApiError``."""
-    tools = tools or tools_of(asked)
-    _refuse(asked)
+    tools = tools or tools_of(body)
+    _refuse(body)
     messages = list(before)
-    if asked.instructions is not None:  # those of an earlier response do not hold any more
-        messages.insert(0, {"role": "system", "content": asked.instructions})
-    messages += messages_of(asked.input)
+    if body.instructions is not None:  # those of an earlier response do not hold any more
+        messages.insert(0, {"role": "system", "content": body.instructions})
+    messages += messages_of(body.input)
     if not messages:
         raise ApiError(400, "input is missing: give it, or instructions", param="input")
-    form = None if asked.text is None or asked.text.format is None else asked.text.format
+    form = None if body.text is None or body.text.format is None else body.text.format
     return ChatRequest(
         messages=messages,
-        max_completion_tokens=asked.max_output_tokens,
-        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
+        max_completion_tokens=body.max_output_tokens,
+        reasoning_effort=body.reasoning.effort if body.reasoning else None,
         response_format=None if form is None else _format(form),
-        tools=tools.told or None,
-        tool_choice=_choice(asked.tool_choice, tools),
-        **{name: getattr(asked, name) for name in SHARED},
+        tools=tools.described or None,
+        tool_choice=_choice(body.tool_choice, tools),
+        **{name: getattr(body, name) for name in SHARED},
     )
 
 
-def tools_of(asked: ResponsesRequest) -> ResponseTools:
+def tools_of(body: ResponsesRequest) -> ResponseTools:
     """The tools of a request and of its items. Raises ``ApiError``."""
-    return ResponseTools([*(asked.tools or []), *tools_in(asked.input)])
+    return ResponseTools([*(body.tools or []), *tools_in(body.input)])
 
 
-def _refuse(asked: ResponsesRequest) -> None:
-    if asked.background:
+def _refuse(body: ResponsesRequest) -> None:
+    if body.background:
         raise ApiError(400, "background is not supported: leave it out", param="background")
-    if asked.truncation == "auto":
+    if body.truncation == "auto":
         raise ApiError(
             400, "truncation is auto, which is not supported: use disabled", param="truncation"
         )
-    for each in asked.include or []:
+    for each in body.include or []:
         if each not in INCLUDED:
             raise ApiError(
                 400, f"include has {each!r:.60}, must have some of: {', '.join(INCLUDED)}",
@@ -197,7 +197,7 @@ def _choice(
             f"{near_value(kind, OWN_TOOLS)}",
             param="tool_choice",
         )
-    if not tools.told:
+    if not tools.described:
         raise ApiError(
             400, f"tool_choice is {choice!r:.80} without tools: give some", param="tool_choice"
         )
