@@ -25,11 +25,11 @@ from typing import Any
 import numpy as np
 from machine import describe
 
-from engine.sim.calibrate import Sample, fit, halves, judge, samples_of
-from engine.sim.real import run_real
-from engine.sim.recorded import engine_of, read_log
-from engine.sim.run import Engine, Run, run
-from engine.sim.workloads import find_workload
+from policylab.sim.calibrate import Sample, fit, halves, judge, samples_of
+from policylab.sim.real import run_real
+from policylab.sim.recorded import engine_of, read_log
+from policylab.sim.run import Engine, Run, run
+from policylab.sim.workloads import find_workload
 
 POLICIES = ("fcfs", "residual-sjf", "vtc", "lpm", "least-computed", "sarathi", "fastserve")
 TIME_DRIVEN = ("fastserve",)  # its levels hang on the clock: chaotic, so its p99 has no bar

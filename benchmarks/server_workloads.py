@@ -11,8 +11,8 @@ import time
 
 from server_load import DRAIN_SECONDS, Load, Row, Shape
 
-from engine.sim.job import FIRST_TOKEN, Job
-from engine.sim.workloads import find_workload
+from policylab.sim.job import FIRST_TOKEN, Job
+from policylab.sim.workloads import find_workload
 
 LOWEST_TOKEN = 10  # below lie the special tokens of the models used here
 AHEAD_SECONDS = 0.5  # a request is made so long before it is due

@@ -27,8 +27,8 @@ from typing import Any
 import numpy as np
 from machine import describe
 
-from engine.sim.run import Engine, rate_at, run
-from engine.sim.workloads import find_workload
+from policylab.sim.run import Engine, rate_at, run
+from policylab.sim.workloads import find_workload
 
 WIDE = Engine(max_num_seqs=256, max_num_batched_tokens=2048, num_blocks=40_000)
 CASES: dict[str, tuple[str, Engine, float | None]] = {

@@ -34,7 +34,7 @@ from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.text.tokenizer import load_tokenizer
-from engine.verify.fake import CountingWorker
+from policylab.verify.fake import CountingWorker
 
 VOCAB_SIZE = 1000
 SHOWN = ("schedule_us", "update_us", "both_us", "both_p99_us", "row_us", "engine_step_us")

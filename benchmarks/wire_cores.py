@@ -28,7 +28,7 @@ from engine.rpc.launch import start_core
 from engine.rpc.server import CoreLoop
 from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched.plugins.find import make_scheduler
-from engine.verify.fake import CountingWorker
+from policylab.verify.fake import CountingWorker
 
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16

@@ -8,6 +8,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from engine.moved import find_moved_modules
+
 if TYPE_CHECKING:
     from engine.async_engine import AsyncLLMEngine as AsyncLLMEngine
     from engine.config.args import EngineArgs as EngineArgs
@@ -68,6 +70,8 @@ _HOMES = {
 }
 
 __all__ = [*_HOMES, "__version__"]
+
+find_moved_modules()
 
 
 def __getattr__(name: str) -> object:

@@ -9,11 +9,13 @@ from support import source_tree as tree
 
 from tools import budgets, joints, layers
 
-LAYERS = tuple(
-    tuple(name if name == "kernels" else f"engine.{name}" for name in names)
-    for names, _ in layers.LAYERS
-)
+LAYERS = tuple(tuple(map(layers.module_name, names)) for names, _ in layers.LAYERS)
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
+
+# The one module of the engine that imports the policy lab: what has moved there, for one release.
+ALIAS = "engine.verify.testing"
+# Names that hold others together and have nothing of their own.
+HOLDERS = ("engine", "engine.verify", "policylab")
 
 # Modules that may import inside functions, and why.
 LAZY_IMPORTS = {
@@ -32,8 +34,8 @@ LAZY_IMPORTS = {
     "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.rpc.gpus": "torch is asked for GPUs only where several cores start",
-    "engine.sim.report.images": "matplotlib, which is optional, is imported only to draw",
-    "engine.verify.pytest_plugin": "pytest loads it in every project where the engine is installed",
+    "policylab.sim.report.images": "matplotlib, which is optional, is imported only to draw",
+    "policylab.verify.pytest_plugin": "pytest loads it in every project where it is installed",
 }
 
 HEAVY = ("torch", "zmq", "transformers")
@@ -46,16 +48,16 @@ LIGHT = (
     "engine.hub",
     "engine.kv",
     "engine.sched",
-    "engine.sim",
+    "policylab.sim",
     "engine.text",
-    "engine.verify",
+    "policylab.verify",
     "engine.core.engine_core",
 )
 # What a feature asks of the scheduler decides; only what its `compute` does needs a device.
 FEATURES = tuple(f"engine.{name}" for name in ("spec", "structured", "lora", "mm", "kv_transfer"))
 COMPUTES = "compute"
 # Of simulations only what runs the same jobs through an engine that computes, to compare them.
-REAL = ("engine.sim.real",)
+REAL = ("policylab.sim.real",)
 NAMES_FEATURES = ("engine.core.build",)
 LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
@@ -112,7 +114,7 @@ PATCHED_CONSTANTS = {
 # Methods in which a configuration checks its own fields, which is not to read an option.
 CHECKS = ("__post_init__", "_check_")
 # Engines that only checks make: an option they set is not one that a user can.
-TRIES = ("engine.verify",)
+TRIES = ("policylab.verify",)
 
 
 def is_launched(module: str, function: str) -> bool:
@@ -140,7 +142,9 @@ def light_modules() -> list[str]:
 
 def test_every_module_has_a_layer() -> None:
     homeless = [
-        name for name in tree.modules() if name != "engine" and under(name, tuple(LAYER_OF)) is None
+        name
+        for name in tree.modules()
+        if name not in (*HOLDERS, ALIAS) and under(name, tuple(LAYER_OF)) is None
     ]
     assert not homeless, f"add to LAYERS: {homeless}"
 
@@ -156,6 +160,17 @@ def test_imports_go_down() -> None:
             if LAYER_OF[target] >= LAYER_OF[home]:
                 wrong.append(f"{module.where}:{imported.line} imports {imported.module}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_engine_imports_nothing_of_the_policy_lab_but_one_alias() -> None:
+    found = {
+        name
+        for name, module in tree.modules().items()
+        if under(name, ("policylab",)) is None
+        for imported in module.imports
+        if under(imported.module, ("policylab",))
+    }
+    assert found == {ALIAS}
 
 
 def test_only_the_assembly_names_features() -> None:
@@ -358,7 +373,7 @@ def test_only_one_module_reads_the_environment() -> None:
         and ast.unparse(node) in ("os.environ", "os.getenv")
         # The kernels know nothing of the engine, and must read theirs before they are compiled.
         # Proofs change it for policies, which must not depend on it.
-        and name not in ("engine.config.env", "kernels.cpu.isa", "engine.verify.otherwise")
+        and name not in ("engine.config.env", "kernels.cpu.isa", "policylab.verify.otherwise")
     ]
     assert not wrong, wrong
 

@@ -24,7 +24,10 @@ sys.path.insert(0, str(ROOT / "tests" / "canaries"))
 
 from table import CANARIES, Canary  # noqa: E402
 
-NEEDED = ("__init__.py", "errors.py", "config", "messages", "kv", "sched")
+NEEDED = (
+    *("engine/__init__.py", "engine/errors.py", "engine/moved.py", "engine/config", "engine/ipc"),
+    *("engine/messages", "engine/kv", "engine/sched", "policylab/__init__.py", "policylab/verify"),
+)
 FIRST_STEPS = 20_000  # of the swarm, before starvation is looked at
 MAX_STEPS = 1_000_000
 TIMEOUT = 1200  # seconds; a planted bug may also hang
@@ -33,9 +36,9 @@ import json, logging, sys
 from itertools import count
 logging.disable(logging.CRITICAL)
 from engine.sched.policies import POLICIES
-from engine.verify.starvation import wait_in_overload
-from engine.verify.case import to_json
-from engine.verify.swarm import Swarm, smallest
+from policylab.verify.starvation import wait_in_overload
+from policylab.verify.case import to_json
+from policylab.verify.swarm import Swarm, smallest
 
 def starved():
     for policy in POLICIES:
@@ -96,7 +99,7 @@ def hunt(canary: Canary, max_steps: int = MAX_STEPS) -> Caught:
 def plant(canary: Canary, folder: Path) -> None:
     """A copy of what the simulation needs, with the bug in it."""
     for name in NEEDED:
-        source, target = ROOT / "engine" / name, folder / "engine" / name
+        source, target = ROOT / name, folder / name
         if source.is_dir():
             shutil.copytree(source, target, ignore=shutil.ignore_patterns("__pycache__"))
         else:

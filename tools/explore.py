@@ -26,9 +26,9 @@ from engine.messages.step import StepPlan, StepResult
 from engine.sched.plugins.find import find_policy
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.verify.check import check_empty, check_plan, check_ranked, check_state
-from engine.verify.fake import DigestWorker, token_after
-from engine.verify.invariants import check_faults, check_mirror, check_order
+from policylab.verify.check import check_empty, check_plan, check_ranked, check_state
+from policylab.verify.fake import DigestWorker, token_after
+from policylab.verify.invariants import check_faults, check_mirror, check_order
 from tools.clone import clone
 
 BLOCK_SIZE = 2

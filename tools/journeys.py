@@ -122,9 +122,7 @@ def step(recorder: Recorder) -> None:
     )
     manager = first_of("engine.kv.manager:KVManager")
     add_request = first_of("engine.messages.requests:AddRequest")
-    worker = first_of(
-        "engine.verify.fake:CountingWorker", "engine.sched.verify.fake:CountingWorker"
-    )
+    worker = first_of("policylab.verify.fake:CountingWorker", "engine.verify.fake:CountingWorker")
     executor, scheduler = (
         worker(),
         make_scheduler(

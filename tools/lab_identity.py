@@ -15,10 +15,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from engine.sim.real import run_real
-from engine.sim.recorded import Log, read_log, resimulate
-from engine.sim.run import Engine
-from engine.sim.workloads import find_workload
+from policylab.sim.real import run_real
+from policylab.sim.recorded import Log, read_log, resimulate
+from policylab.sim.run import Engine
+from policylab.sim.workloads import find_workload
 
 POLICIES = (
     *("fcfs", "residual-sjf", "vtc", "lpm", "least-computed", "sarathi", "fastserve"),

@@ -9,7 +9,7 @@ Imports go to lower layers only; packages of one layer do not import each other.
 from pathlib import Path
 
 LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("errors", "assets"), "what all share; the model in the box"),
+    (("errors", "assets", "moved"), "what all share; the model in the box; former module names"),
     (("config", "messages"), "options, asked and decided; what crosses a border"),
     (
         ("ipc", "text", "hub", "kernels"),
@@ -17,10 +17,7 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     ),
     (("kv", "parallel", "observe"), "who owns which KV block; logs and step logs"),
     (("sched", "layers"), "who computes how many tokens; the blocks a model is made of"),
-    (
-        ("verify", "models", "sample"),
-        "what a scheduler must keep; the decoder and its families; logits -> tokens",
-    ),
+    (("models", "sample"), "the decoder and its families; logits -> tokens"),
     (("worker",), "one device: plans -> tensors -> tokens"),
     (
         ("spec", "structured", "lora", "mm", "kv_transfer", "pooling"),
@@ -31,12 +28,21 @@ LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("frontend",), "requests and outputs on the user's side of the core"),
     (("llm_engine", "async_engine"), "step by step, and for tasks"),
     (("llm",), "the shortest way in: prompts to outputs"),
-    (("server", "sim"), "the APIs of OpenAI and Anthropic; policies on a virtual clock"),
+    (("server",), "the APIs of OpenAI and Anthropic"),
     (("cli",), "the `metronome` command"),
+    (("policylab.verify",), "the policy lab: what a scheduler must keep"),
+    (("policylab.sim", "policylab.simulated"), "policies on a virtual clock"),
+    (("policylab.cli",), "the lab's commands"),
 )
+PACKAGES = ("kernels", "policylab")  # next to `engine`, to which all other names belong
 PLANNED = ("parallel", "pooling")  # places that are kept, with nothing in them yet
 TARGET = Path(__file__).resolve().parent.parent / "docs" / "architecture.md"
 BEGIN, END = "<!-- layers -->\n```\n", "```\n<!-- layers end -->\n"
+
+
+def module_name(name: str) -> str:
+    """The dotted name of what ``LAYERS`` names."""
+    return name if name.partition(".")[0] in PACKAGES else f"engine.{name}"
 
 
 def picture() -> str:

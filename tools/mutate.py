@@ -150,7 +150,7 @@ def test_files(parts: list[str]) -> list[str]:
 
 def survives(parts: list[str]) -> bool:
     """Does neither swarm nor tests notice anything?"""
-    from engine.verify.swarm import Swarm, replay_corpus
+    from policylab.verify.swarm import Swarm, replay_corpus
 
     logging.disable(logging.CRITICAL)
     swarm = Swarm(every=1)

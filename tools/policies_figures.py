@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from engine.cli.lab import cost_line, engine_line
-from engine.sim.estimate import Estimate, chance, mean_over
-from engine.sim.experiment import in_processes
-from engine.sim.figures import Figures, figures, period_of
-from engine.sim.promises import e2e, ttft
-from engine.sim.run import Run, rate_at, run
-from engine.sim.steady import OVERLOADED, Window
-from engine.sim.workloads import Workload, find_workload
+from policylab.cli.lab import cost_line, engine_line
+from policylab.sim.estimate import Estimate, chance, mean_over
+from policylab.sim.experiment import in_processes
+from policylab.sim.figures import Figures, figures, period_of
+from policylab.sim.promises import e2e, ttft
+from policylab.sim.run import Run, rate_at, run
+from policylab.sim.steady import OVERLOADED, Window
+from policylab.sim.workloads import Workload, find_workload
 from tools.policies_scenes import SHOWN, Scene
 
 BASE = "fcfs"

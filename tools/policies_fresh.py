@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from math import inf
 from pathlib import Path
 
-from engine.sim.experiment import in_processes
+from policylab.sim.experiment import in_processes
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

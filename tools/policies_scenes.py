@@ -1,7 +1,7 @@
 """On what `docs/policies.md` measures the policies that ship, and what their sources claim.
 
 A claim is a figure, where it is to be seen and in which direction it is to differ from that of
-fcfs. Figures are those of `engine.sim.figures`, and a few of `policies_figures` beside them.
+fcfs. Figures are those of `policylab.sim.figures`, and a few of `policies_figures` beside them.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from engine.sim.run import Engine
+from policylab.sim.run import Engine
 
 SHOWN = (
     *("ttft.mean", "ttft.p99", "tpot.p99", "itl.p99", "e2e.mean", "normalised.mean"),

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from engine.sched.policies import POLICIES
-from engine.sim.estimate import LEVEL, corrected
-from engine.sim.figures import MAX_RECOMPUTED, MIN_THROUGHPUT
+from policylab.sim.estimate import LEVEL, corrected
+from policylab.sim.figures import MAX_RECOMPUTED, MIN_THROUGHPUT
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 

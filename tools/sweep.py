@@ -14,9 +14,9 @@ from typing import Any, Literal, NamedTuple
 from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
 from engine.sched.resource import Resource
-from engine.verify.case import Case
-from engine.verify.needs import Need
-from engine.verify.simulation import Simulation
+from policylab.verify.case import Case
+from policylab.verify.needs import Need
+from policylab.verify.simulation import Simulation
 
 # A resource that raises where it keeps its books (take, release, ...) may be wrong for ever after.
 RESOURCE_HOOKS = ("watches", "extra", "fit", "added", "parked")

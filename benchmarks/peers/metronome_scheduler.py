@@ -20,8 +20,8 @@ from engine.sched.policy import Admission, Limits, Policy, Ranks, SchedView, Ver
 from engine.sched.predict.cost import StepShape
 from engine.sched.request import Request
 from engine.sched.scheduler import Scheduler
-from engine.verify.fake import CountingWorker
 from peers import scheduler_driver
+from policylab.verify.fake import CountingWorker
 
 
 class EveryHook(FCFS):

@@ -14,69 +14,64 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from engine.cli import (
-    bench,
-    calibrate,
-    chat,
-    compare,
-    config_file,
-    core,
-    generate,
-    policies,
-    prepare,
-    replay,
-    serve,
-    simulate,
-    top,
-    verify,
-    workload,
-)
+from engine.cli import config_file
+from engine.cli.commands import OWN, PACKAGE, Command, all_commands, own_commands
 from engine.cli.parser import Parser, spelled
 from engine.errors import ConfigError, EngineError
 
-COMMANDS = {
-    "generate": generate,
-    "chat": chat,
-    "serve": serve,
-    "core": core,
-    "top": top,
-    "prepare": prepare,
-    "bench": bench,
-    "policies": policies,
-    "simulate": simulate,
-    "compare": compare,
-    "workload": workload,
-    "replay": replay,
-    "calibrate": calibrate,
-    "verify": verify,
-}
 USAGE_ERROR = 2  # as argparse has it
 BROKEN_PIPE = 141  # likewise
 
 
-def make_parser() -> Parser:
+def make_parser(arguments: Sequence[str] = ()) -> Parser:
+    """The parser for these arguments. Only the command that they name is imported.
+
+    Raises ``EngineError`` if that command is of another package and cannot be loaded.
+    """
     parser = Parser(
         prog="metronome",
         description="Language model inference with pluggable schedulers. Without --model every "
         "command uses the small model that ships with the package.",
     )
-    parser.add_argument(
-        "--version", action="version", version=f"metronome {version('metronome-engine')}"
-    )
+    parser.add_argument("--version", action="version", version=f"metronome {version(PACKAGE)}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, module in COMMANDS.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        command.shorten_usage()
-        command.set_defaults(command_parser=command)
+    chosen = next((each for each in arguments if not each.startswith("-")), "")
+    known = _commands_for(chosen)
+    if chosen not in known:
+        for command in known.values():
+            commands.add_parser(command.name, help=command.summary.replace("%", "%%"))
+        return parser
+    module = known[chosen].load()
+    summary = (module.__doc__ or "").strip().partition("\n")[0]
+    chosen_parser = commands.add_parser(chosen, help=summary, description=summary)
+    module.add_arguments(chosen_parser)
+    chosen_parser.shorten_usage()
+    chosen_parser.set_defaults(command_parser=chosen_parser, carry_out=module.run)
     return parser
 
 
+def _commands_for(chosen: str) -> dict[str, Command]:
+    """All commands by name; without those of other packages if ``chosen`` is one of our own."""
+    if chosen in OWN:
+        return own_commands()
+    known, left_out = all_commands()
+    for each in left_out:
+        if chosen == each.name or chosen not in known:
+            print(
+                f"metronome: warning: command {each.name!r} of {each.package} is left out, as "
+                f"{known[each.name].package} has one of this name",
+                file=sys.stderr,
+            )
+    return known
+
+
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line, and the file of options that it names."""
+    """Parse the command line, and the file of options that it names.
+
+    Raises ``EngineError`` as ``make_parser`` does.
+    """
     arguments = spelled(sys.argv[1:] if argv is None else argv)
-    parsed, unknown = make_parser().parse_known_args(arguments)
+    parsed, unknown = make_parser(arguments).parse_known_args(arguments)
     command: Parser = parsed.command_parser
     if unknown:
         command.error(command.unknown(unknown))
@@ -91,11 +86,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A user's mistake is one line, not a trace."""
     if os.getcwd() not in sys.path:  # where users keep policies of their own; behind all else
         sys.path.append(os.getcwd())
-    parsed = parse(argv)
-    if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not know a model's characters
-        sys.stdout.reconfigure(errors="replace")
     try:
-        status: int = COMMANDS[parsed.command].run(parsed)
+        parsed = parse(argv)
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not know all characters
+            sys.stdout.reconfigure(errors="replace")
+        status: int = parsed.carry_out(parsed)
         sys.stdout.flush()
     except EngineError as error:
         print(f"metronome: error: {error}", file=sys.stderr)

@@ -1,1 +1,1 @@
-"""A fake worker and checks for schedulers: deterministic, torch-free, shipped with the package."""
+"""The former place of ``policylab.verify``."""

@@ -6,7 +6,7 @@ import pytest
 
 from engine.cli.main import main
 from engine.errors import ConfigError
-from engine.sim.experiment import in_processes
+from policylab.sim.experiment import in_processes
 
 COPY = "support.lab_policies.Copy"
 

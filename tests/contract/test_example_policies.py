@@ -16,9 +16,9 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.scheduler import Scheduler
-from engine.verify.check import check_empty, check_plan, check_state
-from engine.verify.fake import DigestWorker, token_after
-from engine.verify.testing import check_policy
+from policylab.verify.check import check_empty, check_plan, check_state
+from policylab.verify.fake import DigestWorker, token_after
+from policylab.verify.testing import check_policy
 
 POLICIES = (
     "examples.policies.fair_share.FairShare",

@@ -27,7 +27,7 @@ from engine.kv.manager import KVManager
 from engine.kv.tables import Group
 from engine.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from engine.observe.guard import Failures, Guard
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 
 class Listener:

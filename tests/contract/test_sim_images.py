@@ -12,9 +12,9 @@ import pytest
 from support import source_tree as tree
 
 from engine.cli.main import main
-from engine.sim.promises import slo
-from engine.sim.report import charts_of, read_report, write_plots
-from engine.sim.run import Engine, Run, run
+from policylab.sim.promises import slo
+from policylab.sim.report import charts_of, read_report, write_plots
+from policylab.sim.run import Engine, Run, run
 
 SIZE = ("--requests", "60", "--rate", "12", "--num-kv-blocks", "250")
 

@@ -10,10 +10,10 @@ import pytest
 from engine.cli.main import main
 from engine.errors import ConfigError
 from engine.sched.predict.profile import read_profile
-from engine.sim.real import run_real
-from engine.sim.recorded import engine_of, read_log, resimulate
-from engine.sim.run import Engine, Run, run
-from engine.sim.workloads import find_workload
+from policylab.sim.real import run_real
+from policylab.sim.recorded import engine_of, read_log, resimulate
+from policylab.sim.run import Engine, Run, run
+from policylab.sim.workloads import find_workload
 
 WORKLOAD = find_workload(
     "log-uniform(num_requests=150,prompt_tokens=(8,150),output_tokens=(2,60),shared_prefix=64)"

@@ -15,7 +15,7 @@ from engine import LLMEngine
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.sched.plugins.find import choose
-from engine.verify.testing import check_policy
+from policylab.verify.testing import check_policy
 
 PLUGIN = Path(__file__).parent.parent / "plugin"
 RUN = """

@@ -28,7 +28,7 @@ from engine.messages.wire import (
     ToClient,
     Welcome,
 )
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 NUM_BLOCKS = 1200
 NUM_HEALTHY = 64

@@ -11,9 +11,9 @@ from urllib.parse import quote
 import numpy as np
 import pytest
 
-from engine.sim.report import write_report
-from engine.sim.report.states import because
-from engine.sim.run import Engine, run
+from policylab.sim.report import write_report
+from policylab.sim.report.states import because
+from policylab.sim.run import Engine, run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 

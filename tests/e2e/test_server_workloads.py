@@ -8,7 +8,7 @@ from server_load import Shape
 from server_workloads import body_of, play
 from support.served import served
 
-from engine.sim.workloads import find_workload
+from policylab.sim.workloads import find_workload
 from tools.server_campaign import COMMON, NAME
 
 TURNS = (

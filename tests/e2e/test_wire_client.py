@@ -13,7 +13,7 @@ from support.live_core import MAX_MODEL_LEN, VOCAB_SIZE, start
 from support.streams import Streams
 
 from engine.rpc.zmq_client import EngineCoreClient
-from engine.verify.fake import token_after
+from policylab.verify.fake import token_after
 
 CLIENT = Path(__file__).resolve().parents[2] / "examples" / "wire-client.mjs"
 NODE = shutil.which("node")

@@ -14,7 +14,7 @@ from support.stretched import compare, draw_case
 from engine.messages.step import Stretch
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.sim.worker import Launched, TimedWorker
+from policylab.sim.worker import Launched, TimedWorker
 
 NUM_EACH = 3
 NUM_CAMPAIGN = 1000

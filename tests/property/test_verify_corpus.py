@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from engine.errors import ConfigError
-from engine.verify.draw import draw_case
-from engine.verify.swarm import Broken, Found, Swarm, keep, read_corpus, replay_corpus
+from policylab.verify.draw import draw_case
+from policylab.verify.swarm import Broken, Found, Swarm, keep, read_corpus, replay_corpus
 
 
 def test_what_is_kept_is_read_and_run_again(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ from support.faulty_policies import FURTHER, LAB
 from engine.cli.main import main
 from engine.errors import ConfigError, PolicyError
 from engine.sched.policies import FCFS, POLICIES
-from engine.verify.shrink import Clocked
-from engine.verify.testing import NotShown, check_policy
-from engine.verify.trials import run_trials
+from policylab.verify.shrink import Clocked
+from policylab.verify.testing import NotShown, check_policy
+from policylab.verify.trials import run_trials
 
 EXAMPLES = tuple(
     f"examples.policies.{name}"

@@ -12,10 +12,10 @@ from itertools import count
 import pytest
 
 from engine.config.speculative import METHODS
-from engine.core.simulated import SimulatedHalves
-from engine.verify.case import Case, from_json, to_json
-from engine.verify.draw import draw_case
-from engine.verify.swarm import Report, Swarm, reproduction, smallest
+from policylab.simulated import SimulatedHalves
+from policylab.verify.case import Case, from_json, to_json
+from policylab.verify.draw import draw_case
+from policylab.verify.swarm import Report, Swarm, reproduction, smallest
 
 NUM_CASES = 24
 LONG = 600
@@ -76,5 +76,5 @@ def test_a_case_with_drafts_and_grammars_travels_as_text() -> None:
     cases = [draw_case(seed, has_halves=True) for seed in range(1, 40, 2)]
     assert [from_json(to_json(case)) for case in cases] == cases
     program = reproduction(next(case for case in cases if case.setup.has_halves))
-    assert "from engine.core.simulated import SimulatedHalves" in program
+    assert "from policylab.simulated import SimulatedHalves" in program
     assert "halves=SimulatedHalves()).run()" in program

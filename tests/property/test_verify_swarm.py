@@ -14,10 +14,10 @@ from itertools import count
 import pytest
 
 from engine.sched.policies import POLICIES
-from engine.verify.draw import draw_case
-from engine.verify.simulation import Simulation
-from engine.verify.starvation import wait_in_overload
-from engine.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
+from policylab.verify.draw import draw_case
+from policylab.verify.simulation import Simulation
+from policylab.verify.starvation import wait_in_overload
+from policylab.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
 NUM_STEPS = 90_000
 STEPS_EACH = NUM_STEPS // len(POLICIES) + 1
@@ -69,8 +69,8 @@ def test_nobody_starves(policy: str) -> None:
 def test_another_process_makes_the_same_plans() -> None:
     """No decision hangs on the order of a set or on an address."""
     code = (
-        "from engine.verify.draw import draw_case\n"
-        "from engine.verify.simulation import Simulation\n"
+        "from policylab.verify.draw import draw_case\n"
+        "from policylab.verify.simulation import Simulation\n"
         "print([Simulation(draw_case(seed)).run().digest for seed in range(60)])\n"
     )
     told = [

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from engine.verify.case import Case, Jump
-from engine.verify.draw import draw_case
+from policylab.verify.case import Case, Jump
+from policylab.verify.draw import draw_case
 from tools.sweep import sweep
 
 # Short cases with different policies and resources; seeds are looked for, not fixed, so that the

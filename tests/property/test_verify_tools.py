@@ -18,13 +18,13 @@ from engine.messages.step import StepPlan
 from engine.sched import Admission, Defer, Refuse
 from engine.sched.policies import FCFS
 from engine.sched.scheduler import Scheduler
-from engine.verify.case import Abort, Add, Case, Setup, from_json, to_json
-from engine.verify.draw import draw_case
-from engine.verify.shrink import Clocked, shrink
-from engine.verify.simulation import Simulation
-from engine.verify.starvation import Outcome, wait_in_overload
-from engine.verify.swarm import Broken, Found, Swarm, reproduction, smallest
-from engine.verify.testing import NotShown, check_policy
+from policylab.verify.case import Abort, Add, Case, Setup, from_json, to_json
+from policylab.verify.draw import draw_case
+from policylab.verify.shrink import Clocked, shrink
+from policylab.verify.simulation import Simulation
+from policylab.verify.starvation import Outcome, wait_in_overload
+from policylab.verify.swarm import Broken, Found, Swarm, reproduction, smallest
+from policylab.verify.testing import NotShown, check_policy
 
 pytest_plugins = ["pytester"]
 
@@ -456,7 +456,7 @@ def test_the_plugin_checks_policies(pytester: pytest.Pytester) -> None:
         """
     )
     installed = {entry.name for entry in entry_points(group="pytest11")}
-    plugin = () if "metronome" in installed else ("-p", "engine.verify.pytest_plugin")
+    plugin = () if "metronome" in installed else ("-p", "policylab.verify.pytest_plugin")
     result = pytester.runpytest_subprocess("-q", "--strict-markers", *plugin)
     result.assert_outcomes(passed=2, failed=1, warnings=2)
     result.stdout.fnmatch_lines(["*PolicyError: Bad, seed 0:*Bad.admit*"])

@@ -33,7 +33,7 @@ from engine.messages.step import (
 from engine.sched.policies import POLICIES
 from engine.sched.resource import Resource
 from engine.sched.scheduler import Scheduler
-from engine.verify.fake import (
+from policylab.verify.fake import (
     EMPTY_DIGEST,
     RUBBISH,
     DigestWorker,

@@ -24,7 +24,7 @@ from engine.messages.requests import (
 from engine.messages.stats import SchedulerStats
 from engine.sched.plugins.find import make_scheduler
 from engine.text.tokenizer import Tokenizer
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 
 class FakeClock:

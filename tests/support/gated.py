@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from engine.messages.step import StepResult
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 from support.core_clients import WAIT_SECONDS, HostedCore
 from support.live_core import BLOCK_SIZE, VOCAB_SIZE, SizedBuild
 from support.spawned import fake_config

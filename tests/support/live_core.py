@@ -23,7 +23,7 @@ from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.policy import Policy, SchedView
 from engine.sched.request import Request
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 from support.patience import WAIT_SECONDS
 from support.spawned import fake_config
 

@@ -15,7 +15,7 @@ import zmq
 
 from engine.ipc import plans
 from engine.messages.step import PARTS, KVReport, Masks, StepPlan, StepResult
-from engine.verify.fake import FakeExecutor, mix
+from policylab.verify.fake import FakeExecutor, mix
 from support.data_plane import FeatureWorker, Mover, guess
 from support.patience import WAIT_SECONDS
 

@@ -15,8 +15,8 @@ from engine.messages.step import StepPlan
 from engine.sched.interface import StepOutputs
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.verify.check import check_empty, check_plan, check_state
-from engine.verify.fake import DigestWorker, digest_of, mix
+from policylab.verify.check import check_empty, check_plan, check_state
+from policylab.verify.fake import DigestWorker, digest_of, mix
 
 VOCAB_SIZE = 1000  # of the digest worker, if it is not told another
 

@@ -10,7 +10,7 @@ from functools import cache, cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGES = ("engine", "kernels")
+PACKAGES = ("engine", "kernels", "policylab")
 SOURCES = (*PACKAGES, "tests", "benchmarks", "tools", "examples")
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -21,7 +21,7 @@ from engine.core.inproc_client import InprocClient
 from engine.kv.manager import KVManager
 from engine.messages.step import StepResult
 from engine.sched.plugins.find import make_scheduler
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 NUM_BLOCKS = 400
 BLOCK_SIZE = 16

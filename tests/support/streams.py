@@ -14,7 +14,7 @@ from typing import Any
 from engine.errors import RefusedError
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs, Finished
-from engine.verify.fake import digest_of, mix
+from policylab.verify.fake import digest_of, mix
 from support.live_core import VOCAB_SIZE
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)

@@ -22,8 +22,8 @@ from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies import POLICIES
 from engine.sched.predict.cost import StepShape
 from engine.sched.scheduler import Scheduler
-from engine.sim.job import END, FILLER
-from engine.sim.worker import Cost, Launched, StepCost, TimedWorker, VirtualClock
+from policylab.sim.job import END, FILLER
+from policylab.sim.worker import Cost, Launched, StepCost, TimedWorker, VirtualClock
 
 IDLE_SECONDS = 0.01
 FEATURES = ("deadlines", "aborts", "resets", "pauses", "clients", "salts", "turns", "twins")

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.sched import Request
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 from support.simulate import Run, make_request, make_scheduler
 
 

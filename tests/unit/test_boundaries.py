@@ -9,7 +9,7 @@ from engine.config.sched import SchedulerConfig
 from engine.messages.params import SamplingParams
 from engine.sched.plugins.find import choose
 from engine.sched.policies import FCFS
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 PROMPT = list(range(100, 140))
 

@@ -13,7 +13,7 @@ from support.simulate import expected, make_request, make_run, make_scheduler
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.messages.params import SamplingParams
-from engine.verify.fake import CountingWorker
+from policylab.verify.fake import CountingWorker
 
 ALONE = [7] * 10
 

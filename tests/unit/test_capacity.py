@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from engine.cli.capacity import described, rows_of
 from engine.cli.main import main
 from engine.errors import ConfigError
-from engine.sim.capacity import (
+from policylab.cli.capacity import described, rows_of
+from policylab.sim.capacity import (
     FULL,
     GROWS,
     Capacities,
@@ -20,11 +20,11 @@ from engine.sim.capacity import (
     highest,
     limits_of,
 )
-from engine.sim.estimate import mean_over
-from engine.sim.promises import slo
-from engine.sim.run import Engine
-from engine.sim.worker import StepCost
-from engine.sim.workloads import find_workload
+from policylab.sim.estimate import mean_over
+from policylab.sim.promises import slo
+from policylab.sim.run import Engine
+from policylab.sim.worker import StepCost
+from policylab.sim.workloads import find_workload
 
 # Every step takes a hundredth of a second, every request four of them.
 STEP, STEPS = 0.01, 4

@@ -10,7 +10,7 @@ from support.fakes import FakeClock
 from support.simulate import expected, make_request, make_run
 
 from engine.messages.requests import TokenLogprobs
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 FEW, MANY = 3, 20  # rows of a step: granted one by one, or in columns
 

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from engine.cli.main import COMMANDS, main, make_parser
+from engine.cli.commands import all_commands
+from engine.cli.main import main, make_parser
 from engine.config.args import EngineArgs
 from engine.config.foreign import FOREIGN
 from engine.config.near import near_options
@@ -74,7 +75,7 @@ def test_commands_are_named(line: str, message: str, capsys: pytest.CaptureFixtu
 
 
 def options_of(command: str) -> list[str]:
-    return list(make_parser().parse_args([command]).command_parser.options)
+    return list(make_parser([command]).parse_args([command]).command_parser.options)
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
@@ -110,7 +111,7 @@ def test_what_is_suggested_for_options_of_vllm_exists() -> None:
             )
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", all_commands()[0])
 def test_help_begins_with_a_short_usage_and_has_groups(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,12 +11,12 @@ from math import inf, isnan, nan
 import pytest
 from support.lab_policies import Copy
 
-from engine.cli.compare import described
 from engine.cli.main import main
-from engine.cli.policies import table
 from engine.errors import ConfigError
 from engine.sched import Limits, Policy
-from engine.sim.compare import (
+from policylab.cli.compare import described
+from policylab.cli.policies import table
+from policylab.sim.compare import (
     BETTER,
     EQUAL,
     NO_MEANS,
@@ -26,12 +26,12 @@ from engine.sim.compare import (
     Experiment,
     compare,
 )
-from engine.sim.experiment import distinct, seeds_from, with_option
-from engine.sim.figures import NAMES, figures
-from engine.sim.report import points_from
-from engine.sim.report.ranking import rankings
-from engine.sim.run import Engine, Variant, run
-from engine.sim.workloads import find_workload
+from policylab.sim.experiment import distinct, seeds_from, with_option
+from policylab.sim.figures import NAMES, figures
+from policylab.sim.report import points_from
+from policylab.sim.report.ranking import rankings
+from policylab.sim.run import Engine, Variant, run
+from policylab.sim.workloads import find_workload
 
 SMALL = find_workload("log-uniform(num_requests=60)")
 COPY = "support.lab_policies.Copy"

@@ -8,10 +8,10 @@ from support.simulate import make_request, make_run
 
 from engine.errors import ConfigError
 from engine.messages.step import StepPlan, StepResult
-from engine.sim.real import OTHER, STOP, ForcedLengths, engine_args
-from engine.sim.run import Engine
-from engine.sim.workloads import find_workload
-from engine.verify.fake import FakeExecutor
+from policylab.sim.real import OTHER, STOP, ForcedLengths, engine_args
+from policylab.sim.run import Engine
+from policylab.sim.workloads import find_workload
+from policylab.verify.fake import FakeExecutor
 
 
 class Says(FakeExecutor):

@@ -14,8 +14,8 @@ from support.simulate import expected, make_request, make_run, random_requests
 from engine.cli.main import make_parser
 from engine.sched import Policy, Resource, Scheduler
 from engine.sched.plugins.hooks import HOOKS
-from engine.sim.figures import figures
-from engine.sim.run import run
+from policylab.sim.figures import figures
+from policylab.sim.run import run
 from tools.guide_members import document
 
 GUIDE = Path(__file__).parents[2] / "docs" / "policy-guide.md"
@@ -95,7 +95,8 @@ def test_its_commands_exist() -> None:
     lines = re.findall(
         r"^metronome ((?:policies|simulate|compare|verify|replay) [^#\n]*)", TEXT, re.MULTILINE
     )
-    commands = {make_parser().parse_args(shlex.split(line)).command for line in lines}
+    words = map(shlex.split, lines)
+    commands = {make_parser(each).parse_args(each).command for each in words}
     assert commands == {"policies", "simulate", "compare", "verify", "replay"}
 
 

@@ -21,7 +21,7 @@ from engine.sched import Admission, LinearCost, StepShape
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies import FCFS
 from engine.sched.predict.headroom import LEARNING_STEPS, Headroom
-from engine.verify.fake import CountingWorker
+from policylab.verify.fake import CountingWorker
 
 EQUAL, DEAR = (1.0, 0.0), (0.02, 0.0008)  # seconds of a step: fixed, and a token's
 

@@ -25,7 +25,7 @@ from engine.kv.manager import KVManager
 from engine.kv.tables import Group
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 T, F = 1, None
 

@@ -12,11 +12,11 @@ import pytest
 
 from engine.cli.main import main
 from engine.errors import PolicyError
-from engine.sim.compare import Experiment, compare
-from engine.sim.figures import figures
-from engine.sim.report import points_from, read_report
-from engine.sim.run import Engine, Run, run
-from engine.sim.workloads import find_workload
+from policylab.sim.compare import Experiment, compare
+from policylab.sim.figures import figures
+from policylab.sim.report import points_from, read_report
+from policylab.sim.run import Engine, Run, run
+from policylab.sim.workloads import find_workload
 
 WHERE = "support.lab_policies."
 WORKLOAD = "log-uniform(num_requests=30,prompt_tokens=(8,60),output_tokens=(2,10))"

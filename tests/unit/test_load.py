@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.sim.bounds import work_of
-from engine.sim.compare import Experiment, compare
-from engine.sim.demand import demand, drawn, most_per_second
-from engine.sim.run import Engine, capacity_of, rate_at, run
-from engine.sim.workloads import find_workload
+from policylab.sim.bounds import work_of
+from policylab.sim.compare import Experiment, compare
+from policylab.sim.demand import demand, drawn, most_per_second
+from policylab.sim.run import Engine, capacity_of, rate_at, run
+from policylab.sim.workloads import find_workload
 
 SHIPPED = (
     "log-uniform(num_requests=40)",

@@ -30,8 +30,8 @@ from engine.observe.logs import LossyHandler
 from engine.observe.steplog import StepLog
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import make_scheduler
-from engine.verify.fake import DigestWorker
 from engine.worker.profiler import TorchProfiler
+from policylab.verify.fake import DigestWorker
 
 NUM_BLOCKS, BLOCK_SIZE = 40, 4
 OPTIONS = {"max_num_batched_tokens": 24, "max_num_seqs": 5, "max_model_len": 64}

@@ -13,8 +13,8 @@ from engine.errors import ConfigError
 from engine.kv.manager import KVManager
 from engine.sched.interface import PauseState, SchedulerInterface
 from engine.sched.plugins.find import find_scheduler
-from engine.verify.fake import DigestWorker
 from examples.schedulers.one_at_a_time import OneAtATime
+from policylab.verify.fake import DigestWorker
 
 
 class Wraps(SchedulerInterface):

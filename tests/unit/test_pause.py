@@ -16,7 +16,7 @@ from engine.errors import ConfigError, RequestTypeError
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.sched.interface import PauseState, RequestCounts, SchedulerInterface
-from engine.verify.fake import CountingWorker
+from policylab.verify.fake import CountingWorker
 
 
 @pytest.mark.behaviour(114)

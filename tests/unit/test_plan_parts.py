@@ -39,7 +39,7 @@ from engine.messages.step import (
 )
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
-from engine.verify.fake import CountingWorker, DigestWorker
+from policylab.verify.fake import CountingWorker, DigestWorker
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans.txt"
 

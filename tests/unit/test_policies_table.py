@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from engine.sched.policies import POLICIES
-from engine.sim.estimate import chance, corrected, mean_over
-from engine.sim.run import Engine
+from policylab.sim.estimate import chance, corrected, mean_over
+from policylab.sim.run import Engine
 from tools import policies_table
 from tools.policies_claims import CLAIMS, HIGHER, LOWER, Claim
 from tools.policies_figures import BASE, outcome, read, with_policies, with_seeds, written

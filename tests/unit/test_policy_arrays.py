@@ -15,7 +15,7 @@ from engine.sched.plugins.find import find_policy
 from engine.sched.plugins.hooks import RankCheck
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.request import Users
-from engine.verify.testing import PolicyError, check_policy
+from policylab.verify.testing import PolicyError, check_policy
 
 
 class LongestFirst(Policy):

@@ -13,11 +13,11 @@ from engine.errors import ConfigError
 from engine.sched import Policy
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import HostCost, Profile, ProfileCost, read_profile
-from engine.sim.calibrate import Sample, calibrate, fit, halves, judge
-from engine.sim.datasheet import from_datasheet
-from engine.sim.run import Engine, run
-from engine.sim.timing import ProfileTiming
-from engine.sim.workloads import find_workload
+from policylab.sim.calibrate import Sample, calibrate, fit, halves, judge
+from policylab.sim.datasheet import from_datasheet
+from policylab.sim.run import Engine, run
+from policylab.sim.timing import ProfileTiming
+from policylab.sim.workloads import find_workload
 
 HOST = HostCost(step=1e-4, sequence=1e-5, request=2e-4, token=1e-6)
 

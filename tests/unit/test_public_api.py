@@ -20,7 +20,7 @@ PUBLIC = {
     "engine.sched.predict.lengths": ("LengthHistory", "Predictor"),
     "engine.sched.predict.ledger": ("Ledger",),
     "engine.sched.plugins.checks": ("require_positive", "require_share", "wrong_hints"),
-    "engine.verify.testing": ("check_policy",),
+    "policylab.verify.testing": ("check_policy",),
 }
 
 

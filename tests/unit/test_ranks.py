@@ -13,7 +13,7 @@ from engine.sched.plugins.hooks import Last, RankCheck
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.request import Request, Table
 from engine.sched.roster import RankedQueue
-from engine.verify.invariants import find_leak
+from policylab.verify.invariants import find_leak
 
 NAN = math.nan
 

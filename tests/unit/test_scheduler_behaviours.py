@@ -13,7 +13,7 @@ from engine.errors import ConfigError, RequestError
 from engine.messages.params import SamplingParams
 from engine.sched.plugins.find import find_policy
 from engine.sched.resource import Fit, Resource
-from engine.verify.fake import CountingWorker
+from policylab.verify.fake import CountingWorker
 
 ALONE = [7] * 10
 

@@ -12,7 +12,7 @@ from engine.sched.policy import Admission
 from engine.sched.request import SERIAL, WATCHED
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 PROMPT = list(range(100, 140))
 

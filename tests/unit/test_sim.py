@@ -12,12 +12,12 @@ from engine.cli.main import main
 from engine.errors import ConfigError, PolicyError
 from engine.messages.requests import AddRequest
 from engine.sched import Defer, Limits, Policy, Refuse
-from engine.sim.figures import figures
-from engine.sim.job import Job, Span
-from engine.sim.run import Engine, Run, rate_at, run
-from engine.sim.worker import StepCost
-from engine.sim.workloads import Source, Workload
-from engine.sim.workloads.log_uniform import LogUniform
+from policylab.sim.figures import figures
+from policylab.sim.job import Job, Span
+from policylab.sim.run import Engine, Run, rate_at, run
+from policylab.sim.worker import StepCost
+from policylab.sim.workloads import Source, Workload
+from policylab.sim.workloads.log_uniform import LogUniform
 
 WORKLOAD = LogUniform(num_requests=40, prompt_tokens=(8, 100), output_tokens=(2, 40))
 ENGINE = Engine(max_num_seqs=8, max_num_batched_tokens=64, num_blocks=40)

@@ -12,10 +12,10 @@ import pytest
 from engine.sched.policies import POLICIES
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
-from engine.sim.bounds import Work, bounds, srpt
-from engine.sim.figures import figures
-from engine.sim.run import Engine, run
-from engine.sim.worker import StepCost
+from policylab.sim.bounds import Work, bounds, srpt
+from policylab.sim.figures import figures
+from policylab.sim.run import Engine, run
+from policylab.sim.worker import StepCost
 
 COST = StepCost(fixed=4.0, per_seq=1.0, per_token=2.0, per_context=0.5, per_attention=0.25)
 

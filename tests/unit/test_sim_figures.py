@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.errors import ConfigError
-from engine.sim.estimate import (
+from policylab.sim.estimate import (
     Estimate,
     difference,
     mean_of,
@@ -19,12 +19,12 @@ from engine.sim.estimate import (
     student,
     weighted_quantile,
 )
-from engine.sim.figures import NAMES, collapse, figures, period_of
-from engine.sim.job import Job, Span
-from engine.sim.promises import slo
-from engine.sim.records import DONE, REFUSED, Requests
-from engine.sim.run import FORMAT, Run, run
-from engine.sim.steady import (
+from policylab.sim.figures import NAMES, collapse, figures, period_of
+from policylab.sim.job import Job, Span
+from policylab.sim.promises import slo
+from policylab.sim.records import DONE, REFUSED, Requests
+from policylab.sim.run import FORMAT, Run, run
+from policylab.sim.steady import (
     AT_ONCE,
     BACKLOG,
     OVERLOADED,

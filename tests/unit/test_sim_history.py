@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.sim.history import History, Stay
-from engine.sim.run import Engine, Run, run
+from policylab.sim.history import History, Stay
+from policylab.sim.run import Engine, Run, run
 
 TIGHT = Engine(num_blocks=250, max_num_seqs=16)
 

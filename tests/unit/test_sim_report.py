@@ -18,14 +18,14 @@ import pytest
 
 from engine.cli.main import main
 from engine.errors import ConfigError
-from engine.sim.compare import Experiment, compare
-from engine.sim.estimate import weighted_quantile
-from engine.sim.figures import figures
-from engine.sim.history import History, Stay
-from engine.sim.job import Job, Span
-from engine.sim.promises import slo
-from engine.sim.records import DONE, Requests
-from engine.sim.report import (
+from policylab.sim.compare import Experiment, compare
+from policylab.sim.estimate import weighted_quantile
+from policylab.sim.figures import figures
+from policylab.sim.history import History, Stay
+from policylab.sim.job import Job, Span
+from policylab.sim.promises import slo
+from policylab.sim.records import DONE, Requests
+from policylab.sim.report import (
     charts_of,
     points_from,
     read_report,
@@ -33,12 +33,12 @@ from engine.sim.report import (
     write_report,
     write_trace,
 )
-from engine.sim.report.charts import Grid, Lines, Series
-from engine.sim.report.distributions import cdf
-from engine.sim.report.states import STATES, States
-from engine.sim.report.svg import HEIGHT, WIDTH, labels, scale, svg
-from engine.sim.run import FORMAT, Engine, Run, run
-from engine.sim.workloads import find_workload
+from policylab.sim.report.charts import Grid, Lines, Series
+from policylab.sim.report.distributions import cdf
+from policylab.sim.report.states import STATES, States
+from policylab.sim.report.svg import HEIGHT, WIDTH, labels, scale, svg
+from policylab.sim.run import FORMAT, Engine, Run, run
+from policylab.sim.workloads import find_workload
 
 TIGHT = Engine(num_blocks=250, max_num_seqs=16)
 WORKLOAD = "log-uniform(num_requests=150,num_users=3)"

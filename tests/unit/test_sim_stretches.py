@@ -18,8 +18,8 @@ from engine.messages.requests import AddRequest
 from engine.sched import Policy, Request, Resource, Scheduler, SchedView
 from engine.sched.interface import PauseState
 from engine.sched.policies import POLICIES
-from engine.sim.job import END, FILLER
-from engine.sim.worker import StepCost, TimedWorker, VirtualClock
+from policylab.sim.job import END, FILLER
+from policylab.sim.worker import StepCost, TimedWorker, VirtualClock
 
 ONE_SECOND = StepCost(fixed=1.0, per_seq=0.0, per_token=0.0, per_context=0.0, per_attention=0.0)
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.cli.main import main
-from engine.sim.figures import NAMES
-from engine.sim.run import Run
+from policylab.sim.figures import NAMES
+from policylab.sim.run import Run
 
 FEW = ("--requests", "60")
 

@@ -28,7 +28,7 @@ from engine.sched.interface import PauseState
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies.fcfs import FCFS
 from engine.spec.decide import Drafts
-from engine.verify.fake import DigestWorker
+from policylab.verify.fake import DigestWorker
 
 BLOCK_SIZE = 4
 

@@ -21,7 +21,7 @@ from engine.sched.policy import Defer, Limits
 from engine.sched.request import Request
 from engine.sched.resource import Fit, Resource
 from engine.sched.scheduler import Scheduler
-from engine.verify.check import check_empty
+from policylab.verify.check import check_empty
 
 PROMPT = list(range(100, 140))
 

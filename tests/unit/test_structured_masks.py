@@ -14,8 +14,8 @@ from structured.checks import Bench
 from engine import RequestError
 from engine.messages.structured import StructuredOutputsParams, grammar_from, grammar_of
 from engine.structured.guidance import GrammarError, GuidanceCompilation, guidance_of
-from engine.verify.case import VOCAB_SIZE
-from engine.verify.halves import CHARACTERS, END, WORDS, small_tokenizer
+from policylab.verify.case import VOCAB_SIZE
+from policylab.verify.halves import CHARACTERS, END, WORDS, small_tokenizer
 
 LEVEL = {
     "type": "object",

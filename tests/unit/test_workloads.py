@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from engine.errors import ConfigError
-from engine.sim.job import END, Job, Span, tokens_of
-from engine.sim.run import Engine, run, scheduler_config
-from engine.sim.workloads import WORKLOADS, Workload, find_workload
-from engine.sim.workloads.arrivals import find_arrivals
-from engine.sim.workloads.describe import Description, as_if_served
-from engine.sim.workloads.draws import Draws
-from engine.sim.workloads.lengths import SHARES, TRACES, Quantiles
-from engine.sim.workloads.reuse import PrefixReuse
+from policylab.sim.job import END, Job, Span, tokens_of
+from policylab.sim.run import Engine, run, scheduler_config
+from policylab.sim.workloads import WORKLOADS, Workload, find_workload
+from policylab.sim.workloads.arrivals import find_arrivals
+from policylab.sim.workloads.describe import Description, as_if_served
+from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.lengths import SHARES, TRACES, Quantiles
+from policylab.sim.workloads.reuse import PrefixReuse
 
 MADE_UP = [name for name, kind in sorted(WORKLOADS.items()) if not hasattr(kind, "size")]
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from engine.cli.main import main
-from engine.sim.workloads import WORKLOADS
-from engine.sim.workloads.arrivals import ARRIVALS
+from policylab.sim.workloads import WORKLOADS
+from policylab.sim.workloads.arrivals import ARRIVALS
 
 
 def told(capsys: pytest.CaptureFixture[str], *args: str) -> str:

@@ -17,13 +17,13 @@ from engine.core.recording import record
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
 from engine.sched.plugins.find import make_scheduler
-from engine.sim.job import Job, Span
-from engine.sim.run import Engine, run
-from engine.sim.worker import StepCost, TimedWorker, VirtualClock
-from engine.sim.workloads import find_workload
-from engine.sim.workloads.describe import as_if_served
-from engine.sim.workloads.jsonl import FORMAT, Head, write
-from engine.sim.workloads.reuse import PrefixReuse
+from policylab.sim.job import Job, Span
+from policylab.sim.run import Engine, run
+from policylab.sim.worker import StepCost, TimedWorker, VirtualClock
+from policylab.sim.workloads import find_workload
+from policylab.sim.workloads.describe import as_if_served
+from policylab.sim.workloads.jsonl import FORMAT, Head, write
+from policylab.sim.workloads.reuse import PrefixReuse
 
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:17:03.9799600,4808,10

@@ -10,11 +10,11 @@ import pytest
 from support.lab_policies import FEW, LONG
 
 from engine.cli.main import main, parse
-from engine.cli.worst import command
 from engine.errors import ConfigError
-from engine.sim.run import Engine
-from engine.sim.workloads import find_workload
-from engine.sim.worst import KNOBS, Case, Found, Hunt, Score, choice, find_worst, score
+from policylab.cli.worst import command
+from policylab.sim.run import Engine
+from policylab.sim.workloads import find_workload
+from policylab.sim.worst import KNOBS, Case, Found, Hunt, Score, choice, find_worst, score
 
 PLANTED, NEVER = "support.lab_policies.Planted", "support.lab_policies.NeverEnds"
 SMALL = "log-uniform(num_requests=30,output_tokens=(1,16))"

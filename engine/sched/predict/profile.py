@@ -1,6 +1,6 @@
 """What steps of one model on one machine take: a profile fitted to step logs, as a file.
 
-The simulator draws durations from it (``engine.sim``), and with the option ``cost_profile``
+The simulator draws durations from it (``policylab.sim``), and with the option ``cost_profile``
 policies read it as ``view.cost``. ``metronome calibrate`` writes it.
 """
 

@@ -1,0 +1,127 @@
+"""``metronome compare --capacity``: the highest rates at which policies keep limits."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from engine.errors import ConfigError
+from policylab.cli import lab
+from policylab.sim.capacity import (
+    LONGER,
+    MIN_REQUESTS,
+    Capacities,
+    Highest,
+    capacities,
+    limits_of,
+)
+from policylab.sim.compare import Experiment
+from policylab.sim.estimate import Estimate
+from policylab.sim.promises import Limit
+
+CONFLICTS = {
+    "loads": "it looks for the rate itself",
+    "rate": "it looks for the rate itself",
+    "figures": "it shows rates",
+    "unpaired": "all policies get the same requests",
+    "whole": "it is of the steady part of a run",
+    "report": "it shows rates",
+    "plots": "it shows rates",
+}
+
+
+def run(parsed: argparse.Namespace, what: Experiment) -> int:
+    for name, why in CONFLICTS.items():
+        if getattr(parsed, name):
+            raise ConfigError(f"--capacity and --{name} do not go together: {why}; leave one out")
+    limits = limits_of(parsed.capacity)
+    found = capacities(what, limits, jobs=parsed.jobs, progress=_show)
+    status = 1 if any(each.left_out or _unanswered(each) for each in found) else 0
+    if parsed.json or parsed.csv:
+        rows = [row for each in found for row in rows_of(each, what.seeds)]
+        print(lab.as_json(rows) if parsed.json else lab.as_csv(rows))
+        return status
+    print(*_head(what, limits), sep="\n")
+    for each in found:
+        print("", *described(each), sep="\n")
+    if left_out := found[0].left_out:
+        print("", *lab.left_out_lines(left_out), sep="\n")
+    return status
+
+
+def _show(line: str) -> None:
+    """Progress, apart from what is printed in the end."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _unanswered(found: Capacities) -> list[tuple[str, Highest]]:
+    """Searches without an answer, with the names of their policies."""
+    columns = zip(found.names, found.found, strict=True)
+    return [(name, each) for name, column in columns for each in column if each.refused]
+
+
+def _head(what: Experiment, limits: Iterable[Limit]) -> Iterable[str]:
+    yield (
+        f"{what.workload}: the highest rate with {' and '.join(map(str, limits))}, to 1 %, with "
+        f"{len(what.seeds)} seeds from {what.seeds[0]} on"
+    )
+    yield (
+        f"runs of {MIN_REQUESTS} requests or more, each answer checked with {LONGER} times as many"
+    )
+    yield lab.engine_line(what.engine)
+    yield lab.cost_line(what.engine)
+
+
+def rows_of(found: Capacities, seeds: Iterable[int]) -> list[dict[str, Any]]:
+    """A row for each policy and seed; and which policies have no figures. If none has, that alone
+    is a row."""
+    more = {"setting": found.setting, "left_out": lab.left_out_text(found.left_out)}
+    rows = []
+    for place, (name, column) in enumerate(zip(found.names, found.found, strict=True)):
+        counts = {"num_seeds": len(column), "num_answers": found.num_answers(place)}
+        for seed, each in zip(seeds, column, strict=True):
+            own = {key: value for key, value in vars(each).items() if key != "not_own"}
+            rows.append({"policy": name, "seed": seed, **more, **counts, **own})
+    return rows or [{"policy": "", **more}]
+
+
+def described(found: Capacities) -> Iterable[str]:
+    """The rate of each policy with its interval, and its difference from the first's."""
+    if found.setting:
+        yield found.setting
+    if not found.names:
+        return
+    heads = ("policy", "requests/s", "of the seeds", "limited by")
+    others = len(found.names) > 1
+    rows: list[tuple[str, ...]] = [(*heads, *(("difference", "") if others else ()))]
+    for place, name in enumerate(found.names):
+        shown = (name, *_rates(found, place))
+        cause = found.limited_by(place) or "nothing that was tried"
+        row: tuple[str, ...] = (*shown, cause)
+        if others and place:
+            by, verdict = found.difference(place)
+            row += (_percent(by), verdict)
+        elif others:
+            row += ("", "")
+        rows.append(row)
+    yield from lab.aligned(rows)
+    for name, each in _unanswered(found):
+        yield f"{name}: {each.refused}"
+
+
+def _rates(found: Capacities, place: int) -> tuple[str, str]:
+    """The mean with its interval, and the ends; or how many seeds have an answer."""
+    count, seeds = found.num_answers(place), len(found.found[place])
+    if count < seeds:
+        return (f"{count} of {seeds}" if count else "-", "-")
+    low, high = found.ends(place)
+    return lab.interval(found.rate(place), 2), f"{low:.2f} to {high:.2f}"
+
+
+def _percent(by: Estimate) -> str:
+    """A share with half its interval."""
+    if by.value != by.value:
+        return "-"
+    return f"{100 * by.value:+.1f} % ±{50 * (by.high - by.low):.1f}"

@@ -1,0 +1,211 @@
+"""Compare policies on the same requests over many seeds, and say which differences are chance.
+
+    metronome compare fcfs residual-sjf vtc --seeds 20 --loads 0.6,0.8,0.9 --jobs 2
+    metronome compare fcfs sarathi --workload azure-conv --sweep max_num_batched_tokens=256,512
+    metronome compare fcfs sarathi --seeds 3 --capacity "ttft.p99<1,itl.p99<0.1"
+    metronome compare --worst residual-sjf,fcfs --figure e2e.p99 --seconds 120
+
+The first policy is what the others are compared with. Differences are of pairs of runs with the
+same requests; behind ± stands half of an interval that holds the true value 19 times in 20.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from collections.abc import Iterable
+from typing import Any
+
+from engine.errors import ConfigError
+from policylab.cli import capacity, lab, seeing, worst
+from policylab.cli.policies import coming, loads_of, rows_of
+from policylab.sim.capacity import EXAMPLE
+from policylab.sim.compare import NO_MEANS, Cell, Difference, Experiment, compare, variations
+from policylab.sim.experiment import seeds_from
+from policylab.sim.figures import NAMES
+from policylab.sim.named import split
+from policylab.sim.promises import slo
+from policylab.sim.run import Engine, name_of
+from policylab.sim.workloads import Workload
+
+SHOWN = (
+    *("ttft.mean", "ttft.p99", "tpot.mean", "itl.p99", "e2e.mean", "e2e.p99", "normalised.mean"),
+    *("slowdown.p99", "tokens_per_second", "attainment", "goodput", "jain", "gap", "recomputed"),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "policies",
+        nargs="*",
+        metavar="POLICY",
+        help="names or dotted paths, with options if you like, as in 'edf(default_deadline=5)'",
+    )
+    lab.add_requests(parser)
+    parser.add_argument(
+        "--loads",
+        metavar="X,Y,...",
+        help=f"arrivals as shares of what fcfs can serve; default: {lab.LOAD}",
+    )
+    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, instead")
+    parser.add_argument(
+        "--seeds", type=int, default=10, metavar="N", help="so many, from --seed on; default: 10"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
+    parser.add_argument(
+        "--sweep",
+        metavar="OPTION=A,B,...",
+        help="an option of engine, workload or scheduler at several values",
+    )
+    parser.add_argument("--figures", metavar="NAMES", help=f"those to show; of: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--capacity",
+        metavar="LIMITS",
+        help="instead: the highest rate at which figures keep these limits, as in "
+        f"{EXAMPLE!r}, to 1 %%",
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="all requests count, warm-up too, and those of a run that is overloaded",
+    )
+    parser.add_argument(
+        "--unpaired",
+        action="store_true",
+        help="other requests for each policy: to see what chance alone does",
+    )
+    parser.add_argument("--json", action="store_true", help="all figures of all runs, as JSON")
+    parser.add_argument("--csv", action="store_true", help="all figures of all runs, as CSV")
+    worst.add_arguments(parser)
+    seeing.add_arguments(parser)
+    lab.add_engine(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    is_seen = seeing.is_asked(parsed)
+    workload = lab.workload_of(parsed)
+    engine = lab.engine_of(parsed, lab.log_of(workload))
+    _check(parsed)
+    shown = _figures(parsed.figures)
+    policies = [lab.variant(text, "POLICY") for text in parsed.policies]
+    if parsed.worst is not None:
+        return worst.run(parsed, policies, _loads(parsed.loads))
+    what = Experiment(
+        policies=policies,
+        workload=workload,
+        engine=engine,
+        loads=_loads(parsed.loads) or loads_of(None, parsed.rate, workload),
+        rate=parsed.rate,
+        seeds=seeds_from(parsed.seed, parsed.seeds),
+        slo=slo(parsed.slo) if parsed.slo else [],
+        sweep=swept(parsed.sweep) if parsed.sweep else None,
+        is_paired=not parsed.unpaired,
+        is_whole=parsed.whole,
+    )
+    if parsed.capacity is not None:
+        return capacity.run(parsed, what)
+    cells = compare(what, jobs=parsed.jobs)
+    first = variations(what)[0][1:]  # a page shows runs of the first setting
+    seen = seeing.show_cells(parsed, cells, policies, *first) if is_seen else []
+    left_out = cells[0].left_out
+    status = 1 if left_out else 0
+    if parsed.json or parsed.csv:
+        rows = [row for cell in cells for row in rows_of(cell, parsed.seed)]
+        print(lab.as_json(rows) if parsed.json else lab.as_csv(rows))
+        return status
+    print(*_head(parsed, workload, engine), sep="\n")
+    for cell in cells:
+        print("", *described(cell, shown), sep="\n")
+    if left_out:
+        print("", *lab.left_out_lines(left_out), sep="\n")
+    if cells[0].names and name_of(policies[0]) in left_out:
+        print(f"differences are from {cells[0].names[0]}, the first policy that has figures")
+    if seen:
+        print("", *seen, sep="\n")
+    return status
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Options that do not go together."""
+    lab.one_of(parsed, "json", "csv", "in which form figures are written")
+    lab.one_of(parsed, "loads", "rate", "how many requests come")
+
+
+def swept(text: str) -> tuple[str, list[Any]]:
+    """``option=a,b,c`` with values as Python writes them; words may stand without quotes."""
+    name, _, values = text.partition("=")
+    found = [_value(part) for part in split(values)]
+    if not name.isidentifier() or not found:
+        raise ConfigError(f"--sweep has {text!r}, must be as in max_num_batched_tokens=256,512")
+    return name, found
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text
+
+
+def _loads(text: str | None) -> list[float]:
+    try:
+        return [float(part) for part in (text or "").split(",") if part.strip()]
+    except ValueError as error:
+        raise ConfigError(f"--loads has {text!r}, must be as in 0.6,0.8,0.9") from error
+
+
+def _figures(text: str | None) -> list[str]:
+    names = [part.strip() for part in (text or "").split(",") if part.strip()]
+    for name in names:
+        if name not in NAMES:
+            raise ConfigError(f"figure {name!r} is not known; there are: {', '.join(NAMES)}")
+    return names or list(SHOWN)
+
+
+def _head(parsed: argparse.Namespace, workload: Workload, engine: Engine) -> Iterable[str]:
+    how = "other requests for each policy" if parsed.unpaired else "the same requests for each"
+    yield f"{workload}: {parsed.seeds} seeds from {parsed.seed} on, {how} policy"
+    if parsed.whole:
+        yield "whole runs: warm-up counts, and so does all of an overloaded run"
+    yield lab.engine_line(engine)
+    yield lab.cost_line(engine)
+
+
+def described(cell: Cell, shown: list[str]) -> Iterable[str]:
+    """One load and setting: each figure of each policy, and its difference from the first's."""
+    load = "" if cell.load is None else f"load {cell.load:g}: "
+    yield f"{cell.setting + '; ' if cell.setting else ''}{load}{coming(cell)}"
+    if not cell.names:
+        return
+    base, *others = cell.names
+    rows: list[tuple[str, ...]] = [("", base, *(c for n in others for c in (n, "difference", "")))]
+    for name in shown:
+        places = range(len(cell.names))
+        if not any(cell.num_with(place, name) for place in places):
+            continue
+        found = [cell.difference(place, name) for place in places]
+        digits = 0 if any(each.ours.value > 999 for each in found) else 4
+        row = [name, lab.mean(cell, 0, name, digits)]
+        for place, each in enumerate(found[1:], start=1):
+            row += [lab.mean(cell, place, name, digits), _relative(each), each.verdict]
+        rows.append(tuple(row))
+    yield from lab.aligned(rows)
+    for place, name in enumerate(cell.names):
+        if over := cell.num_overloaded(place):
+            seeds = len(cell.figures[place])
+            what = next(e.window.growing for e in cell.figures[place] if e.is_overloaded)
+            yield (
+                f"{name}: overloaded with {over} of {seeds} seeds, as {what} grows to the end: its "
+                "latencies have no means"
+            )
+    yield from cell.collapses()
+
+
+def _relative(each: Difference) -> str:
+    """As a share of what it is compared with."""
+    scale = abs(each.theirs.value)
+    if each.verdict == NO_MEANS or not scale or scale != scale:
+        return "-"
+    half = (each.by.high - each.by.low) / 2 / scale
+    shown = f"{100 * each.by.value / scale:+.1f} %"
+    return shown if half == float("inf") else f"{shown} ±{100 * half:.1f}"

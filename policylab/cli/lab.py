@@ -1,0 +1,266 @@
+"""What the commands that simulate have in common: options of requests and of the engine, tables."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import io
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from math import isfinite, isnan
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import ConfigError
+from engine.sched.predict.profile import Profile, read_profile
+from policylab.sim.calibrate import fit, samples_of
+from policylab.sim.compare import Cell
+from policylab.sim.datasheet import from_datasheet
+from policylab.sim.estimate import Estimate
+from policylab.sim.named import call, split
+from policylab.sim.recorded import Log, read_log
+from policylab.sim.recorded import engine_of as recorded_engine
+from policylab.sim.run import Engine, Variant
+from policylab.sim.worker import StepCost
+from policylab.sim.workloads import WORKLOADS, Workload, find_workload
+from policylab.sim.workloads.reader import Reader
+from policylab.sim.workloads.steps_log import StepsLog
+
+NUM_REQUESTS = 2000  # of fewer, half would be the filling of an empty engine
+LOAD = 0.9
+EXAMPLE = "edf(default_deadline=5)"
+
+
+def add_requests(parser: argparse.ArgumentParser) -> None:
+    """Which requests come."""
+    group = parser.add_argument_group("requests")
+    group.add_argument(
+        "--workload",
+        default="log-uniform",
+        metavar="W",
+        help="its name, with options if you like, as in 'azure-conv(num_requests=5000)'; "
+        "`metronome workload --list` shows them; default: %(default)s",
+    )
+    group.add_argument(
+        "--requests", type=int, metavar="N", help=f"default: {NUM_REQUESTS}, or what W says"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    for flag in ("--prompt-tokens", "--output-tokens"):
+        group.add_argument(
+            flag, type=int, nargs=2, metavar=("MIN", "MAX"), help="shortest and longest"
+        )
+    group.add_argument(
+        "--shared-prefix", type=int, metavar="N", help="tokens half of the prompts share"
+    )
+    group.add_argument("--users", type=int, metavar="N", help="users to whom requests belong")
+    group.add_argument(
+        "--slo",
+        metavar="LIMITS",
+        help="what every request is promised, in seconds, as in 'ttft<1,tpot<0.1'; without it "
+        "each has the promises that the workload gives it",
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Which engine they come to."""
+    group = parser.add_argument_group("engine")
+    for flag, default in (
+        ("--max-num-seqs", Engine.max_num_seqs),
+        ("--max-num-batched-tokens", Engine.max_num_batched_tokens),
+        ("--num-kv-blocks", Engine.num_blocks),
+        ("--block-size", Engine.block_size),
+        ("--depth", Engine.depth),
+    ):
+        shown = f"default: {default}, or the step log's"
+        group.add_argument(flag, type=int, metavar="N", help=shown)
+    group.add_argument(
+        "--max-model-len", type=int, metavar="N", help="default: the workload's longest request"
+    )
+    group.add_argument(
+        "--length-predictor",
+        metavar="NAME",
+        help="none, history, oracle, or the dotted path of yours; default: none, or the step log's",
+    )
+    group.add_argument(
+        "--profile",
+        metavar="F",
+        help="what steps cost: a file that `metronome calibrate` wrote, or one read off a data "
+        "sheet by name, as in llama-8b@h100",
+    )
+    group.add_argument(
+        "--cost",
+        type=Path,
+        metavar="F",
+        help="what steps cost: a JSON file with fixed, per_seq, per_token, per_context and "
+        "per_attention, in seconds",
+    )
+
+
+def workload_of(parsed: argparse.Namespace) -> Workload:
+    """The workload that was asked for: by name, or a step log by its path."""
+    told = {
+        "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
+        "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
+        "shared_prefix": parsed.shared_prefix,
+        "num_users": parsed.users,
+        "num_requests": parsed.requests,
+    }
+    told = {name: value for name, value in told.items() if value is not None}
+    text = parsed.workload
+    if "(" not in text and Path(text).is_file():
+        return find_workload("steps-log", path=text, **told)
+    kind = WORKLOADS.get(call(text, "--workload", EXAMPLE)[0])
+    if kind is not None and not issubclass(kind, Reader):
+        told.setdefault("num_requests", NUM_REQUESTS)
+    return find_workload(text, **told)
+
+
+def one_of(parsed: argparse.Namespace, first: str, second: str, what: str) -> None:
+    """Raise ``ConfigError`` where both options are given, of which each says ``what``."""
+    if all(getattr(parsed, name) not in (None, False) for name in (first, second)):
+        raise ConfigError(f"--{first} and --{second} both say {what}; give one of them")
+
+
+def log_of(workload: Workload) -> Log | None:
+    """The step log that this workload was served in, if it was."""
+    if not isinstance(workload, StepsLog):
+        return None
+    return read_log(workload.path, allow_truncated=workload.allow_truncated)
+
+
+def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
+    """The engine that was asked for; what was not is that of the log, whose steps say what steps
+    cost unless something else does."""
+    told = {
+        "max_num_seqs": parsed.max_num_seqs,
+        "max_num_batched_tokens": parsed.max_num_batched_tokens,
+        "num_blocks": parsed.num_kv_blocks,
+        "block_size": parsed.block_size,
+        "depth": parsed.depth,
+        "length_predictor": parsed.length_predictor,
+        "cost": _cost(parsed.profile, parsed.cost),
+    }
+    base = Engine() if log is None else recorded_engine(log.header)
+    if log is not None and told["cost"] is None:
+        told["cost"] = fit(samples_of(log.path), f"fitted to {log.path}")
+    scheduler = dict(base.scheduler)
+    if parsed.max_model_len is not None:
+        scheduler["max_model_len"] = parsed.max_model_len
+    told = {name: value for name, value in told.items() if value is not None}
+    return replace(base, **told, scheduler=scheduler)
+
+
+def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:
+    if profile is not None and cost is not None:
+        raise ConfigError("--profile and --cost both say what steps cost; give one of them")
+    if profile is not None:
+        by_name = "@" in profile and not Path(profile).exists()
+        return from_datasheet(profile) if by_name else read_profile(profile)
+    return None if cost is None else read_cost(cost)
+
+
+def read_cost(path: Path) -> StepCost:
+    """The costs in such a file. Raises ``ConfigError``."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
+        cost = StepCost(**found)
+    except OSError as error:
+        raise ConfigError(f"--cost {str(path)!r} cannot be read: {error.strerror}") from error
+    except (msgspec.DecodeError, TypeError) as error:
+        raise ConfigError(
+            f"--cost {str(path)!r} is none: {error}; it must be a JSON object with fixed, per_seq, "
+            "per_token, per_context and per_attention, in seconds"
+        ) from error
+    if min(found.values(), default=0.0) < 0.0 or not all(map(isfinite, found.values())):
+        raise ConfigError(f"--cost {str(path)!r} has {found}; nothing may cost less than 0")
+    return cost
+
+
+def variants(text: str, flag: str = "--policies") -> list[str | Variant]:
+    """Policies that a command line names."""
+    return [variant(part, flag) for part in split(text)]
+
+
+def variant(text: str, flag: str = "--policies") -> str | Variant:
+    """``name``, or ``name(option=value, ...)`` with values as Python writes them."""
+    name, options = call(text, flag, EXAMPLE)
+    return Variant(name, options) if options else name
+
+
+def engine_line(engine: Engine) -> str:
+    """Sizes of the engine, for the head of a table."""
+    ahead = "" if engine.depth == 1 else f"{engine.depth} steps in flight; "
+    return (
+        f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
+        f"{engine.num_blocks} KV blocks of {engine.block_size}; {ahead}length predictor: "
+        f"{engine.length_predictor}"
+    )
+
+
+def cost_line(engine: Engine) -> str:
+    return f"a step takes {engine.cost}"
+
+
+def left_out_lines(left_out: Mapping[str, str]) -> Iterable[str]:
+    """A line for each policy that has no figures."""
+    return [f"{name} is left out, as it has no figures: {why}" for name, why in left_out.items()]
+
+
+def left_out_text(left_out: Mapping[str, str]) -> str:
+    """The policies that have no figures, in one cell of a file."""
+    return "; ".join(f"{name}: {why}" for name, why in left_out.items())
+
+
+def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
+    """Rows in columns, the first to the left and the others to the right."""
+    rows = list(lines)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *others in rows:
+        cells = (cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *cells])
+
+
+def number(value: float, digits: int = 3) -> str:
+    """As tables show it: seconds with three places, and what there is not as a dash."""
+    return "-" if isnan(value) else f"{value:.{digits}f}"
+
+
+def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
+    """A policy's mean over the seeds with half its interval; how many seeds have the figure, if
+    not all do; a dash if none does."""
+    count, seeds = cell.num_with(place, figure), len(cell.figures[place])
+    if 0 < count < seeds:
+        return f"{count} of {seeds}"
+    return interval(cell.over_seeds(place, figure), digits)
+
+
+def interval(estimate: Estimate, digits: int = 3) -> str:
+    """A value and half its interval."""
+    half = (estimate.high - estimate.low) / 2
+    shown = number(estimate.value, digits)
+    return f"{shown} ±{half:.{digits}f}" if isfinite(half) else shown
+
+
+def as_json(value: Any) -> str:
+    """Plain data; what there is not is null."""
+    return msgspec.json.format(msgspec.json.encode(_plain(value), enc_hook=str), indent=1).decode()
+
+
+def as_csv(rows: Sequence[dict[str, Any]]) -> str:
+    """Rows with the same names, a line each."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({k: "" if isinstance(v, float) and isnan(v) else v for k, v in row.items()})
+    return text.getvalue().rstrip("\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    return None if isinstance(value, float) and not isfinite(value) else value

@@ -1,0 +1,358 @@
+"""Serve a workload on a virtual clock and print all there is to say of it; or of a run's file.
+
+    metronome simulate --policy vtc --workload two-users --load 0.9 --out run.jsonl
+    metronome simulate --read run.jsonl --slo "ttft<1,tpot<0.1"
+    metronome simulate --workload steps.log --policy vtc
+    metronome simulate --workload steps.log --durations recorded
+    metronome simulate --policy vtc --workload log-uniform --rate 20 --real --out real.jsonl
+
+A step log (--step-log of an engine) as the workload is the traffic that was served, on the engine
+that served it, with steps that cost what they cost there: what would this policy have done? With
+recorded durations the log's own policy makes the log's own plans, each compared. --real serves the
+same jobs in real time with a model; they end at the lengths that were drawn.
+
+The file has versions, seed and options, a row for each request and, with --steps, for each step.
+The same seed writes the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+from math import inf, isnan
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigError
+from policylab.cli import lab, seeing
+from policylab.cli.policies import loads_of
+from policylab.sim.estimate import Estimate
+from policylab.sim.experiment import check_rate
+from policylab.sim.figures import KINDS, MAX_RECOMPUTED, STATISTICS, Figures, figures, period_of
+from policylab.sim.promises import slo
+from policylab.sim.real import run_real
+from policylab.sim.recorded import Log, resimulate
+from policylab.sim.run import Run, Variant, check, rate_at
+from policylab.sim.run import run as simulate
+from policylab.sim.steady import AT_ONCE, BACKLOG, STEADY
+
+MOST_SHOWN = 20  # users
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="a name or dotted path, with options if you like; default: fcfs, or the step log's",
+    )
+    lab.add_requests(parser)
+    parser.add_argument(
+        "--load",
+        type=float,
+        metavar="X",
+        help=f"arrivals as a share of what fcfs can serve; default: {lab.LOAD}",
+    )
+    parser.add_argument(
+        "--rate", metavar="R", help="requests a second, instead; own: as the workload says"
+    )
+    parser.add_argument(
+        "--durations",
+        choices=("cost", "recorded"),
+        default="cost",
+        help="recorded: steps of a step log end when they did; default: what steps cost says",
+    )
+    group = parser.add_argument_group("in real time")
+    group.add_argument("--real", action="store_true", help="serve the jobs with a model")
+    group.add_argument("--model", metavar="DIR", help="default: the small one in the package")
+    group.add_argument("--num-threads", type=int, metavar="N", help="default: one for each core")
+    group.add_argument("--step-log", type=Path, metavar="FILE", help="record the steps here")
+    parser.add_argument("--steps", action="store_true", help="keep a row for each step in the file")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the run here (JSONL)")
+    parser.add_argument(
+        "--read", type=Path, metavar="FILE", help="print the figures of this run, simulate nothing"
+    )
+    parser.add_argument(
+        "--whole",
+        action="store_true",
+        help="all requests count, warm-up too, and those of a run that is overloaded",
+    )
+    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    seeing.add_arguments(parser, has_one_run=True)
+    lab.add_engine(parser)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    parsed.steps = (seeing.is_asked(parsed) and not parsed.real) or parsed.steps
+    whole = _simulated(parsed) if parsed.read is None else Run.read(parsed.read)
+    if parsed.out is not None:
+        whole.write(parsed.out)
+    others = [Run.read(path) for path in parsed.beside]
+    if whole.not_own:
+        return _without_figures(parsed, whole, others)
+    period = period_of(whole).whole() if parsed.whole else None
+    found = figures(whole, slo=slo(parsed.slo) if parsed.slo else [], period=period)
+    shown = seeing.show_run(parsed, whole, others)
+    status = 1 if any(each.not_own for each in others) else 0
+    if parsed.json:
+        print(lab.as_json(as_data(whole, found)))
+        return status
+    print(*described(whole, found), sep="\n")
+    if parsed.out is not None:
+        print(f"\nwritten to {parsed.out}")
+    if shown:
+        print("", *shown, sep="\n")
+    return status
+
+
+def _without_figures(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> int:
+    """Name the policy of a run that is not its own, in all files that the options name."""
+    left_out = {run.policy: run.not_own}
+    shown = seeing.show_run(parsed, run, others)
+    if parsed.json:
+        print(lab.as_json({"run": run.head, "left_out": lab.left_out_text(left_out)}))
+        return 1
+    print(*_of_which(run), *lab.left_out_lines(left_out), *shown, sep="\n")
+    if parsed.out is not None:
+        print(f"written to {parsed.out}")
+    return 1
+
+
+def _simulated(parsed: argparse.Namespace) -> Run:
+    _check(parsed)
+    workload = lab.workload_of(parsed)
+    log = lab.log_of(workload)
+    if parsed.durations == "recorded":
+        return _recorded(parsed, log)
+    engine = lab.engine_of(parsed, log)
+    policy = _policy(parsed.policy, log)
+    check([policy], workload, engine)
+    rate = _rate(parsed.rate)
+    check_rate(rate)
+    loads = loads_of(parsed.load, rate, workload) if parsed.rate is None else None
+    load = loads[0] if loads else None
+    if load is not None:
+        rate = rate_at(load, workload, engine)
+    if parsed.real:
+        options = {"model": parsed.model, "num_threads": parsed.num_threads}
+        given = {name: value for name, value in options.items() if value is not None}
+        return run_real(
+            policy,
+            workload,
+            engine,
+            seed=parsed.seed,
+            rate=rate,
+            step_log=parsed.step_log,
+            **given,
+        )
+    given = {"rate": rate} if load is None else {"load": load}
+    return simulate(policy, workload, engine, seed=parsed.seed, steps=parsed.steps, **given)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Options that do not go together, before anything takes time."""
+    if parsed.load is not None and parsed.rate is not None:
+        raise ConfigError("--load and --rate both say how many requests come; give one of them")
+    if parsed.out is not None and not parsed.out.parent.is_dir():
+        raise ConfigError(f"--out {str(parsed.out)!r} is in no directory that exists")
+    if parsed.out is not None and parsed.out.is_dir():
+        raise ConfigError(f"--out {str(parsed.out)!r} is a directory, must be a file")
+    if parsed.real and parsed.steps:
+        raise ConfigError("--steps is of simulated runs; --real has --step-log")
+    if parsed.real and parsed.rate is None and parsed.profile is None:
+        raise ConfigError(
+            "--real needs to know how many requests come: give --rate, or the --profile by which "
+            "a --load is reckoned"
+        )
+    if not parsed.real:
+        for name in ("model", "num_threads", "step_log"):
+            if getattr(parsed, name) is not None:
+                raise ConfigError(f"--{name.replace('_', '-')} is of runs in real time; add --real")
+
+
+def _policy(text: str | None, log: Log | None) -> Any:
+    """What was asked for, or what served the log."""
+    if text is not None:
+        return lab.variant(text, "--policy")
+    if log is None:
+        return "fcfs"
+    name, options = (log.header.scheduler[n] for n in ("scheduling_policy", "policy_options"))
+    return Variant(name, options) if options else name
+
+
+def _recorded(parsed: argparse.Namespace, log: Log | None) -> Run:
+    """The log's own policy at the log's own times, every plan compared."""
+    if log is None:
+        raise ConfigError(
+            f"--durations recorded needs a step log as its workload, not {parsed.workload!r}"
+        )
+    for name in ("policy", "load", "rate", "requests", "profile", "cost", "max_num_seqs"):
+        if getattr(parsed, name) is not None:
+            raise ConfigError(
+                f"--durations recorded are those of the log's own plans, and --"
+                f"{name.replace('_', '-')} makes others; leave one of the two out"
+            )
+    outcome, again = resimulate(log.path, log)
+    print(outcome)
+    return again
+
+
+def _rate(text: str | None) -> float | None:
+    if text is None or text == "own":
+        return None
+    try:
+        return float(text)
+    except ValueError as error:
+        raise ConfigError(f"--rate is {text!r}, must be a number above 0, or own") from error
+
+
+def as_data(run: Run, found: Figures) -> dict[str, Any]:
+    """All figures as plain data, each latency with the ends of its interval."""
+    return {
+        "run": run.head,
+        "period": found.window._asdict(),
+        "outcomes": found.outcomes,
+        "figures": found.values(),
+        "intervals": {name: [e.low, e.high] for name, e in found.latency.items()},
+        "slowdown": [vars(each) for each in found.slowdown],
+        "tiers": found.kept.by_tier,
+        "users": [vars(user) for user in found.service.users] if found.service else [],
+        "counters": found.counters,
+        "bounds": vars(found.bounds) if found.bounds else None,
+        "decisions": run.totals.get("decisions"),
+    }
+
+
+def described(run: Run, found: Figures) -> Iterable[str]:
+    """The figures, line by line."""
+    yield from _of_which(run)
+    yield _period(found)
+    if found.latency:
+        yield ""
+        yield from lab.aligned([("seconds", *STATISTICS), *_latencies(found)])
+    yield ""
+    yield from _lines(found)
+    if found.slowdown:
+        yield ""
+        yield from lab.aligned(_sizes(found))
+    if found.service is not None:
+        yield ""
+        yield from lab.aligned(_users(found))
+    yield from _remarks(run, found)
+
+
+def _of_which(run: Run) -> Iterable[str]:
+    """Policy, requests, and how many come a second."""
+    head = run.head
+    rate, load = head.get("rate"), head.get("load")
+    comes = "" if rate is None else f", {rate:.4g} a second" if rate < 1e300 else ", all at once"
+    if load is not None and rate is not None:
+        comes += f" (load {load:g}; fcfs can serve {rate / load:.4g})"
+    yield f"{run.policy} on {head.get('workload')}, seed {head.get('seed')}{comes}"
+
+
+def _period(found: Figures) -> str:
+    period, done = found.window, found.outcomes.get("done", 0)
+    said = f"{found.num_requests} requests, {done} done"
+    if period.state == AT_ONCE:
+        return f"{said}; all came at once, all count"
+    if period.is_whole:
+        why = " as in a backlog, which they are" if period.state == BACKLOG else ""
+        return (
+            f"{said}; all count{why}, and the period ends with the last token, {period.end:.1f} s"
+        )
+    if period.state != STEADY:
+        return (
+            f"{said}; overloaded: {period.growing} grows to the end, so there are no means; "
+            "--whole counts all requests"
+        )
+    short = "; about half, so it may not have ended: more are needed" if period.is_short else ""
+    return (
+        f"{said}; {found.num_counted} count: {period.num_warmup} in front are warm-up{short}, and "
+        f"the period ends with the last arrival, {period.end:.1f} s"
+    )
+
+
+def _latencies(found: Figures) -> Iterable[tuple[str, ...]]:
+    """Values with their intervals, in brackets."""
+    for kind in KINDS:
+        cells = [found.latency.get(f"{kind}.{name}") for name in STATISTICS]
+        if any(cells):
+            digits = 4 if kind in ("tpot", "itl", "normalised") else 3
+            shown = [_bracketed(each, digits) if each else "-" for each in cells]
+            yield (f"{kind} (times)" if kind == "slowdown" else kind, *shown)
+
+
+def _bracketed(estimate: Estimate, digits: int) -> str:
+    if isnan(estimate.value):
+        return "-"
+    low, high = ("?" if abs(end) == inf else f"{end:.{digits}f}" for end in estimate[1:])
+    return f"{estimate.value:.{digits}f} [{low}, {high}]"
+
+
+def _lines(found: Figures) -> Iterable[str]:
+    yield (
+        f"{found.requests_per_second:.2f} requests and {found.tokens_per_second:.0f} output tokens "
+        f"a second; {found.num_steps} steps"
+    )
+    yield (
+        f"preempted {found.num_preemptions} times, {100 * found.recomputed:.1f} % of tokens "
+        f"computed again; KV peak {100 * found.kv_peak:.0f} %; {found.prefix_hits} tokens found in "
+        "the cache"
+    )
+    kept = found.kept
+    if kept.num_promised:
+        yield (
+            f"promises: {kept.num_kept} of {kept.num_promised} kept ({100 * kept.attainment:.1f} %)"
+            f", goodput {kept.goodput:.2f} requests a second"
+        )
+        for tier, (promised, good) in kept.by_tier.items():
+            yield f"  {tier}: {good} of {promised} ({100 * good / promised:.1f} %)"
+    if found.bounds is not None:
+        least = found.bounds
+        yield (
+            f"the whole run took {found.makespan:.1f} s, {found.makespan / least.makespan:.2f} of "
+            f"what no scheduler can beat; mean E2E {found.mean_e2e:.3f} s, "
+            f"{found.mean_e2e / least.mean_e2e:.2f} of it; {least.steps} steps would be needed "
+            f"({least.by})"
+        )
+    if found.counters:
+        yield "counted: " + ", ".join(f"{name} {n}" for name, n in sorted(found.counters.items()))
+
+
+def _sizes(found: Figures) -> Iterable[tuple[str, ...]]:
+    yield ("slowdown by size: prompt", "output", "requests", "mean", "p99")
+    for each in found.slowdown:
+        ends = (_range(*each.prompt), _range(*each.output), str(each.num_requests))
+        yield (*ends, f"{each.mean:.2f}", f"{each.p99:.2f}")
+
+
+def _range(first: int, end: int | None) -> str:
+    return f"{first} or more" if end is None else f"{first} to {end - 1}"
+
+
+def _users(found: Figures) -> Iterable[tuple[str, ...]]:
+    assert found.service is not None
+    yield ("user", "requests", "prompt tokens", "output tokens", "TTFT mean", "E2E mean")
+    for user in found.service.users[:MOST_SHOWN]:
+        counts = (user.num_requests, user.prompt_tokens, user.output_tokens)
+        times = (lab.number(user.ttft), lab.number(user.e2e))
+        yield (user.name, *map(str, counts), *times)
+
+
+def _remarks(run: Run, found: Figures) -> Iterable[str]:
+    if found.service is not None:
+        even = lab.number(found.service.jain)
+        gap, bound = found.service.gap, found.service.bound
+        apart = "no two waited together" if isnan(gap) else f"{gap:.0f} apart at worst"
+        yield (
+            f"service while users waited: Jain's index {even}; {apart} (VTC promises {bound:.0f} "
+            "or less; prompt tokens count 1, output tokens 2)"
+        )
+    if found.recomputed > MAX_RECOMPUTED:
+        yield f"{run.policy} computes {100 * found.recomputed:.0f} % of its tokens again"
+    if found.num_refused:
+        shown = ", ".join(f"{name} {n}" for name, n in found.outcomes.items() if name != "done")
+        yield f"requests that did not end as they should: {shown}"
+    if run.hook_seconds:
+        mean = 1e6 * run.hook_seconds / max(1, found.num_steps)
+        yield f"real time in hooks: {mean:.0f} us a step (differs from run to run)"

@@ -1,0 +1,379 @@
+"""Prove a policy: random engines and workloads against every invariant, for as long as you like."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from functools import cache, partial
+from itertools import count, islice
+from math import inf
+from os import cpu_count
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from engine.config.cli import json_object
+from engine.errors import ConfigError, PolicyError
+from engine.ipc.pool import workers
+from engine.sched.plugins.find import find_policy
+from policylab.sim.compare import Experiment, compare
+from policylab.sim.figures import MAX_RECOMPUTED, MIN_THROUGHPUT, Figures
+from policylab.sim.run import Engine, Variant
+from policylab.sim.workloads import find_workload
+from policylab.simulated import SimulatedHalves
+from policylab.verify.case import Add, Case
+from policylab.verify.shrink import Clocked
+from policylab.verify.swarm import (
+    Found,
+    Report,
+    Swarm,
+    keep,
+    replay_corpus,
+    reproduction,
+    smallest,
+)
+from policylab.verify.trials import MIN_THROUGHPUT as MIN_THROUGHPUT_OF_ANY
+from policylab.verify.trials import Failure, run_trials, statements
+
+BATCH = 20  # seeds that a process is given at a time
+VIOLATION = 1
+LEAST_RUNS = 100  # engines that are run however little time there is: the machine may be slow
+MAX_LOST = 0.5  # of all computed tokens: a policy that computes more of them again fails
+SHRINK_SECONDS = 20.0
+MAX_WAIT = 1000
+
+# The load on which a policy is looked at for work that it does twice: long enough that a backlog
+# builds up, and with lengths that are learnt, without which policies that use them are fcfs.
+STANDARD_LOAD = 0.9
+STANDARD_REQUESTS = 1000
+STANDARD_PREDICTOR = "history"
+
+
+@cache
+def halves() -> SimulatedHalves:
+    """Drafts and grammars of all engines of this process, for which texts are compiled once."""
+    return SimulatedHalves()
+
+
+class Hunt(NamedTuple):
+    """What to look for, and how closely."""
+
+    policy: str | None
+    options: dict[str, Any] | None
+    every: int
+
+    def swarm(self) -> Swarm:
+        return Swarm(self.policy, self.options, every=self.every, halves=halves())
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("simulation")
+    group.add_argument(
+        "--steps", type=int, default=200_000, metavar="N", help="steps to plan (default: 200000)"
+    )
+    group.add_argument("--seed", type=int, default=0, metavar="S", help="the first seed")
+    group.add_argument(
+        "--policy",
+        metavar="NAME",
+        help="a shipped policy, an installed one, or the dotted path of your own class; "
+        "without it every seed draws a shipped one",
+    )
+    group.add_argument(
+        "--policy-options",
+        type=json_object,
+        metavar="JSON",
+        help="arguments of its constructor; drawn around its defaults if not given",
+    )
+    group.add_argument(
+        "--seconds",
+        type=float,
+        metavar="T",
+        help="stop looking after this time, whatever --steps says, though not before "
+        f"{LEAST_RUNS} engines; what is found is then made small, see --shrink-seconds, and the "
+        "trials of --policy take some seconds more",
+    )
+    group.add_argument(
+        "--shrink-seconds",
+        type=float,
+        default=SHRINK_SECONDS,
+        metavar="T",
+        help="how long a case that breaks a rule is made smaller; the smallest so far is printed "
+        f"(default: {SHRINK_SECONDS:g})",
+    )
+    group.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
+    group.add_argument(
+        "--every",
+        type=int,
+        default=8,
+        metavar="K",
+        help="check the whole state after every K-th step; plans, outputs and block tables are "
+        "checked after each (default: 8)",
+    )
+    group.add_argument(
+        "--corpus",
+        type=Path,
+        metavar="FILE",
+        help="cases that once broke a rule: they are run first, and what is found is added",
+    )
+    _add_trials(group)
+
+
+def _add_trials(group: argparse._ArgumentGroup) -> None:
+    """What only a policy that is named is tried with."""
+    group.add_argument(
+        "--max-wait",
+        type=int,
+        default=MAX_WAIT,
+        metavar="N",
+        help="with --policy: steps in which a request must be served though better ones keep "
+        f"coming; 0: requests may starve (default: {MAX_WAIT})",
+    )
+    group.add_argument(
+        "--length-predictor",
+        metavar="NAME",
+        help="with --policy: a predictor of lengths, which must predict numbers from 0 on "
+        f"(default: {STANDARD_PREDICTOR})",
+    )
+    group.add_argument(
+        "--no-load",
+        dest="has_load",
+        action="store_false",
+        help="with --policy: do not simulate a standard load, which takes a few seconds and shows "
+        "whether the policy does much of its work twice",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    _check(parsed)
+    logging.getLogger("engine").setLevel(logging.CRITICAL)  # refusals and faults are expected
+    hunt = Hunt(parsed.policy, parsed.policy_options, parsed.every)
+    console = Console()
+    begun = time.monotonic()
+    report = Report() if hunt.policy is not None else replay_corpus(hunt.swarm())
+    if parsed.corpus is not None:
+        report.add(replay_corpus(hunt.swarm(), parsed.corpus))
+    if not report.found:
+        _search(hunt, parsed, report, console)
+    _print_summary(console, report, time.monotonic() - begun)
+    for found in report.found[:1]:
+        clocked = Clocked(parsed.shrink_seconds, _tell_shrinking(found, parsed.shrink_seconds))
+        small = _shrink(found, clocked)
+        _print_violation(console, found, small)
+        if clocked.is_over:
+            print(
+                f"(it was made smaller for {parsed.shrink_seconds:g} s and may become smaller yet: "
+                "--shrink-seconds)"
+            )
+        if parsed.corpus is not None and found.seed >= 0:
+            keep(found, small, parsed.corpus)
+    if report.found:
+        return VIOLATION
+    return 0 if hunt.policy is None else _try_policy(hunt, parsed, console)
+
+
+def _check(parsed: argparse.Namespace) -> None:
+    """Raise ``ConfigError`` for options that cannot work."""
+    limits = {"steps": (1, inf), "every": (1, inf), "seed": (0, inf), "jobs": (1, cpu_count() or 1)}
+    limits |= {"max_wait": (0, inf)}
+    for name, (low, high) in limits.items():
+        value = getattr(parsed, name)
+        if not low <= value <= high:
+            name = name.replace("_", "-")
+            limit = f"at least {low}" if high == inf else f"in {low}..{high}, the cores there are"
+            raise ConfigError(f"--{name} is {value}, must be {limit}")
+    if parsed.seconds is not None and not parsed.seconds > 0:
+        raise ConfigError(f"--seconds is {parsed.seconds}, must be above 0")
+    if not parsed.shrink_seconds >= 0:
+        raise ConfigError(f"--shrink-seconds is {parsed.shrink_seconds}, must be at least 0")
+    if parsed.corpus is not None:
+        try:  # now, not after hours when a case is to be written
+            parsed.corpus.open("a").close()
+        except OSError as error:
+            raise ConfigError(f"--corpus {parsed.corpus} cannot be written: {error}") from error
+    if not __debug__:
+        raise ConfigError("python -O leaves assertions out, and nothing would be checked")
+    if parsed.policy is not None:
+        find_policy(parsed.policy, parsed.policy_options or {})
+    elif parsed.policy_options is not None:
+        raise ConfigError("--policy-options are for the policy that --policy names, and none is")
+
+
+def _search(hunt: Hunt, parsed: argparse.Namespace, report: Report, console: Console) -> None:
+    """Seeds from the first on, until there were enough steps, time is up or a rule is broken."""
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
+        TextColumn("{task.fields[rate]:,.0f} a second"),
+        TimeElapsedColumn(),
+    )
+    begun = time.monotonic()
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=parsed.steps, rate=0.0)
+        for part in _batches(hunt, parsed):
+            report.add(part)
+            seconds = time.monotonic() - begun
+            progress.update(task, completed=report.num_steps, rate=report.num_steps / seconds)
+            is_late = parsed.seconds is not None and seconds >= parsed.seconds
+            is_late = is_late and report.num_runs >= LEAST_RUNS
+            if report.found or is_late or report.num_steps >= parsed.steps:
+                break
+
+
+def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Report]:
+    """What each batch of seeds brought."""
+    seeds = count(parsed.seed)
+    if parsed.jobs == 1:
+        while True:
+            yield _run_batch(hunt, list(islice(seeds, BATCH)))
+    with workers(parsed.jobs) as pool:
+        waiting: set[Future[Report]] = set()
+        while True:
+            while len(waiting) < 2 * parsed.jobs:
+                waiting.add(pool.submit(_run_batch, hunt, list(islice(seeds, BATCH))))
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield from (future.result() for future in done)
+
+
+def _run_batch(hunt: Hunt, seeds: list[int]) -> Report:
+    logging.getLogger("engine").setLevel(logging.CRITICAL)
+    return hunt.swarm().run(seeds, num_steps=2**62)
+
+
+def _print_summary(console: Console, report: Report, seconds: float) -> None:
+    rate = report.num_steps / seconds if seconds else 0.0
+    console.print(
+        f"{report.num_steps:,} steps, {report.num_runs:,} engines, {report.num_requests:,} "
+        f"requests in {seconds:.1f} s ({rate:,.0f} steps/s); violations: {len(report.found)}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    console.print(
+        f"drafts that were right: {report.num_drafts_right:,}; texts that followed a grammar to "
+        f"its end: {report.num_followed:,}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if report.num_runs and not report.num_requests and not report.found:
+        console.print("warning: all requests were refused, so nothing else is shown")
+    by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(report.steps_by_policy.items()))
+    console.print(f"steps by policy: {by_policy}", highlight=False, soft_wrap=True)
+
+
+def _print_violation(console: Console, found: Found, small: Case) -> None:
+    """What broke, and the smallest program that breaks it."""
+    source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
+    console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
+    console.print(found.broken.message, highlight=False, markup=False, soft_wrap=True)
+    console.print("\nthe smallest case found that breaks it:\n", highlight=False)
+    console.out(reproduction(small), highlight=False)
+
+
+def _shrink(found: Found, clocked: Clocked) -> Case:
+    """The smallest case found until time is up, or the user has had enough of it."""
+    try:
+        return smallest(found, halves=halves(), goes_on=clocked)
+    except KeyboardInterrupt:
+        clocked.is_over = True
+        return clocked.best or found.case
+
+
+def _tell_shrinking(found: Found, limit: float) -> Callable[[int, Case, float], None]:
+    """Says on standard error how far it is, for standard output is the result's."""
+    before = _num_requests(found.case)
+
+    def tell(num_tries: int, best: Case, seconds: float) -> None:
+        print(
+            f"making the case smaller: {num_tries} tried, {_num_requests(best)} of {before} "
+            f"requests left, {seconds:.0f} of {limit:g} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    return tell
+
+
+def _num_requests(case: Case) -> int:
+    return sum(isinstance(event, Add) for event in case.events)
+
+
+def _try_policy(hunt: Hunt, parsed: argparse.Namespace, console: Console) -> int:
+    """Trials and the standard load of a policy that broke no rule in small engines."""
+    print_plain = partial(console.print, highlight=False, markup=False, soft_wrap=True)
+    trials = run_trials(
+        hunt.policy,
+        hunt.options,
+        max_wait=parsed.max_wait or None,
+        predictor=parsed.length_predictor,
+        goes_on=Clocked(parsed.shrink_seconds),
+    )
+    for line in (*(f"by design: {each}" for each in trials.by_design), *trials.not_shown):
+        print_plain(line)
+    failures = trials.failures
+    if parsed.has_load and not any(each.is_rule for each in failures):
+        lines, more = _on_load(hunt)
+        print_plain(*lines, sep="\n")
+        failures = [*failures, *more]
+    for failure in failures:
+        console.print("\nfailure:", style="bold red")
+        print_plain(failure.message)
+        if failure.program:
+            print_plain("\nthe smallest case found that shows it:\n")
+            console.out(failure.program, highlight=False)
+    return VIOLATION if failures else 0
+
+
+def _on_load(hunt: Hunt) -> tuple[list[str], list[Failure]]:
+    """What the policy does to a standard load, with a warning where it collapses under it, and what
+    is a failure."""
+    name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
+    try:
+        fcfs, figures = beside_fcfs(hunt.policy, hunt.options)
+    except (ConfigError, PolicyError) as error:  # it has no figures of its own
+        return [], [Failure(f"{name}: on a standard load ({load}): {error}")]
+    share = figures.recomputed
+    throughput = figures.tokens_per_second / fcfs.tokens_per_second
+    recomputes = f"recomputes {100 * share:.1f} % of its tokens"
+    serves = f"serves {throughput:.2f} of fcfs's throughput"
+    refused = f"; it refused {figures.num_refused} requests" if figures.num_refused else ""
+    lines = [f"standard load ({load}): {name} {recomputes} and {serves}{refused}"]
+    stated = statements(find_policy(hunt.policy, hunt.options or {}))
+    failures = []
+    if throughput < MIN_THROUGHPUT_OF_ANY and "throughput" not in stated:
+        failures.append(f"{serves} (below {MIN_THROUGHPUT_OF_ANY}){refused}")
+    if share > MAX_LOST and "recomputing" not in stated:
+        failures.append(f"{recomputes} (above {100 * MAX_LOST:.0f} %)")
+    bad = []
+    if share > MAX_RECOMPUTED:
+        bad.append(f"{recomputes} (above {100 * MAX_RECOMPUTED:.0f} %)")
+    if throughput < MIN_THROUGHPUT:
+        bad.append(f"{serves} (below {MIN_THROUGHPUT})")
+    if bad and not failures:
+        warned = f"it {' and '.join(bad)}{refused}"
+        lines.append(f"warning: {name} collapses on a standard load: {warned}")
+    return lines, [Failure(f"{name}: on a standard load, {each}") for each in failures]
+
+
+def beside_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
+    """What the simulator says of fcfs and of the policy on the standard load.
+
+    Raises ``PolicyError`` for a policy that has no figures: it computes nothing for a quarter of an
+    hour, or was answered for by default.
+    """
+    [cell] = compare(
+        Experiment(
+            policies=["fcfs", Variant(policy, options) if options else policy],
+            workload=find_workload("log-uniform", num_requests=STANDARD_REQUESTS),
+            engine=Engine(length_predictor=STANDARD_PREDICTOR),
+            loads=[STANDARD_LOAD],
+        )
+    )
+    for name, why in cell.left_out.items():
+        raise PolicyError(f"{name} has no figures: {why}")
+    [fcfs], [figures] = cell.figures
+    return fcfs, figures

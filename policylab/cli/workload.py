@@ -1,0 +1,160 @@
+"""Describe a workload, and write its requests to a file.
+
+A workload is named with options, as in ``"azure-conv(num_requests=5000,num_users=50)"``; --list
+shows which there are. The same seed gives the same requests. A file that --out wrote is a workload
+itself: ``"jsonl(path='requests.jsonl')"``.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import MISSING, fields
+from math import isfinite
+from pathlib import Path
+
+from engine.errors import ConfigError
+from policylab.sim.workloads import WORKLOADS, Workload, find_workload
+from policylab.sim.workloads.describe import Description, Group, as_if_served
+from policylab.sim.workloads.jsonl import FORMAT, Head, write
+
+LENGTHS = ("mean", "P5", "P25", "P50", "P75", "P90", "P95", "P99", "longest")
+GROUPS = ("requests", "share", "prompt tokens", "output tokens", "deadline", "promise", "priority")
+MOST_SHOWN = 10
+MANY_PRIORITIES = 4
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "workload",
+        nargs="?",
+        metavar="W",
+        help="its name, with options if you like, as in 'azure-conv(num_requests=5000)'",
+    )
+    parser.add_argument("--list", action="store_true", help="kinds of workloads and their options")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
+    parser.add_argument(
+        "--rate", type=float, metavar="R", help="requests a second; default: the workload's own"
+    )
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the requests here (JSONL)")
+    parser.add_argument(
+        "--block-size",
+        type=int,
+        metavar="N",
+        help="tokens by which prefix reuse is counted; default: 16, of Mooncake's 512",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.list:
+        print(*listed(), sep="\n")
+        return 0
+    if parsed.workload is None:
+        raise ConfigError("no workload is named; name one, such as azure-conv, or ask for --list")
+    if parsed.rate is not None and not parsed.rate > 0:
+        raise ConfigError(f"--rate is {parsed.rate:g}, must be above 0")
+    workload = find_workload(parsed.workload)
+    block_size = workload.block_size if parsed.block_size is None else parsed.block_size
+    if block_size < 1:
+        raise ConfigError(f"--block-size is {block_size}, must be 1 or more")
+    description = Description(block_size)
+    source = workload.source(parsed.seed, parsed.rate)
+    description.has_followers = source.has_followers
+    jobs = description.watch(as_if_served(source))
+    if parsed.out is None:
+        deque(jobs, maxlen=0)
+    else:
+        head = Head(FORMAT, str(workload), parsed.seed, parsed.rate)
+        write(parsed.out, head, jobs)
+    print(*described(workload, parsed.seed, description), sep="\n")
+    return 0
+
+
+def listed() -> Iterable[str]:
+    """Each kind, what it is, and its own options with their defaults."""
+    common = {option.name for option in fields(Workload)}
+    for name, kind in sorted(WORKLOADS.items()):
+        yield f"{name:20}{_summary(kind)}"
+        own = [
+            option.name if option.default is MISSING else f"{option.name}={option.default!r}"
+            for option in fields(kind)
+            if option.name not in common
+        ]
+        yield f"{'':20}{', '.join(own)}"
+    shared = (f"{option.name}={option.default!r}" for option in fields(Workload))
+    yield f"{'all of them':20}{', '.join(shared)}"
+
+
+def _summary(kind: type[Workload]) -> str:
+    """The first sentence of its docstring."""
+    return " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".")
+
+
+def described(workload: Workload, seed: int, found: Description) -> Iterable[str]:
+    """The figures of a workload, line by line."""
+    yield f"{workload}, seed {seed}"
+    rate = f"{found.rate:.3g} a second" if isfinite(found.rate) else "all at once"
+    yield f"{found.num_requests} requests in {found.seconds:.1f} s: {rate}"
+    if found.has_followers:
+        yield "some follow others, which are taken to get 50 tokens a second after half a second"
+    yield (
+        f"gaps: CV {_figure(found.gap_cv)}; dispersion of counts {_figure(found.dispersion(1.0))} "
+        f"by the second, {_figure(found.dispersion(60.0))} by the minute"
+    )
+    reuse = found.reuse
+    yield (
+        f"prefix reuse: an endless cache has {100 * reuse.share:.1f} % of prompt tokens, in blocks "
+        f"of {reuse.block_size}"
+    )
+    if found.programs:
+        number = len(found.programs)
+        yield f"programs: {number}, with {sum(found.programs.values()) / number:.2f} requests each"
+    yield ""
+    rows = [(name, *map(_figure, row)) for name, row in found.lengths().items()]
+    yield from _aligned([("tokens", *LENGTHS), *rows])
+    for name, groups in (("tier", found.tiers), ("user", found.users)):
+        if groups.keys() - {""}:
+            yield ""
+            yield from _aligned(_table(name, groups))
+
+
+def _figure(value: float) -> str:
+    if value != value:
+        return "-"
+    return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
+
+
+def _table(name: str, groups: dict[str, Group]) -> list[tuple[str, ...]]:
+    """The largest groups, a line each."""
+    whole = sum(group.num_requests for group in groups.values())
+    largest = sorted(groups.items(), key=lambda item: (-item[1].num_requests, item[0]))
+    rows: list[tuple[str, ...]] = [(name, *GROUPS)]
+    for key, group in largest[:MOST_SHOWN]:
+        number = group.num_requests
+        levels = sorted(group.priorities)
+        many = f"{levels[0]} to {levels[-1]}"
+        rows.append(
+            (
+                key or "(none)",
+                str(number),
+                f"{100 * number / whole:.1f} %",
+                _figure(group.num_prompt / number),
+                _figure(group.num_output / number),
+                f"{100 * group.with_deadline / number:.0f} %",
+                f"{100 * group.with_promise / number:.0f} %",
+                ", ".join(map(str, levels)) if len(levels) < MANY_PRIORITIES else many,
+            )
+        )
+    if rest := largest[MOST_SHOWN:]:
+        number = sum(group.num_requests for _, group in rest)
+        cells = (f"{len(rest)} more", str(number), f"{100 * number / whole:.1f} %")
+        rows.append((*cells, *[""] * (len(GROUPS) - 2)))
+    return rows
+
+
+def _aligned(rows: list[tuple[str, ...]]) -> Iterable[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *cells in rows:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        yield "  ".join([first.ljust(widths[0]), *padded]).rstrip()

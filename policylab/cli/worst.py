@@ -1,0 +1,217 @@
+"""``metronome compare A B --worst``: where A does worst beside B, and how to see it again."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+from engine.errors import ConfigError
+from policylab.cli import lab
+from policylab.sim.compare import Experiment, compare
+from policylab.sim.experiment import in_processes
+from policylab.sim.figures import NAMES
+from policylab.sim.named import call, split
+from policylab.sim.promises import slo
+from policylab.sim.run import Engine, check, name_of
+from policylab.sim.workloads import Workload
+from policylab.sim.worst import KNOBS, LOAD, Case, Found, Hunt, choice, find_worst, rate_of
+
+NUM_REQUESTS = 100  # of a case, if not said: many cases tell more than long ones
+NUM_SEEDS = 2
+NUM_OTHERS = 5  # seeds with which a case is tried again, as those of the search were chosen by it
+CONFLICTS = {
+    "rate": "a case has a load",
+    "sweep": "it turns the options itself",
+    "unpaired": "both get the same requests",
+    "capacity": "each looks for something else",
+    "figures": "it goes by one --figure",
+    "json": "it prints a command line",
+    "csv": "it prints a command line",
+    "report": "it prints a command line, whose run can be looked at",
+    "plots": "it prints a command line, whose run can be looked at",
+}
+ENGINE_FLAGS = {
+    "max_num_seqs": "--max-num-seqs",
+    "max_num_batched_tokens": "--max-num-batched-tokens",
+    "num_blocks": "--num-kv-blocks",
+    "block_size": "--block-size",
+    "depth": "--depth",
+    "length_predictor": "--length-predictor",
+}
+TYPED = {"profile": "--profile", "cost": "--cost", "max_model_len": "--max-model-len"}
+PINS = {
+    "max_num_seqs": "max_num_seqs",
+    "max_num_batched_tokens": "max_num_batched_tokens",
+    "num_kv_blocks": "num_blocks",
+    "prompt_tokens": "prompt_tokens",
+    "output_tokens": "output_tokens",
+    "shared_prefix": "shared_prefix",
+    "users": "num_users",
+    "loads": LOAD,
+}
+"""What is not turned if it was asked for, by its name on the command line."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the worst case")
+    group.add_argument(
+        "--worst",
+        nargs="?",
+        const="",
+        metavar="A,B",
+        help="look for a workload and an engine on which policy A does worst beside B; what is "
+        "asked for stays as it is",
+    )
+    group.add_argument(
+        "--figure", default="ttft.mean", metavar="NAME", help="by which; default: %(default)s"
+    )
+    group.add_argument(
+        "--seconds", type=float, default=60.0, metavar="T", help="for so long; default: 60"
+    )
+
+
+def run(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> int:
+    """``compare A B --worst``, or ``compare --worst A,B``."""
+    if parsed.worst:
+        parsed.policies += split(parsed.worst)
+        policies = [*policies, *lab.variants(parsed.worst, "--worst")]
+    start = _start(parsed, policies, loads)
+    hunts = [
+        Hunt(
+            policy=policies[0],
+            beside=policies[1],
+            figure=parsed.figure,
+            start=start,
+            slo=tuple(slo(parsed.slo)) if parsed.slo else (),
+            pinned=_pinned(parsed),
+            seed=parsed.seed + place,
+            seconds=parsed.seconds,
+        )
+        for place in range(max(1, parsed.jobs))
+    ]
+    found = list(in_processes(find_worst, hunts, parsed.jobs))
+    worst = max(found, key=lambda each: each.score.worse)
+    print(*described(parsed, hunts[0], worst, sum(each.num_tries for each in found)), sep="\n")
+    return 1 if worst.score.why else 0
+
+
+def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> Case:
+    """The case from which it begins. Raises ``ConfigError`` for options that cannot work."""
+    if len(policies) != 2:
+        raise ConfigError(
+            f"--worst is of two policies, the second to stand beside; there are {len(policies)}: "
+            "say vtc,fcfs"
+        )
+    for name, why in CONFLICTS.items():
+        if getattr(parsed, name):
+            raise ConfigError(f"--worst and --{name} do not go together: {why}; leave one out")
+    if parsed.figure not in NAMES:
+        raise ConfigError(f"figure {parsed.figure!r} is not known; there are: {', '.join(NAMES)}")
+    if not 0 < parsed.seconds < inf:
+        raise ConfigError(f"--seconds is {parsed.seconds:g}, must be above 0")
+    if len(loads) > 1:
+        raise ConfigError(f"--loads has {len(loads)} loads, must be one for --worst, or none")
+    if parsed.requests is None:
+        parsed.requests = NUM_REQUESTS
+    workload = lab.workload_of(parsed)
+    engine = lab.engine_of(parsed, lab.log_of(workload))
+    check(policies, workload, engine)
+    load = loads[0] if loads else None if workload.natural_rate is None else lab.LOAD
+    seeds = tuple(range(parsed.seed, parsed.seed + NUM_SEEDS))
+    return Case(workload=workload, engine=engine, load=load, seeds=seeds)
+
+
+def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
+    """What the command line has said, and so stays."""
+    told = {knob for name, knob in PINS.items() if getattr(parsed, name) is not None}
+    return frozenset(told | call(parsed.workload, "--workload", "log-uniform")[1].keys())
+
+
+def described(
+    parsed: argparse.Namespace, hunt: Hunt, worst: Found, num_tries: int
+) -> Iterable[str]:
+    """What was found, whether it is chance, and how to see it again."""
+    policy, beside = name_of(hunt.policy), name_of(hunt.beside)
+    tried = f"{num_tries} cases in {hunt.seconds:g} s"
+    case, score = worst.case, worst.score
+    if score.worse <= 0.0:
+        yield f"{policy} is nowhere worse than {beside} by {hunt.figure}: {tried}"
+        return
+    yield f"where {policy} does worst beside {beside} by {hunt.figure}: {tried}"
+    if score.worse == inf:
+        yield score.why
+    else:
+        yield (
+            f"{score.times:.2f} times as bad: {score.ours:.4g} to {score.theirs:.4g}, over all "
+            f"{case.workload.num_requests} requests and seeds {case.seeds[0]} to {case.seeds[-1]}"
+        )
+    yield from _turned(hunt.start, case)
+    if score.worse < inf:
+        yield ""
+        yield from _again(hunt, case)
+    yield ""
+    yield "to see it again:"
+    yield command(parsed, case)
+
+
+def _turned(start: Case, case: Case) -> Iterable[str]:
+    """What differs from the case it began with."""
+    for name in ("num_requests", *KNOBS):
+        now, then = choice(case, name), choice(start, name)
+        if now != then:
+            yield f"  {name} {now} (it began with {then})"
+
+
+def _again(hunt: Hunt, case: Case) -> Iterable[str]:
+    """The case with seeds that the search has not seen."""
+    first = case.seeds[-1] + 1
+    [cell] = compare(
+        Experiment(
+            policies=[hunt.beside, hunt.policy],
+            workload=case.workload,
+            engine=case.engine,
+            rate=rate_of(case),
+            seeds=range(first, first + NUM_OTHERS),
+            slo=hunt.slo,
+            is_whole=True,
+        )
+    )
+    if cell.left_out:
+        yield from lab.left_out_lines(cell.left_out)
+        return
+    found = cell.difference(1, hunt.figure)
+    change = f" ({100 * found.relative:+.0f} %)" if found.theirs.value else ""
+    yield (
+        f"with {NUM_OTHERS} other seeds: {lab.interval(found.ours, 4)} to "
+        f"{lab.interval(found.theirs, 4)}{change}: {found.verdict}"
+    )
+
+
+def command(parsed: argparse.Namespace, case: Case) -> str:
+    """The command line that shows this case: the second policy, and the first beside it."""
+    words = ["metronome", "compare", *reversed(parsed.policies), "--workload", _workload(case)]
+    default = Engine()
+    for name, flag in ENGINE_FLAGS.items():
+        if (value := getattr(case.engine, name)) != getattr(default, name):
+            words += [flag, str(value)]
+    for name, flag in TYPED.items():
+        if (value := getattr(parsed, name)) is not None:
+            words += [flag, str(value)]
+    if parsed.slo is not None:
+        words += ["--slo", parsed.slo]
+    if (rate := rate_of(case)) is not None:
+        words += ["--rate", repr(rate)]
+    words += ["--seed", str(case.seeds[0]), "--seeds", str(len(case.seeds))]
+    return shlex.join([*words, "--whole", "--figures", parsed.figure])
+
+
+def _workload(case: Case) -> str:
+    """By its name and all options that are not the kind's own, the number of requests always."""
+    workload: Workload = case.workload
+    text, number = str(workload), f"num_requests={workload.num_requests}"
+    if number in text:
+        return text
+    return f"{text[:-1]}, {number})" if text.endswith(")") else f"{text}({number})"

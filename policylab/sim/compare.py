@@ -1,0 +1,240 @@
+"""Policies side by side on the same requests, and whether a difference is more than chance.
+
+All policies of a pair get the same requests at the same times ("common random numbers"), so what
+the requests do to a figure drops out of the difference. The interval of a difference is Student's,
+from one value a seed, and holds the true one 19 times in 20 if the seeds were all there is; where
+it holds 0 the verdict is "undecided". Of twenty figures that do not differ one is called different.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import isnan
+from typing import Any
+
+from engine.errors import ConfigError
+from policylab.sim.estimate import NOTHING, Estimate, difference, mean_over
+from policylab.sim.experiment import (
+    NoFigures,
+    Setting,
+    check_rate,
+    distinct,
+    in_processes,
+    measure,
+    with_option,
+)
+from policylab.sim.figures import Figures, collapse, is_better_small
+from policylab.sim.promises import Limit
+from policylab.sim.run import Engine, check, name_of, rate_at
+from policylab.sim.workloads import Workload
+
+EQUAL, UNDECIDED, BETTER, WORSE, NO_MEANS = "equal", "undecided", "better", "worse", "no means"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A figure of one policy, and of the one it is compared with."""
+
+    figure: str
+    ours: Estimate
+    """Mean over seeds."""
+    theirs: Estimate
+    by: Estimate
+    """How much more ours is."""
+    verdict: str
+    """"equal" to the last digit, "undecided", "better", "worse", or "no means" where a seed has
+    nothing to compare, as it was overloaded."""
+    num_seeds: int
+    """Seeds with which both have the figure."""
+
+    @property
+    def relative(self) -> float:
+        """How much more ours is, as a share of theirs."""
+        return self.by.value / abs(self.theirs.value) if self.theirs.value else 0.0
+
+
+def verdict(by: Estimate, *, is_equal: bool, is_better_small: bool) -> str:
+    """What a difference says; ``is_equal``: all values are the same to the last digit."""
+    if is_equal:
+        return EQUAL
+    if by.holds_zero:
+        return UNDECIDED
+    return BETTER if (by.value < 0) == is_better_small else WORSE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """Policies at one load and setting, over all seeds."""
+
+    load: float | None
+    rate: float | None
+    """Requests a second that came; ``None``: the workload's own."""
+    capacity: float | None
+    """Requests a second that fcfs can serve, if it was measured."""
+    setting: str
+    """What was swept, as ``option=value``; empty if nothing."""
+    names: list[str]
+    figures: list[list[Figures]]
+    """By policy, then by seed."""
+    is_paired: bool = True
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    """Policies that have no figures, by name, and why: they were switched off, or something was
+    answered by default for them, in this cell or another one of the comparison."""
+
+    def over_seeds(self, place: int, figure: str) -> Estimate:
+        """The mean of a policy's figure over all seeds; NaN unless each of them has it."""
+        values = [each.value(figure) for each in self.figures[place]]
+        return NOTHING if any(map(isnan, values)) else mean_over(values)
+
+    def num_with(self, place: int, figure: str) -> int:
+        """Seeds with which the policy has this figure."""
+        return sum(not isnan(each.value(figure)) for each in self.figures[place])
+
+    def num_overloaded(self, place: int) -> int:
+        return sum(each.is_overloaded for each in self.figures[place])
+
+    def difference(self, place: int, figure: str, base: int = 0) -> Difference:
+        """A policy's figure beside that of another, by default the first."""
+        ours, theirs = ([each.value(figure) for each in self.figures[p]] for p in (place, base))
+        num_pairs = sum(not isnan(o - t) for o, t in zip(ours, theirs, strict=True))
+        by, words = NOTHING, NO_MEANS
+        if num_pairs == len(ours):
+            pairs = zip(ours, theirs, strict=True)
+            by = mean_over([o - t for o, t in pairs])
+            by = by if self.is_paired else difference(ours, theirs)
+            is_small = is_better_small(figure)
+            words = verdict(by, is_equal=ours == theirs, is_better_small=is_small)
+        return Difference(
+            figure=figure,
+            ours=self.over_seeds(place, figure),
+            theirs=self.over_seeds(base, figure),
+            by=by,
+            verdict=words,
+            num_seeds=num_pairs,
+        )
+
+    def collapses(self) -> list[str]:
+        """A line for each policy that does its work twice, or little of it."""
+        if "fcfs" not in self.names:
+            base = float("nan")
+        else:
+            base = self.over_seeds(self.names.index("fcfs"), "tokens_per_second").value
+        lines = [
+            collapse(
+                name,
+                self.over_seeds(place, "recomputed").value,
+                self.over_seeds(place, "tokens_per_second").value,
+                base,
+            )
+            for place, name in enumerate(self.names)
+        ]
+        return [line for line in lines if line]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experiment:
+    """Which policies get which requests."""
+
+    policies: Sequence[Any]
+    """As given to an engine, or as a ``Variant``; in several processes by name, path or class."""
+    workload: Workload
+    engine: Engine = field(default_factory=Engine)
+    loads: Sequence[float] | None = None
+    """Shares of what fcfs can serve, which is one rate for all seeds; ``None``: ``rate``."""
+    rate: float | None = None
+    """Requests a second; ``None``: the workload's own."""
+    seeds: Sequence[int] = (0,)
+    slo: Sequence[Limit] = ()
+    sweep: tuple[str, Sequence[Any]] | None = None
+    """An option of engine, workload or scheduler, and its values."""
+    is_paired: bool = True
+    """All policies get the same requests; otherwise each has seeds of its own."""
+    is_whole: bool = False
+    """All requests count, of runs that are overloaded too, in which no part is steady."""
+
+
+def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
+    """A cell for each value of the option swept and each load, simulated in so many processes.
+
+    Raises ``ConfigError`` for options that cannot work, before anything is simulated, and
+    ``EngineDeadError`` if a process dies.
+    """
+    if not what.policies:
+        raise ConfigError("there is no policy to compare; name one, such as 'fcfs'")
+    check_rate(what.rate)
+    blanks = [cell for setting in variations(what) for cell in _cells(what, *setting)]
+    settings = [replace(setting, seed=seed) for _, setting in blanks for seed in what.seeds]
+    results = list(in_processes(measure, settings, jobs))
+    parts = [results[n : n + len(what.seeds)] for n in range(0, len(results), len(what.seeds))]
+    left_out = without_figures(blanks[0][0].names, results)
+    return [
+        _filled(cell, left_out, list(zip(*part, strict=True)))
+        for (cell, _), part in zip(blanks, parts, strict=True)
+    ]
+
+
+def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> dict[str, str]:
+    """The policies with no figures in one of these rows, each of which has a place for each of
+    ``names``; and why, the first time."""
+    found: dict[str, str] = {}
+    for row in rows:
+        for name, each in zip(names, row, strict=True):
+            if isinstance(each, NoFigures):
+                found.setdefault(name, each.why)
+    return found
+
+
+def _filled(
+    cell: Cell, left_out: Mapping[str, str], columns: Sequence[Sequence[Figures | NoFigures]]
+) -> Cell:
+    """The cell with the figures of those policies that have them everywhere."""
+    kept = {
+        name: [each for each in column if isinstance(each, Figures)]
+        for name, column in zip(cell.names, columns, strict=True)
+        if name not in left_out
+    }
+    return replace(cell, names=list(kept), figures=list(kept.values()), left_out=left_out)
+
+
+def _cells(
+    what: Experiment, said: str, workload: Workload, engine: Engine
+) -> Iterator[tuple[Cell, Setting]]:
+    """One for each load, without its figures, and what is to be simulated for it."""
+    check(what.policies, workload, engine)
+    loads: list[float | None] = [*what.loads] if what.loads else [None]
+    capacity = None
+    for load in loads:
+        rate = what.rate
+        if load is not None:
+            capacity = capacity or rate_at(1.0, workload, engine)
+            rate = rate_at(load, workload, engine, capacity=capacity)
+        yield (
+            Cell(
+                load=load,
+                rate=rate,
+                capacity=capacity,
+                setting=said,
+                names=distinct(name_of(policy) for policy in what.policies),
+                figures=[],
+                is_paired=what.is_paired,
+            ),
+            Setting(
+                policies=tuple(what.policies),
+                workload=workload,
+                engine=engine,
+                rate=rate,
+                slo=tuple(what.slo),
+                is_paired=what.is_paired,
+                is_whole=what.is_whole,
+            ),
+        )
+
+
+def variations(what: Experiment) -> list[tuple[str, Workload, Engine]]:
+    """Workload and engine at each value of the option swept, and what was swept as
+    ``option=value``. Raises ``ConfigError``."""
+    if what.sweep is None:
+        return [("", what.workload, what.engine)]
+    name, values = what.sweep
+    return [(f"{name}={v!r}", *with_option(name, v, what.workload, what.engine)) for v in values]

@@ -1,0 +1,190 @@
+"""Many runs: policies on the same requests, over seeds and settings, in several processes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field, fields, replace
+from functools import reduce
+from math import inf
+from os import cpu_count
+from typing import Any, TypeVar
+
+from engine.config.sched import SchedulerConfig
+from engine.errors import ConfigError, EngineDeadError, EngineError, PolicyError
+from engine.ipc.pool import workers
+from policylab.sim.figures import Figures, figures, period_of
+from policylab.sim.promises import Limit
+from policylab.sim.run import Engine, Run, name_of, run
+from policylab.sim.steady import BACKLOG, Window
+from policylab.sim.workloads import Workload
+
+logger = logging.getLogger("engine.sim")
+MAX_SEEDS = 10_000
+OF_POLICY = ("scheduling_policy", "policy_options")
+FLAGS = tuple(each.name for each in fields(Engine) if isinstance(each.default, bool))
+UNPAIRED_STRIDE = 100_003  # a policy's seeds begin so far behind those of the one before
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Policies, and the requests that each of them gets."""
+
+    policies: tuple[Any, ...]
+    workload: Workload
+    engine: Engine = field(default_factory=Engine)
+    seed: int = 0
+    rate: float | None = None
+    """Requests a second; ``None``: the workload's own."""
+    slo: tuple[Limit, ...] = ()
+    is_paired: bool = True
+    """All get the same requests; otherwise each has requests of its own seed."""
+    is_whole: bool = False
+    """All requests count, of runs that are overloaded too, in which no part is steady."""
+
+    def seed_of(self, place: int) -> int:
+        """The seed of the policy at this place."""
+        return self.seed if self.is_paired else self.seed + place * UNPAIRED_STRIDE
+
+
+@dataclass(frozen=True)
+class NoFigures:
+    """A policy that has none, as a run was not its own or could not go on."""
+
+    why: str
+
+
+def measure(setting: Setting) -> list[Figures | NoFigures]:
+    """Figures of each policy; where they got the same requests, of the same ones of these: after
+    the longest warm-up of any, or all."""
+    requests = (setting.workload, setting.engine)
+    runs = [
+        own_run(policy, *requests, setting.seed_of(place), setting.rate)
+        for place, policy in enumerate(setting.policies)
+    ]
+    own = [each for each in runs if isinstance(each, Run)]
+    found = iter(_figures_of(own, setting))
+    return [next(found) if isinstance(each, Run) else each for each in runs]
+
+
+def own_run(
+    policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
+) -> Run | NoFigures:
+    """The run of a policy, if it is its own: it ends, and nothing was answered by default."""
+    try:
+        found = run(policy, workload, engine, seed=seed, rate=rate)
+    except PolicyError as error:
+        return NoFigures(str(error))
+    except EngineError:  # an option, or a file, that cannot work for any policy
+        raise
+    except Exception as error:
+        logger.exception("a run of %s could not go on", name_of(policy))
+        return NoFigures(f"its run could not go on: {type(error).__name__}: {error}")
+    return NoFigures(found.not_own) if found.not_own else found
+
+
+def _figures_of(runs: Sequence[Run], setting: Setting) -> list[Figures]:
+    periods = [period_of(each) for each in runs]
+    if setting.is_whole:
+        periods = [period.whole() for period in periods]
+    elif setting.is_paired and any(period.is_whole for period in periods):
+        periods = [period.whole(BACKLOG) for period in periods]
+    elif setting.is_paired:
+        steady = [period for period in periods if period.num_warmup]
+        periods = [reduce(Window.joined, steady, period) for period in periods]
+    return [
+        figures(each, slo=setting.slo, period=period)
+        for each, period in zip(runs, periods, strict=True)
+    ]
+
+
+def in_processes(
+    work: Callable[[Item], Result], items: Sequence[Item], jobs: int
+) -> Iterator[Result]:
+    """The results in the items' order, computed in ``jobs`` processes.
+
+    Raises ``EngineDeadError`` if one of them dies, and what ``work`` raises.
+    """
+    most = max(1, cpu_count() or 1)
+    if not 1 <= jobs <= most:
+        raise ConfigError(f"--jobs is {jobs}, must be in 1..{most}, the processors here")
+    if jobs == 1 or len(items) == 1:
+        yield from map(work, items)
+        return
+    with workers(min(jobs, len(items))) as pool:
+        pending = [pool.submit(work, item) for item in items]
+        try:
+            for future in pending:
+                yield future.result()
+        except BrokenProcessPool as error:
+            raise EngineDeadError(
+                "a process that simulated has died, killed or for want of memory; its part of the "
+                "figures is lost: run it again, with fewer --jobs if memory is short"
+            ) from error
+
+
+def seeds_from(first: int, count: int) -> range:
+    """The seeds of an experiment. Raises ``ConfigError``."""
+    if not 1 <= count <= MAX_SEEDS:
+        raise ConfigError(f"--seeds is {count}, must be in 1..{MAX_SEEDS}")
+    if not 0 <= first < 2**31:
+        raise ConfigError(f"--seed is {first}, must be in 0..{2**31 - 1}")
+    return range(first, first + count)
+
+
+def with_option(
+    name: str, value: Any, workload: Workload, engine: Engine
+) -> tuple[Workload, Engine]:
+    """Workload and engine with an option of either, or of the scheduler, at this value.
+
+    Raises ``ConfigError`` for one that none of them has, and for a value that it cannot take.
+    """
+    try:
+        return _with_option(name, value, workload, engine)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(f"option {name} cannot be {value!r}: {error}") from error
+
+
+def _with_option(
+    name: str, value: Any, workload: Workload, engine: Engine
+) -> tuple[Workload, Engine]:
+    in_engine = {each.name for each in fields(Engine)} - {"scheduler", "cost"}
+    in_workload = {each.name for each in fields(workload)}
+    in_scheduler = {each.name for each in fields(SchedulerConfig)} - {*OF_POLICY}
+    if name in OF_POLICY:
+        raise ConfigError(
+            f"option {name!r} is the policy's own; options of a policy stand behind its name, as "
+            "in edf(default_deadline=5)"
+        )
+    if name in FLAGS and not isinstance(value, bool):
+        raise ConfigError(f"{name} is {value!r}, must be True or False")
+    if name in in_engine:
+        return workload, replace(engine, **{name: value})
+    if name in in_workload:
+        return replace(workload, **{name: value}), engine
+    if name in in_scheduler:
+        return workload, replace(engine, scheduler={**engine.scheduler, name: value})
+    raise ConfigError(
+        f"option {name!r} is neither the engine's ({', '.join(sorted(in_engine))}) nor the "
+        f"workload's ({', '.join(sorted(in_workload))}) nor one of the scheduler; those of a "
+        "policy stand behind its name, as in edf(default_deadline=5)"
+    )
+
+
+def check_rate(rate: float | None) -> None:
+    """Raise ``ConfigError`` for one at which nothing can come."""
+    if rate is not None and not 0 < rate <= inf:
+        raise ConfigError(f"--rate is {rate:g}, must be above 0")
+
+
+def distinct(names: Iterable[str]) -> list[str]:
+    """Names of columns: the second of two that are the same is told apart."""
+    found: list[str] = []
+    for name in names:
+        again = sum(other == name or other.startswith(f"{name} #") for other in found)
+        found.append(f"{name} #{again + 1}" if again else name)
+    return found

@@ -1,0 +1,234 @@
+"""What changes with the load: a line for each policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import isfinite, nan
+
+from policylab.sim.estimate import Estimate
+from policylab.sim.figures import LATENCIES
+from policylab.sim.report.charts import BOTH, DOTS, Chart, Level, Lines, Series
+from policylab.sim.report.subjects import Point
+
+CURVES = {
+    "ttft": "time to first token",
+    "tpot": "time per output token",
+    "itl": "time between tokens",
+    "e2e": "time to last token",
+}
+
+
+def over_load(points: Sequence[Point]) -> Iterator[Chart]:
+    """Latencies, throughput and kept promises."""
+    label = x_label(points)
+    is_apart = _mark(points) == DOTS
+    for kind, words in CURVES.items():
+        for statistic in ("mean", "p50", "p99"):
+            yield Lines(
+                key=f"load-{kind}-{statistic}",
+                title=f"{words.capitalize()}, {statistic}, over load",
+                caption="Lower is better. Where a policy has no dot, it is overloaded: the queue "
+                "grew without end, and a mean would only say how long the run was.",
+                x_label=label,
+                y_label=f"{kind.upper()} {statistic}, seconds",
+                series=_series(points, f"{kind}.{statistic}"),
+                log_y=True,
+                moments=_capacities(points),
+                is_apart=is_apart,
+            )
+    yield Lines(
+        key="load-throughput",
+        title="Throughput over load",
+        caption="Output tokens a second. A line that falls while the load rises is a collapse: "
+        "work is done twice, or seats stand empty.",
+        x_label=label,
+        y_label="output tokens a second",
+        series=_series(points, "tokens_per_second"),
+        is_apart=is_apart,
+    )
+    yield Lines(
+        key="load-attainment",
+        title="Kept promises over load",
+        caption="The share of requests that got all that they were promised; higher is better.",
+        x_label=label,
+        y_label="share of requests",
+        series=_series(points, "attainment", is_share=True),
+        is_share=True,
+        is_apart=is_apart,
+    )
+    yield Lines(
+        key="load-goodput",
+        title="Goodput over load",
+        caption="Requests a second that got all that they were promised; higher is better.",
+        x_label=label,
+        y_label="requests a second",
+        series=_series(points, "goodput"),
+        is_apart=is_apart,
+    )
+    yield Lines(
+        key="load-recomputed",
+        title="Work done twice, over load",
+        caption="Of all computed tokens, the share that had been computed before: what preemption "
+        "costs here.",
+        x_label=label,
+        y_label="share of tokens",
+        series=_series(points, "recomputed", is_share=True),
+        is_share=True,
+        is_apart=is_apart,
+    )
+
+
+def x_label(points: Sequence[Point]) -> str:
+    """What is on the axis: the load, where it is known."""
+    return "load, over what fcfs can serve" if _has_loads(points) else "requests a second"
+
+
+def _has_loads(points: Sequence[Point]) -> bool:
+    return bool(points) and all(isfinite(point.load) for point in points)
+
+
+def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
+    """The points of each policy, by load or rate."""
+    has_loads = _has_loads(points)
+    found: dict[str, list[tuple[float, Point]]] = {}
+    for point in points:
+        found.setdefault(point.name, []).append((point.load if has_loads else point.rate, point))
+    return {name: sorted(each, key=lambda pair: pair[0]) for name, each in found.items()}
+
+
+def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
+    """The points at each load, and how it is called."""
+    found: dict[float, list[Point]] = {}
+    has_loads = _has_loads(points)
+    for point in points:
+        x = point.load if has_loads else point.rate
+        if isfinite(x):
+            found.setdefault(x, []).append(point)
+    label = "load {:.4g}" if has_loads else "{:.4g} requests a second"
+    return [(label.format(x), found[x]) for x in sorted(found)]
+
+
+def _has(point: Point, name: str) -> bool:
+    """Whether there is such a figure. Of latencies the overloaded have none: those seeds that were
+    not would say what was chosen."""
+    return isfinite(point.value(name)) and not (name in LATENCIES and point.is_overloaded)
+
+
+def _mark(points: Sequence[Point]) -> str:
+    """A line says something of what is between: not with two loads."""
+    return BOTH if len(by_load(points)) > 2 else DOTS
+
+
+def _within(value: Estimate) -> Estimate:
+    """A share, whose interval cannot be beyond 0 and 1 either, if it has ends at all."""
+    return Estimate(
+        value.value,
+        max(0.0, value.low) if isfinite(value.low) else value.low,
+        min(1.0, value.high) if isfinite(value.high) else value.high,
+    )
+
+
+def _series(points: Sequence[Point], name: str, *, is_share: bool = False) -> list[Series]:
+    found, mark = [], _mark(points)
+    for policy, pairs in by_policy(points).items():
+        known = [(x, point.values[name]) for x, point in pairs if _has(point, name)]
+        if is_share:
+            known = [(x, _within(value)) for x, value in known]
+        if known:
+            found.append(
+                Series(
+                    name=policy,
+                    x=[x for x, _ in known],
+                    y=[each.value for _, each in known],
+                    low=[each.low for _, each in known],
+                    high=[each.high for _, each in known],
+                    mark=mark,
+                )
+            )
+    return found
+
+
+def _capacities(points: Sequence[Point]) -> list[Level]:
+    """Where each policy is overloaded first."""
+    found = []
+    for name, pairs in by_policy(points).items():
+        over = [x for x, point in pairs if point.is_overloaded]
+        if over and not all(point.is_overloaded for _, point in pairs):
+            found.append(Level(over[0], f"{name} overloaded from here on"))
+    return found
+
+
+def pareto(points: Sequence[Point]) -> Iterator[Chart]:
+    """Throughput against the tail."""
+    for kind in ("ttft", "itl"):
+        series = []
+        for name, pairs in by_policy(points).items():
+            both = [
+                (point.value("tokens_per_second"), point.value(f"{kind}.p99"))
+                for _, point in pairs
+                if _has(point, f"{kind}.p99")
+            ]
+            both = [pair for pair in both if isfinite(sum(pair))]
+            if both:
+                x, y = zip(*both, strict=True)
+                series.append(Series(name=name, x=x, y=y, mark=_mark(points)))
+        yield Lines(
+            key=f"pareto-{kind}",
+            title=f"Throughput against the p99 of {CURVES[kind]}",
+            caption="Each dot is a policy at one load; right and low is best. A policy whose dots "
+            "lie below and right of another's is better at every trade.",
+            x_label="output tokens a second",
+            y_label=f"{kind.upper()} p99, seconds",
+            series=series,
+            log_y=True,
+        )
+
+
+def pressure(points: Sequence[Point]) -> Iterator[Chart]:
+    """What preemption costs, against how full the KV pool was."""
+    series = []
+    for name, pairs in by_policy(points).items():
+        x = [point.value("kv_peak") for _, point in pairs]
+        y = [point.value("recomputed") for _, point in pairs]
+        if any(map(isfinite, x)):
+            series.append(Series(name=name, x=x, y=y, mark=DOTS))
+    yield Lines(
+        key="pressure",
+        title="Work done twice against KV pressure",
+        caption="Each dot is a policy at one load: how full the KV pool was at its fullest, and "
+        "which share of tokens was computed again.",
+        x_label="largest share of the KV pool in use",
+        y_label="share of tokens computed again",
+        series=series,
+        is_share=True,
+    )
+
+
+def errors(points: Sequence[Point]) -> Iterator[Chart]:
+    """Simulated against real, where both are there."""
+    real = {(p.policy, p.rate): p for p in points if p.kind == "real"}
+    has_loads = _has_loads(points)
+    series = []
+    for name in ("ttft.mean", "tpot.mean", "e2e.mean", "ttft.p99", "e2e.p99"):
+        for policy in dict.fromkeys(point.policy for point in points):
+            pairs = []
+            for point in points:
+                other = real.get((policy, point.rate))
+                if point.policy == policy and point.kind == "simulated" and other is not None:
+                    was = other.value(name)
+                    error = 100.0 * (point.value(name) - was) / was if was else nan
+                    pairs.append((point.load if has_loads else point.rate, error))
+            pairs = sorted(pair for pair in pairs if isfinite(sum(pair)))
+            if pairs:
+                x, y = zip(*pairs, strict=True)
+                series.append(Series(name=f"{policy}, {name}", x=x, y=y, mark=BOTH))
+    yield Lines(
+        key="error",
+        title="Error of the simulation over load",
+        caption="How much larger the simulated figure is than the real one, in per cent. Queues "
+        "magnify errors of step times as the load comes near 1.",
+        x_label=x_label(points),
+        y_label="simulated over real, per cent more",
+        series=series,
+        levels=[Level(0.0, "")],
+    )

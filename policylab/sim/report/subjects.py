@@ -1,0 +1,263 @@
+"""What a report is about: runs with their figures, and points of a comparison."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import isfinite, nan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policylab.sim.compare import Cell, Difference, verdict
+from policylab.sim.estimate import Estimate, mean_over
+from policylab.sim.figures import NAMES, Figures, figures, is_better_small
+from policylab.sim.promises import Limit
+from policylab.sim.run import Run
+
+
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A run that is shown."""
+
+    label: str
+    run: Run
+    figures: Figures
+    where: str = ""
+    """Which of all simulated runs it is: its seed and load, and of how many."""
+    elsewhere: str = ""
+    """How many of the policy's runs in the comparison are overloaded, by load."""
+
+    @property
+    def counted(self) -> NDArray[np.bool_]:
+        """The requests that its figures count [requests]."""
+        came = np.zeros(len(self.run.requests), dtype=np.bool_)
+        came[self.figures.window.num_warmup :] = True
+        counted: NDArray[np.bool_] = came & self.run.requests.done
+        return counted
+
+    @property
+    def rate(self) -> float:
+        """Requests that came a second; NaN where that is not known."""
+        rate = self.run.head.get("rate")
+        return float(rate) if rate is not None and rate < 1e299 else nan
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """What came of a policy at one load, over all seeds."""
+
+    policy: str
+    rate: float
+    """Requests a second."""
+    values: Mapping[str, Estimate]
+    """Figures by name, as ``Figures.values`` has them."""
+    load: float = nan
+    """The rate over what fcfs can serve, where that is known."""
+    kind: str = "simulated"
+    is_overloaded: bool = False
+    """With most seeds."""
+    num_seeds: int = 1
+    num_overloaded: int = 0
+    """Of the seeds."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """Seeds that have a figure, by its name, where not all of them do."""
+    setting: str = ""
+    """What was swept, as ``option=value``."""
+    base: str = ""
+    """The policy that it is compared with; empty for that one."""
+    differences: Mapping[str, Difference] = field(default_factory=dict)
+    """By figure, from that one: of pairs of runs with the same requests."""
+
+    def value(self, name: str) -> float:
+        """A figure; NaN where there is none."""
+        found = self.values.get(name)
+        return nan if found is None else found.value
+
+    def seeds_with(self, name: str) -> str:
+        """ "2 of 8", if only this many seeds have a figure; empty if all or none have it."""
+        count = self.counts.get(name, 0)
+        return f"{count} of {self.num_seeds}" if count else ""
+
+    @property
+    def name(self) -> str:
+        """How it is called in legends."""
+        return self.policy if self.kind == "simulated" else f"{self.policy} ({self.kind})"
+
+
+def subjects(
+    runs: Sequence[Run], slo: Sequence[Limit], points: Sequence[Point] = ()
+) -> list[Subject]:
+    """The runs with their figures, under names that tell them apart; ``points``: of the comparison
+    from which they are, if they are from one. Runs that are not their policy's own are left out."""
+    runs = [run for run in runs if not run.not_own]
+    found = [figures(run, slo=slo) for run in runs]
+    return [
+        Subject(
+            label=label,
+            run=run,
+            figures=each,
+            where=_where(run, points),
+            elsewhere=_elsewhere(run, points),
+        )
+        for label, run, each in zip(_labels(runs), runs, found, strict=True)
+    ]
+
+
+def _where(run: Run, points: Sequence[Point]) -> str:
+    """As in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
+    seed, rate = run.head.get("seed"), run.head.get("rate")
+    mine = next((p for p in points if p.rate == rate and p.kind == kind(run)), None)
+    said = "" if seed is None else f"seed {seed}"
+    if mine is not None and isfinite(mine.load):
+        said += f" at load {mine.load:g} ({_rate(run)[:-2]} requests a second)"
+    elif rate is not None and rate < 1e299:
+        said += f" at {_rate(run)[:-2]} requests a second"
+    if mine is None:
+        return said.strip()
+    if mine.setting:
+        said += f" with {mine.setting}"
+    numbers = (
+        (mine.num_seeds, "seeds"),
+        (len({p.rate for p in points if p.setting == mine.setting}), "loads"),
+        (len({p.setting for p in points}), "settings"),
+    )
+    several = [f"{number} {name}" for number, name in numbers if number > 1]
+    return f"{said}, of {' and '.join(several)}".strip() if several else said.strip()
+
+
+def _elsewhere(run: Run, points: Sequence[Point]) -> str:
+    """As in "2 of 3 at load 0.9"."""
+    mine = [p for p in points if p.policy in (run.policy, f"{run.policy}, {p.setting}")]
+    return ", ".join(
+        f"{p.num_overloaded} of {p.num_seeds} at {place_of(p)}"
+        f"{f' with {p.setting}' if p.setting else ''}"
+        for p in mine
+        if p.num_overloaded
+    )
+
+
+def which_runs(found: Sequence[Subject]) -> str:
+    """Where all runs that are shown are alike in it: which they are."""
+    alike = {each.where for each in found}
+    return f"Single runs are shown: {alike.pop()}." if len(alike) == 1 and alike != {""} else ""
+
+
+def place_of(point: Point) -> str:
+    """Where on the axis of loads it is."""
+    if isfinite(point.load):
+        return f"load {point.load:.4g}"
+    return f"{point.rate:.4g} requests a second"
+
+
+def _labels(runs: Sequence[Run]) -> list[str]:
+    labels = [run.policy for run in runs]
+    for more in (kind, _rate, _seed, _workload):
+        labels = _apart(labels, [more(run) for run in runs])
+    return _apart(labels, [f"#{place + 1}" for place in range(len(runs))])
+
+
+def _apart(labels: list[str], more: list[str]) -> list[str]:
+    """Labels that occur twice, with more, if that differs."""
+    found = list(labels)
+    for label, count in Counter(labels).items():
+        places = [place for place, each in enumerate(labels) if each == label]
+        if count > 1 and len({more[place] for place in places}) > 1:
+            for place in places:
+                found[place] = f"{label}, {more[place]}"
+    return found
+
+
+def kind(run: Run) -> str:
+    """ "simulated" or "real"."""
+    return str(run.head.get("kind", "simulated"))
+
+
+def _rate(run: Run) -> str:
+    rate = run.head.get("rate")
+    return "all at once" if rate is None or rate > 1e299 else f"{rate:.3g}/s"
+
+
+def _seed(run: Run) -> str:
+    return f"seed {run.head.get('seed')}"
+
+
+def _workload(run: Run) -> str:
+    return str(run.head.get("workload", ""))
+
+
+def points_of(found: Sequence[Subject]) -> list[Point]:
+    """A point for each run that had a rate."""
+    bases: dict[tuple[object, ...], Subject] = {}
+    for each in found:
+        bases.setdefault(_requests_of(each), each)
+    return [
+        Point(
+            policy=each.run.policy,
+            rate=each.rate,
+            values={
+                name: each.figures.latency.get(name, Estimate(value, nan, nan))
+                for name, value in each.figures.values().items()
+            },
+            kind=kind(each.run),
+            is_overloaded=each.figures.is_overloaded,
+            num_overloaded=int(each.figures.is_overloaded),
+            base="" if base is each else base.run.policy,
+            differences={} if base is each else _of_one_pair(each.figures, base.figures),
+        )
+        for each in found
+        for base in (bases[_requests_of(each)],)
+        if isfinite(each.rate)
+    ]
+
+
+def _requests_of(subject: Subject) -> tuple[object, ...]:
+    """What two runs have alike that served the same requests."""
+    head = subject.run.head
+    return (kind(subject.run), *(str(head.get(n)) for n in ("workload", "seed", "rate")))
+
+
+def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
+    """Differences of one run from one other, which can be equal, but say no more."""
+    found = {}
+    for name in NAMES:
+        one, other = ours.value(name), theirs.value(name)
+        if isfinite(one - other):
+            by = mean_over([one - other])
+            found[name] = Difference(
+                figure=name,
+                ours=mean_over([one]),
+                theirs=mean_over([other]),
+                by=by,
+                verdict=verdict(by, is_equal=one == other, is_better_small=is_better_small(name)),
+                num_seeds=1,
+            )
+    return found
+
+
+def points_from(cells: Sequence[Cell]) -> list[Point]:
+    """The points of a comparison: a policy at each load and setting, over all seeds."""
+    found = []
+    for cell in cells:
+        for place, name in enumerate(cell.names):
+            several = cell.figures[place]
+            latency = several[0].latency if len(several) == 1 else {}
+            values = {n: latency.get(n) or cell.over_seeds(place, n) for n in NAMES}
+            counts = {n: cell.num_with(place, n) for n in NAMES}
+            found.append(
+                Point(
+                    policy=f"{name}, {cell.setting}" if cell.setting else name,
+                    rate=nan if cell.rate is None else cell.rate,
+                    load=nan if cell.load is None else cell.load,
+                    values=values,
+                    is_overloaded=2 * cell.num_overloaded(place) > len(several),
+                    counts={n: count for n, count in counts.items() if count < len(several)},
+                    num_seeds=len(several),
+                    num_overloaded=cell.num_overloaded(place),
+                    setting=cell.setting,
+                    base=cell.names[0] if place else "",
+                    differences={n: cell.difference(place, n) for n in NAMES if place},
+                )
+            )
+    return found

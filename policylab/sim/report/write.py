@@ -1,0 +1,140 @@
+"""Which plots there are of what was run, and how they are written."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from engine.errors import ConfigError
+from policylab.sim.promises import Limit
+from policylab.sim.report import distributions, loads, timelines
+from policylab.sim.report.charts import Chart, shown
+from policylab.sim.report.data import data_of
+from policylab.sim.report.images import EXTRA, can_draw, write_png
+from policylab.sim.report.page import page
+from policylab.sim.report.subjects import Point, Subject, points_of, subjects, which_runs
+from policylab.sim.report.svg import svg
+from policylab.sim.run import Run
+
+Section = tuple[str, str, Sequence[Chart]]
+
+
+def write_report(
+    path: str | Path,
+    runs: Sequence[Run],
+    *,
+    points: Sequence[Point] = (),
+    slo: Sequence[Limit] = (),
+    title: str = "Metronome: what a run looks like",
+    left_out: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Write a page about these runs.
+
+    ``points`` are the figures of a comparison, one for each policy and load; without them each run
+    with a rate is one. Runs that kept their steps have a timeline of them. ``slo``: what was
+    promised to each request, in place of its own promises. ``left_out``: policies of the comparison
+    that have no figures, and why; they are named, as are runs that are not their policy's own.
+    Raises ``ConfigError`` where a file cannot be written.
+    """
+    found = subjects(runs, slo, points)
+    points = list(points) or points_of(found)
+    sections = list(_sections(found, points, slo))
+    charts = [chart for _, _, each in sections for chart in each]
+    missing = {**left_out, **{run.policy: run.not_own for run in runs if run.not_own}}
+    text = page(title, found, sections, data_of(found, points, charts, missing))
+    try:
+        Path(path).write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def charts_of(
+    runs: Sequence[Run], *, points: Sequence[Point] = (), slo: Sequence[Limit] = ()
+) -> list[Chart]:
+    """All plots of these runs that have something to show; arguments as of ``write_report``."""
+    found = subjects(runs, slo, points)
+    sections = _sections(found, list(points) or points_of(found), slo)
+    return [chart for _, _, each in sections for chart in each]
+
+
+def write_plots(
+    directory: str | Path, charts: Sequence[Chart], *, images: bool | None = None
+) -> list[str]:
+    """Write each plot as SVG and CSV, and as PNG: if ``images``, or by default where matplotlib is
+    installed.
+
+    Returns notes for the user: which files are missing, and why. Raises ``ConfigError`` where the
+    SVG and CSV files cannot be written.
+    """
+    has_images = can_draw() if images is None else images
+    if has_images and not can_draw():
+        raise ConfigError(f"PNG files are drawn by matplotlib: pip install '{EXTRA}'")
+    where = Path(directory)
+    try:
+        where.mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            text = svg(chart, is_file=True)
+            (where / f"{chart.key}.svg").write_text(text, encoding="utf-8", errors="replace")
+            with (where / f"{chart.key}.csv").open(
+                "w", encoding="utf-8", errors="replace", newline=""
+            ) as file:
+                csv.writer(file).writerows(chart.rows())
+    except OSError as error:
+        raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
+    if not has_images:
+        return [f"no PNG files were written, for want of matplotlib: pip install '{EXTRA}'"]
+    return _write_images(where, charts)
+
+
+def _write_images(where: Path, charts: Sequence[Chart]) -> list[str]:
+    """Write each plot as PNG. matplotlib needs a place for its list of fonts: without one the user
+    gets a note, since the SVG files show the same."""
+    try:
+        for chart in charts:
+            write_png(chart, where / f"{chart.key}.png")
+    except OSError as error:
+        return [f"no PNG files were written: {error.strerror or error}"]
+    return []
+
+
+def _sections(
+    found: Sequence[Subject], points: Sequence[Point], slo: Sequence[Limit]
+) -> Iterator[Section]:
+    if len({point.rate for point in points}) > 1:
+        yield (
+            "Over load",
+            "How each policy does as more requests come: where it becomes slow, and where it "
+            "collapses. Of all seeds: dots are means, bars intervals of 95 %; an arrow at the end "
+            "of a bar says that it goes on beyond the picture. No bar: one seed alone.",
+            shown([*loads.over_load(points), *loads.pareto(points)]),
+        )
+    yield (
+        "Simulated against real",
+        "The same requests, served in real time and on a virtual clock.",
+        shown(loads.errors(points)),
+    )
+    yield (
+        "How latencies spread",
+        f"A mean hides those who wait long; these curves do not. {which_runs(found)}",
+        shown(
+            [
+                *distributions.spread(found, slo),
+                *distributions.attainment_by_scale(found, slo),
+                *distributions.slowdowns(found),
+            ]
+        ),
+    )
+    yield (
+        "What it costs",
+        "Distance to the best possible, work done twice, and the policy's own time. "
+        f"{which_runs(found)}",
+        shown([*distributions.bounds(found), *loads.pressure(points), *distributions.hooks(found)]),
+    )
+    for place, each in enumerate(found):
+        yield (
+            f"As time goes on: {each.label}{f', {each.where}' if each.where else ''}",
+            "The run from its start to its end.",
+            shown(timelines.timelines(each, place)),
+        )

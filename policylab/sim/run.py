@@ -1,0 +1,519 @@
+"""One run: a policy, a workload and an engine, on a virtual clock.
+
+The scheduler, the KV manager and the step loop are those that serve; only the clock, the requests
+and how long a step takes are made up. Time that a policy itself takes is measured, not simulated.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields, replace
+from importlib.metadata import version
+from math import inf, isnan
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.config.cache import CacheConfig
+from engine.config.sched import SchedulerConfig
+from engine.core.engine_core import EngineCore
+from engine.errors import ConfigError, PolicyError, RequestError
+from engine.kv.manager import KVManager
+from engine.messages.requests import CoreOutputs
+from engine.messages.step import Column, StepPlan, Stretch
+from engine.sched.plugins.find import choose, find_policy, make_scheduler
+from engine.sched.predict.cost import StepShape
+from engine.sched.predict.profile import Profile
+from policylab.sim.demand import Sample, drawn, served_per_second
+from policylab.sim.history import History, Work
+from policylab.sim.job import Job
+from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
+from policylab.sim.timing import timing
+from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
+from policylab.sim.workloads import Workload, find_workload
+from policylab.sim.workloads.reader import Reader
+
+FORMAT = 1
+IDLE_SECONDS = 0.005  # between two looks while all that is left waits for its time
+NUM_AT_ONCE = 2000  # requests by which an engine's capacity is measured, if seats are few
+ROUNDS_AT_ONCE = 8  # times the seats, if they are many
+MOST_AT_ONCE = 20_000
+CAPACITY_SEED = 20261125  # whatever the seed of a run is: a load is the same rate for all
+DRAWN_FOR_EACH = 50  # requests that are only drawn, to know their mean size
+MOST_DRAWN = 200_000
+MOST_KEPT = 64  # capacities
+MAX_LOAD = 1000.0
+
+STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attention", "kv_usage")
+
+
+class Variant(NamedTuple):
+    """A policy with arguments of its constructor, to stand beside itself with others."""
+
+    policy: Any
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        return f"{name_of(self.policy)}({options})"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Engine:
+    """The engine that is simulated."""
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 512
+    num_blocks: int = 700
+    block_size: int = 16
+    depth: int = 1
+    length_predictor: Any = "none"
+    enable_prefix_caching: bool = True
+    scheduler: Mapping[str, Any] = field(default_factory=dict)
+    """Further options of the scheduler (``SchedulerConfig``)."""
+    cost: StepCost | Profile = field(default_factory=StepCost)
+    """What steps take."""
+    stretches: bool = True
+    """Jump over steps that only repeat: the same run to the last bit, in less time."""
+    noise_seed: int | None = None
+    """Draws the machine's unrest, where ``cost`` has any; that of the run if not given."""
+    max_idle_looks: int = 200_000
+    """Looks in a row, 5 ms apart, at an engine that computes nothing, before it is given up."""
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.depth, int) and self.depth >= 1):
+            raise ConfigError(f"depth is {self.depth!r}, must be 1 or more steps in flight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What came of a run. Times are seconds on its clock."""
+
+    head: dict[str, Any]
+    """Versions, seeds and options."""
+    requests: Requests
+    gaps: Floats
+    """[n, 3]: when a gap between two tokens ended, its seconds, and how many requests had it."""
+    steps: Floats | None
+    """[steps, 8], as ``STEP_COLUMNS`` names them, if asked for."""
+    totals: dict[str, Any]
+    """Counters of the scheduler, and ``decisions``: the hash of who computed how many tokens in
+    which step."""
+    hook_seconds: float = 0.0
+    """Real time in hooks of the policy: the one figure that differs from run to run."""
+    history: History | None = None
+    """What happened to each request, and when, if steps were asked for; of real runs always."""
+
+    @property
+    def policy(self) -> str:
+        return str(self.head["policy"])
+
+    @property
+    def not_own(self) -> str:
+        """Why the run is not the policy's own: it was switched off, or something was answered by
+        default for it. Empty if it is its own, as a run must be to have figures."""
+        faults, rescued = (self.totals[n] for n in ("num_policy_faults", "num_rescued_steps"))
+        reasons = []
+        if faults:
+            reasons.append(f"{faults} answer{'s were' if faults > 1 else ' was'} given by default")
+        if rescued:
+            reasons.append(
+                f"{rescued} step{'s were' if rescued > 1 else ' was'} planned by default"
+            )
+        options = (self.head.get("engine") or {}).get("scheduler") or {}
+        if faults > options.get("max_policy_faults", SchedulerConfig.max_policy_faults):
+            reasons.append("after this many it is switched off")
+        first = self.totals.get("by_default")
+        return ", ".join(reasons) + (f" ({first})" if reasons and first else "")
+
+    def lines(self) -> Iterator[bytes]:
+        """The run as lines of JSON: head, requests, gaps, steps and histories, totals. The same
+        seed gives the same bytes."""
+        yield _line("run", self.head)
+        for row in self.requests.rows():
+            yield _line("request", row)
+        for gap in self.gaps.tolist():
+            yield _line("gap", gap)
+        for step in [] if self.steps is None else self.steps.tolist():
+            yield _line("step", step)
+        if self.history is not None:
+            for row in self.history.rows():
+                yield _line("history", row)
+            for span in self.history.work.tolist():
+                yield _line("work", span)
+        why = {"not_own": self.not_own} if self.not_own else {}
+        yield _line("totals", {**self.totals, **why})
+
+    def write(self, path: str | Path) -> None:
+        """Write the run's file. Raises ``ConfigError`` where that cannot be done."""
+        try:
+            with Path(path).open("wb") as file:
+                file.writelines(self.lines())
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+    @classmethod
+    def read(cls, path: str | Path) -> Run:
+        """The run that such a file holds. Raises ``ConfigError`` for one that is none."""
+        parts: dict[str, list[Any]] = {name: [] for name in PARTS}
+        try:
+            with Path(path).open("rb") as file:
+                for line in file:
+                    for name, value in msgspec.json.decode(line, type=dict[str, Any]).items():
+                        parts[name].append(value)
+            if not (parts["run"] and parts["totals"]):
+                raise ConfigError(f"{path} is no whole run file: it has no head or no end")
+            return cls._of(path, parts)
+        except ConfigError:
+            raise
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{path} is no run file: {error}") from error
+
+    @classmethod
+    def _of(cls, path: str | Path, parts: Mapping[str, Sequence[Any]]) -> Run:
+        head, totals = parts["run"][0], parts["totals"][0]
+        if head.get("format") != FORMAT:
+            raise ConfigError(
+                f"{path} is of format {head.get('format')}; this version reads {FORMAT}"
+            )
+        if missing := {"policy"} - head.keys() | {*TOTALS, "kv_peak", "counters"} - totals.keys():
+            raise ValueError(f"it lacks {', '.join(sorted(missing))}")
+        return cls(
+            head=head,
+            requests=Requests.read(parts["request"]),
+            gaps=np.array(parts["gap"], dtype=np.float64).reshape(-1, 3),
+            steps=np.array(parts["step"], dtype=np.float64) if parts["step"] else None,
+            totals=totals,
+            history=History.read(parts["history"], parts["work"]) if parts["history"] else None,
+        )
+
+
+PARTS = ("run", "request", "gap", "step", "history", "work", "totals")
+
+
+def _line(part: str, value: Any) -> bytes:
+    return msgspec.json.encode({part: value}, enc_hook=str) + b"\n"
+
+
+def run(
+    policy: Any = "fcfs",
+    workload: Workload | str = "log-uniform",
+    engine: Engine | None = None,
+    *,
+    seed: int = 0,
+    rate: float | None = None,
+    load: float | None = None,
+    steps: bool = False,
+) -> Run:
+    """Serve the workload on a virtual clock, to its end.
+
+    ``policy`` is given as to an engine, or as a ``Variant``; ``workload`` as an object, or by name
+    as on the command line. Requests come at ``rate`` a second, or at ``load`` times what the
+    engine can serve in order of arrival, or at the workload's own rate. ``steps`` keeps a row for
+    each step, and what happened to each request. Raises ``ConfigError`` for options that cannot
+    work, and ``PolicyError`` for a policy under which nothing is ever computed.
+    """
+    engine = engine or Engine()
+    workload = find_workload(workload) if isinstance(workload, str) else workload
+    if load is not None:
+        rate = rate_at(load, workload, engine)
+    made = _Run(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
+    if load is not None:
+        made.head["load"] = load
+    return made
+
+
+def rate_at(
+    load: float, workload: Workload, engine: Engine, *, capacity: float | None = None
+) -> float:
+    """Requests a second that are ``load`` times what the engine can serve in order of arrival:
+    ``capacity``, if that is known already. It is the same for all seeds and numbers of requests."""
+    if not 0 < load <= MAX_LOAD:
+        raise ConfigError(f"load is {load}, must be above 0, and at most {MAX_LOAD:g}")
+    if workload.natural_rate is None:
+        raise ConfigError(
+            f"{workload} comes as others end, so it has no load; leave --load and --rate out"
+        )
+    return load * (capacity or capacity_of(workload, engine))
+
+
+def capacity_of(workload: Workload, engine: Engine, *, num_requests: int | None = None) -> float:
+    """Requests a second that fcfs can serve of requests like these, however many there are.
+
+    It is measured with a seed of its own and this many requests that all come at once, by default
+    as many as give it to 1 or 2 %, or the whole of a file; and kept for the next call. Raises
+    ``ConfigError`` if none can be served.
+    """
+    at_once = num_requests or max(NUM_AT_ONCE, ROUNDS_AT_ONCE * engine.max_num_seqs)
+    at_once = min(at_once, MOST_AT_ONCE)
+    served = _sized(workload, at_once)
+    for known, by, found in _capacities:
+        if (known, by) == (served, engine):
+            return found
+    found = _measured(served, _sized(workload, min(MOST_DRAWN, DRAWN_FOR_EACH * at_once)), engine)
+    if not isinstance(workload, Reader):  # a file may be another one next time
+        _capacities.append((served, engine, found))
+        del _capacities[:-MOST_KEPT]
+    return found
+
+
+_capacities: list[tuple[Workload, Engine, float]] = []  # those measured last
+
+
+def _sized(workload: Workload, number: int) -> Workload:
+    """A workload with this many requests, or as many as its file has."""
+    least = workload.num_requests if isinstance(workload, Reader) else number
+    return replace(workload, num_requests=min(number, least))
+
+
+def sizes_of(workload: Workload, engine: Engine, seed: int) -> Sample:
+    """Sizes of the workload's requests, as far as this engine serves them."""
+    longest = scheduler_config("fcfs", workload, engine).max_model_len
+    fit = min(longest, engine.num_blocks * engine.block_size)
+    return drawn(workload.source(seed, inf)).at_most(fit)
+
+
+def _measured(served: Workload, others: Workload, engine: Engine) -> float:
+    made = _Run("fcfs", served, engine, seed=CAPACITY_SEED, rate=inf, keeps_steps=False)
+    run = made.finish()
+    own = sizes_of(served, engine, CAPACITY_SEED)
+    every = sizes_of(others, engine, CAPACITY_SEED + 1)
+    found = served_per_second(run.requests, run.head, own, every)
+    if isnan(found):
+        raise ConfigError(f"no request of {served} can be served by this engine")
+    return found
+
+
+def name_of(policy: Any) -> str:
+    """How a policy is called in tables."""
+    if isinstance(policy, str | Variant):
+        return str(policy)
+    return policy.__name__ if isinstance(policy, type) else type(policy).__name__
+
+
+def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> SchedulerConfig:
+    """Options of the scheduler. Raises ``ConfigError`` for those that cannot work."""
+    policy, options = policy if isinstance(policy, Variant) else (policy, {})
+    CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
+    return SchedulerConfig(
+        **{
+            "max_num_batched_tokens": engine.max_num_batched_tokens,
+            "max_num_seqs": engine.max_num_seqs,
+            "max_model_len": workload.max_model_len,
+            "scheduling_policy": policy,
+            "policy_options": options,
+            "length_predictor": engine.length_predictor,
+            "user_weights": weights_for(policy, options, workload),
+            **engine.scheduler,
+        }
+    )
+
+
+def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dict[str, float]:
+    """Shares of the workload's users, for a policy that uses them: another would warn of them."""
+    weights = workload.user_weights
+    return weights if weights and find_policy(policy, options).uses_ledger else {}
+
+
+class Watched(TimedWorker):
+    """Keeps what was decided: a hash of it, and on request a row for each step."""
+
+    def __init__(self, *args: Any, kv: KVManager, keeps_steps: bool) -> None:
+        super().__init__(*args)
+        self._kv = kv
+        self.work = Work(len(self._ends)) if keeps_steps else None
+        self.steps: list[tuple[float, ...]] | None = [] if keeps_steps else None
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._same = b""  # who computed how many tokens in the latest step
+        self._num_same = 0  # steps in a row that did
+        self.kv_peak = 0.0
+        """Largest share of the KV pool in use while a step was computed."""
+
+    @property
+    def decisions(self) -> str:
+        """The hash of all steps: requests in order, and tokens of each."""
+        self._close()
+        return self._hash.hexdigest()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        for new in plan.new:
+            self._close()
+            self._hash.update(f"{new.slot}={new.request_id}\n".encode())
+        if plan.num_tokens:
+            self._decided(plan.slots, plan.counts)
+            self.kv_peak = max(self.kv_peak, self._kv.usage)  # blocks grow until a step ends
+        launched = super().launch(plan)
+        if self.work is not None:
+            self.work.computed(plan)
+        if self.steps is not None and plan.num_tokens:
+            self._keep(plan, launched)
+        return launched
+
+    def repeated(
+        self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
+    ) -> None:
+        self._decided(stretch.slots, np.ones_like(stretch.slots), stretch.num_planned)
+
+    def _decided(self, slots: Column, counts: Column, num_steps: int = 1) -> None:
+        decided = slots.tobytes() + counts.tobytes()
+        if decided != self._same:
+            self._close()
+            self._same = decided
+        self._num_same += num_steps
+
+    def _close(self) -> None:
+        if self._num_same:
+            self._hash.update(self._same)
+            self._hash.update(b"x%d\n" % self._num_same)
+        self._num_same, self._same = 0, b""
+
+    def _keep(self, plan: StepPlan, launched: Launched) -> None:
+        assert self.steps is not None
+        shape = StepShape.of(plan, 0.0)
+        start = launched.ends_at - launched.result.seconds
+        sizes = (shape.num_seqs, shape.num_tokens, shape.num_decodes, shape.context)
+        self.steps.append((start, launched.ends_at, *sizes, shape.attention, self._kv.usage))
+
+
+class _Run:
+    """A core, a virtual clock and what was seen."""
+
+    def __init__(
+        self,
+        policy: Any,
+        workload: Workload,
+        engine: Engine,
+        *,
+        seed: int,
+        rate: float | None,
+        keeps_steps: bool,
+    ) -> None:
+        config = scheduler_config(policy, workload, engine)
+        self._policy = policy
+        self._max_tokens = workload.max_output
+        self._max_model_len = config.max_model_len
+        self._clock = VirtualClock()
+        self._kv = KVManager(
+            engine.num_blocks,
+            engine.block_size,
+            enable_prefix_caching=engine.enable_prefix_caching,
+        )
+        scheduler = make_scheduler(
+            config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed
+        )
+        self._lengths: dict[str, int] = {}  # output tokens of the living
+        self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
+        worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
+        self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
+        jumps = engine.stretches and not keeps_steps
+        self._core = EngineCore(scheduler, self._worker, engine.depth, stretches=jumps)
+        self._source = workload.source(seed, rate)
+        self._tells_length = engine.length_predictor == "oracle"
+        self._seen = Seen(keeps_history=keeps_steps)
+        self._max_idle_looks = engine.max_idle_looks
+        self._head = {
+            "format": FORMAT,
+            "version": version("metronome-engine"),
+            "kind": "simulated",
+            "policy": name_of(policy),
+            "workload": str(workload),
+            "seed": seed,
+            "rate": workload.natural_rate if rate is None else min(rate, 1e300),
+            "engine": {
+                each.name: getattr(engine, each.name)
+                for each in fields(engine)
+                if each.name not in ("cost", "stretches")
+            },
+            "cost": str(engine.cost),
+            "step_cost": _step_cost(engine.cost),
+        }
+
+    def finish(self) -> Run:
+        """All requests to their ends."""
+        source, core, clock = self._source, self._core, self._clock
+        num_idle = 0
+        while source.next_time < inf or core.has_work:
+            while source.next_time <= clock.now:
+                self._add(source.take())
+            outputs = core.step(source.next_time)
+            if core.stretch is not None:
+                self._seen.stretched(core.stretch)
+                self._worker.kv_peak = max(self._worker.kv_peak, core.stretch.kv_usage)
+            self._note(outputs.values())
+            self._worker.rest()
+            if not core.is_idle:
+                num_idle = 0
+                continue
+            num_idle += 1
+            if num_idle > self._max_idle_looks:
+                raise PolicyError(
+                    f"policy {self._policy!r} never lets its requests end: for "
+                    f"{num_idle * IDLE_SECONDS:g} s nothing was computed"
+                )
+            until = source.next_time
+            if core.scheduler.has_unfinished_requests():
+                until = min(until, clock.now + IDLE_SECONDS)
+            if until < inf:
+                clock.now = max(clock.now, until)
+        return self._result()
+
+    def _add(self, job: Job) -> None:
+        if 1 <= (most := self._max_model_len - job.num_prompt) < job.num_output:
+            job = replace(job, num_output=most)  # as long as the engine lets it become
+        self._clock.now += self._timing.add_seconds(job.num_prompt)
+        try:
+            self._core.scheduler.add_request(
+                job.request(self._max_tokens, tell_length=self._tells_length)
+            )
+        except RequestError:
+            self._seen.refused(job)
+            self._source.ended(job, self._clock.now)
+            return
+        self._seen.came(job)
+        self._lengths[job.request_id] = job.num_output
+
+    def _note(self, batches: Iterable[CoreOutputs]) -> None:
+        for job, ended_at in self._seen.note(batches):
+            del self._lengths[job.request_id]
+            self._source.ended(job, ended_at)
+
+    def _result(self) -> Run:
+        stats = self._core.scheduler.make_stats()
+        assert stats is not None
+        steps, history, work = self._worker.steps, self._seen.history, self._worker.work
+        if history is not None and work is not None:
+            names = self._seen.requests.names["request_id"]
+            history.work = work.spans({name: place for place, name in enumerate(names)})
+        totals = {
+            **totals_of(stats, self._worker.kv_peak),
+            "busy_seconds": self._worker.busy_seconds,
+            "decisions": self._worker.decisions,
+        }
+        return Run(
+            head=self._head,
+            requests=self._seen.requests,
+            gaps=self._seen.gaps,
+            steps=None if steps is None else np.array(steps, dtype=np.float64).reshape(-1, 8),
+            totals=totals,
+            hook_seconds=sum(stats.hook_seconds.values()),
+            history=history,
+        )
+
+
+def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:
+    """What bounds and slowdowns are computed from."""
+    if isinstance(cost, StepCost):
+        return asdict(cost)
+    return {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
+
+
+def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:
+    """Raise ``ConfigError`` for a policy or option that cannot work, before anything is run."""
+    for policy in policies:
+        choose(scheduler_config(policy, workload, engine))

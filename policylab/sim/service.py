@@ -1,0 +1,229 @@
+"""What each user was served, and how evenly while more than one of them waited.
+
+Service counts as VTC counts it: a token of a prompt 1, a generated one 2, over the user's weight.
+A run has rows of requests, not of steps, so a prompt's tokens are spread evenly from the first step
+of the request to its first token, the generated ones from the first to the last.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations, pairwise
+from math import nan
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policylab.sim.estimate import Floats
+from policylab.sim.promises import e2e, ttft
+from policylab.sim.records import Requests
+from policylab.sim.steady import Window
+
+PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
+MAX_USERS = 8  # those with most requests: pairs and times grow with them
+NUM_WINDOWS = 50
+MAX_POINTS = 20_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class User:
+    """What one user got, of the requests that count."""
+
+    name: str
+    num_requests: int
+    num_done: int
+    prompt_tokens: int
+    output_tokens: int
+    ttft: float
+    """Mean, seconds."""
+    e2e: float
+    """Mean, seconds."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Service:
+    """All users."""
+
+    users: list[User]
+    jain: float
+    """Mean of Jain's index over those fiftieths of the period through which two or more users
+    waited, weighted by how many did; 1 is even. NaN where there was none."""
+    gap: float
+    """VTC's: the most by which what two users were served differed over any time through which
+    both waited. NaN where two never did."""
+    bound: float
+    """What VTC promises for it: twice the larger of the longest prompt and of all that fits into
+    the engine, each at its price."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Service as time goes on, of those users who have most requests."""
+
+    users: list[str]
+    weights: Floats
+    times: Floats
+    """[points], seconds."""
+    waits: NDArray[np.bool_]
+    """[users, points]: whether the user has a request in the queue from each point on."""
+    served: Floats
+    """[users, points]: tokens at their prices, over the user's weight, up to each point."""
+
+
+def curves(
+    requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
+) -> Curves | None:
+    """Who was served how much when; ``None`` where there is one user only."""
+    names = requests.text("user")
+    found, sizes = np.unique(names[counted].astype(str), return_counts=True)
+    if len(found) < 2:
+        return None
+    most = sorted(found[np.argsort(-sizes, kind="stable")][:MAX_USERS].tolist())
+    weights = (engine.get("scheduler") or {}).get("user_weights") or {}
+    prices = np.array([float(weights.get(name, 1.0)) for name in most])
+    points = _points(requests, window)
+    served = np.array([_served(requests, names == name, points) for name in most])
+    return Curves(
+        users=most,
+        weights=prices,
+        times=points,
+        waits=np.array([_waiting(requests, names == name, points) for name in most]),
+        served=served / prices[:, None],
+    )
+
+
+def service(
+    requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
+) -> Service | None:
+    """Who was served what; ``None`` where there is one user only. ``engine``: its options."""
+    curve = curves(requests, counted, window, engine)
+    if curve is None:
+        return None
+    names = requests.text("user")
+    found = np.unique(names[counted].astype(str))
+    users = [_user(requests, counted & (names == name), name) for name in found.tolist()]
+    seats = engine.get("max_num_batched_tokens", 0)
+    if "num_blocks" in engine:
+        seats = engine["num_blocks"] * engine["block_size"]
+    longest = int(requests.counts("num_prompt").max(initial=0))
+    return Service(
+        users=users,
+        jain=_jain(curve, window),
+        gap=widest_gap(curve).value,
+        bound=2.0 * max(PROMPT_PRICE * longest, OUTPUT_PRICE * seats) / float(curve.weights.min()),
+    )
+
+
+def _user(requests: Requests, mine: NDArray[np.bool_], name: str) -> User:
+    done = mine & requests.done
+    return User(
+        name=name,
+        num_requests=int(mine.sum()),
+        num_done=int(done.sum()),
+        prompt_tokens=int(requests.counts("num_prompt")[done].sum()),
+        output_tokens=int(requests.counts("num_output")[done].sum()),
+        ttft=float(ttft(requests)[done].mean()) if done.any() else nan,
+        e2e=float(e2e(requests)[done].mean()) if done.any() else nan,
+    )
+
+
+def _points(requests: Requests, window: Window) -> Floats:
+    """The times at which anything begins or ends, in the period."""
+    columns = [requests.times(name) for name in ("arrival", "scheduled", "first", "last")]
+    edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
+    points = np.unique(np.concatenate([*columns, edges]))
+    points = points[(points >= window.start) & (points <= window.end)]
+    if len(points) > MAX_POINTS:
+        thinned = points[:: -(-len(points) // MAX_POINTS)]
+        points = np.unique(np.concatenate([thinned, edges]))
+    return points
+
+
+def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDArray[np.bool_]:
+    """Whether the user has a request in the queue from each point to the next [points]."""
+    mine = mine & ~np.isnan(requests.times("scheduled"))
+    begun = np.sort(requests.times("arrival")[mine])
+    ended = np.sort(requests.times("scheduled")[mine])
+    after = [np.searchsorted(times, points, side="right") for times in (begun, ended)]
+    return np.asarray(after[0] > after[1], dtype=np.bool_)
+
+
+def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floats:
+    """What the user was served up to each point [points]."""
+    mine = mine & requests.done
+    scheduled, first, last = (requests.times(n)[mine] for n in ("scheduled", "first", "last"))
+    prompts = PROMPT_PRICE * requests.counts("num_prompt")[mine].astype(np.float64)
+    outputs = OUTPUT_PRICE * requests.counts("num_output")[mine].astype(np.float64)
+    of_prompts = _spread(scheduled, first, prompts, points)
+    of_prompts += _spread(first, last, outputs, points)
+    return of_prompts
+
+
+def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Floats:
+    """How much has come at each point, where each amount comes evenly from its begin to its end."""
+    ends = np.maximum(ends, begins + 1e-9)
+    rates = amounts / (ends - begins)
+    total = np.zeros(len(points))
+    for times, sign in ((begins, 1.0), (ends, -1.0)):
+        order = np.argsort(times, kind="stable")
+        times, slopes = times[order], sign * rates[order]
+        slope = np.concatenate([[0.0], slopes.cumsum()])
+        offset = np.concatenate([[0.0], (slopes * times).cumsum()])
+        place = np.searchsorted(times, points, side="right")
+        total += slope[place] * points - offset[place]
+    return total
+
+
+def jain_by_window(curve: Curves, window: Window) -> list[tuple[float, float, int]]:
+    """Of each fiftieth of the period through which two or more users waited: its middle (seconds),
+    Jain's index of what they were served in it, and how many they were."""
+    edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
+    places = np.searchsorted(curve.times, edges)
+    found: list[tuple[float, float, int]] = []
+    for part, (first, last) in enumerate(pairwise(places.tolist())):
+        if last <= first or last >= len(curve.times):
+            continue
+        through = curve.waits[:, first:last].all(axis=1)
+        got = (curve.served[:, last] - curve.served[:, first])[through]
+        squares = float((got * got).sum())
+        if len(got) >= 2 and squares > 0.0:
+            middle = float(edges[part] + edges[part + 1]) / 2
+            found.append((middle, float(got.sum()) ** 2 / (len(got) * squares), len(got)))
+    return found
+
+
+def _jain(curve: Curves, window: Window) -> float:
+    shares = jain_by_window(curve, window)
+    total = sum(count for _, _, count in shares)
+    return sum(index * count for _, index, count in shares) / total if total else nan
+
+
+class Gap(NamedTuple):
+    """How far two users' service came apart while both waited."""
+
+    value: float
+    """Tokens at their prices, over weights; NaN where no two ever waited together."""
+    begin: float
+    end: float
+    """Between which times (seconds) it did."""
+    ahead: str
+    behind: str
+
+
+def widest_gap(curve: Curves) -> Gap:
+    """Of all pairs and all times through which both wait, the widest."""
+    worst = Gap(nan, nan, nan, "", "")
+    for one, other in combinations(range(len(curve.waits)), 2):
+        both = curve.waits[one] & curve.waits[other]
+        ahead = curve.served[one] - curve.served[other]
+        changes = np.flatnonzero(np.diff(np.concatenate([[0], both.astype(np.int8), [0]])))
+        for first, last in zip(changes[::2], changes[1::2], strict=True):
+            part = ahead[first : last + 1]  # up to the point at which one waits no more
+            gap = float(part.max() - part.min())
+            if not gap <= worst.value:
+                low, high = int(part.argmin()), int(part.argmax())
+                begin, end = (float(curve.times[first + place]) for place in sorted((low, high)))
+                names = (curve.users[one], curve.users[other])
+                worst = Gap(gap, begin, end, *(names if low < high else names[::-1]))
+    return worst

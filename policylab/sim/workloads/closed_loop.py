@@ -1,0 +1,118 @@
+"""Clients that each wait for an answer, think, and ask again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+
+from engine.errors import ConfigError
+from policylab.sim.job import Job, Span
+from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.lengths import Lengths, find_lengths
+from policylab.sim.workloads.source import Source, Workload
+
+MAX_CLIENTS = 100_000
+FEW = 64  # requests of one client that are drawn at once
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClosedLoop(Workload):
+    """So many clients with a request each: when it has ended, the next comes after a pause.
+
+    Each client has its share of the requests, and asks the same whatever the order of answers."""
+
+    kind: ClassVar[str] = "closed-loop"
+
+    clients: int = 32
+    """How many requests there are at once, those being thought about included."""
+    think: float = 1.0
+    """Seconds from an answer to the next request, exponential, of this mean."""
+    lengths: str = "log-uniform"
+    """``log-uniform(prompt=(16, 1024), output=(8, 512))``, ``fixed(prompt=256, output=64)`` or the
+    name of a trace, such as ``azure-conv``."""
+
+    def __post_init__(self) -> None:
+        Workload.__post_init__(self)
+        self.check("clients", self.clients, 1, MAX_CLIENTS)
+        self.check("think", self.think, 0.0, 1e6)
+        self._lengths  # noqa: B018 - it checks the option
+
+    @property
+    def natural_rate(self) -> None:
+        return None
+
+    @property
+    def max_prompt(self) -> int:
+        return self._lengths.prompt.longest
+
+    @property
+    def max_output(self) -> int:
+        return self._lengths.output.longest
+
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return find_lengths(self.lengths)
+
+    def source(self, seed: int, rate: float | None = None) -> Source:
+        if rate is not None:
+            raise ConfigError(
+                f"{self} comes as others end, so it has no rate; leave it out, and say clients "
+                "and think instead"
+            )
+        dice = Draws(seed)
+        tags = self.tags.draw(dice)
+        count, more = divmod(self.num_requests, self.clients)
+        clients = [
+            _Client(f"client{number}", self, dice, count + (number < more), next(tags))
+            for number in range(min(self.clients, self.num_requests))
+        ]
+        by_name = {client.name: client for client in clients}
+
+        def follow(job: Job, time: float) -> Iterable[Job]:
+            return by_name[job.program].after(time)
+
+        first = [job for client in clients for job in client.after(0.0)]
+        return Source(iter(sorted(first, key=lambda job: job.arrival)), follow)
+
+    def draws(self, rng: np.random.Generator) -> Iterator[tuple[float, int, int]]:
+        """Pause before it, prompt and output of each request of a client, without an end."""
+        while True:
+            columns = (
+                rng.exponential(self.think, FEW) if self.think else np.zeros(FEW),
+                self._lengths.prompt.draw(rng, FEW),
+                self._lengths.output.draw(rng, FEW),
+            )
+            yield from zip(*(column.tolist() for column in columns), strict=True)
+
+
+class _Client:
+    """What one client still has to ask."""
+
+    def __init__(
+        self, name: str, workload: ClosedLoop, dice: Draws, num_left: int, tag: dict[str, Any]
+    ) -> None:
+        self.name = name
+        self._draws = workload.draws(dice.stream(name))
+        self._num_left = num_left
+        self._num_asked = 0
+        self._fields = {"user": name, **tag}
+
+    def after(self, time: float) -> Iterator[Job]:
+        """The next request, if there is one, since the last was answered at this time."""
+        if self._num_asked == self._num_left:
+            return
+        self._num_asked += 1
+        pause, num_prompt, num_output = next(self._draws)
+        request_id = f"{self.name}.{self._num_asked}"
+        yield Job(
+            request_id=request_id,
+            arrival=time + pause,
+            prompt=(Span(f"prompt {request_id}", num_prompt),),
+            num_output=num_output,
+            program=self.name,
+            **self._fields,
+        )

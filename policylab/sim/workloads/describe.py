@@ -1,0 +1,134 @@
+"""What a workload is like, in figures."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from math import inf, nan
+
+import numpy as np
+from numpy.typing import NDArray
+
+from policylab.sim.job import Job
+from policylab.sim.workloads.lengths import SHARES
+from policylab.sim.workloads.reuse import PrefixReuse
+from policylab.sim.workloads.source import Source
+
+Floats = NDArray[np.float64]
+
+FIRST_TOKEN_SECONDS = 0.5
+TOKEN_SECONDS = 0.02
+
+
+def as_if_served(source: Source) -> Iterator[Job]:
+    """All jobs in order of arrival. Where one follows another, that is taken to have had its first
+    token after half a second and then fifty a second."""
+    ends: list[tuple[float, int, Job]] = []
+    number = 0
+    while source.next_time < inf or ends:
+        if ends and ends[0][0] <= source.next_time:
+            time, _, job = heappop(ends)
+            source.ended(job, time)
+            continue
+        job = source.take()
+        if source.has_followers:
+            number += 1
+            seconds = FIRST_TOKEN_SECONDS + TOKEN_SECONDS * (job.num_output - 1)
+            heappush(ends, (job.arrival + seconds, number, job))
+        yield job
+
+
+@dataclass
+class Group:
+    """Requests of a user or a tier."""
+
+    num_requests: int = 0
+    num_prompt: int = 0
+    """Tokens of its prompts."""
+    num_output: int = 0
+    with_deadline: int = 0
+    """Requests that have one."""
+    with_promise: int = 0
+    """Requests that were promised a first token or a pace."""
+    priorities: Counter[int] = field(default_factory=Counter)
+
+    def add(self, job: Job) -> None:
+        self.num_requests += 1
+        self.num_prompt += job.num_prompt
+        self.num_output += job.num_output
+        self.with_deadline += job.deadline is not None
+        self.with_promise += job.ttft is not None or job.tbt is not None
+        self.priorities[job.priority] += 1
+
+
+class Description:
+    """Figures of jobs, which are added in order of arrival."""
+
+    def __init__(self, block_size: int) -> None:
+        self.reuse = PrefixReuse(block_size)
+        self.users: dict[str, Group] = {}
+        self.tiers: dict[str, Group] = {}
+        self.programs: Counter[str] = Counter()
+        self.has_followers = False
+        """Whether some come since others have ended."""
+        self._arrivals = array("d")
+        self._prompts = array("q")
+        self._outputs = array("q")
+
+    def watch(self, jobs: Iterator[Job]) -> Iterator[Job]:
+        """Add these jobs as they pass."""
+        for job in jobs:
+            self.add(job)
+            yield job
+
+    def add(self, job: Job) -> None:
+        """One job more."""
+        self._arrivals.append(job.arrival)
+        self._prompts.append(job.num_prompt)
+        self._outputs.append(job.num_output)
+        self.reuse.add(job)
+        self.users.setdefault(job.user, Group()).add(job)
+        self.tiers.setdefault(job.tier, Group()).add(job)
+        if job.program:
+            self.programs[job.program] += 1
+
+    @property
+    def num_requests(self) -> int:
+        return len(self._arrivals)
+
+    @property
+    def seconds(self) -> float:
+        """Until the last request came."""
+        return self._arrivals[-1] if self._arrivals else 0.0
+
+    @property
+    def rate(self) -> float:
+        """Requests a second; infinite where all come at once."""
+        return self.num_requests / self.seconds if self.seconds else inf
+
+    @property
+    def gap_cv(self) -> float:
+        """Coefficient of variation of the gaps between arrivals; NaN for fewer than two."""
+        gaps = np.diff(np.array(self._arrivals))
+        return float(gaps.std() / gaps.mean()) if len(gaps) and gaps.any() else nan
+
+    def dispersion(self, seconds: float) -> float:
+        """Variance by mean of how many came in each window of so many seconds, whole windows only;
+        1 for Poisson, NaN for fewer than two windows."""
+        times = np.array(self._arrivals)
+        number = int(self.seconds // seconds)
+        if number < 2:
+            return nan
+        counts = np.bincount((times // seconds).astype(np.int64), minlength=number)[:number]
+        return float(counts.var() / counts.mean())
+
+    def lengths(self) -> dict[str, Floats]:
+        """Of prompts and outputs: mean, then the quantiles at ``SHARES`` [1 + len(SHARES)]."""
+        columns = {"prompt": self._prompts, "output": self._outputs}
+        return {
+            name: np.array([np.mean(column), *np.quantile(column, SHARES)])
+            for name, column in columns.items()
+        }

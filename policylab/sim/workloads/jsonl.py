@@ -1,0 +1,121 @@
+"""Our own file of a workload: a line for each request, which ``metronome workload`` writes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from engine.errors import ConfigError
+from policylab.sim.job import Job, Span
+from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.open_loop import Body
+from policylab.sim.workloads.reader import Place, Reader, Row, in_order, opened
+
+FORMAT = 1
+
+
+class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workload"):
+    """The first line: what was drawn."""
+
+    format: int
+    workload: str
+    seed: int
+    rate: float | None = None
+
+
+class Line(msgspec.Struct, omit_defaults=True):
+    """A request. ``prompt``: parts of texts, each its name, length and start; ``texts``: token ids
+    of those that were not made up. Other fields as in ``Job``."""
+
+    id: str
+    arrival: float
+    prompt: list[tuple[str, int, int]]
+    output: int
+    user: str = ""
+    priority: int = 0
+    deadline: float | None = None
+    ttft: float | None = None
+    tbt: float | None = None
+    tier: str = ""
+    program: str = ""
+    hints: dict[str, Any] = {}
+    max_tokens: int | None = None
+    texts: dict[str, list[int]] = {}
+
+
+FIELDS = ("user", "priority", "deadline", "ttft", "tbt", "tier", "program", "hints", "max_tokens")
+
+
+def write(path: str | Path, head: Head, jobs: Iterable[Job]) -> None:
+    """Write a file of these jobs. Raises ``ConfigError``."""
+    encode = msgspec.json.Encoder().encode
+    try:
+        with Path(path).open("wb") as file:
+            file.write(encode(head) + b"\n")
+            for job in jobs:
+                file.write(encode(line_of(job)) + b"\n")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
+
+
+def line_of(job: Job) -> Line:
+    """A job as it is written."""
+    return Line(
+        id=job.request_id,
+        arrival=job.arrival,
+        prompt=[(span.text, span.length, span.start) for span in job.prompt],
+        output=job.num_output,
+        texts={name: list(tokens) for name, tokens in job.texts.items()},
+        **{name: getattr(job, name) for name in FIELDS},
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class JSONL(Reader):
+    """A file that ``metronome workload W --out FILE`` wrote. Its requests come when it says, those
+    that had followed others, too."""
+
+    kind: ClassVar[str] = "jsonl"
+    is_from_zero: ClassVar[bool] = True
+
+    def rows(self, dice: Draws) -> Iterator[Row]:
+        decode = msgspec.json.Decoder(Line).decode
+        last = -inf
+        with opened(self.path) as file:
+            self._check_head(next(file, ""))
+            for number, text in enumerate(file, 2):
+                if not text.strip():
+                    continue
+                place = Place(self.path, number)
+                try:
+                    line = decode(text)
+                except msgspec.DecodeError as error:
+                    raise place.error("the line", text.strip(), f"a request ({error})") from error
+                last = in_order(place, "arrival", line.arrival, line.arrival, last)
+                yield Row(last, _body(place, line), line.id)
+
+    def _check_head(self, text: str) -> None:
+        try:
+            head = msgspec.json.decode(text, type=Head)
+        except msgspec.DecodeError as error:
+            expected = 'the head of a workload, as in {"metronome":"workload","format":1,...}'
+            raise Place(self.path, 1).error("the line", text.strip(), expected) from error
+        if head.format != FORMAT:
+            raise ConfigError(
+                f"{self.path} is of format {head.format}, this version reads {FORMAT}"
+            )
+
+
+def _body(place: Place, line: Line) -> Body:
+    for text, length, start in line.prompt:
+        place.tokens(f"length of {text!r}", length, least=0)
+        place.tokens(f"start of {text!r}", start, least=0)
+    prompt = tuple(Span(*part) for part in line.prompt)
+    place.tokens("the prompt's length", sum(span.length for span in prompt))
+    fields = {name: getattr(line, name) for name in FIELDS}
+    return Body(prompt, place.tokens("output", line.output), {**fields, "texts": line.texts})

@@ -1,0 +1,94 @@
+"""The JSONL files of Mooncake's traces, whose blocks of 512 tokens have names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain, groupby
+from math import inf
+from typing import ClassVar
+
+import msgspec
+import numpy as np
+
+from policylab.sim.job import Span
+from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.open_loop import Body
+from policylab.sim.workloads.reader import Place, Reader, Row, in_order, opened
+
+BLOCK = 512
+
+
+class _Line(msgspec.Struct):
+    """A request; ``timestamp`` in milliseconds."""
+
+    timestamp: float
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MooncakeJSONL(Reader):
+    """A file of Mooncake's traces: ``timestamp`` (ms), ``input_length``, ``output_length``,
+    ``hash_ids``. There is one id for each 512 tokens of the prompt: the same ids are the same text.
+
+    Stamps of the public traces are whole ticks: requests of one tick are spread over it, or up to
+    the next stamp if that comes earlier.
+    """
+
+    kind: ClassVar[str] = "mooncake-jsonl"
+    block_size: ClassVar[int] = BLOCK
+
+    tick: float = 3.0
+    """Seconds of a tick; 0: requests come as they are stamped."""
+
+    def __post_init__(self) -> None:
+        Reader.__post_init__(self)
+        self.check("tick", self.tick, 0.0, 3600.0)
+
+    def rows(self, dice: Draws) -> Iterator[Row]:
+        rng = dice.stream("ticks")
+        groups = (
+            (stamp, [body for _, body in rows])
+            for stamp, rows in groupby(self._lines(), key=lambda row: row[0])
+        )
+        stamp, bodies = next(groups, (0.0, []))
+        for coming, more in chain(groups, [(inf, [])]):
+            yield from self._spread(rng, stamp, min(self.tick, coming - stamp), bodies)
+            stamp, bodies = coming, more
+
+    def _spread(
+        self, rng: np.random.Generator, stamp: float, seconds: float, bodies: list[Body]
+    ) -> Iterator[Row]:
+        times = np.sort(rng.random(len(bodies))) * seconds + stamp
+        for time, body in zip(times.tolist(), bodies, strict=True):
+            yield Row(time, body)
+
+    def _lines(self) -> Iterator[tuple[float, Body]]:
+        last = -inf
+        decode = msgspec.json.Decoder(_Line).decode
+        with opened(self.path) as file:
+            for number, text in enumerate(file, 1):
+                if not text.strip():
+                    continue
+                place = Place(self.path, number)
+                try:
+                    line = decode(text)
+                except msgspec.DecodeError as error:
+                    raise place.error("the line", text.strip(), f"a request ({error})") from error
+                last = in_order(place, "timestamp", line.timestamp, line.timestamp / 1e3, last)
+                yield last, _body(place, line)
+
+
+def _body(place: Place, line: _Line) -> Body:
+    num_prompt = place.tokens("input_length", line.input_length)
+    num_blocks = -(-num_prompt // BLOCK)
+    if len(line.hash_ids) != num_blocks:
+        expected = f"of {num_blocks} ids, one for each {BLOCK} of {num_prompt} tokens"
+        raise place.error("hash_ids", line.hash_ids, expected)
+    lengths = [BLOCK] * (num_blocks - 1) + [num_prompt - BLOCK * (num_blocks - 1)]
+    prompt = tuple(
+        Span(f"block {name}", length) for name, length in zip(line.hash_ids, lengths, strict=True)
+    )
+    return Body(prompt, place.tokens("output_length", line.output_length))

@@ -1,0 +1,95 @@
+"""Requests that come whatever the engine does, and know nothing of each other's ends."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from engine.errors import ConfigError
+from policylab.sim.job import NOTHING, Job, Span
+from policylab.sim.workloads.arrivals import Arrivals, find_arrivals
+from policylab.sim.workloads.draws import CHUNK, Draws
+from policylab.sim.workloads.lengths import Lengths
+from policylab.sim.workloads.source import Source, Workload
+
+TRACE = "trace"
+
+
+class Body(NamedTuple):
+    """What a request says, and how long its answer will be; ``fields`` are further ones of a job,
+    over which tags that were asked for go."""
+
+    prompt: tuple[Span, ...]
+    num_output: int
+    fields: Mapping[str, Any] = NOTHING
+
+
+def pairs(lengths: Lengths, dice: Draws, name: str = "") -> Iterator[tuple[int, int]]:
+    """Lengths of prompt and output, without an end. ``name`` tells streams apart."""
+    prompts, outputs = dice.stream(f"prompts{name}"), dice.stream(f"outputs{name}")
+    while True:
+        drawn = (lengths.prompt.draw(prompts, CHUNK), lengths.output.draw(outputs, CHUNK))
+        yield from zip(*(column.tolist() for column in drawn), strict=True)
+
+
+def uniform(rng: np.random.Generator) -> Iterator[float]:
+    """Numbers from 0 to below 1, without an end."""
+    while True:
+        yield from rng.random(CHUNK).tolist()
+
+
+@dataclass(frozen=True, kw_only=True)
+class OpenLoop(Workload):
+    """A workload whose arrivals are a process of their own."""
+
+    trace: ClassVar[Arrivals | None] = None
+    """Arrivals of the trace that it is like, if it is like one: ``arrivals="trace"``."""
+
+    arrivals: str = "poisson"
+    """``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(first=0.2,last=1.8)``,
+    ``burst(every=60,seconds=5,times_as_many=10)``; each of them but the first with ``cv``."""
+
+    def __post_init__(self) -> None:
+        Workload.__post_init__(self)
+        self.process  # noqa: B018 - it checks the option
+
+    @property
+    def process(self) -> Arrivals:
+        """How its requests come. Raises ``ConfigError`` for arrivals that are not known."""
+        if self.arrivals != TRACE:
+            return find_arrivals(self.arrivals)
+        if self.trace is None:
+            raise ConfigError(
+                f"workload {self.kind!r} has no arrivals of its own; say arrivals='poisson', "
+                "'gamma(cv=2)' or another"
+            )
+        return self.trace
+
+    @property
+    def natural_rate(self) -> float:
+        return 1.0
+
+    @abstractmethod
+    def bodies(self, dice: Draws) -> Iterator[Body]:
+        """What requests say, one after the other, without an end."""
+
+    def source(self, seed: int, rate: float | None = None) -> Source:
+        return Source(self._jobs(Draws(seed), rate or self.natural_rate))
+
+    def _jobs(self, dice: Draws, rate: float) -> Iterator[Job]:
+        bodies, tags = self.bodies(dice), self.tags.draw(dice)
+        times = self.process.times(dice, rate, self.num_requests)
+        for number, time in enumerate(islice(times, self.num_requests)):
+            prompt, num_output, fields = next(bodies)
+            yield Job(
+                request_id=f"r{number}",
+                arrival=time,
+                prompt=prompt,
+                num_output=num_output,
+                **{**fields, **next(tags)},
+            )

@@ -1,0 +1,202 @@
+"""Workloads that are read from a file, line by line, with memory for one line."""
+
+from __future__ import annotations
+
+import csv
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import IO, ClassVar, NamedTuple
+
+from engine.errors import ConfigError
+from policylab.sim.job import Job, Span
+from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.open_loop import Body
+from policylab.sim.workloads.source import MAX_REQUESTS, Source, Workload
+
+MAX_LENGTH = 100_000_000  # tokens of a prompt or an output
+SHOWN_CHARS = 40
+
+
+class Row(NamedTuple):
+    """A request of a file."""
+
+    time: float
+    """Seconds, from any beginning."""
+    body: Body
+    request_id: str = ""
+    """Empty: it is called by its number."""
+
+
+class Place(NamedTuple):
+    """A line of a file, for what is wrong with it."""
+
+    path: str
+    line: int
+
+    def error(self, name: str, value: object, expected: str) -> ConfigError:
+        """What a value should have been."""
+        shown = repr(value)
+        if len(shown) > SHOWN_CHARS:
+            shown = shown[:SHOWN_CHARS] + "..."
+        return ConfigError(f"{self.path}, line {self.line}: {name} is {shown}, must be {expected}")
+
+    def tokens(self, name: str, value: object, least: int = 1) -> int:
+        """A number of tokens."""
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            number = -1.0
+        if isinstance(value, bool) or number != math.floor(number) or number > MAX_LENGTH:
+            number = -1.0
+        if number < least:
+            raise self.error(name, value, f"a whole number of tokens, {least} to {MAX_LENGTH}")
+        return int(number)
+
+    def seconds(self, name: str, value: object) -> float:
+        """A time."""
+        try:
+            number = float(value)  # type: ignore[arg-type]
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number) or isinstance(value, bool):
+            raise self.error(name, value, "a finite number")
+        return number
+
+
+class Size(NamedTuple):
+    """What is known of a file once it was read to its end, or to the requests asked for."""
+
+    number: int
+    first: float
+    last: float
+    max_prompt: int
+    max_output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader(Workload):
+    """The requests of a file, as they came.
+
+    The file is read once to know its size, and again for each run. Another rate plays it faster or
+    slower. Users, tiers, deadlines and priorities that are asked for replace the file's.
+    """
+
+    is_from_zero: ClassVar[bool] = False
+    """Its times are seconds since the start of the run; else the first request comes at 0."""
+
+    path: str
+    """The file."""
+    num_requests: int = MAX_REQUESTS
+    """How many are read at most."""
+    speed: float = 1.0
+    """How many times as fast it is played as it was recorded, where no rate is asked for."""
+
+    def __post_init__(self) -> None:
+        Workload.__post_init__(self)
+        self.check("speed", self.speed, 1e-9, 1e9)
+        if not isinstance(self.path, str | Path):
+            raise ConfigError(f"path is {self.path!r}, must be the name of a file, in quotes")
+
+    @abstractmethod
+    def rows(self, dice: Draws) -> Iterator[Row]:
+        """Requests in order of the file. Raises ``ConfigError`` for a line that is none."""
+
+    @property
+    def natural_rate(self) -> float:
+        """As it was recorded, times the speed; 1 for a file whose requests all came at once."""
+        seconds = self.size.last - self.size.first
+        number = self.size.number
+        return self.speed * (number - 1) / seconds if number > 1 and seconds else 1.0
+
+    @property
+    def max_prompt(self) -> int:
+        return self.size.max_prompt
+
+    @property
+    def max_output(self) -> int:
+        return self.size.max_output
+
+    @cached_property
+    def size(self) -> Size:
+        """Read the file for its size. Raises ``ConfigError``, also for one without a request."""
+        number, first, last, max_prompt, max_output = 0, 0.0, 0.0, 1, 1
+        for time, body, _ in self._read(Draws(0)):
+            if not number and not self.is_from_zero:
+                first = time
+            number, last = number + 1, time
+            max_prompt = max(max_prompt, sum(span.length for span in body.prompt))
+            max_output = max(max_output, body.fields.get("max_tokens") or 0, body.num_output)
+        if not number:
+            raise ConfigError(f"{self.path} holds no request")
+        return Size(number, first, last, max_prompt, max_output)
+
+    def source(self, seed: int, rate: float | None = None) -> Source:
+        return Source(self._jobs(Draws(seed), rate or self.natural_rate))
+
+    def _jobs(self, dice: Draws, rate: float) -> Iterator[Job]:
+        first = self.size.first
+        scale = self.natural_rate / (self.speed * rate)
+        for number, (row, tag) in enumerate(
+            zip(self._read(dice), self.tags.draw(dice), strict=False)
+        ):
+            yield Job(
+                request_id=row.request_id or f"r{number}",
+                arrival=(row.time - first) * scale,
+                prompt=row.body.prompt,
+                num_output=row.body.num_output,
+                **{**row.body.fields, **tag},
+            )
+
+    def _read(self, dice: Draws) -> Iterator[Row]:
+        return islice(self.rows(dice), self.num_requests)
+
+
+@contextmanager
+def opened(path: str) -> Iterator[IO[str]]:
+    """The file, as text. Raises ``ConfigError``."""
+    try:
+        with Path(path).open(encoding="utf-8-sig", newline="") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def table(path: str, *columns: str) -> Iterator[tuple[Place, dict[str, str]]]:
+    """Lines of a CSV file with a head, by the names of columns. Raises ``ConfigError`` where one
+    of ``columns`` is missing."""
+    with opened(path) as file:
+        lines = csv.reader(file)
+        try:
+            head = [name.strip() for name in next(lines, [])]
+            if missing := [name for name in columns if name not in head]:
+                raise Place(path, 1).error("the head", ",".join(head), f"with {missing[0]!r}")
+            for cells in lines:
+                place = Place(path, lines.line_num)
+                if not cells:
+                    continue
+                if len(cells) != len(head):
+                    shown = ",".join(cells)
+                    raise place.error("the line", shown, f"{len(head)} values with commas between")
+                yield place, dict(zip(head, cells, strict=True))
+        except csv.Error as error:
+            raise ConfigError(f"{path}, line {lines.line_num}: {error}") from error
+
+
+def in_order(place: Place, name: str, value: object, time: float, last: float) -> float:
+    """The time, which must not be before the last one. Raises ``ConfigError``."""
+    if time < last:
+        raise place.error(name, value, "no earlier than that of the line before: sort the file")
+    return time
+
+
+def plain(number: int, num_prompt: int) -> tuple[Span, ...]:
+    """A prompt that shares nothing with others."""
+    return (Span(f"prompt {number}", num_prompt),)

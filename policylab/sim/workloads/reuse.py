@@ -1,0 +1,66 @@
+"""What a cache without limits would find of the prompts, in whole blocks from their beginning."""
+
+from __future__ import annotations
+
+from hashlib import blake2b
+
+from policylab.sim.job import Job, Span
+
+
+class PrefixReuse:
+    """Counts tokens of prompts that earlier prompts began with, too. Two texts of different names
+    count as different; an answer is known once a prompt has held it.
+
+    It remembers a number for each different part of a prompt behind the parts before it.
+    """
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.num_tokens = 0
+        """Of all prompts."""
+        self.num_found = 0
+        """Of these, those that an endless cache would have had."""
+        self._longest: dict[int, int] = {}  # by hash of what is before it, and of its text
+
+    @property
+    def share(self) -> float:
+        """Of prompt tokens, those that were found."""
+        return self.num_found / self.num_tokens if self.num_tokens else 0.0
+
+    def add(self, job: Job) -> int:
+        """Count a job; tokens of it that were found."""
+        common, is_known, before = 0, True, 0
+        for text, length, start in merged(_parts(job, self.block_size)):
+            key = hash((before, text, start))
+            known = self._longest.get(key, 0)
+            if is_known:
+                common += min(known, length)
+                is_known = length <= known
+            if length > known:
+                self._longest[key] = length
+            before = hash((key, length))
+        found = common // self.block_size * self.block_size
+        self.num_tokens += job.num_prompt
+        self.num_found += found
+        return found
+
+
+def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
+    """Of its prompt. Of tokens that were given each block is a text, named by its content."""
+    if not job.texts:
+        return job.prompt
+    tokens = job.tokens()
+    blocks = (tokens[at : at + block_size] for at in range(0, len(tokens), block_size))
+    return tuple(Span(blake2b(repr(block).encode()).hexdigest(), len(block)) for block in blocks)
+
+
+def merged(prompt: tuple[Span, ...]) -> list[Span]:
+    """Parts that follow each other in one text are one part."""
+    found: list[Span] = []
+    for span in prompt:
+        last = found[-1] if found else None
+        if last is not None and last.text == span.text and last.start + last.length == span.start:
+            found[-1] = Span(span.text, last.length + span.length, last.start)
+        elif span.length:
+            found.append(span)
+    return found

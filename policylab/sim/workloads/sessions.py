@@ -1,0 +1,190 @@
+"""Requests in sessions: the next comes some time after the last was answered, and begins with all
+that was said before it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from math import ceil, inf, log, log1p
+from typing import Any, ClassVar, NamedTuple
+
+from policylab.sim.job import ANSWER, Job, Span
+from policylab.sim.workloads.arrivals import Arrivals, find_arrivals
+from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.lengths import Lengths, find_lengths
+from policylab.sim.workloads.open_loop import pairs, uniform
+from policylab.sim.workloads.source import Source, Workload
+
+NUM_SAMPLED = 4000  # sessions by which the mean number of turns is known
+SAMPLE_SEED = 20261125
+MAX_TURNS = 10_000
+
+
+class Turn(NamedTuple):
+    """A request of a session."""
+
+    pause: float
+    """Seconds since the answer before."""
+    num_new: int
+    """Tokens that are said."""
+    num_output: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sessions(Workload):
+    """Sessions come as ``arrivals`` say; within each, requests follow answers."""
+
+    name: ClassVar[str]
+    """How its sessions are called, with a number."""
+
+    arrivals: str = "poisson"
+    """Of sessions: ``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(...)``,
+    ``burst(...)``."""
+    turns: float = 4.0
+    """Requests of a session, geometric, of this mean."""
+    think: float = 10.0
+    """Seconds from an answer to the next request, exponential, of this mean."""
+    lengths: str = "log-uniform(prompt=(16, 256), output=(8, 256))"
+    """Of what is new in a prompt, and of answers: ``log-uniform(...)``, ``fixed(...)`` or the name
+    of a trace."""
+    max_context: int = 4096
+    """Tokens of a prompt and its answer at most: a session ends before it would need more."""
+    num_systems: int = 0
+    """Beginnings that sessions share, each has one of them; 0: none."""
+    system_tokens: int = 0
+    """Tokens of such a beginning."""
+
+    def __post_init__(self) -> None:
+        Workload.__post_init__(self)
+        self.check("turns", self.turns, 1.0, MAX_TURNS)
+        self.check("think", self.think, 0.0, 1e6)
+        self.check("num_systems", self.num_systems, 0, 1_000_000)
+        self.check("system_tokens", self.system_tokens, 0)
+        self.process  # noqa: B018 - it checks the option
+        longest = self._lengths.prompt.longest + self._lengths.output.longest
+        self.check("max_context", self.max_context, self._num_shared + longest)
+
+    @property
+    def natural_rate(self) -> float:
+        return 1.0
+
+    @property
+    def max_prompt(self) -> int:
+        return self.max_context - self.max_output
+
+    @property
+    def max_output(self) -> int:
+        return self._lengths.output.longest
+
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return find_lengths(self.lengths)
+
+    @cached_property
+    def process(self) -> Arrivals:
+        """How its sessions come."""
+        return find_arrivals(self.arrivals)
+
+    @property
+    def _num_shared(self) -> int:
+        return self.system_tokens if self.num_systems else 0
+
+    @cached_property
+    def mean_turns(self) -> float:
+        """Requests of a session, those left out that would not have fitted."""
+        sampled = islice(self.sessions(Draws(SAMPLE_SEED)), NUM_SAMPLED)
+        return sum(map(len, sampled)) / NUM_SAMPLED
+
+    def source(self, seed: int, rate: float | None = None) -> Source:
+        """Requests come at this mean rate; at an infinite one all sessions begin at once, and no
+        time is spent thinking."""
+        return _Living(self, Draws(seed), rate or self.natural_rate).source()
+
+    def sessions(self, dice: Draws) -> Iterator[list[Turn]]:
+        """What is said in each session, without an end."""
+        lengths, ends = pairs(self._lengths, dice), uniform(dice.stream("turns"))
+        pauses = uniform(dice.stream("think"))
+        per_turn = log1p(-1.0 / self.turns) if self.turns > 1.0 else -inf
+        while True:
+            number = max(1, ceil(log(1.0 - next(ends)) / per_turn)) if per_turn > -inf else 1
+            turns: list[Turn] = []
+            used = self._num_shared
+            for num_new, num_output in islice(lengths, number):
+                if used + num_new > self.max_prompt:
+                    break
+                pause = -self.think * log(1.0 - next(pauses))
+                turns.append(Turn(pause, num_new, num_output))
+                used += num_new + num_output - 1
+            yield turns
+
+
+@dataclass(slots=True)
+class _Session:
+    """One that goes on: what was said, and what will be."""
+
+    name: str
+    prompt: tuple[Span, ...]
+    turns: list[Turn]
+    fields: dict[str, Any] = field(default_factory=dict)
+    num_asked: int = 0
+
+    def next(self, time: float) -> Job:
+        """Its next request, which comes at this time."""
+        turn = self.turns[self.num_asked]
+        self.num_asked += 1
+        request_id = f"{self.name}.{self.num_asked}"
+        prompt = (*self.prompt, Span(f"said {request_id}", turn.num_new))
+        # The token that ends an answer is no part of what is said next.
+        answer = Span(ANSWER + request_id, turn.num_output - 1)
+        self.prompt = (*prompt, answer) if answer.length else prompt
+        return Job(
+            request_id=request_id,
+            arrival=time,
+            prompt=prompt,
+            num_output=turn.num_output,
+            program=self.name,
+            **self.fields,
+        )
+
+
+class _Living:
+    """The sessions of a run that go on."""
+
+    def __init__(self, workload: Sessions, dice: Draws, rate: float) -> None:
+        self._workload = workload
+        self._dice = dice
+        self._rate = rate
+        self._by_name: dict[str, _Session] = {}
+
+    def source(self) -> Source:
+        return Source(self._first(), self._follow)
+
+    def _first(self) -> Iterator[Job]:
+        """The first request of each session."""
+        workload, dice = self._workload, self._dice
+        mean = workload.mean_turns
+        number = ceil(workload.num_requests / mean)
+        times = workload.process.times(dice, self._rate / mean, number)
+        systems, tags = uniform(dice.stream("systems")), workload.tags.draw(dice)
+        left = workload.num_requests
+        for place, (turns, time) in enumerate(zip(workload.sessions(dice), times, strict=False)):
+            name = f"{workload.name}{place}"
+            session = _Session(name, (), turns[:left], next(tags))
+            if workload.num_systems:
+                system = int(next(systems) * workload.num_systems)
+                session.prompt = (Span(f"system {system}", workload.system_tokens),)
+            left -= len(session.turns)
+            self._by_name[name] = session
+            yield session.next(time)
+            if not left:
+                return
+
+    def _follow(self, job: Job, time: float) -> Iterable[Job]:
+        session = self._by_name[job.program]
+        if session.num_asked == len(session.turns):
+            del self._by_name[job.program]
+            return
+        pause = session.turns[session.num_asked].pause if self._rate < inf else 0.0
+        yield session.next(time + pause)

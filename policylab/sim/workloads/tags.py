@@ -1,0 +1,189 @@
+"""Whose requests they are and what was promised to them: options that all workloads have.
+
+users="ann(share=3),bob(weight=2)"       num_users=100, user_skew=1.1
+tiers="chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,deadline=600,priority=1)"
+deadlines=(1, 60)                        num_priorities=3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import inf, isfinite, log
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from engine.errors import ConfigError
+from policylab.sim.named import call, split
+from policylab.sim.workloads.draws import CHUNK, Draws
+
+Rows = list[dict[str, Any]]
+"""Fields of jobs that are set."""
+
+MAX_USERS = 1_000_000
+MAX_SHARE = 1e9
+
+
+class User(NamedTuple):
+    """``share`` of the requests are its, beside those of the others; ``weight`` is the share of
+    service that is to be its own (an option of the engine: ``user_weights``)."""
+
+    share: float = 1.0
+    weight: float = 1.0
+
+
+class Tier(NamedTuple):
+    """A class of requests. Promises in seconds: ``ttft`` to the first token, ``tbt`` between two,
+    ``deadline`` from arrival to end. ``offline``: nobody waits for it, and policies are told so."""
+
+    share: float = 1.0
+    ttft: float | None = None
+    tbt: float | None = None
+    deadline: float | None = None
+    priority: int = 0
+    offline: bool = False
+    hints: Mapping[str, Any] = {}
+
+    def fields(self, name: str) -> dict[str, Any]:
+        """What it sets of a job."""
+        hints = {**({"offline": True} if self.offline else {}), **self.hints}
+        set_ = {"ttft": self.ttft, "tbt": self.tbt, "deadline": self.deadline}
+        found: dict[str, Any] = {k: float(value) for k, value in set_.items() if value is not None}
+        found["tier"] = name
+        if self.priority:
+            found["priority"] = self.priority
+        if hints:
+            found["hints"] = hints
+        return found
+
+
+def read_users(text: str) -> dict[str, User]:
+    """Users by name. Raises ``ConfigError``."""
+    found: dict[str, User] = {}
+    for name, told in _named("users", text, User._fields, "ann(share=3,weight=2)"):
+        user = User(**told)
+        _check(f"users: share of {name}", user.share, 0.0, MAX_SHARE)
+        if not user.weight > 0:
+            raise ConfigError(f"users: weight of {name} is {user.weight!r}, must be above 0")
+        found[name] = user
+    if found and not any(user.share for user in found.values()):
+        raise ConfigError("users: all shares are 0, one must be above")
+    return found
+
+
+def read_tiers(text: str) -> dict[str, Tier]:
+    """Tiers by name. Raises ``ConfigError``."""
+    found: dict[str, Tier] = {}
+    for name, told in _named("tiers", text, Tier._fields, "chat(share=0.7,ttft=1,tbt=0.1)"):
+        tier = Tier(**told)
+        _check(f"tiers: share of {name}", tier.share, 0.0, MAX_SHARE)
+        for key in ("ttft", "tbt", "deadline"):
+            value = getattr(tier, key)
+            if value is not None and not (isinstance(value, int | float) and 0 < value < inf):
+                raise ConfigError(f"tiers: {key} of {name} is {value!r}, must be seconds above 0")
+        if not isinstance(tier.priority, int):
+            raise ConfigError(f"tiers: priority of {name} is {tier.priority!r}, must be a number")
+        if not isinstance(tier.hints, dict):
+            raise ConfigError(f"tiers: hints of {name} are {tier.hints!r}, must be like {{'a': 1}}")
+        found[name] = tier
+    if found and not any(tier.share for tier in found.values()):
+        raise ConfigError("tiers: all shares are 0, one must be above")
+    return found
+
+
+def _named(
+    option: str, text: str, known: tuple[str, ...], example: str
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    names: set[str] = set()
+    for part in split(text):
+        name, told = call(part, option, example)
+        if unknown := told.keys() - set(known):
+            raise ConfigError(
+                f"{option}: {name} has no {min(unknown)!r}; there are: {', '.join(known)}"
+            )
+        if name in names:
+            raise ConfigError(f"{option}: {name} stands there twice")
+        names.add(name)
+        yield name, told
+
+
+def _check(what: str, value: Any, least: float, most: float) -> None:
+    if not (isinstance(value, int | float) and least <= value <= most):
+        raise ConfigError(f"{what} is {value!r}, must be {least:g} or more, and at most {most:g}")
+
+
+class Tags(NamedTuple):
+    """What was asked for, checked."""
+
+    users: dict[str, User]
+    tiers: dict[str, Tier]
+    num_users: int = 0
+    user_skew: float = 0.0
+    deadlines: tuple[float, float] | None = None
+    num_priorities: int = 0
+
+    def check(self) -> None:
+        """Raise ``ConfigError`` for what cannot be drawn."""
+        _check("num_users", self.num_users, 0, MAX_USERS)
+        _check("user_skew", self.user_skew, 0, 10)
+        _check("num_priorities", self.num_priorities, 0, 1000)
+        if self.users and self.num_users:
+            raise ConfigError("users names them and num_users counts them: give one of the two")
+        if self.deadlines is None:
+            return
+        try:
+            least, most = self.deadlines
+            is_right = 0 < least <= most and isfinite(most)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"deadlines is {self.deadlines!r}, must be two numbers of seconds as in (1, 60)"
+            ) from error
+        if not is_right:
+            raise ConfigError(
+                f"deadlines are {least} to {most}, must be seconds above 0, rising, and finite"
+            )
+
+    def draw(self, dice: Draws) -> Iterator[dict[str, Any]]:
+        """For each job without an end, the fields of it that are set."""
+        columns = list(self._columns(dice))
+        while columns:
+            for parts in zip(*(next(column) for column in columns), strict=True):
+                found: dict[str, Any] = {}
+                for part in parts:
+                    found.update(part)
+                yield found
+        while True:
+            yield {}
+
+    def _columns(self, dice: Draws) -> Iterator[Iterator[Rows]]:
+        """Fields for ``CHUNK`` jobs at a time; later columns win."""
+        if self.num_priorities:
+            levels: Rows = [{"priority": level} for level in range(self.num_priorities)]
+            yield _pick(dice.stream("priorities"), levels, np.ones(len(levels)))
+        if self.deadlines is not None:
+            yield _deadlines(dice.stream("deadlines"), *self.deadlines)
+        if self.users:
+            rows: Rows = [{"user": name} for name in self.users]
+            shares = np.array([user.share for user in self.users.values()], dtype=np.float64)
+            yield _pick(dice.stream("users"), rows, shares)
+        if self.num_users:
+            rows = [{"user": f"user{number}"} for number in range(self.num_users)]
+            shares = np.arange(1, self.num_users + 1, dtype=np.float64) ** -self.user_skew
+            yield _pick(dice.stream("users"), rows, shares)
+        if self.tiers:
+            rows = [tier.fields(name) for name, tier in self.tiers.items()]
+            shares = np.array([tier.share for tier in self.tiers.values()], dtype=np.float64)
+            yield _pick(dice.stream("tiers"), rows, shares)
+
+
+def _pick(rng: np.random.Generator, rows: Rows, shares: np.ndarray[Any, Any]) -> Iterator[Rows]:
+    upto = np.cumsum(shares / shares.sum())
+    while True:
+        places = np.searchsorted(upto, rng.random(CHUNK), side="right")
+        yield [rows[place] for place in np.minimum(places, len(rows) - 1).tolist()]
+
+
+def _deadlines(rng: np.random.Generator, least: float, most: float) -> Iterator[Rows]:
+    while True:
+        seconds = np.exp(rng.uniform(log(least), log(most), CHUNK))
+        yield [{"deadline": value} for value in seconds.tolist()]

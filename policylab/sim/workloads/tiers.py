@@ -1,0 +1,80 @@
+"""Chats that were promised something beside batch work that was not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+from policylab.sim.job import Span
+from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.lengths import Lengths, bounds
+from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tiers(OpenLoop):
+    """Short chats that were promised a first token and a pace beside long batch work. Each tier is
+    a user. A chat is due when a first token in ``ttft`` and others every ``tbt`` would have ended
+    it; batch work has priority 1 and policies are told that it is offline."""
+
+    kind: ClassVar[str] = "tiers"
+
+    chat_share: float = 0.7
+    """Of the requests."""
+    chat_prompt: tuple[int, int] = (16, 512)
+    """Tokens, log-uniform, as all these lengths are."""
+    chat_output: tuple[int, int] = (16, 256)
+    batch_prompt: tuple[int, int] = (256, 2048)
+    batch_output: tuple[int, int] = (64, 512)
+    ttft: float = 1.0
+    """Seconds to the first token that a chat was promised."""
+    tbt: float = 0.1
+    """Seconds between two tokens that a chat was promised."""
+    batch_deadline: float = 120.0
+    """Seconds within which batch work is to be done."""
+
+    def __post_init__(self) -> None:
+        OpenLoop.__post_init__(self)
+        self.check("chat_share", self.chat_share, 0.0, 1.0)
+        for name in ("ttft", "tbt", "batch_deadline"):
+            self.check(name, getattr(self, name), 1e-6, 1e6)
+        self._lengths  # noqa: B018 - it checks the options
+
+    @cached_property
+    def _lengths(self) -> tuple[Lengths, Lengths]:
+        """Of chats, of batch work."""
+        chat, batch = (
+            Lengths(*(bounds(name, getattr(self, name)) for name in names))
+            for names in (("chat_prompt", "chat_output"), ("batch_prompt", "batch_output"))
+        )
+        return chat, batch
+
+    @property
+    def max_prompt(self) -> int:
+        return max(lengths.prompt.longest for lengths in self._lengths)
+
+    @property
+    def max_output(self) -> int:
+        return max(lengths.output.longest for lengths in self._lengths)
+
+    def bodies(self, dice: Draws) -> Iterator[Body]:
+        chats, batches = (
+            pairs(lengths, dice, f" of {name}")
+            for name, lengths in zip(("chat", "batch"), self._lengths, strict=True)
+        )
+        promise = {"tier": "chat", "user": "chat", "ttft": self.ttft, "tbt": self.tbt}
+        batch = {
+            "tier": "batch",
+            "user": "batch",
+            "priority": 1,
+            "deadline": self.batch_deadline,
+            "hints": {"offline": True},
+        }
+        for number, share in enumerate(uniform(dice.stream("tier"))):
+            is_chat = share < self.chat_share
+            num_prompt, num_output = next(chats if is_chat else batches)
+            prompt = (Span(f"prompt {number}", num_prompt),)
+            due = self.ttft + self.tbt * (num_output - 1)
+            yield Body(prompt, num_output, {**promise, "deadline": due} if is_chat else batch)

@@ -1,0 +1,323 @@
+"""Where one policy does worst beside another: a search over workloads and engines.
+
+A *case* is a choice for each *knob*: options of the workload, sizes of the engine, the load. Hill
+climbing with a seed: from a random case, knobs are turned one or two at a time, and what is no
+better is left; after some turns in vain it begins at another random case, until time is up. What
+counts is how many times as bad the figure is, in the mean over two seeds and over whole runs: where
+a queue grows without end there is no steady part, but the same requests were served worse or better
+all the same.
+
+The worst case is then made simple while it keeps most of that: knobs go back to what they were, as
+far as they can, and requests are left out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from math import exp, inf, isfinite, log
+from random import Random
+from typing import Any
+
+from engine.errors import ConfigError, PolicyError
+from policylab.sim.experiment import NoFigures, Setting, measure, with_option
+from policylab.sim.figures import is_better_small
+from policylab.sim.promises import Limit
+from policylab.sim.run import Engine, capacity_of, name_of, rate_at
+from policylab.sim.workloads import Workload
+
+LOAD = "load"
+NUM_REQUESTS = "num_requests"
+KNOBS: dict[str, tuple[Any, ...]] = {
+    LOAD: (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.3),
+    "max_num_seqs": (1, 2, 4, 8, 16, 32, 64, 128, 256),
+    "max_num_batched_tokens": (32, 64, 128, 256, 512, 1024, 2048, 4096),
+    "num_blocks": (64, 96, 128, 192, 256, 384, 512, 700, 1024, 2048, 4096),
+    "prompt_tokens": (
+        *((1, 16), (1, 64), (16, 256), (16, 1024), (16, 2048), (1, 4096)),
+        *((64, 64), (256, 256), (512, 512), (256, 1024), (1024, 1024), (1024, 4096)),
+    ),
+    "output_tokens": (
+        *((1, 1), (1, 16), (1, 64), (8, 128), (8, 512), (8, 1024)),
+        *((16, 16), (64, 64), (128, 128), (128, 512), (512, 512)),
+    ),
+    "scale": (0.02, 0.05, 0.1, 0.2, 0.3, 0.5, 1.0),
+    "shared_prefix": (0, 64, 256, 1024),
+    "arrivals": (
+        *("gamma(cv=0.0)", "poisson", "gamma(cv=2.0)", "gamma(cv=4.0)", "onoff(on=5,off=5)"),
+        *("onoff(on=5,off=20)", "burst(every=20,seconds=2)", "ramp(first=0.2,last=1.8)"),
+    ),
+    "num_users": (0, 1, 2, 4, 16, 64),
+    "user_skew": (0.0, 1.0, 2.0),
+    "num_priorities": (0, 2, 8),
+    "deadlines": (None, (0.5, 5.0), (1.0, 60.0)),
+}
+"""What a knob may be turned to, of those options that workload and engine have."""
+NUM_DRAWS = 100  # of turns that cannot be, such as to prompts that no pool holds
+NUM_IN_VAIN = 20  # turns, before another random case is begun with
+SHARE_TURNED = 0.4  # of the knobs of a random case
+SHARE_KEPT = 0.8  # of how much worse it is, by a simpler case
+SHARE_SEARCHED = 0.7  # of the time; the rest makes the case simple
+LEAST_REQUESTS = 10
+NUM_AT_ONCE = 100  # requests by which a case's load is measured
+TINY = 1e-3  # is added to both figures, so that one may be 0
+MAX_IDLE_LOOKS = 20_000
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """What two policies are given."""
+
+    workload: Workload
+    engine: Engine
+    load: float | None
+    """``None``: the workload comes as it does."""
+    seeds: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What came of a case."""
+
+    worse: float
+    """Logarithm of how many times as bad the first policy was; -inf if the case says nothing."""
+    ours: float = 0.0
+    """Its figure, the mean over the seeds."""
+    theirs: float = 0.0
+    why: str = ""
+    """Why the first policy has no figures, if so: it never ended, or was not its own."""
+
+    @property
+    def times(self) -> float:
+        """How many times as bad it was."""
+        return exp(self.worse) if self.worse < inf else inf
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hunt:
+    """Which policy, beside which other, by which figure, from which case."""
+
+    policy: Any
+    beside: Any
+    figure: str
+    start: Case
+    slo: tuple[Limit, ...] = ()
+    pinned: frozenset[str] = frozenset()
+    """Knobs that stay as they are."""
+    seed: int = 0
+    seconds: float = 60.0
+    max_tries: float = inf
+    clock: Clock = field(default=time.monotonic)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The worst case of a hunt."""
+
+    case: Case
+    score: Score
+    num_tries: int
+
+
+def find_worst(hunt: Hunt) -> Found:
+    """Search, then make simple. Raises ``ConfigError`` where no case could be tried."""
+    search = _Search(hunt)
+    worst = search.climb()
+    if not worst.score.worse > -inf:
+        raise ConfigError(
+            f"no case could be tried in {hunt.seconds:g} s; give more --seconds or fewer --requests"
+        )
+    return search.simplest(worst)
+
+
+class _Search:
+    def __init__(self, hunt: Hunt) -> None:
+        self._hunt = hunt
+        self._dice = Random(hunt.seed)
+        self._begun = hunt.clock()
+        self._num_tries = 0
+        self._scores: dict[str, Score] = {}
+        start = hunt.start
+        self._knobs = {
+            name: values
+            for name, values in KNOBS.items()
+            if name not in hunt.pinned and _has(start, name)
+        }
+        self._defaults = {name: choice(start, name) for name in self._knobs}
+
+    def climb(self) -> Found:
+        """The worst case met until time is up."""
+        best = here = self._tried(self._hunt.start)
+        in_vain = 0
+        while self._knobs and self._goes_on(SHARE_SEARCHED):
+            if in_vain >= NUM_IN_VAIN or not here.score.worse > -inf:
+                here, in_vain = self._tried(self._random()), 0
+            else:
+                there = self._tried(self._turned(here.case))
+                in_vain = 0 if there.score.worse > here.score.worse else in_vain + 1
+                here = there if there.score.worse >= here.score.worse else here
+            if here.score.worse > best.score.worse:
+                best = here
+        return replace(best, num_tries=len(self._scores))
+
+    def simplest(self, worst: Found) -> Found:
+        """The simplest case found until time is up that keeps most of how bad the worst is."""
+        least = worst.score.worse if worst.score.worse == inf else SHARE_KEPT * worst.score.worse
+        best, is_simpler = worst, worst.score.worse > 0
+        while is_simpler:
+            is_simpler = False
+            for name in (*self._knobs, NUM_REQUESTS):
+                for case in self._simpler(best.case, name):
+                    if not self._goes_on(1.0):
+                        break
+                    there = self._tried(case)
+                    if there.score.worse >= least:
+                        best, is_simpler = there, True
+                        break
+        return replace(best, num_tries=len(self._scores))
+
+    def _simpler(self, case: Case, name: str) -> Iterator[Case]:
+        """Fewer requests, or a knob back where it was, or nearer to it."""
+        now = choice(case, name)
+        if name == NUM_REQUESTS:
+            fewer = [n for n in (now // 2, now * 3 // 4) if LEAST_REQUESTS <= n < now]
+            yield from (_with(case, name, number) for number in fewer)
+            return
+        values, then = self._knobs[name], self._defaults[name]
+        if now == then:
+            return
+        yield from self._made(case, {name: then})
+        if now in values and then in values:
+            place, goal = values.index(now), values.index(then)
+            if abs(goal - place) > 1:
+                yield from self._made(case, {name: values[place + (1 if goal > place else -1)]})
+
+    def _random(self) -> Case:
+        def turned() -> dict[str, Any]:
+            return {
+                name: self._dice.choice(values)
+                for name, values in self._knobs.items()
+                if self._dice.random() < SHARE_TURNED
+            }
+
+        return self._sound(self._hunt.start, turned)
+
+    def _turned(self, case: Case) -> Case:
+        def turned() -> dict[str, Any]:
+            names = self._dice.sample(list(self._knobs), min(len(self._knobs), self._turns()))
+            return {name: self._neighbour(name, choice(case, name)) for name in names}
+
+        return self._sound(case, turned)
+
+    def _sound(self, case: Case, turned: Callable[[], dict[str, Any]]) -> Case:
+        """The case with knobs turned so that it can be; as it is, if hardly any can."""
+        for _ in range(NUM_DRAWS):
+            for each in self._made(case, turned()):
+                return each
+        return case
+
+    def _turns(self) -> int:
+        return self._dice.choice((1, 1, 2))
+
+    def _neighbour(self, name: str, value: Any) -> Any:
+        """Mostly the next one on its scale."""
+        values = self._knobs[name]
+        if value not in values or self._dice.random() < 0.3:
+            return self._dice.choice(values)
+        place = values.index(value) + self._dice.choice((-1, 1))
+        return values[min(max(place, 0), len(values) - 1)]
+
+    def _made(self, case: Case, turned: Mapping[str, Any]) -> Iterator[Case]:
+        """The case with knobs turned, if that can be."""
+        try:
+            for name, value in turned.items():
+                case = _with(case, name, value)
+        except ConfigError:
+            return
+        if case.workload.max_model_len <= (case.engine.num_blocks - 1) * case.engine.block_size:
+            yield case
+
+    def _tried(self, case: Case) -> Found:
+        self._num_tries += 1
+        key = repr((case.workload, case.engine, case.load))
+        if key not in self._scores:
+            self._scores[key] = score(self._hunt, case)
+        return Found(case=case, score=self._scores[key], num_tries=len(self._scores))
+
+    def _goes_on(self, share: float) -> bool:
+        hunt = self._hunt
+        is_early = hunt.clock() - self._begun < share * hunt.seconds
+        return is_early and self._num_tries < share * hunt.max_tries
+
+
+def score(hunt: Hunt, case: Case) -> Score:
+    """How much worse the policy does than the other."""
+    ours: list[float] = []
+    theirs: list[float] = []
+    engine, rate = replace(case.engine, max_idle_looks=MAX_IDLE_LOOKS), None
+    for seed in case.seeds:
+        try:
+            if rate is None:
+                rate = rate_of(replace(case, engine=engine))
+            setting = Setting(
+                policies=(hunt.beside,),
+                workload=case.workload,
+                engine=engine,
+                seed=seed,
+                rate=rate,
+                slo=hunt.slo,
+                is_whole=True,
+            )
+            [other] = measure(setting)
+            [own] = measure(replace(setting, policies=(hunt.policy,)))
+        except ConfigError:
+            return Score(worse=-inf)
+        if isinstance(other, NoFigures):
+            raise PolicyError(f"{name_of(hunt.beside)} has no figures: {other.why}")
+        if isinstance(own, NoFigures):
+            return Score(worse=inf, why=f"{name_of(hunt.policy)} has no figures: {own.why}")
+        ours.append(own.value(hunt.figure))
+        theirs.append(other.value(hunt.figure))
+    own_mean, other_mean = _mean(ours), _mean(theirs)
+    worse = log((max(own_mean, 0.0) + TINY) / (max(other_mean, 0.0) + TINY))
+    if not isfinite(worse):
+        return Score(worse=-inf)
+    sign = 1.0 if is_better_small(hunt.figure) else -1.0
+    return Score(worse=sign * worse, ours=own_mean, theirs=other_mean)
+
+
+def rate_of(case: Case) -> float | None:
+    """Requests a second that come in this case; ``None``: as the workload says. What fcfs can
+    serve is measured with few requests, as each case would take longer for it than for its runs."""
+    if case.load is None:
+        return None
+    rough = capacity_of(case.workload, case.engine, num_requests=NUM_AT_ONCE)
+    return rate_at(case.load, case.workload, case.engine, capacity=rough)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _has(case: Case, name: str) -> bool:
+    if name == LOAD:
+        return case.load is not None
+    return any(name == each.name for part in (case.workload, case.engine) for each in fields(part))
+
+
+def choice(case: Case, name: str) -> Any:
+    """What a knob is turned to, or an option is; ``None`` if the case has none such."""
+    if name == LOAD:
+        return case.load
+    parts = (case.workload, case.engine)
+    return next((getattr(part, name) for part in parts if hasattr(part, name)), None)
+
+
+def _with(case: Case, name: str, value: Any) -> Case:
+    if name == LOAD:
+        return replace(case, load=value)
+    workload, engine = with_option(name, value, case.workload, case.engine)
+    return replace(case, workload=workload, engine=engine)

@@ -1,0 +1,28 @@
+"""The deciding halves of features for simulated engines, as the engines that serve have them."""
+
+from __future__ import annotations
+
+from engine.core.build import features_of, following_grammars, make_compiler
+from engine.messages.requests import AddRequest
+from policylab.verify.case import VOCAB_SIZE, Setup
+from policylab.verify.halves import WRONG, Delayed, Guide, Halves, NoGuide, small_tokenizer
+
+
+class SimulatedHalves:
+    """Makes those that a case asks for. All runs share the grammars that were compiled."""
+
+    def __init__(self) -> None:
+        self._compiler = make_compiler(small_tokenizer, VOCAB_SIZE)
+
+    def __call__(self, setup: Setup) -> Halves:
+        resources = tuple(features_of(setup.config))
+        if setup.grammar_ticks >= 0:
+            delayed = Delayed(self._compiler, setup.grammar_ticks)
+            resources = following_grammars(resources, delayed, VOCAB_SIZE, may_cut=True)
+        return Halves(resources, self._guide)
+
+    def _guide(self, add: AddRequest) -> Guide:
+        """Of its own, so that no answer is judged by what made it."""
+        if add.grammar is None or add.grammar == WRONG:
+            return NoGuide()
+        return self._compiler.submit(add.grammar, add.eos_token_ids).wait()

@@ -1,0 +1,250 @@
+"""Expected and received outputs of every client: each token once, one end per request.
+
+The answer to a request follows from the request alone, so it must not depend on chunks, the cache,
+preemptions, the rest of the batch, drafts, depth or policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+from zlib import crc32
+
+from engine.messages.requests import AddRequest, CoreOutputs, Finished, Started
+from engine.messages.step import NewSeq, StepPlan
+from engine.sched.interface import StepOutputs
+from engine.sched.request import Request
+from policylab.verify.case import VOCAB_SIZE
+from policylab.verify.fake import EMPTY_DIGEST, NONE_LEFT, mix
+from policylab.verify.halves import Guide, guided
+
+DEAD_END = ("error", None)  # of a text that cannot go on as its grammar says
+
+
+@dataclass(slots=True)
+class Asked:
+    """A request under way."""
+
+    req: Request
+    extras: dict[int, int]  # what the model sees at a position beside the token
+    answer: list[int]
+    end: tuple[str, int | None]  # reason and stop reason, if nothing comes between
+    fails: bool  # will it come to a position that fails?
+    fails_at: int | None
+    hints: dict[str, Any] | None  # as they came
+    num_heard: int = 0
+    num_cached: int | None = None  # tokens it did not compute when it first ran
+    has_new_seat: bool = False  # since its last output
+
+
+class Clients:
+    """Receives every output. Raises ``AssertionError`` for one that no client should get.
+
+    ``num_said``: tokens that the model says. ``guide``: follows the grammar of a request.
+    """
+
+    def __init__(
+        self,
+        max_model_len: int,
+        on_end: Callable[[Asked], None],
+        *,
+        num_said: int = VOCAB_SIZE,
+        guide: Callable[[AddRequest], Guide] | None = None,
+    ) -> None:
+        self.live: dict[str, Asked] = {}
+        self.num_accepted = 0
+        self.num_followed = 0  # grammars, to the end of the text
+        self._max_model_len = max_model_len
+        self._on_end = on_end
+        self._num_said = num_said
+        self._guide = guide
+
+    def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
+        """The scheduler has accepted the request. ``hints``: a copy of those it came with."""
+        add = req.add
+        assert add.request_id not in self.live, f"{req} is taken twice"
+        extras = extras_of(add)
+        guide = None if self._guide is None or add.grammar is None else self._guide(add)
+        most = min(add.max_tokens, self._max_model_len - len(add.prompt_token_ids))
+        answer, end = answer_to(add, extras, most, num_said=self._num_said, guide=guide)
+        last = len(add.prompt_token_ids) + len(answer) - 2  # the last token is not computed
+        fails = fails_at is not None and fails_at <= last
+        self.live[add.request_id] = Asked(req, extras, answer, end, fails, fails_at, hints)
+        self.num_accepted += 1
+
+    def answers(self, request_id: str) -> Sequence[int]:
+        """What the request will hear in all."""
+        return self.live[request_id].answer
+
+    def answer_if_alive(self, request_id: str) -> Sequence[int] | None:
+        """The same; ``None`` for one that is not under way."""
+        asked = self.live.get(request_id)
+        return None if asked is None else asked.answer
+
+    def content(self, new: NewSeq) -> list[int]:
+        """What the worker sees at each known position."""
+        tokens = list(new.token_ids)
+        for position, extra in self.live[new.request_id].extras.items():
+            tokens[position] += extra
+        return tokens
+
+    def watch(self, plan: StepPlan) -> None:
+        """From where do new sequences compute?"""
+        if not plan.new:
+            return
+        starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
+        for new in plan.new:
+            asked = self.live[new.request_id]
+            asked.has_new_seat = True
+            if asked.num_cached is None:
+                asked.num_cached = starts[new.slot]
+
+    def fail(self, new: NewSeq, upto: int) -> str | None:
+        """Does the worker come to a position that fails?"""
+        asked = self.live.get(new.request_id)  # a step in flight may outlive its request
+        if asked is None or asked.fails_at is None or upto <= asked.fails_at:
+            return None
+        return "a row that fails"
+
+    def alive(self, ids: list[str] | None) -> list[Request]:
+        """Requests of these ids that have not ended; unreported ends count as ends."""
+        wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
+        asked = [self.live[name].req for name in wanted if name in self.live]
+        return [req for req in asked if not req.is_finished]
+
+    def abort(self, reqs: Sequence[Request]) -> None:
+        """A client aborted these requests; no output reports their end."""
+        for req in reqs:
+            self._end(req.request_id)
+
+    def hear(self, outputs: StepOutputs, now: float) -> None:
+        """Check what a step brought."""
+        for client, out in outputs.items():
+            counts = out.counts or [1] * len(out.request_ids)
+            assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
+            assert sum(counts) == len(out.token_ids), "token columns"
+            starts = {started.index: started for started in out.started}
+            place = 0
+            for index, (name, count) in enumerate(zip(out.request_ids, counts, strict=True)):
+                asked = self._asked(name, client)
+                tokens = out.token_ids[place : place + count]
+                place += count
+                right = asked.answer[asked.num_heard : asked.num_heard + count]
+                assert tokens == right, f"{name}: {tokens} behind {asked.num_heard}, not {right}"
+                check_start(asked, count, starts.get(index))
+                asked.num_heard += count
+            self._hear_ends(out, now)
+
+    def _hear_ends(self, out: CoreOutputs, now: float) -> None:
+        for end in out.finished:
+            name = out.request_ids[end.index]
+            asked = self.live[name]
+            check_end(asked, end, now)
+            is_whole = self._guide is not None and end.reason == "stop"
+            self.num_followed += is_whole and asked.req.add.grammar is not None
+            self._end(name)
+
+    def check_over(self) -> None:
+        """Every client has received the end of its requests."""
+        assert not self.live, f"{list(self.live)} never heard their end"
+
+    def _end(self, name: str) -> None:
+        asked = self.live.pop(name)
+        assert asked.req.is_finished, f"{asked.req} has ended"
+        assert asked.req.add.hints == asked.hints, f"{asked.req}: its hints were changed"
+        check_waits(asked.req)
+        self._on_end(asked)
+
+    def _asked(self, name: str, client: int) -> Asked:
+        asked = self.live.get(name)
+        assert asked is not None, f"{name}: an output, and it is not under way"
+        assert asked.req.add.client_index == client, f"{name}: told the wrong client"
+        return asked
+
+
+def check_start(asked: Asked, count: int, started: Started | None) -> None:
+    """Check the history that comes with a request's first tokens from each seat."""
+    req, history, is_due = asked.req, asked.req.history, asked.has_new_seat and count > 0
+    assert (started is not None) == is_due, f"{req}: started {started}, {is_due}"
+    if started is not None:
+        asked.has_new_seat = False
+        assert started.num_cached_tokens == asked.num_cached, f"{req}: cached tokens"
+        assert started.num_preemptions == history.num_preempted, f"{req}: preemptions"
+        assert (started.waits, started.events) == (history.waits, history.events), (
+            f"{req}: its history"
+        )
+
+
+def check_end(asked: Asked, end: Finished, now: float) -> None:
+    """Is this how the request had to end?"""
+    add, told = asked.req.add, f"{asked.req.request_id}: ends with {end.reason} {end.message!r}"
+    assert end.num_preemptions == asked.req.num_preempted, f"{told}: preemptions"
+    if end.reason == "deadline":
+        due = [time for time in (add.queue_deadline, add.end_deadline) if time is not None]
+        assert due and min(due) <= now, f"{told} at {now}, due {due}"
+    elif end.reason == "error":
+        assert end.message, f"{told}: no message"
+        # Where no grammar is followed, that field stands for what a resource of the case reads.
+        is_faked = add.grammar is not None and add.grammar.lstrip("-").isdecimal()
+        may_fail = asked.fails_at is not None or asked.end == DEAD_END or is_faked or add.media
+        assert may_fail, f"{told}: nothing was wrong with it"
+        is_early = asked.fails_at is not None or is_faked or add.media
+        assert is_early or asked.num_heard == len(asked.answer), (
+            f"{told} after {asked.num_heard} tokens of {len(asked.answer)}"
+        )
+    else:
+        assert (end.reason, end.stop_reason) == asked.end, f"{told}, not {asked.end}"
+        assert asked.num_heard == len(asked.answer), f"{told} after {asked.num_heard} tokens"
+        assert not asked.fails, f"{told}, but it came to a position that fails"
+
+
+def check_waits(req: Request) -> None:
+    """Every second in the queue has exactly one cause. Times are binary fractions, so exactly."""
+    history = req.history
+    total = sum(history.waits.values())
+    assert total == history.queue_seconds, (
+        f"{req}: waits {history.waits}, {history.queue_seconds} s"
+    )
+
+
+def extras_of(add: AddRequest) -> dict[int, int]:
+    """What the model sees beside the tokens: salt and adapter from the start, media where they
+    begin."""
+    extras = {}
+    if add.cache_salt is not None or add.adapter is not None:
+        extras[0] = _number(add.cache_salt, add.adapter)
+    for item in add.media:
+        extras[item.offset] = extras.get(item.offset, 0) + _number(
+            item.offset, item.length, item.hash
+        )
+    return extras
+
+
+def answer_to(
+    add: AddRequest,
+    extras: dict[int, int],
+    most: int,
+    *,
+    num_said: int = VOCAB_SIZE,
+    guide: Guide | None = None,
+) -> tuple[list[int], tuple[str, int | None]]:
+    """The tokens of the whole answer, so many at most, and how it ends."""
+    digest = EMPTY_DIGEST
+    for position, token in enumerate(add.prompt_token_ids):
+        digest = mix(digest, token + extras.get(position, 0))
+    stops = {*add.eos_token_ids, *add.params.stop_token_ids}
+    answer: list[int] = []
+    for _ in range(most):
+        token = digest % num_said
+        if guide is not None and (token := guided(guide, token)) == NONE_LEFT:
+            return answer, DEAD_END
+        answer.append(token)
+        if token in stops and len(answer) >= add.params.min_tokens:
+            return answer, ("stop", None if token in add.eos_token_ids else token)
+        digest = mix(digest, token)
+    return answer, ("length", None)
+
+
+def _number(*parts: object) -> int:
+    return crc32(repr(parts).encode()) << 16

@@ -1,0 +1,325 @@
+"""Draws cases: a different mixture of features for every seed, so that all combinations occur."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import msgspec
+
+from engine.config.sched import SchedulerConfig
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest, MediaItem
+from engine.sched.interface import PauseState
+from engine.sched.plugins.find import find_policy
+from engine.sched.policies import POLICIES
+from engine.sched.policy import Policy
+from policylab.verify.case import (
+    VOCAB_SIZE,
+    Abort,
+    Add,
+    Case,
+    Event,
+    Jump,
+    Pause,
+    Reset,
+    Setup,
+    Wake,
+)
+from policylab.verify.draw_halves import with_halves
+
+WILD = "policylab.verify.wild.Wild"
+CROWDED = 0.15  # share of engines in which many run at once
+YEARS = 2.0**28  # seconds; a binary fraction, as all times here
+FEATURES = (
+    *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
+    *("media", "hints", "logprobs", "clients", "twins", "giants", "users", "storms"),
+)
+
+
+def draw_case(
+    seed: int,
+    policy: Any = None,
+    options: dict[str, Any] | None = None,
+    *,
+    has_halves: bool = False,
+) -> Case:
+    """The case of a seed. ``policy``: in place of a shipped one drawn by name. ``has_halves``:
+    half of the cases have drafts and grammars as they serve."""
+    case = draw_plain(seed, policy, options)
+    return with_halves(case, seed) if has_halves and seed % 2 else case
+
+
+def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
+    """The case of a seed without those."""
+    rng = Random(seed)
+    features = {name for name in FEATURES if rng.random() < 0.4}
+    setup = draw_setup(rng, policy, options)
+    num_requests = rng.choice((3, 8, 20, 40))
+    if rng.random() < CROWDED:
+        setup, features, num_requests = crowded(rng, setup), {*features, "storms", "short"}, 50
+    pace = rng.choice((0.2, 0.7, 2.0))  # requests a tick
+    maker = RequestMaker(rng, setup, features)
+    events: list[Event] = [
+        maker.add(str(index), int(index / pace)) for index in range(num_requests)
+    ]
+    num_ticks = max(event.at for event in events) + rng.choice((1, 10, 40))
+    events += draw_troubles(rng, features, num_ticks, num_requests)
+    return Case(setup=setup, events=sorted(events, key=lambda event: event.at))
+
+
+# -- the engine
+
+
+def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setup:
+    """Small pools, few seats and small budgets, so that requests compete for them."""
+    block_size = rng.choice((1, 2, 3, 4, 8, 16))
+    needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
+    needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4), "remote": 1}
+    windows = rng.choice(((0,), (0,), (0,), (0,), (0, 5), (7,)))
+    if windows != (0,):  # what comes from elsewhere fills one group of full attention
+        needs = {name: size for name, size in needs.items() if name not in ("loads", "remote")}
+    needs.pop(rng.choice(("loads", "remote")), None)  # they read the same of a request
+    return Setup(
+        config=draw_config(rng, policy, options),
+        num_blocks=2 + int(62 * rng.random() ** 1.5),
+        block_size=block_size,
+        caching=rng.random() < 0.8,
+        windows=windows,
+        needs={name: size for name, size in needs.items() if rng.random() < 0.25},
+        seed=rng.randrange(2**31),
+        is_steady=rng.random() < 0.6,
+    )
+
+
+def crowded(rng: Random, setup: Setup) -> Setup:
+    """Room for more requests at once than are granted one by one; pieces of a few long prompts."""
+    threshold = setup.config.long_prefill_token_threshold or rng.choice((0, 3))
+    config = replace(
+        setup.config,
+        long_prefill_token_threshold=threshold,
+        max_num_seqs=rng.randint(20, 40),
+        max_num_batched_tokens=max(64, setup.config.max_model_len),
+        max_waiting_requests=None,
+        max_waiting_tokens=None,
+    )
+    sizes = {"num_blocks": rng.randint(60, 120), "block_size": rng.choice((2, 3, 4))}
+    return msgspec.structs.replace(
+        setup, config=config, needs=dict(list(setup.needs.items())[:1]), **sizes
+    )
+
+
+def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> SchedulerConfig:
+    """Options of the scheduler and, for a policy that was not given any, of the policy."""
+    name = policy if policy is not None else rng.choice((*sorted(POLICIES), WILD, WILD, WILD))
+    if options is None:
+        options = draw_options(rng, name)
+    if name == WILD:
+        options = {"rate": rng.choice((0.05, 0.2, 0.5))}
+    max_model_len = rng.choice((16, 40, 64))
+    seats = rng.randint(1, 16) if rng.random() < 0.8 else rng.randint(17, 32)
+    chunked = rng.random() < 0.75
+    budget = max(seats, rng.randint(1, 64))
+    threshold = rng.choice((0, 0, 3, 8))
+    return SchedulerConfig(
+        max_num_batched_tokens=budget if chunked else max(budget, max_model_len),
+        max_num_seqs=seats,
+        max_model_len=max_model_len,
+        enable_chunked_prefill=chunked,
+        long_prefill_token_threshold=threshold,
+        long_prefill_token_threshold_adaptive=threshold > 0 and rng.random() < 0.3,
+        max_mixed_prefill_tokens=rng.choice((0, 0, 1, 4)) * chunked,
+        watermark=rng.choice((None, None, None, None, 0.0, 0.2)),
+        scheduling_policy=name,
+        policy_options=options,
+        num_steps_in_flight=rng.randint(1, 3),
+        length_predictor=rng.choice(("none", "history", "oracle")),
+        user_weights={"u0": 2.0} if rng.random() < 0.2 else {},
+        max_waiting_requests=rng.choice((None, None, None, 1, 5)),
+        max_waiting_tokens=rng.choice((None, None, None, 30)),
+    )
+
+
+def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
+    """Options around the defaults of the policy's constructor; none if it refuses them."""
+    cls = POLICIES.get(policy, policy) if isinstance(policy, str) else policy
+    if not (isinstance(cls, type) and issubclass(cls, Policy)) or rng.random() < 0.5:
+        return {}
+    options = {}
+    for name, parameter in inspect.signature(cls).parameters.items():
+        options[name] = _near(rng, parameter.default)
+    options = {name: value for name, value in options.items() if value is not None}
+    try:
+        find_policy(cls, options)
+    except ValueError:
+        return {}
+    return options
+
+
+def _near(rng: Random, default: Any) -> Any:
+    """A value of the same kind; ``None`` leaves the default."""
+    if isinstance(default, bool):
+        return rng.random() < 0.5
+    if not isinstance(default, int | float):
+        return None
+    value = default * rng.choice((0.1, 0.5, 1, 2, 10))
+    return max(1, round(value)) if isinstance(default, int) else value
+
+
+# -- requests
+
+
+class RequestMaker:
+    """Makes requests that share beginnings and differ in all that features bring."""
+
+    def __init__(self, rng: Random, setup: Setup, features: set[str]) -> None:
+        self.rng = rng
+        self.setup = setup
+        self.features = features
+        room = (setup.num_blocks - 1) * setup.block_size
+        self.longest = self.most = max(1, min(setup.config.max_model_len - 1, room))
+        if "short" in features:
+            self.longest = min(self.longest, 12)
+        self.shared = [rng.randrange(VOCAB_SIZE) for _ in range(self.longest)]
+
+    def add(self, name: str, at: int) -> Add:
+        """A request that comes before this tick, or before all if there is a storm."""
+        rng = self.rng
+        if "twins" in self.features and rng.random() < 0.1:
+            name = str(max(0, int(name) - rng.randint(1, 5)))
+        fails_at = None
+        if "faults" in self.features and rng.random() < 0.15:
+            fails_at = rng.randrange(self.longest)
+        at = 0 if "storms" in self.features and rng.random() < 0.5 else at
+        return Add(at=at, request=self.request(name, at), fails_at=fails_at)
+
+    def request(self, name: str, at: int) -> AddRequest:
+        rng = self.rng
+        longest = self.longest
+        if "short" in self.features and rng.random() < 0.1:
+            longest = self.most  # beside many short ones
+        if "giants" in self.features and rng.random() < 0.05:
+            longest *= 3
+        total = rng.randint(2, max(2, longest + 1))
+        num_prompt = rng.randint(1, total - 1)
+        max_tokens = total - num_prompt
+        return AddRequest(
+            request_id=name,
+            prompt_token_ids=self.prompt(num_prompt),
+            params=self.params(max_tokens),
+            seed=0,
+            arrival_time=at / 64,
+            max_tokens=max_tokens,
+            eos_token_ids=[rng.randrange(VOCAB_SIZE)] if "stops" in self.features else [],
+            priority=rng.randint(-1, 2),
+            user=f"u{rng.randrange(3)}" if "users" in self.features else "",
+            client_index=rng.randrange(3) if "clients" in self.features else 0,
+            cache_salt=rng.choice((None, "a", "b")) if "salts" in self.features else None,
+            hints=self.hints(max_tokens),
+            **self.feature_fields(num_prompt),
+            **self.deadlines(at),
+        )
+
+    def prompt(self, num_tokens: int) -> list[int]:
+        """The shared beginning and some tokens of its own."""
+        rng = self.rng
+        common = rng.randint(0, num_tokens) if rng.random() < 0.7 else num_tokens
+        rest = [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens - min(common, self.longest))]
+        return self.shared[:common] + rest
+
+    def params(self, max_tokens: int) -> SamplingParams:
+        """Its stop conditions, and whether it may read the prefix cache."""
+        rng = self.rng
+        stops = []
+        if "stops" in self.features:
+            stops = [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(0, 2))]
+        scores = "logprobs" in self.features and rng.random() < 0.2
+        return SamplingParams(
+            max_tokens=max_tokens,
+            min_tokens=rng.randint(0, max_tokens) if stops else 0,
+            stop_token_ids=stops,
+            prompt_logprobs=1 if scores else None,
+        )
+
+    def hints(self, max_tokens: int) -> dict[str, Any]:
+        """Hints that policies read; the oracle needs the output length."""
+        rng = self.rng
+        hints: dict[str, Any] = {"output_tokens": rng.randint(1, max_tokens)}
+        if "hints" in self.features:
+            hints["program"] = f"p{rng.randrange(3)}"
+            hints["ttft"] = rng.choice((0.01, 0.5))
+            hints["tbt"] = rng.choice((0.01, 0.5))
+        return hints
+
+    def feature_fields(self, num_prompt: int) -> dict[str, Any]:
+        """Fields of a request that the resources of this engine read."""
+        rng, needs = self.rng, self.setup.needs
+        fields: dict[str, Any] = {}
+        if "adapters" in needs or "salts" in self.features:
+            fields["adapter"] = rng.choice((None, "x", "y", "z"))
+        if "grammars" in needs and rng.random() < 0.4:
+            ticks = rng.randint(0, 20)
+            fields["grammar"] = str(-ticks if rng.random() < 0.2 else ticks)
+        if ("loads" in needs or "remote" in needs) and rng.random() < 0.4:
+            fields["kv_transfer_params"] = {
+                "ticks": rng.randint(0, 20) * (rng.random() < 0.8),
+                "num_tokens": rng.randint(0, num_prompt),
+                "share": rng.choice((1.0, 1.0, 0.5, 0.0)),
+            }
+        if ("encoder" in needs or "media" in self.features) and rng.random() < 0.6:
+            fields["media"] = self.media(num_prompt)
+        return fields
+
+    def media(self, num_prompt: int) -> list[MediaItem]:
+        """Items one behind the other; few contents, so that some are shared."""
+        items: list[MediaItem] = []
+        offset = self.rng.randrange(4)
+        while offset < num_prompt and len(items) < 3:
+            length = self.rng.randint(1, min(5, num_prompt - offset))
+            items.append(MediaItem(offset, length, f"m{self.rng.randrange(2)}"))
+            offset += length + self.rng.randrange(6)
+        return items
+
+    def deadlines(self, at: int) -> dict[str, Any]:
+        """Wishes and bounds, in seconds."""
+        rng = self.rng
+        if "deadlines" not in self.features:
+            return {}
+        chosen = {}
+        for name in ("deadline", "queue_deadline", "end_deadline"):
+            if rng.random() < 0.3:
+                chosen[name] = (at + rng.randint(0, 60)) / 64
+        if len(chosen) == 1:
+            chosen["tbt"] = 1 / 32
+        return chosen
+
+
+# -- troubles
+
+
+def draw_troubles(
+    rng: Random, features: set[str], num_ticks: int, num_requests: int
+) -> list[Event]:
+    """Aborts, resets, pauses and clock jumps during the script."""
+    events: list[Event] = []
+    for tick in range(num_ticks):
+        if "aborts" in features and rng.random() < 0.1:
+            events.append(Abort(at=tick, request_ids=_some_ids(rng, num_requests)))
+        if "wakes" in features and rng.random() < 0.1:
+            events.append(Wake(at=tick, request_id=str(rng.randrange(num_requests + 1))))
+        if "resets" in features and rng.random() < 0.05:
+            events.append(Reset(at=tick, reset_running=rng.random() < 0.5))
+        if "pauses" in features and rng.random() < 0.1:
+            events.append(Pause(at=tick, state=rng.choice(list(PauseState))))
+        if "jumps" in features and rng.random() < 0.05:
+            events.append(Jump(at=tick, seconds=rng.choice((YEARS, -YEARS, 1.0, -0.5))))
+    return events
+
+
+def _some_ids(rng: Random, num_requests: int) -> list[str] | None:
+    """One or several, some of which are gone, not there yet, or named twice."""
+    if rng.random() < 0.03:
+        return None
+    return [str(rng.randrange(num_requests + 2)) for _ in range(rng.choice((1, 1, 1, 3)))]

@@ -1,0 +1,110 @@
+"""Adds to a case what features bring that serve: drafts by every method and grammars.
+
+From dice of its own, so that the rest of a seed's case is what it is without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from random import Random
+from typing import Any
+
+import msgspec
+
+from engine.config.sched import SchedulerConfig
+from engine.messages.requests import AddRequest
+from engine.messages.structured import StructuredOutputsParams, grammar_of
+from policylab.verify.case import Add, Case, Event
+from policylab.verify.halves import END, WRONG
+
+edit = msgspec.structs.replace
+SHARE = 0.6  # of requests that follow a grammar, where some do
+FORM = {
+    "type": "object",
+    "properties": {"ab": {"type": "boolean"}, "cd": {"enum": ["ab", "false", 10]}},
+    "required": ["ab", "cd"],
+    "additionalProperties": False,
+}
+FORMS: tuple[dict[str, Any], ...] = (
+    {"regex": "(ab|ba){2,9}"},
+    {"regex": "[a-f0-9 ]{0,30}"},
+    {"regex": "(abab|cd,){1,40}true"},
+    {"choice": ["true", "false", "ab", "abab10"]},
+    {"choice": ["abcdefghijklmnopqrstuvwxyz"]},
+    {"choice": ["ab!", "abab!"]},  # comes to a character that no token spells
+    {"choice": ["!"]},
+    {"json": FORM, "disable_any_whitespace": True},
+    {"json": {"type": "array", "items": {"enum": ["ab", 1]}, "maxItems": 6}},
+    {"grammar": 'start: "{" start "}" | "ab" | "cd"\n'},
+)
+
+
+def with_halves(case: Case, seed: int) -> Case:
+    """The case of a seed with drafts, with grammars, or with both."""
+    rng = Random(f"halves of {seed}")
+    has_drafts = rng.random() < 0.8
+    has_grammars = not has_drafts or rng.random() < 0.6
+    stands_for = {"drafts": has_drafts, "grammars": True}
+    needs = {name: size for name, size in case.setup.needs.items() if not stands_for.get(name)}
+    setup = edit(
+        case.setup,
+        needs=needs,
+        grammar_ticks=rng.choice((0, 3)) if has_grammars else -1,
+        num_said=rng.choice((61, 2, 2, 3)),
+    )
+    if has_drafts:
+        setup = edit(setup, config=with_drafts(rng, setup.config))
+    events = [told for event in case.events for told in rewritten(rng, event, has_grammars)]
+    return edit(case, setup=setup, events=events)
+
+
+def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
+    """By one of the methods, a few or many, as many as pay or all."""
+    most = config.max_num_batched_tokens - 1
+    if most < 1:  # a step must have room for a token beside its drafts
+        config, most = replace(config, max_num_batched_tokens=2), 1
+    method = rng.choice(("ngram", "suffix", "draft_model", "draft_model", "grammar"))
+    asked: dict[str, Any] = {
+        "method": method,
+        "num_speculative_tokens": min(most, rng.choice((1, 2, 3, 5, 9))),
+        "adaptive": rng.random() < 0.5,
+    }
+    if method == "ngram":
+        sizes = sorted((rng.randint(1, 3), rng.randint(1, 3)))
+        asked |= {"prompt_lookup_min": sizes[0], "prompt_lookup_max": sizes[1]}
+    if method == "suffix":
+        asked["suffix_decoding_max_cached_requests"] = rng.choice((0, 2, 100))
+        asked["suffix_decoding_max_spec_factor"] = rng.choice((1.0, 3.0))
+    if method == "draft_model":
+        asked["model"] = "of the worker"
+    return replace(config, speculative_config=asked)
+
+
+def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:
+    """The event; of a request that comes, perhaps with a grammar, and perhaps with others that
+    ask the same: several answers to one prompt."""
+    if not isinstance(event, Add):
+        yield event
+        return
+    request = edit(event.request, grammar=None)
+    if has_grammars and rng.random() < SHARE:
+        request = with_grammar(rng, request)
+    num_more = rng.choice((0, 0, 0, 0, 1, 3))
+    yield edit(event, request=request)
+    for place in range(num_more):
+        name = f"{request.request_id}/{place}"
+        yield edit(event, request=edit(request, request_id=name))
+
+
+def with_grammar(rng: Random, request: AddRequest) -> AddRequest:
+    """It ends with the token that ends texts, or earlier."""
+    grammar = (
+        WRONG if rng.random() < 0.05 else grammar_of(StructuredOutputsParams(**rng.choice(FORMS)))
+    )
+    return edit(
+        request,
+        grammar=grammar,
+        eos_token_ids=[END],
+        params=edit(request.params, min_tokens=0),
+    )

@@ -1,0 +1,306 @@
+"""Invariants: what must hold after every step, over several steps, and at the end of a run.
+
+=====  ==============================================================  ==========================
+[1]    each block is free, held, or lent to a transfer                 ``check.check_blocks``
+[2]    a block is counted as often as tables and loans name it         ``check.check_blocks``
+[3]    a slot has one writer, and no reader of a shared block writes   ``check.check_plan``
+[4]    tables are as long as tokens need; waiting ones hold nothing    ``check.check_counts``
+[5]    token budget, seats, and what resources have                    ``check_plan``, ``needs``
+[6]    a live request is in one place, and known by one id             ``check.check_members``
+[7]    one end each; tokens without gap, each once                     ``clients``
+[8]    what is cached under a hash is the KV of that content           ``CacheTruth``
+[9]    nothing is shared across salts, adapters or media               ``clients``
+[10]   while a request could run, one does; every request ends         ``Progress``, ``simulation``
+[11]   no request is preempted again and again without a token         ``Progress``
+[12]   what could never run is refused at once                         ``simulation``
+[13]   when no request is left, nothing is held nor remembered         ``Invariants.ended``
+[14]   the worker's tables are the scheduler's                         ``check_mirror``
+[15]   the same case gives the same plans                              ``swarm``
+[16]   policies break no contract                                      ``check_faults``
+[17]   a clock that jumps changes no plan of fcfs and priority         ``swarm``
+[18]   pauses hold back, deadlines end                                 ``check_wishes``
+[19]   better ranks go first, unless the policy says otherwise         ``check_order``
+[20]   nothing is left over that a request could use                   ``check.check_spare``
+[21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
+[22]   drafts are asked of a worker only where a step can verify them  ``halves``
+[23]   drafts are counted as they were verified                        ``halves.DraftCounts``
+[24]   beside decodes, prompts go in pieces while few wait             ``check.check_mixed``
+[25]   a policy that writes ``rank`` and ``ranks`` says the same       ``check.check_ranks``
+=====  ==============================================================  ==========================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.kv.events import split_key
+from engine.kv.prefix_index import Chains, Sha256Hasher
+from engine.messages.step import StepPlan
+from engine.sched.interface import PauseState
+from engine.sched.request import Request
+from engine.sched.roster import by_rank
+from engine.sched.scheduler import Scheduler
+from policylab.verify.check import (
+    check_empty,
+    check_mixed,
+    check_plan,
+    check_ranked,
+    check_spare,
+    check_state,
+)
+from policylab.verify.fake import EMPTY_DIGEST, DigestWorker, mix
+from policylab.verify.needs import Drafts, Need
+
+IDLE_STEPS = 4  # plans in a row that may be empty though a request could run
+MANY = 64  # requests that are remembered before those that have ended are forgotten
+FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between them
+
+
+class Invariants:
+    """Checks a scheduler from outside after each of its operations.
+
+    ``every``: after how many steps the state as a whole is checked; plans, outputs and the worker's
+    tables are checked each time. ``plugins``: are policy and resources held to their contracts too?
+    ``num_drafts``: of a row, at most, beside those of ``needs``.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: DigestWorker,
+        needs: Sequence[Need],
+        every: int = 1,
+        *,
+        plugins: bool = True,
+        num_drafts: int = 0,
+    ) -> None:
+        self.scheduler = scheduler
+        self.worker = worker
+        self.needs = needs
+        self.every = every
+        self.plugins = plugins
+        self.progress = Progress(scheduler, needs)
+        self.num_drafts = num_drafts + sum(
+            need.amount for need in needs if isinstance(need, Drafts)
+        )
+        self._num_looks = 0
+
+    def planned(self, plan: StepPlan) -> None:
+        """The scheduler has made a plan."""
+        if self.plugins:
+            self._check_plugins()
+            check_spare(self.scheduler, plan)
+            check_mixed(self.scheduler, plan)
+            check_ranked(self.scheduler, plan)
+        if not plan.is_empty:
+            check_plan(self.scheduler, plan)
+        self.progress.planned(plan)
+        check_wishes(self.scheduler, plan)
+        self._look()
+
+    def launched(self) -> None:
+        """The worker has computed it."""
+        check_mirror(self.scheduler, self.worker)
+
+    def settled(self) -> None:
+        """Results are in."""
+        self._look()
+
+    def changed(self) -> None:
+        """A request, abort or other event came from outside."""
+        self._look()
+
+    def ended(self, *, leaks: bool) -> None:
+        """No request is left, and the worker was told."""
+        check_empty(self.scheduler)
+        assert not self.worker.seqs, f"the worker keeps {list(self.worker.seqs)}"
+        for need in self.needs:
+            need.tick()
+        if self.plugins:
+            self._check_plugins()
+        leak = find_leak(self.scheduler) if leaks else None
+        assert leak is None, f"a request is remembered: {leak}"
+
+    def _check_plugins(self) -> None:
+        check_faults(self.scheduler)
+        check_order(self.scheduler)
+        for need in self.needs:
+            need.check(self.scheduler.roster.running)
+
+    def _look(self) -> None:
+        self._num_looks += 1
+        if self._num_looks % self.every == 0:
+            check_state(self.scheduler, num_drafts=self.num_drafts)
+
+
+class Progress:
+    """A request runs if one could; none is preempted again and again for nothing."""
+
+    def __init__(self, scheduler: Scheduler, needs: Sequence[Need]) -> None:
+        self._scheduler = scheduler
+        self._needs = needs
+        self._num_idle = 0
+        self._num_refusals = 0
+        self._robbed: dict[Request, tuple[int, int]] = {}  # output at the last time, times since
+
+    def planned(self, plan: StepPlan) -> None:
+        """A plan was made."""
+        scheduler = self._scheduler
+        preempted = scheduler.view.step.preempted
+        num_refusals = sum(need.num_refusals for need in self._needs)
+        is_excused = (
+            plan.num_tokens
+            or scheduler.num_in_flight > (not plan.is_empty)
+            or scheduler.pause_state is not PauseState.UNPAUSED
+            or num_refusals > self._num_refusals
+            or preempted
+            or scheduler.roster.holding  # parked with blocks that others wait for
+            or scheduler.kv.lent  # to the load of a request that has ended
+            or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
+        )
+        self._num_refusals = num_refusals
+        self._num_idle = 0 if is_excused else self._num_idle + 1
+        assert self._num_idle <= IDLE_STEPS, (
+            f"{self._num_idle} empty plans, though {list(scheduler.roster.by_id)} could run: "
+            f"{scheduler.settler.counters.blocked}"
+        )
+        for req in preempted:
+            self._rob(req)
+
+    def _rob(self, req: Request) -> None:
+        if len(self._robbed) >= MANY:
+            self._robbed = {each: n for each, n in self._robbed.items() if not each.is_finished}
+        output, times = self._robbed.get(req, (-1, 0))
+        times = times + 1 if output == req.num_output else 0
+        self._robbed[req] = req.num_output, times
+        is_default = not self._scheduler.config.policy_options  # options may ask for it
+        assert times <= FUTILE_PREEMPTIONS or not is_default, (
+            f"{req} was preempted {times} times without a token"
+        )
+
+
+class CacheTruth:
+    """Knows what should be cached under each hash it has seen."""
+
+    def __init__(self, scheduler: Scheduler, worker: DigestWorker) -> None:
+        self._kv = scheduler.kv
+        self._worker = worker
+        self._chains = Chains(Sha256Hasher(), scheduler.kv.block_size)
+        self._digests: dict[bytes, int] = {}  # of the last position of the block
+
+    def learn(self, req: Request, extras: dict[int, int]) -> None:
+        """The request ends; its tokens are final."""
+        digest, size = EMPTY_DIGEST, self._kv.block_size
+        chain: list[bytes] = []
+        self._chains.extend(chain, req, len(req.tokens))
+        hashes = iter(chain)
+        for position, token in enumerate(req.tokens):
+            digest = mix(digest, token + extras.get(position, 0))
+            if (position + 1) % size == 0:
+                self._digests[next(hashes)] = digest
+
+    def check(self) -> None:
+        """Is everything in the cache what it should be?"""
+        cache, kv = self._kv.cache, self._worker.kv
+        for block in range(1, self._kv.num_blocks):
+            key = cache.hash_of(block)
+            if key is None:
+                continue
+            right = self._digests.get(split_key(key)[0])
+            assert right is not None, f"block {block} is cached under an unknown hash"
+            assert kv[block][-1] == right, f"block {block} holds other content"
+
+
+def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
+    """Pauses hold back what they should, and no request outlives a deadline [18]."""
+    if scheduler.pause_state is PauseState.PAUSED_ALL:
+        assert not plan.num_tokens, "tokens are computed in a pause"
+    if scheduler.pause_state is not PauseState.UNPAUSED:
+        assert not scheduler.view.step.new, "a request starts in a pause"
+    now = scheduler.view.now
+    for req in scheduler.roster.by_id.values():
+        end, start = req.add.end_deadline, req.add.queue_deadline
+        assert end is None or end > now, f"{req} has outlived its deadline {end} at {now}"
+        has_started = req.history.scheduled_time is not None
+        assert start is None or has_started or start > now, f"{req} was to start by {start}"
+
+
+def check_order(scheduler: Scheduler) -> None:
+    """No request starts before one of better rank that was not itself refused [19]."""
+    step = scheduler.view.step
+    if not step.new or scheduler.guard.overrides("order", "next_waiting"):
+        return
+    worst = max(map(by_rank, step.new))
+    excused = {id(req) for req in step.preempted} | {id(req) for req, _ in step.refused}
+    for req in scheduler.roster.waiting:
+        if not by_rank(req) < worst:
+            return
+        assert id(req) in excused, f"{req} was overtaken by {step.new}"
+
+
+def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
+    """Statistics of an engine without requests equal what was counted beside it."""
+    stats = scheduler.make_stats()
+    assert stats.num_scheduled_tokens == num_tokens, f"{stats.num_scheduled_tokens} tokens counted"
+    assert stats.num_steps == num_steps, f"{stats.num_steps} steps counted, there were {num_steps}"
+    gauges = (stats.num_running, stats.num_waiting, stats.num_parked, stats.kv_usage)
+    assert not any(gauges), f"requests are left in the statistics: {gauges}"
+    assert stats.prefix_hits <= stats.prefix_queries, "more hits than questions"
+    assert stats.preempted_hits <= stats.preempted_queries, "more hits than questions"
+
+
+def check_mirror(scheduler: Scheduler, worker: DigestWorker) -> None:
+    """The worker knows the same sequences with the same tables."""
+    kv, seqs = scheduler.kv, worker.seqs
+    running = scheduler.roster.running
+    assert len(seqs) == len(running), f"the worker has {list(seqs)}, {list(running)} run"
+    for req in running:
+        seq = seqs.get(req.slot)
+        assert seq is not None, f"the worker does not know {req}"
+        for group, table in enumerate(seq.tables):
+            held = kv.held(req, group)
+            assert table == held, f"{req} holds {held}, the worker has {table}"
+
+
+def check_faults(scheduler: Scheduler) -> None:
+    """Policy and resources have given legal answers only."""
+    messages = scheduler.guard.faults.messages
+    assert not messages, f"faults of plug-ins: {messages}"
+
+
+def find_leak(root: object) -> str | None:
+    """The way from the scheduler to a request that it should have forgotten, if there is one."""
+    seen: set[int] = set()
+    todo: list[tuple[str, object]] = [(type(root).__name__, root)]
+    while todo:
+        path, value = todo.pop()
+        if isinstance(value, Request):
+            return path
+        if id(value) in seen or isinstance(value, _SIMPLE):
+            continue
+        seen.add(id(value))
+        todo += [(path + step, inner) for step, inner in _inside(value)]
+    return None
+
+
+_BOUNDED = ("_members", "step")  # of the last step only
+_SIMPLE = (str, bytes, int, float, type, type(None), np.ndarray, Need)
+
+
+def _inside(value: Any) -> Iterator[tuple[str, object]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield f"[{key!r}]", key
+            yield f"[{key!r}]", inner
+    elif isinstance(value, list | tuple | set | frozenset) or type(value).__name__ == "deque":
+        for index, inner in enumerate(value):
+            yield f"[{index}]", inner
+    elif type(value).__module__.startswith(("engine.", "policylab.")):
+        for name, inner in vars(value).items() if hasattr(value, "__dict__") else ():
+            if name not in _BOUNDED:
+                yield f".{name}", inner
+        for name in getattr(type(value), "__slots__", ()):
+            yield f".{name}", getattr(value, name, None)

@@ -1,0 +1,252 @@
+"""Resources of the simulated engine: one of each kind that features bring.
+
+What they decide depends on the request and the step only, so a case runs the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import numpy as np
+
+from engine.messages.step import DraftPart, StepPlan
+from engine.sched.request import Request
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
+from engine.sched.scheduler import Scheduler
+from engine.sched.step.builder import Step
+from policylab.verify.fake import mix
+
+Answers = Callable[[str], Sequence[int]]
+
+
+class Need(Resource):
+    """A limited resource. ``amount`` is how much of it there is; time passes by ``tick``.
+
+    ``answers`` gives the tokens that a request will be answered with.
+    """
+
+    scheduler: Scheduler
+
+    def __init__(self, amount: int, answers: Answers) -> None:
+        self.amount = amount
+        self.answers = answers
+        self.num_refusals = 0
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        assert isinstance(scheduler, Scheduler)  # what a check may look into
+        self.scheduler = scheduler
+
+    def watches(self, req: Request) -> bool:
+        return False
+
+    def tick(self) -> None:
+        """One step's time has passed."""
+
+    def check(self, running: Iterable[Request]) -> None:
+        """Does all that was taken belong to running requests?"""
+
+    def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
+        """Allow only so many tokens."""
+        self.num_refusals += 1
+        return Fit(num_tokens, self.name, on_refuse)
+
+
+class Adapters(Need):
+    """At most ``amount`` adapters are loaded at once; requests for others are passed over."""
+
+    name = "adapters"
+
+    def __init__(self, amount: int, answers: Answers) -> None:
+        super().__init__(amount, answers)
+        self.users: dict[str, set[Request]] = {}
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        if req.adapter is None or req.adapter in self.users or len(self.users) < self.amount:
+            return Fit(num_tokens)
+        return self.refuse()
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        if req.adapter is not None:
+            self.users.setdefault(req.adapter, set()).add(req)
+
+    def release(self, req: Request) -> None:
+        users = self.users.get(req.adapter or "", set())
+        users.discard(req)
+        if req.adapter in self.users and not users:
+            del self.users[req.adapter]
+
+    def check(self, running: Iterable[Request]) -> None:
+        users: dict[str, set[Request]] = {}
+        for req in running:
+            if req.adapter is not None:
+                users.setdefault(req.adapter, set()).add(req)
+        assert users == self.users, f"adapters: {self.users} are taken, {users} run"
+        assert len(users) <= self.amount, "adapters: too many"
+
+
+class Delayed(Need):
+    """Base of what a request waits for outside the queue: it takes so many ticks to be ready."""
+
+    on_refuse = OnRefuse.PARK
+
+    def __init__(self, amount: int, answers: Answers) -> None:
+        super().__init__(amount, answers)
+        self.left: dict[Request, int] = {}  # ticks until it is ready
+
+    def ticks(self, req: Request) -> int | None:
+        """How long the request waits; ``None``: it needs nothing. Negative: then it fails."""
+        raise NotImplementedError
+
+    def parked(self, req: Request) -> None:
+        ticks = self.ticks(req)
+        if ticks is not None:
+            self.left.setdefault(req, max(1, abs(ticks)))
+
+    def tick(self) -> None:
+        for req, left in list(self.left.items()):
+            if req.is_finished:
+                del self.left[req]
+            elif left:
+                self.left[req] = left - 1
+                if left == 1:
+                    self.scheduler.wake(req.request_id)
+
+    def check(self, running: Iterable[Request]) -> None:
+        for req in running:
+            ready = self.ticks(req) is None or self.left.get(req) == 0
+            assert ready, f"{self.name}: {req} runs and is not ready"
+
+
+class Grammars(Delayed):
+    """``AddRequest.grammar``: ticks until it is compiled; negative: until the compiler fails."""
+
+    name = "grammars"
+
+    def serializes(self, req: Request) -> bool:
+        return req.add.grammar is not None
+
+    def ticks(self, req: Request) -> int | None:
+        return None if req.add.grammar is None else int(req.add.grammar)
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        ticks = self.ticks(req)
+        if ticks is None or (ticks >= 0 and self.left.get(req) == 0):
+            return Fit(num_tokens)
+        ready = self.left.get(req) == 0
+        return self.refuse(on_refuse=OnRefuse.FAIL if ready else OnRefuse.PARK)
+
+
+class Loads(Delayed):
+    """``kv_transfer_params["ticks"]``: until what the request holds blocks for has arrived."""
+
+    name = "loads"
+
+    def ticks(self, req: Request) -> int | None:
+        params = req.add.kv_transfer_params
+        return None if params is None else int(params["ticks"])
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        if self.ticks(req) is None or self.left.get(req) == 0:
+            return Fit(num_tokens)
+        return self.refuse()._replace(hold=req.num_tokens)
+
+
+class Encoder(Need):
+    """``amount`` units a step for media that begin in it; a chunk ends before one too many."""
+
+    name = "encoder"
+
+    def __init__(self, amount: int, answers: Answers) -> None:
+        super().__init__(amount, answers)
+        self.units = amount
+
+    def watches(self, req: Request) -> bool:
+        return bool(req.media)
+
+    def begin_step(self, step: Step) -> None:
+        self.units = self.amount
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        start = self.scheduler.kv.ready(req) if req.is_waiting else req.num_computed
+        units = self.units
+        for item in req.media:
+            if start <= item.offset < start + num_tokens:
+                units -= item.length
+                if item.length > self.amount:
+                    return self.refuse(on_refuse=OnRefuse.FAIL)
+                if units < 0:
+                    return self.refuse(item.offset - start)
+        return Fit(num_tokens)
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        upto = req.num_computed
+        for item in req.media:
+            if upto - num_tokens <= item.offset < upto:
+                self.units -= item.length
+        assert self.units >= 0, f"encoder: {-self.units} units too many"
+
+
+class Moods(Need):
+    """Refuses or cuts ``amount`` of a hundred grants, for no reason."""
+
+    name = "moods"
+
+    def watches(self, req: Request) -> bool:
+        return req.arrival % 2 == 0
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        dice = mix(step.index, req.arrival) % 1000
+        most = dice % 3
+        if dice >= 10 * self.amount or num_tokens <= most:
+            return Fit(num_tokens)
+        return self.refuse(most, OnRefuse.CLOSE if dice % 2 else OnRefuse.SKIP)
+
+
+class Drafts(Need):
+    """Up to ``amount`` drafts for some requests, some of them right."""
+
+    name = "drafts"
+
+    def __init__(self, amount: int, answers: Answers) -> None:
+        super().__init__(amount, answers)
+        self.taken: dict[int, int] = {}  # drafts in this step by row
+
+    def watches(self, req: Request) -> bool:
+        return req.arrival % 4 != 0
+
+    def begin_step(self, step: Step) -> None:
+        self.taken.clear()
+
+    def extra(self, req: Request, step: Step) -> int:
+        most = min(self.amount, req.max_total) if self.watches(req) else 0
+        return mix(step.index, req.arrival) % (most + 1)
+
+    def take(self, req: Request, num_tokens: int, step: Step) -> None:
+        behind = req.num_computed - (req.num_tokens + req.num_pending - 1)
+        if behind > 0:
+            self.taken[req.row] = behind
+
+    def describe(self, plan: StepPlan) -> None:
+        if not self.taken:
+            return
+        rows, by_row = plan.rows.tolist(), self.scheduler.roster.by_row
+        counts = [self.taken.get(row, 0) for row in rows]
+        tokens: list[int] = []
+        for row, count in zip(rows, counts, strict=True):
+            req = by_row[row]
+            if req is not None and count:
+                first = req.num_computed - count - req.num_prompt
+                tokens += self._guess(req, first, count, plan.step)
+        plan.drafts = DraftPart(np.array(counts, dtype=np.int32), np.array(tokens, dtype=np.int32))
+
+    def _guess(self, req: Request, first: int, count: int, step: int) -> list[int]:
+        """Right ones up to some place, then wrong ones; -1 where there is no guess."""
+        right = list(self.answers(req.request_id)[first : first + count])
+        right += [-1] * (count - len(right))
+        upto = mix(step, req.arrival + 1) % (count + 2)
+        return [token if index < upto else token ^ 1 for index, token in enumerate(right)]
+
+
+NEEDS: dict[str, type[Need]] = {
+    need.name: need for need in (Adapters, Grammars, Loads, Encoder, Moods, Drafts)
+}

@@ -1,0 +1,297 @@
+"""What another interpreter does (see ``elsewhere``): changes the world, plans what it is given.
+
+Nothing here is imported by an engine. The world is changed after the engine was imported and before
+the policy is, so that ``from time import time`` in its module gets the other clock too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib
+import importlib.util
+import os
+import random
+import sys
+import time
+from collections.abc import Callable, Collection, Iterator
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+
+from engine.config.sched import SchedulerConfig
+from engine.sched.plugins import hooks
+from engine.sched.policy import Policy
+from policylab.verify.case import Case
+from policylab.verify.crowd import KINDS, Crowd
+from policylab.verify.draw import draw_case
+from policylab.verify.simulation import Simulation
+
+HASHES = "hashes of strings"
+ADDRESSES = "addresses of objects"
+CLOCKS = "clocks"
+DICE = "dice of the process"
+PROCESS = "number of the process"
+ENVIRONMENT = "environment variables"
+PARTS = (HASHES, ADDRESSES, CLOCKS, DICE, PROCESS, ENVIRONMENT)
+"""What two such interpreters differ in."""
+
+
+class Source(NamedTuple):
+    """Where another process finds the policy."""
+
+    named: str | None
+    """By name or dotted path; ``None``: in a module."""
+    module: str = ""
+    file: str | None = None
+    """The file of the module, if it cannot be imported by name."""
+    qualname: str = ""
+    given: Policy | None = None
+    """An object of that class."""
+
+
+class Question(NamedTuple):
+    """What the other process is to do: plan the case of a seed, a given one, or a crowd."""
+
+    seed: int | None = None
+    case: Case | None = None
+    """With any policy: it is replaced by the one that was found there."""
+    crowd: str = ""
+    num_steps: int = 0
+    """In which requests of the crowd keep coming."""
+
+
+class Answer(NamedTuple):
+    """What came of it."""
+
+    digest: str
+    """The digest of all plans, or the error that ended the run."""
+    reads: tuple[str, ...] = ()
+    """What hooks have read of the environment, with the line."""
+
+
+HOURS = 7.3  # between the times of day of two such interpreters
+PACE = 1.7  # of the clocks, to the power of the seed
+FIRST_PID, NEXT_PID = 10_007, 101  # primes: their remainders differ
+SIZES = range(16, 512, 16)  # bytes of what small objects take
+HOLES = 400  # of each size, among which new objects are put
+READERS = (os.__file__, "<frozen os>", "<frozen _collections_abc>")  # through which others read
+UNKNOWN = "1"  # the value of an environment variable that is not set, in every second interpreter
+
+
+def serve(line: Connection) -> None:
+    """Answer what comes on the line, until it ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for output in (1, 2):  # what a policy prints there is no word of ours
+        os.dup2(nowhere, output)
+    source, options, number, parts = line.recv()
+    world = World(number, parts, source.module or (source.named or "").rpartition(".")[0])
+    try:
+        policy = load(source)
+        given = line.recv()
+    except BaseException as error:  # importing an author's module may raise anything
+        line.send(f"the policy cannot be loaded there: {type(error).__name__}: {error}")
+        return
+    line.send(None)
+    while True:
+        try:
+            question = line.recv()
+        except EOFError:
+            return
+        line.send(answer(question, policy if given is None else given, options, world))
+
+
+def answer(question: Question, policy: Any, options: dict[str, Any] | None, world: World) -> Answer:
+    """Plan it in this world."""
+    world.scatter()
+    del world.reads[:]
+    try:
+        digest = digest_of(question, policy, options)
+    except Exception as error:  # any error is an answer
+        digest = f"{type(error).__name__}: {error}"
+    return Answer(digest, tuple(dict.fromkeys(world.reads)))
+
+
+def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -> str:
+    """The hash of all plans. Raises what breaks a rule."""
+    if question.crowd:
+        [kind] = [kind for kind in KINDS if kind.name == question.crowd]
+        kind = kind._replace(num_steps=question.num_steps)
+        return Crowd(policy, options or {}, kind, is_patient=True).run().digest
+    if question.case is not None:
+        drawn = question.case.setup.config.policy_options
+        case = with_policy(question.case, policy, drawn if options is None else options)
+    else:
+        assert question.seed is not None
+        case = draw_case(question.seed, policy, options)
+    return Simulation(case, every=2**62, leaks=False).run().digest
+
+
+def with_policy(case: Case, policy: Any, options: dict[str, Any]) -> Case:
+    """A case under another policy."""
+    given = {**vars(case.setup.config), "scheduling_policy": policy, "policy_options": options}
+    setup = msgspec.structs.replace(case.setup, config=SchedulerConfig(**given))
+    return msgspec.structs.replace(case, setup=setup)
+
+
+def load(source: Source) -> Any:
+    """The policy, as it was given. Raises whatever its module does."""
+    if source.named is not None:
+        return source.named
+    try:
+        found = _look_up(importlib.import_module(source.module), source.qualname)
+    except (ImportError, AttributeError):
+        found = None
+    if source.module == "__main__" or not isinstance(found, type):
+        found = _look_up(_from_file(source.module, source.file), source.qualname)
+    return found
+
+
+def _look_up(module: Any, qualname: str) -> Any:
+    for name in qualname.split("."):
+        module = getattr(module, name)
+    return module
+
+
+def _from_file(name: str, file: str | None) -> Any:
+    spec = importlib.util.spec_from_file_location(name, file or "")
+    if spec is None or spec.loader is None:
+        raise ImportError(f"module {name} has no file")
+    module = importlib.util.module_from_spec(spec)
+    if name == "__main__":  # what stands below `if __name__ == "__main__"` is not run
+        module.__name__ = "__mp_main__"
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    if name == "__main__":
+        module.__name__ = name
+    return module
+
+
+class World:
+    """All that a policy must not depend on, different for each number. ``home``: its module."""
+
+    def __init__(self, number: int, parts: Collection[str], home: str) -> None:
+        self._home = home
+        self.reads: list[str] = []
+        self._number_of = {part: number if part in parts else 1 for part in PARTS}
+        self._kept: list[bytes] = []
+        random.seed(self._number_of[DICE])
+        np.random.seed(self._number_of[DICE])
+        pid = FIRST_PID + NEXT_PID * self._number_of[PROCESS]
+        os.getpid = lambda: pid
+        self._change_clocks(self._number_of[CLOCKS])
+        self._change_environment()
+
+    def scatter(self) -> None:
+        """New objects get other addresses, in another order."""
+        dice = random.Random(self._number_of[ADDRESSES])
+        blocks = [bytes(size) for size in SIZES for _ in range(2 * HOLES)]
+        dice.shuffle(blocks)
+        self._kept = blocks[: len(blocks) // 2]
+
+    def _change_clocks(self, number: int) -> None:
+        pace, shift = PACE**number, 3600.0 * HOURS * number
+        for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
+            setattr(time, name, _warped(getattr(time, name), pace, shift))
+            setattr(time, f"{name}_ns", _in_ns(getattr(time, name)))
+        for name in ("localtime", "gmtime", "ctime"):
+            setattr(time, name, _now_if_none(getattr(time, name)))
+        for name in ("strftime", "asctime"):
+            setattr(time, name, _local_if_none(getattr(time, name)))
+        datetime.datetime = Datetime  # type: ignore[misc]
+        datetime.date = Date  # type: ignore[misc]
+
+    def _change_environment(self) -> None:
+        world = self
+
+        class Environment(type(os.environ)):  # type: ignore[misc]
+            """Notes who reads it in a hook, and what; every second one has all names."""
+
+            def __getitem__(self, name: str) -> str:
+                world.note(name)
+                try:
+                    value: str = super().__getitem__(name)
+                    return value
+                except KeyError:
+                    if world.is_full and world.is_authors():
+                        return UNKNOWN
+                    raise
+
+            def __iter__(self) -> Iterator[str]:
+                world.note("all names")
+                yield from super().__iter__()
+
+        os.environ.__class__ = Environment
+
+    @property
+    def is_full(self) -> bool:
+        return self._number_of[ENVIRONMENT] % 2 == 0
+
+    def is_authors(self) -> bool:
+        """Is it the policy's package that reads, rather than a library that it uses?"""
+        frame = sys._getframe(2)
+        while frame.f_code.co_filename in READERS and frame.f_back is not None:
+            frame = frame.f_back
+        name = str(frame.f_globals.get("__name__", ""))
+        return bool(self._home) and name.partition(".")[0] == self._home.partition(".")[0]
+
+    def note(self, name: str) -> None:
+        """Something reads this variable: is it a hook?"""
+        reader, frame = None, sys._getframe(2)
+        while frame is not None:
+            file = frame.f_code.co_filename
+            if file == hooks.__file__ and reader is not None:
+                self.reads.append(f"{reader} reads {name!r} of the environment")
+                return
+            if reader is None and file not in READERS:
+                reader = f"{frame.f_code.co_qualname} (line {frame.f_lineno})"
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+def _warped(clock: Callable[[], float], pace: float, shift: float) -> Callable[[], float]:
+    begun = clock()
+    return lambda: begun + shift + pace * (clock() - begun)
+
+
+def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
+    return lambda: int(1e9 * clock())
+
+
+def _now_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """``time.localtime`` and the like, at the other time."""
+    return lambda seconds=None: ask(time.time() if seconds is None else seconds)
+
+
+def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
+    """``time.strftime`` and the like, whose last argument is the time."""
+
+    def with_time(*given: Any) -> Any:
+        has_time = given and not isinstance(given[-1], str)
+        return ask(*given) if has_time else ask(*given, time.localtime())
+
+    return with_time
+
+
+class Datetime(datetime.datetime):
+    """The other clock's."""
+
+    @classmethod
+    def now(cls, tz: Any = None) -> Any:
+        return cls.fromtimestamp(time.time(), tz)
+
+    @classmethod
+    def utcnow(cls) -> Any:
+        return cls.fromtimestamp(time.time(), datetime.UTC).replace(tzinfo=None)
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls.now()
+
+
+class Date(datetime.date):
+    """The other clock's."""
+
+    @classmethod
+    def today(cls) -> Any:
+        return cls.fromtimestamp(time.time())

@@ -1,0 +1,169 @@
+"""KV from elsewhere for the simulated engine: a source, and the resource that parks requests.
+
+A load writes at once what it brings at even positions, and what it brings at odd ones in the end.
+So anything else that writes into its blocks meanwhile, and any read of them that comes too early,
+leaves a wrong digest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.kv.connector import Farewell, RemoteMatch
+from engine.messages.step import StepPlan
+from engine.sched.request import Request
+from engine.sched.resource import AttachedScheduler, Fit, OnRefuse
+from engine.sched.step.builder import Step
+from policylab.verify.clients import extras_of
+from policylab.verify.fake import EMPTY_DIGEST, mix
+from policylab.verify.needs import Answers, Need
+
+Digests = dict[tuple[int, int], int]  # by block and place in it
+
+
+class Load(NamedTuple):
+    """A load in progress for a request."""
+
+    req: Request
+    digests: Digests
+    num_good: int  # leading tokens that arrive
+    num_ticks: int
+
+
+class Store:
+    """Knows the KV of every prompt. ``kv_transfer_params`` say how much of it is offered, how many
+    ``ticks`` it takes (0: it is there within the step), and the ``share`` of it that arrives. With
+    a share of 0 the load cannot start at all; then it is not asked about the request again."""
+
+    def __init__(self, block_size: int) -> None:
+        self.block_size = block_size
+        self.kv: list[list[int]] = []  # the worker's
+        self.started: list[Load] = []  # and not looked at yet
+        self.orders: list[Digests] = []  # for the next step
+        self._starts: dict[int, int] = {}  # where the rest begins, by number of the request
+        self._refused: set[int] = set()  # requests whose load could not start, by the same
+
+    def match(self, req: Any, num_local_tokens: int) -> RemoteMatch:
+        params = req.add.kv_transfer_params or {}
+        assert req.arrival not in self._refused, f"{req}: offered again after a failed start"
+        self._starts[req.arrival] = num_local_tokens
+        behind = max(0, params.get("num_tokens", 0) - num_local_tokens)
+        return RemoteMatch(behind, asynchronous=params.get("ticks", 0) > 0)
+
+    def start_load(self, req: Any, blocks: Sequence[int], num_tokens: int) -> None:
+        params, digests = req.add.kv_transfer_params or {}, self._digests(req, blocks, num_tokens)
+        if not params["share"]:
+            self._refused.add(req.arrival)
+            raise OSError("the store is out of reach")
+        if not params["ticks"]:
+            self.orders.append(digests)
+            return
+        load = Load(req, digests, int(num_tokens * params["share"]), params["ticks"])
+        self.write(load, 0)
+        self.started.append(load)
+
+    def write(self, load: Load, parity: int) -> None:
+        """The even or the odd positions of what arrives."""
+        for index, ((block, place), digest) in enumerate(load.digests.items()):
+            if index % 2 == parity and index < load.num_good:
+                self.kv[block][place] = digest
+
+    def carry_out(self, plan: StepPlan) -> None:
+        """The step begins: what is loaded within it is there."""
+        if plan.kv_transfer is not None:
+            for block, place, digest in msgspec.msgpack.decode(plan.kv_transfer):
+                self.kv[block][place] = digest
+
+    def metadata(self) -> bytes | None:
+        orders, self.orders = self.orders, []
+        cells = [(*cell, digest) for digests in orders for cell, digest in digests.items()]
+        return msgspec.msgpack.encode(cells) if cells else None
+
+    def finished(self, req: Any, blocks: Sequence[int]) -> Farewell:
+        self._starts.pop(req.arrival, None)
+        self._refused.discard(req.arrival)
+        return Farewell()
+
+    def shutdown(self) -> None:
+        """Nothing was opened."""
+
+    def _digests(self, req: Request, blocks: Sequence[int], num_tokens: int) -> Digests:
+        digest, digests, start = EMPTY_DIGEST, {}, self._starts[req.arrival]
+        extras = extras_of(req.add)
+        for position, token in enumerate(req.tokens[: start + num_tokens]):
+            digest = mix(digest, token + extras.get(position, 0))
+            if position >= start:
+                index, place = divmod(position - start, self.block_size)
+                digests[blocks[index], place] = digest
+        return digests
+
+
+class Remote(Need):
+    """Parks requests whose KV can be loaded by waiting; wakes them when it has arrived."""
+
+    name = "remote"
+    needs = ("kv_transfer",)
+    on_refuse = OnRefuse.PARK
+    store: Store
+
+    def __init__(self, amount: int, answers: Answers) -> None:
+        super().__init__(amount, answers)
+        self.loads: dict[int, Load] = {}  # in progress, by number of the request
+        self.left: dict[int, int] = {}  # ticks, by the same
+        self.had: set[int] = set()  # requests whose load ended incomplete
+
+    def attach(self, scheduler: AttachedScheduler) -> None:
+        super().attach(scheduler)
+        source = scheduler.kv.source
+        assert isinstance(source, Store), f"{source} is no source of the simulation"
+        self.store = source
+
+    def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
+        kv = self.scheduler.kv
+        if not req.is_waiting or kv.held(req) or req.arrival in self.had:
+            return Fit(num_tokens)
+        hit = kv.lookup(req)
+        if not (hit.asynchronous and hit.num_remote):
+            return Fit(num_tokens)
+        if req.request_id in kv.lent:  # reports name the id
+            return self.refuse(on_refuse=OnRefuse.SKIP)
+        return self.refuse()._replace(hold=req.num_tokens)
+
+    def parked(self, req: Request) -> None:
+        self.scheduler.kv.start_load(req)
+
+    def tick(self) -> None:
+        started, self.store.started = self.store.started, []
+        for load in started:
+            self.loads[load.req.arrival] = load
+            self.left[load.req.arrival] = load.num_ticks
+        for arrival in list(self.loads):
+            self.left[arrival] -= 1
+            if not self.left[arrival]:
+                del self.left[arrival]
+                self._end(self.loads.pop(arrival))
+
+    def describe(self, plan: StepPlan) -> None:
+        plan.kv_transfer = self.store.metadata()
+
+    def release(self, req: Request) -> None:
+        if req.is_finished:
+            self.had.discard(req.arrival)
+
+    def check(self, running: Iterable[Request]) -> None:
+        for req in running:
+            assert not self.scheduler.kv.is_loading(req), f"{req} runs while its KV is loaded"
+
+    def _end(self, load: Load) -> None:
+        req, kv = load.req, self.scheduler.kv
+        self.store.write(load, 1)
+        if req.is_finished:
+            assert kv.sent(req.request_id), f"{req}: its blocks were not kept for the load"
+            return
+        if load.num_good < len(load.digests):
+            self.had.add(req.arrival)
+        kv.loaded(req, kv.ready(req) + load.num_good)
+        self.scheduler.wake(req.request_id)

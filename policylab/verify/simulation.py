@@ -1,0 +1,365 @@
+"""Runs a case: the real scheduler, a worker that proves what it read, and every check."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections import deque
+from dataclasses import dataclass
+from random import Random
+from typing import NamedTuple
+
+from engine.errors import RefusedError, RequestError
+from engine.kv.layout import window_blocks
+from engine.kv.manager import KVManager
+from engine.kv.tables import FULL, Group
+from engine.messages.requests import AddRequest
+from engine.messages.step import StepPlan, StepResult
+from engine.sched.interface import PauseState
+from engine.sched.plugins.find import Chosen, choose, make_scheduler
+from engine.sched.policy import Policy
+from engine.sched.predict.headroom import Headroom
+from engine.sched.scheduler import Scheduler
+from policylab.verify.case import (
+    Abort,
+    Add,
+    Case,
+    Event,
+    Jump,
+    Pause,
+    Reset,
+    Setup,
+    Wake,
+)
+from policylab.verify.clients import Asked, Clients
+from policylab.verify.fake import DigestWorker, LateWorker
+from policylab.verify.halves import (
+    DraftCounts,
+    Halves,
+    MakeHalves,
+    NoGuide,
+    WorkersDrafts,
+    check_wishes_for_drafts,
+    max_drafts,
+    worker_proposes,
+)
+from policylab.verify.invariants import CacheTruth, Invariants, check_stats
+from policylab.verify.needs import NEEDS, Need
+from policylab.verify.remote import Remote, Store
+
+SLACK_STEPS = 100
+KINDS: dict[str, type[Need]] = {**NEEDS, Remote.name: Remote}
+
+
+class Outcome(NamedTuple):
+    """Result of a run."""
+
+    num_steps: int
+    num_accepted: int
+    digest: str  # of all plans
+    num_drafts_right: int = 0  # as they serve
+    num_followed: int = 0  # requests that have ended as their grammar says, which serves
+
+
+@dataclass
+class Planned:
+    """Sums over all steps until now."""
+
+    num_tokens: int = 0
+    num_full: int = 0
+    """Steps with tokens."""
+    seconds: float = 0.0
+    """Seconds that the worker took."""
+
+
+class Simulation:
+    """One run of a case. Every method raises ``AssertionError`` for what must not be.
+
+    ``every``: after how many steps the state as a whole is checked. ``leaks``: search everything
+    for requests that are still remembered at the end. ``plugins``: hold policy and resources to
+    their contracts too. ``halves``: makes the deciding halves that the case asks for.
+    """
+
+    def __init__(
+        self,
+        case: Case,
+        *,
+        every: int = 1,
+        leaks: bool = True,
+        plugins: bool = True,
+        halves: MakeHalves | None = None,
+    ) -> None:
+        setup = case.setup
+        self.case = case
+        self.now = self.latest = 0.0
+        self.num_steps = 0
+        self.planned = Planned()
+        self.halves = self._make_halves(setup, halves)
+        self.clients = Clients(
+            setup.config.max_model_len,
+            on_end=lambda asked: self.truth.learn(asked.req, asked.extras),
+            num_said=setup.num_said,
+            guide=self.halves.guide if setup.grammar_ticks >= 0 else None,
+        )
+        self.counts = DraftCounts()
+        self.needs = [KINDS[name](size, self.clients.answers) for name, size in setup.needs.items()]
+        self.store = Store(setup.block_size) if Remote.name in setup.needs else None
+        self.scheduler = self._make_scheduler(setup)
+        self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
+            setup.num_blocks,
+            setup.block_size,
+            vocab_size=setup.num_said,
+            windows=setup.windows,
+            content=self.clients.content,
+            fail=self.clients.fail,
+        )
+        if self.store is not None:
+            self.store.kv = self.worker.kv
+            self.worker.carry_out = self.store.carry_out
+        if worker_proposes(setup):
+            self.worker.offer = WorkersDrafts(self.clients.answer_if_alive)
+        if setup.seed % 4 < 2:  # else it would not come to a judgement in so short a time
+            self.scheduler.view.headroom = Headroom(learning_steps=2, look_every=4)
+        self.truth = CacheTruth(self.scheduler, self.worker)
+        self.invariants = Invariants(
+            self.scheduler,
+            self.worker,
+            self.needs,
+            every,
+            plugins=plugins,
+            num_drafts=max_drafts(setup),
+        )
+        self._leaks = leaks
+        self._fixed = (1, 8)[setup.seed % 3 > 0]  # what a step costs, in tokens
+        self._flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self._is_undrawn = False  # the newest step in flight waits for its masks
+        self._pace = Random(setup.seed)
+        self._trace = hashlib.blake2b(digest_size=16)
+
+    def run(self) -> Outcome:
+        """The script, and then until every request has finished."""
+        events = deque(sorted(self.case.events, key=lambda event: event.at))
+        for tick in range(self.case.num_ticks):
+            while events and events[0].at == tick:
+                self.happen(events.popleft())
+            self._move()
+        self.drain()
+        return Outcome(
+            self.num_steps,
+            self.clients.num_accepted,
+            self.digest,
+            self.counts.num_accepted_tokens,
+            self.clients.num_followed,
+        )
+
+    @property
+    def digest(self) -> str:
+        """The digest of all plans until now."""
+        return self._trace.hexdigest()
+
+    # -- what happens
+
+    def happen(self, event: Event) -> None:
+        """One event of the script."""
+        scheduler = self.scheduler
+        match event:
+            case Add(request=request, fails_at=fails_at):
+                self.add(request, fails_at)
+            case Abort(request_ids=ids):
+                alive = self.clients.alive(ids)
+                ended = [each.request_id for each in scheduler.finish_requests(ids)]
+                names = [req.request_id for req in alive]
+                assert ended == names, f"abort of {ids} has ended {ended}, not {names}"
+                self.clients.abort(alive)
+            case Reset(reset_running=reset_running):
+                self._reset(reset_running)
+            case Pause(state=state):
+                scheduler.set_pause_state(state)
+            case Jump(seconds=seconds):
+                self.now += seconds
+                self.latest = max(self.latest, self.now)
+            case Wake(request_id=request_id):
+                scheduler.wake(request_id)
+        self.invariants.changed()
+
+    def add(self, request: AddRequest, fails_at: int | None = None) -> None:
+        """A request comes. Refused exactly if it cannot run or its id is in use [12]."""
+        scheduler, config = self.scheduler, self.scheduler.config
+        num_prompt = len(request.prompt_token_ids)
+        longest = min(num_prompt + request.max_tokens, config.max_model_len) - 1
+        can_run = 0 < num_prompt < config.max_model_len
+        can_run = can_run and scheduler.kv.blocks_for(longest) <= scheduler.kv.num_usable
+        is_known = request.request_id in self.clients.live
+        if is_known and not self.clients.alive([request.request_id]):
+            return  # a client reuses an id only after its end was reported
+        hints = copy.deepcopy(request.hints)
+        try:
+            req = scheduler.add_request(request)
+        except RefusedError as error:
+            assert can_run and not is_known, f"{request.request_id}: refused for now: {error}"
+        except RequestError as error:
+            assert not can_run or is_known, f"{request.request_id}: refused: {error}"
+        else:
+            assert can_run and not is_known, f"{request.request_id} was taken"
+            self.clients.accept(req, fails_at, hints)
+
+    def _reset(self, reset_running: bool) -> None:
+        scheduler = self.scheduler
+        done = scheduler.reset_prefix_cache(reset_running)
+        is_free = scheduler.kv.num_free == scheduler.kv.num_usable
+        assert done == is_free, f"the cache was emptied: {done}; all blocks are free: {is_free}"
+        if done:
+            cached = [b for b in range(scheduler.kv.num_blocks) if scheduler.kv.cache.hash_of(b)]
+            assert not cached, f"blocks {cached} are cached behind a reset"
+
+    # -- steps
+
+    def launch(self) -> bool:
+        """Plan a step and let the worker compute it; False if there is nothing in it, or one waits
+        for masks that what is in flight decides."""
+        self._draw_if_alone()
+        if self._is_undrawn:
+            return False
+        scheduler = self.scheduler
+        self._tick()
+        plan = scheduler.schedule()
+        self.num_steps += 1
+        self.planned.num_tokens += plan.num_tokens
+        self.planned.num_full += bool(plan.num_tokens)
+        for column in (plan.rows, plan.starts, plan.counts, plan.block_ids):
+            self._trace.update(column.tobytes())
+        self.invariants.planned(plan)
+        self.clients.watch(plan)
+        check_wishes_for_drafts(scheduler, plan, max_drafts(self.case.setup))
+        if plan.is_empty:
+            return False
+        result = self.worker.launch(plan)
+        result.seconds = (self._fixed + plan.num_tokens) * self.case.setup.tick / 16
+        self.planned.seconds += result.seconds
+        self.invariants.launched()
+        self._flight.append((plan, result))
+        self._is_undrawn = plan.masks is not None
+        return True
+
+    def settle(self) -> None:
+        """Take the oldest result."""
+        self._draw_if_alone()
+        plan, result = self._flight.popleft()
+        collected = self.worker.collect(result)
+        if max_drafts(self.case.setup):
+            self.counts.add(plan, collected)
+        outputs = self.scheduler.update_from_output(plan, collected)
+        self.clients.hear(outputs, self.latest)
+        self.invariants.settled()
+
+    def step(self) -> None:
+        """As the core does it: launch up to the depth, settle the oldest."""
+        while len(self._flight) < self.scheduler.config.num_steps_in_flight and self.launch():
+            pass
+        if self._flight:
+            self.settle()
+        else:
+            self.clients.hear(self.scheduler.take_outputs(), self.latest)
+
+    def drain(self) -> None:
+        """Nothing new comes; every request must finish within a bound on their work [10]."""
+        scheduler = self.scheduler
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+        bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
+        while scheduler.has_requests() or self._flight or scheduler.kv.lent:
+            num_steps = self.num_steps
+            self.step()
+            if not self._flight and self.num_steps == num_steps + 1:
+                self._wait()
+            assert self.num_steps <= bound, (
+                f"no end after {self.num_steps} steps: {list(self.clients.live)}; "
+                f"blocked: {scheduler.settler.counters.blocked!r}"
+            )
+        self.clients.hear(scheduler.take_outputs(), self.latest)
+        self.clients.check_over()
+        check_stats(scheduler, self.planned.num_tokens, self.planned.num_full)
+        self.truth.check()
+        self.invariants.ended(leaks=self._leaks)
+        self.counts.check(self.halves.resources)
+
+    # -- helpers
+
+    def _make_halves(self, setup: Setup, make: MakeHalves | None) -> Halves:
+        if make is not None:
+            return make(setup)
+        assert not setup.has_halves, "nobody makes the drafts and grammars of this case"
+        return Halves((), guide=lambda add: NoGuide())
+
+    def _draw_if_alone(self) -> None:
+        """The step that waits for masks is drawn when all before it are settled."""
+        if self._is_undrawn and len(self._flight) == 1:
+            plan, result = self._flight[0]
+            self._is_undrawn = False
+            assert plan.masks is not None
+            if plan.masks.ahead is not None:
+                plan.masks.drawn = self.worker.preview(result)
+            self.worker.sample(result, self.scheduler.masks(plan))
+
+    def _make_scheduler(self, setup: Setup) -> Scheduler:
+        config = setup.config
+        kv = KVManager(
+            setup.num_blocks,
+            setup.block_size,
+            enable_prefix_caching=setup.caching,
+            groups=[make_group(window, setup) for window in setup.windows],
+            source=self.store,
+        )
+        chosen = choose(config)
+        policy = chosen.policy
+        if isinstance(config.scheduling_policy, Policy):  # an object is used by one run only
+            policy = copy.deepcopy(policy)
+        chosen = Chosen(
+            chosen.cls, policy, (*self.halves.resources, *chosen.resources, *self.needs)
+        )
+        scheduler = make_scheduler(
+            config, kv, clock=lambda: self.now, seed=setup.seed, chosen=chosen
+        )
+        assert isinstance(scheduler, Scheduler), "only the shared mechanism can be looked into"
+        return scheduler
+
+    def _move(self) -> None:
+        """One tick of the script."""
+        dice = self._pace.random()  # the same number of throws whatever happens
+        if self.case.setup.is_steady or dice < 0.5:
+            self.step()
+        elif dice < 0.75:
+            if len(self._flight) < self.scheduler.config.num_steps_in_flight:
+                self.launch()
+        elif self._flight:
+            self.settle()
+        else:
+            self.clients.hear(self.scheduler.take_outputs(), self.latest)
+
+    def _tick(self) -> None:
+        self.now += self.case.setup.tick
+        self.latest = max(self.latest, self.now)
+        for need in self.needs:
+            need.tick()
+
+    def _wait(self) -> None:
+        """Nothing can be computed now: advance the clock to the next timer."""
+        due = self.scheduler.intake.timers.next_time()
+        if due is not None and due > self.now:
+            self.now = due
+
+    def _work(self, asked: Asked) -> int:
+        """Steps the request would take alone, one token each."""
+        req = asked.req
+        waits = self.case.setup.grammar_ticks + 1
+        if not waits and req.add.grammar is not None:  # as a resource of the case reads it
+            waits = abs(int(req.add.grammar))
+        waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
+        return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
+
+
+def make_group(window: int, setup: Setup) -> Group:
+    """Layers with this window, and the most blocks a request has for them at once."""
+    if not window:
+        return FULL
+    budget = setup.config.max_num_batched_tokens
+    return Group(window=window, max_blocks=window_blocks(window, budget, setup.block_size))

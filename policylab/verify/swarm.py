@@ -1,0 +1,241 @@
+"""Swarm: runs the cases of one seed after the other, and reports what broke."""
+
+from __future__ import annotations
+
+import traceback
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.errors import ConfigError
+from policylab.verify.case import Add, Case, Jump, to_python
+from policylab.verify.draw import draw_case
+from policylab.verify.halves import MakeHalves, is_adaptive
+from policylab.verify.shrink import GoesOn, shrink, to_its_end
+from policylab.verify.simulation import Outcome, Simulation
+from policylab.verify.starvation import Waited
+
+CORPUS = Path(__file__).with_name("corpus.jsonl")
+TWICE_EVERY = 16  # seeds: one is run again, and must give the same plans
+NO_CLOCK = ("fcfs", "priority")  # policies that read no clock
+
+
+class Broken(NamedTuple):
+    """An error and its place: two failures at the same place count as the same."""
+
+    message: str
+    place: str
+    num_steps: int = 0  # planned in the run until then
+
+
+class Found(NamedTuple):
+    """A case that breaks a rule. ``seed`` is -1 for one that was kept."""
+
+    seed: int
+    case: Case
+    broken: Broken
+
+
+class Kept(msgspec.Struct, frozen=True):
+    """A line of the corpus: a case that once broke a rule, and which."""
+
+    note: str
+    case: Case
+
+
+@dataclass
+class Report:
+    """Counts of a swarm's work."""
+
+    num_steps: int = 0
+    num_runs: int = 0
+    num_requests: int = 0
+    num_drafts_right: int = 0
+    num_followed: int = 0  # texts that ended as their grammar says
+    steps_by_policy: Counter[str] = field(default_factory=Counter)
+    found: list[Found] = field(default_factory=list)
+    waited: Waited | None = None  # in an overload, if that was asked
+
+    def add(self, other: Report) -> None:
+        """Add the counts of another report."""
+        self.num_steps += other.num_steps
+        self.num_runs += other.num_runs
+        self.num_requests += other.num_requests
+        self.num_drafts_right += other.num_drafts_right
+        self.num_followed += other.num_followed
+        self.steps_by_policy += other.steps_by_policy
+        self.found += other.found
+        self.waited = self.waited or other.waited
+
+
+class Swarm:
+    """Another engine and workload for every seed, with every check on.
+
+    ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, and
+    its ``options`` (``None`` draws them). ``every``: after how many steps the state as a whole is
+    checked, and in how many runs one is searched for requests that are still remembered; plans,
+    outputs, tables and the end of each run are always checked. ``halves``: makes the deciding
+    halves of features; without it no case has drafts or grammars as they serve.
+    """
+
+    def __init__(
+        self,
+        policy: Any = None,
+        options: dict[str, Any] | None = None,
+        *,
+        every: int = 1,
+        halves: MakeHalves | None = None,
+    ) -> None:
+        self.policy = policy
+        self.halves = halves
+        self.options = options
+        self.every = every
+
+    def run(self, seeds: Iterable[int], num_steps: int) -> Report:
+        """The cases of these seeds, until there were as many steps or one breaks a rule."""
+        report = Report()
+        for seed in seeds:
+            if report.num_steps >= num_steps:
+                break
+            has_halves = self.halves is not None
+            case = draw_case(seed, self.policy, self.options, has_halves=has_halves)
+            self.enter(report, seed, case)
+            if report.found:
+                break
+        return report
+
+    def enter(self, report: Report, seed: int, case: Case) -> None:
+        """Run one case and count it."""
+        done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
+        report.num_runs += 1
+        report.num_steps += done.num_steps
+        if isinstance(done, Broken):
+            report.found.append(Found(seed, case, done))
+            return
+        report.num_requests += done.num_accepted
+        report.num_drafts_right += done.num_drafts_right
+        report.num_followed += done.num_followed
+        report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
+
+    def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> Outcome | Broken:
+        """Run a case. ``twice``: and again, once as it is and once with a clock that never jumps,
+        where the plans must be the same."""
+        simulation = None
+        try:
+            simulation = Simulation(case, every=self.every, leaks=leaks, halves=self.halves)
+            outcome = simulation.run()
+            if twice:
+                check_same(case, outcome, self.halves)
+            return outcome
+        except Exception as error:  # any error is a finding
+            return what_broke(error, simulation.num_steps if simulation is not None else 0)
+
+
+def check_same(case: Case, outcome: Outcome, halves: MakeHalves | None = None) -> None:
+    """The same case gives the same plans; jumps of the clock do not matter where none is read."""
+    again = Simulation(case, every=outcome.num_steps, halves=halves).run()
+    assert again == outcome, "the same case gives other plans"
+    reads_clock = case.setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(case.setup)
+    if reads_clock or has_deadlines(case):
+        return
+    calm = [event for event in case.events if not isinstance(event, Jump)]
+    if calm and len(calm) < len(case.events) and calm[-1].at == case.events[-1].at:
+        calmly = Simulation(
+            msgspec.structs.replace(case, events=calm), every=outcome.num_steps, halves=halves
+        ).run()
+        assert calmly.digest == outcome.digest, "a clock that jumps changes plans"
+
+
+def has_deadlines(case: Case) -> bool:
+    """Does the end of any request depend on the clock?"""
+    adds = [event.request for event in case.events if isinstance(event, Add)]
+    return any(add.queue_deadline is not None or add.end_deadline is not None for add in adds)
+
+
+def what_broke(error: Exception, num_steps: int) -> Broken:
+    """The message, and the innermost line of ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = frames[-1]
+    place = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {frame.name}"
+    return Broken(str(error) or frame.line or "", place, num_steps)
+
+
+def name_of(policy: Any) -> str:
+    """The name of a policy, or of its class."""
+    if isinstance(policy, str):
+        return policy
+    return (policy if isinstance(policy, type) else type(policy)).__qualname__
+
+
+def read_corpus(path: Path = CORPUS) -> list[Kept]:
+    """The cases that once broke a rule. Raises ``ConfigError`` for a file that is no corpus."""
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        return [msgspec.json.decode(line, type=Kept) for line in lines]
+    except (OSError, ValueError) as error:  # as of decoding, too
+        raise ConfigError(f"{path} is no corpus of cases: {error}") from error
+
+
+def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
+    """Run them all again: none may break any more."""
+    report = Report()
+    for kept in read_corpus(path):
+        swarm.enter(report, -1, kept.case)
+    return report
+
+
+def keep(found: Found, small: Case, path: Path) -> None:
+    """Add a case to a corpus. Raises ``TypeError`` for a policy that is not given by name."""
+    kept = Kept(f"seed {found.seed}: {found.broken.message[:200]}", small)
+    with path.open("a", encoding="utf-8") as lines:
+        lines.write(msgspec.json.encode(kept).decode() + "\n")
+
+
+def smallest(
+    found: Found,
+    max_tries: int = 2000,
+    *,
+    halves: MakeHalves | None = None,
+    goes_on: GoesOn = to_its_end,
+) -> Case:
+    """The smallest case found that breaks the same rule, itself if it does so no more.
+
+    ``goes_on`` is asked before each run, as by ``shrink``.
+    """
+    swarm = Swarm(every=1, halves=halves)
+
+    def breaks(case: Case) -> bool:
+        done = swarm.judge(case)
+        return isinstance(done, Broken) and done.place == found.broken.place
+
+    if not goes_on(0, found.case) or not breaks(found.case):
+        return found.case
+    return shrink(found.case, breaks, max_tries, goes_on=goes_on)
+
+
+def reproduction(case: Case) -> str:
+    """A program that runs the case."""
+    config = case.setup.config
+    lines = [
+        "from engine.config.sched import SchedulerConfig",
+        "from engine.messages.params import SamplingParams",
+        "from engine.messages.requests import AddRequest, MediaItem",
+        "from engine.sched.interface import PauseState",
+        "from policylab.verify.case import Abort, Add, Case, Jump, Pause, Reset, Setup, Wake",
+        "from policylab.verify.simulation import Simulation",
+    ]
+    for given in (config.scheduling_policy, config.scheduler_cls):
+        if given is not None and not isinstance(given, str):
+            lines.append(f"import {(given if isinstance(given, type) else type(given)).__module__}")
+    lines += ["", f"setup = {to_python(case.setup)}", "events = ["]
+    lines += [f"    {to_python(event)}," for event in case.events]
+    made = ""
+    if case.setup.has_halves:
+        lines.insert(0, "from policylab.simulated import SimulatedHalves")
+        made = ", halves=SimulatedHalves()"
+    lines += ["]", f"print(Simulation(Case(setup=setup, events=events){made}).run())"]
+    return "\n".join(lines)
