@@ -41,7 +41,7 @@ MOVED = (
     (re.compile(rf"engine/cli/({'|'.join(LAB_COMMANDS)})\.py$"), r"policylab/cli/\1.py"),
 )
 WRITTEN_BY_TOOLS = ("options.md", "policies.md")  # whole pages
-MARKED = re.compile(r"<!-- (\w+) -->.*?<!-- \1 end -->", re.DOTALL)
+MARKED = re.compile(r"<!-- (\w+)(?:: [\w-]+)? -->.*?<!-- \1 end -->", re.DOTALL)
 BELOW = re.compile(r"<!-- below: written by .*", re.DOTALL)
 
 

@@ -56,6 +56,7 @@ LLAMA = {
 }
 DEVICE = "device-h100-2026-11-23"
 
+LAST_WITH_ALL = "7283dad"  # the last commit that has every benchmark of these rows
 COMPARE = "compare.py MODEL --vllm-python PYTHON"
 RUNS = (
     ("`mid`", MID, f"{COMPARE} --w4-share 0.6"),
@@ -224,7 +225,9 @@ def runs() -> str:
             assert found["machine"]["cpu_family_model"] == PROCESSORS[machine], name
             rounds = found.get("rounds") or found.get("runs", {}).get(OURS, ())
             day = found["machine"]["date"][:10]
-            rows.append((what, machine, day, str(len(rounds) or 1), f"`{command}`", f"`{name}`"))
+            script = ROOT / "benchmarks" / command.split()[0]
+            run = f"`{command}`" if script.exists() else f"`{command}` at commit {LAST_WITH_ALL}"
+            rows.append((what, machine, day, str(len(rounds) or 1), run, f"`{name}`"))
     named = "".join(f"* {machine}: {words}\n" for machine, words in MACHINES.items())
     head = ("what", "machine", "date", "rounds", "command, in `benchmarks/`", "result")
     return f"{named}\n{table(head, rows)}"
