@@ -15,7 +15,7 @@ TABLE = ["| option | values | default | |", "|---|---|---|---|"]
 HEAD = """# Options of an engine
 
 Keywords of `EngineArgs(...)` and `LLM(...)`; the command line has them as flags (`max_num_seqs` is
-`--max-num-seqs`). Where no default is shown, the last column says what is done.
+`--max-num-seqs`). Where the third column is empty, the last one has the default.
 This page is written by `python tools/options_page.py` from the classes in `engine/config`.
 """
 

@@ -17,29 +17,30 @@ MAX_BLOCKS = 2**24  # of which the lists alone take half a GiB
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """How KV memory is cut and shared."""
+    """The KV cache: size, type, sharing."""
 
     block_size: int | None = None
-    """Tokens per KV block; 64 on a GPU and 16 on a CPU if not given."""
+    """Tokens in a KV block. Default: 64 on a GPU, 16 on a CPU."""
     num_kv_blocks: int | None = None
-    """Blocks in the KV pool; sized from free memory if not given."""
+    """Blocks in the KV pool. Default: from free memory."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
-    """Type of keys and values; auto is the type computed in, bfloat16 halves float32's bytes, fp8
-    (e4m3, on a GPU from compute capability 9.0 on) those of 16 bits, for less exact answers."""
+    """Type of keys and values. auto: the type of activations; bfloat16: half of float32's bytes;
+    fp8 (e4m3; GPUs of compute capability 9.0 or more): half of a 16-bit type's, with less exact
+    answers."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes, if num_kv_blocks is not given."""
     memory_utilization: float = 0.5
-    """Share of the free memory the KV pool may take when it is sized from it (CPU)."""
+    """Share of free memory for the KV pool (CPU)."""
     enable_prefix_caching: bool = True
-    """Reuse the KV of prompts that begin alike."""
+    """Reuse the KV of prompts that begin with the same tokens."""
     prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
-    """Hash of cached blocks; fast is 3 times as quick and secure while the seed is secret."""
+    """Hash of cached blocks. fast is 3 times as quick, and secure while its seed is secret."""
     enable_kv_events: bool = False
-    """Publish over ZeroMQ what is stored in the prefix cache and what is evicted."""
+    """Publish over ZeroMQ what the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
-    """Address to publish at, ipc:// or tcp://; a new socket file that is logged if not given."""
+    """Address of these events, ipc:// or tcp://. Default: a new socket file, which is logged."""
     kv_events_buffer_steps: int = 10_000
-    """Batches of events that are remembered for listeners that come late or miss some."""
+    """Batches of events kept for listeners that come late or miss some."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -18,28 +18,29 @@ MAX_DIGITS = 20  # far more of them Python does not even convert
 
 @dataclass(frozen=True, kw_only=True)
 class CoreOptions:
-    """Where the core runs, and how long it may take."""
+    """Where the core runs, and its timeouts."""
 
     multiprocess: bool = field(default=False, metadata=FRONT_END)
-    """Run the core in a process of its own, which ends with this one."""
+    """Run the core in its own process, which ends with this one."""
     data_parallel_size: int = field(default=1, metadata=STARTER)
-    """Cores that share the work, each in a process of its own with the whole model, and with a GPU
-    of its own where there are GPUs; a request goes where its prompt is cached, or where least is to
-    be done."""
+    """Cores that share the work, each in its own process with the whole model (and its own GPU,
+    where there are GPUs). A request goes where its prompt is cached, or where there is least to
+    do."""
     core_address: str | None = field(default=None, metadata=FRONT_END)
-    """Use the core that runs at this address, as metronome core printed it; give the model it has,
-    for its tokenizer. Addresses of several cores, divided by commas, share the work."""
+    """Use the core at this address, as metronome core printed it; give its model too, for the
+    tokenizer. Several addresses, separated by commas, share the work."""
     on_core_death: OnCoreDeath = field(default="exit", metadata=FRONT_END)
-    """What follows when a core dies; its requests end with an error, other cores go on. exit: when
-    the last has died, the engine is dead and metronome serve ends with status 1. restart: a dead
-    core is started again, at most 5 times in 10 minutes, and then as exit. stay: as exit, but
-    metronome serve goes on and answers 503."""
+    """What happens when a core dies. Its requests end with an error, other cores go on. exit: when
+    the last has died, the engine is dead, and metronome serve ends with status 1. restart: a dead
+    core is started again, at most 5 times in 10 minutes, then as exit. stay: as exit, but metronome
+    serve goes on and answers 503."""
     core_ready_timeout: float = field(default=600.0, metadata=STARTER)
-    """Seconds the core's process may take to load the model."""
+    """Seconds in which a core must load the model."""
     core_hang_timeout: float = field(default=300.0, metadata=FRONT_END)
-    """Seconds one step may take; a core that needs longer is given up, and ended if it is ours."""
+    """Seconds in which a core must finish a step; one that takes longer is given up, and killed if
+    this engine started it."""
     drain_timeout: float = 30.0
-    """Seconds for unfinished requests after a core's process got SIGTERM."""
+    """Seconds that unfinished requests get after SIGTERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +87,13 @@ class CoreConfig(CoreOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PollOptions:
-    """How long a core in a process of its own waits for messages."""
+    """Polling of a core in its own process."""
 
     decode_poll_timeout_ms: int | None = None
-    """Milliseconds a core in a process of its own looks for messages between decode steps; if not
-    given METRONOME_DECODE_POLL_TIMEOUT_MS, or 0, which does not wait."""
+    """Milliseconds to wait for messages between decode steps. Default:
+    METRONOME_DECODE_POLL_TIMEOUT_MS, else 0."""
     idle_wait_ms: int = 1000
-    """Longest sleep of such a core without work, in milliseconds; whatever arrives ends it."""
+    """Longest sleep of an idle core, in milliseconds; any message ends it."""
 
 
 @dataclass(frozen=True, kw_only=True)

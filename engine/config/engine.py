@@ -23,40 +23,39 @@ MAX_POOL_SIZE = 64  # of text processes of each kind
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """Device, threads, log, objects of JSON schemas, and processes for text."""
+    """Device, threads, logs, JSON objects, text processes."""
 
     device: Device = "auto"
-    """Where the model runs; auto is a CUDA GPU if there is one, else the CPU."""
+    """Where the model runs. auto: a CUDA GPU if there is one, else the CPU."""
     async_scheduling: bool | None = None
-    """Plan the next step while one runs; if not given on with a GPU and off on a CPU, which has
-    nothing to overlap with."""
+    """Plan the next step while one runs. Default: on with a GPU; off on a CPU, where nothing
+    overlaps."""
     num_threads: int | None = None
-    """Threads of CPU kernels; the cores this process may use if not given."""
+    """Threads of CPU kernels. Default: the cores that this process may use."""
     log_level: LogLevel | None = field(default=None, metadata=BOTH)
-    """How much the engine logs; METRONOME_LOG_LEVEL or info (commands: warning) if not given."""
+    """How much the engine logs. Default: METRONOME_LOG_LEVEL, else info (commands: warning)."""
     disable_log_stats: bool = field(default=False, metadata=FRONT_END)
-    """Leave out the line of figures that is logged every few seconds while there is work."""
+    """Omit the line of figures that is logged every few seconds."""
     step_log: str | Path | None = None
-    """File to record every input and plan of the scheduler in, for metronome replay."""
+    """File that records every input and plan of the scheduler, for metronome replay."""
     torch_profiler_dir: str | Path | None = None
-    """Directory for the traces of start_profile and stop_profile, made if it is not there. The
-    commands generate, chat and bench record what they do."""
+    """Directory for the traces of start_profile and stop_profile. With it, generate, chat and bench
+    profile themselves."""
     kernel_cache: str | Path | None = None
-    """Directory in which compiled kernels are kept, made if it is not there;
-    METRONOME_KERNEL_CACHE, else the package's own and ~/.cache/metronome if not given."""
+    """Directory for compiled kernels. Default: METRONOME_KERNEL_CACHE, else the package's own
+    directory and ~/.cache/metronome."""
     logits_processors: list[Any] | tuple[Any, ...] = ()
     """Factories of custom logits processors, or their dotted paths, applied in this order."""
     additional_properties: Literal["closed", "open"] = field(default="closed", metadata=FRONT_END)
-    """What structured outputs and tools make of an object whose schema names properties and says
-    nothing about others: closed: it has no others; open: any, as JSON schema has it, which small
-    models write without end. A request may say it, too."""
+    """Whether an object whose schema names properties may have others, if the schema does not say.
+    closed: no; open: yes, as JSON schema has it, which makes small models write without end.
+    Requests can override it."""
     property_order: Literal["schema", "free"] = field(default="schema", metadata=FRONT_END)
-    """The order in which properties are written: schema: as the schema names them; free: any. A
-    request may say it, too."""
+    """Order of an object's properties: as in the schema, or free. Requests can override it."""
     tokenizer_pool_size: int = field(default=0, metadata=FRONT_END)
-    """Processes that tokenise, and as many that detokenise; 0: this process does both. They do not
-    pay on two cores (a token costs 1.5 to 2 times the processor time); they keep a tokenizer that
-    crashes or hangs away from the engine."""
+    """Processes that tokenise, and as many that detokenise; 0: this process does both. They protect
+    the engine from a tokenizer that crashes or hangs, but a token costs 1.5 to 2 times the
+    processor time."""
 
 
 @dataclass(frozen=True, kw_only=True)

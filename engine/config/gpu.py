@@ -22,16 +22,17 @@ MIXED_SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class GPUConfig:
-    """How a GPU is used; of it the CPU reads ``enforce_eager``."""
+    """The GPU. ``enforce_eager`` applies to a CPU, too."""
 
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory the engine may take; the KV pool gets what it leaves of that."""
+    """Share of a GPU's memory that the engine may take. The KV pool gets what weights and
+    activations leave of it."""
     enforce_eager: bool = False
-    """Launch every step call by call: no CUDA graphs, and no recorded steps on a CPU."""
+    """Launch every kernel of a step separately: no CUDA graphs, and no recorded steps on a CPU."""
     cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
-    """Sizes that steps are recorded for: rows of decode steps, and tokens of steps with chunks of
-    prompts or drafts. If not given, 1, 2, 4, then every 8 and 16 rows up to max_num_seqs or 512,
-    and up to 39 numbers of tokens up to max_num_batched_tokens or 8192."""
+    """Sizes of steps to record: rows of decode steps, and tokens of steps with prompts or drafts.
+    Default: rows 1, 2, 4, then every 8 and 16 up to max_num_seqs or 512; up to 39 numbers of tokens
+    up to max_num_batched_tokens or 8192."""
     attention_backend: Literal["triton", "TRITON_ATTN"] | None = None
     """What computes attention on a GPU. There is one backend, this project's Triton kernels; both
     names mean it."""

@@ -15,48 +15,49 @@ from engine.errors import ConfigError, ModelError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Which model, and how it is loaded."""
+    """The model, and how it is loaded."""
 
     model: str | Path | None = field(default=None, metadata=BOTH)
-    """Directory of the model (Hugging Face layout), or its name on a hub; the one in the box if not
-    given."""
+    """Directory of the model (Hugging Face layout), or its name on a hub. Default: the small model
+    in the package."""
     tokenizer: str | Path | None = field(default=None, metadata=FRONT_END)
-    """Directory of the tokenizer, or its name on a hub, if it is not the model's."""
+    """Directory of the tokenizer, or its name on a hub. Default: the model's."""
     revision: str | None = field(default=None, metadata=BOTH)
-    """Branch, tag or commit of a model given by name; its default branch if not given."""
+    """Branch, tag or commit of a model given by name. Default: the default branch."""
     tokenizer_revision: str | None = field(default=None, metadata=FRONT_END)
-    """Branch, tag or commit of the tokenizer; that of the model, unless tokenizer is given."""
+    """Branch, tag or commit of the tokenizer. Default: the model's revision, unless tokenizer is
+    given."""
     hf_token: str | bool | None = field(default=None, repr=False, metadata=BOTH)
-    """Token for gated and private models. If not given that of HF_TOKEN (which other users of the
-    machine cannot see, as they can a command line) or of hf auth login; False (Python): none."""
+    """Token for gated and private models. Default: HF_TOKEN (hidden from other users, unlike a
+    command line) or that of hf auth login. False (Python only) sends none."""
     download_dir: str | Path | None = field(default=None, metadata=BOTH)
-    """Cache that models are fetched to and found in; that of HF_HOME if not given."""
+    """Cache of downloaded models. Default: that of HF_HOME."""
     skip_tokenizer_init: bool = field(default=False, metadata=FRONT_END)
-    """Token ids in, token ids out: load no tokenizer."""
+    """Load no tokenizer: token ids in, token ids out."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of weights and activations; auto is the checkpoint's. Sums are float32 in any."""
+    """Type of weights and activations; auto is the checkpoint's. Sums are always float32."""
     quantization: Literal["int8", "fp8"] | None = None
-    """Quantise plain weights when they are loaded: int8, or fp8 on a GPU."""
+    """Quantise plain weights while they load: int8, or fp8 on a GPU."""
     batch_invariant: bool | None = None
-    """Give a request the same bits in any batch, chunking, cache state, after preemption and with
-    drafts. If not given: on a CPU in native families, which have no other way, and not on a GPU,
-    where it takes slower attention and products. True is an error where it cannot hold: in models
-    that run through transformers, and on a GPU with quantised weights or experts.
-    docs/internals/kernels.md says what differs without it."""
+    """Give a request the same bits in any batch and chunking, with drafts, from the cache and after
+    preemption. Always so for native families on a CPU. Default on a GPU: False, because it needs
+    slower attention and products. True is an error for models that run through transformers, and on
+    a GPU with quantised weights or experts. docs/internals/kernels.md says what differs without
+    it."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
     """dummy: seeded random weights from config.json alone."""
     trust_remote_code: bool = field(default=False, metadata=BOTH)
-    """Let transformers run code that lies in the model directory."""
+    """Let transformers run code from the model directory."""
     generation_config: str | Path = field(default="auto", metadata=FRONT_END)
-    """Where sampling values come from that a request leaves out: auto is generation_config.json in
-    the model's directory, what its makers recommend; another directory with such a file; vllm:
-    nowhere, so that they are neutral. A SamplingParams object is complete as it is."""
+    """Source of the sampling values that a request leaves out. auto: generation_config.json in the
+    model's directory, if it is there; a directory: the file in it; vllm: none, which leaves neutral
+    values. A SamplingParams object is complete as it is."""
     override_generation_config: dict[str, Any] | None = field(
         default=None, metadata={**FRONT_END, EXAMPLE: {"temperature": 0.7, "top_k": 20}}
     )
-    """Such values in place of those of the file; null takes one away."""
+    """Sampling values that replace those of the file; null removes one."""
     seed: int = field(default=0, metadata=BOTH)
-    """Keys dummy weights and the noise of requests without a seed of their own."""
+    """Seed of dummy weights, and of sampling for requests without a seed."""
 
 
 @dataclass(frozen=True, kw_only=True)

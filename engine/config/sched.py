@@ -17,35 +17,35 @@ MAX_SEATS = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerOptions:
-    """Budgets and policy of the scheduler.
+    """The scheduler: budgets, policy, drafts.
 
-    As they are asked: ``None`` is decided from model and device.
+    ``None`` is decided later, from model and device.
     """
 
     max_model_len: int | None = None
-    """Longest prompt plus output in tokens; the model's own limit if not given."""
+    """Longest prompt plus output, in tokens. Default: the model's limit."""
     max_num_seqs: int = 256
     """Requests that may run at once."""
     max_num_batched_tokens: int | None = None
-    """Token budget of a step; 8192 if not given (with chunked prefill on a CPU 512; of bfloat16
-    1024 on processors like Zen 5, 2048 with AMX: larger steps gain little and delay requests that
-    decode), or max_num_seqs if that is more."""
+    """Token budget of a step, at least max_num_seqs. Default: 8192; with chunked prefill on a CPU
+    512, and for bfloat16 2048 with AMX and 1024 on processors like Zen 5. Larger steps gain little
+    there and delay requests that decode."""
     enable_chunked_prefill: bool = True
-    """Compute a long prompt in pieces beside decodes."""
+    """Compute a long prompt in pieces, next to decodes."""
     long_prefill_token_threshold: int = 0
-    """Cap on one prompt's tokens in a step while others compete; 0 is no cap."""
+    """Most tokens of one prompt in a step while other requests compete; 0: no cap."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Raise that cap to an equal share of the step's tokens where it is below one."""
+    """Raise that threshold to an equal share of the step's tokens where that is more."""
     max_mixed_prefill_tokens: int | None = None
-    """Prompt tokens of a step beside requests that decode; of those that wait, what is more than
-    twelve times as many (six times on the last two kinds named here) is computed too. 0 is no cap.
-    If not given, on a CPU with chunked prefill 48, or of bfloat16 128 on processors like Zen 5 and
-    160 with AMX, else 0; none under a policy that bounds or orders steps itself."""
+    """Most prompt tokens in a step with decodes; 0: no cap. If much more is waiting (twelve times
+    as much; six times with AMX and on processors like Zen 5), the excess is computed too. Default:
+    with chunked prefill on a CPU 48, for bfloat16 160 with AMX and 128 on processors like Zen 5;
+    else 0, also with a policy that bounds or orders steps itself."""
     watermark: float | None = None
-    """Share of the KV blocks that a request leaves free as it starts beside others; judged by the
-    measured time of steps if not given."""
+    """Share of the KV blocks that must stay free when a request starts next to others. Default:
+    judged by the measured time of steps."""
     scheduling_policy: Any = "fcfs"
-    """Name of a shipped policy, or a Policy class, its dotted path or an object of one."""
+    """Name of a shipped policy, or a Policy class, its dotted path or an object."""
     scheduler_cls: Any = None
     """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
     policy_options: dict[str, Any] = field(
@@ -53,35 +53,36 @@ class SchedulerOptions:
     )
     """Keyword arguments of the policy."""
     max_policy_faults: int = 3
-    """Faults a policy or resource may make; with one more it is left out."""
+    """Faults that a policy or resource may make; one more switches it off."""
     resources: list[Any] | tuple[Any, ...] = ()
-    """Names, classes, dotted paths or objects of resources beside those the model needs."""
+    """Further resources: names, classes, dotted paths or objects."""
     speculative_config: dict[str, Any] | None = field(
         default=None, metadata={EXAMPLE: {"method": "ngram", "num_speculative_tokens": 4}}
     )
-    """Guess tokens and verify them beside a request's own: method and num_speculative_tokens; ngram
-    (what followed when the last tokens stood in its text before): prompt_lookup_min and
-    prompt_lookup_max (5 if not given); suffix (what mostly followed the longest end of its text,
-    there or in outputs of ended requests): suffix_decoding_max_tree_depth (24, also the number of
-    drafts if that is not given), suffix_decoding_max_cached_requests (10,000),
-    suffix_decoding_max_spec_factor (1.0), suffix_decoding_min_token_prob (0.1); draft_model (what a
-    smaller model would say): model, revision, quantization. Tokens are the same as without."""
+    """Guess tokens and verify them; the output stays the same. Keys: method,
+    num_speculative_tokens, adaptive. ngram (what followed the last tokens earlier in the text):
+    prompt_lookup_min, prompt_lookup_max (5). suffix (what mostly followed the longest suffix, in
+    the text or earlier outputs): suffix_decoding_max_tree_depth (24, also the number of drafts if
+    that is not given), suffix_decoding_max_cached_requests (10,000),
+    suffix_decoding_max_spec_factor (1.0), suffix_decoding_min_token_prob (0.1). draft_model (what a
+    smaller model says): model, revision, quantization. grammar (text that a structured output
+    forces)."""
     length_predictor: Any = "none"
-    """How policies are told output lengths: none (max_tokens), history, oracle, or your own."""
+    """Source of output lengths for policies: none (max_tokens), history, oracle, or your own."""
     cost_profile: str | None = None
-    """File of `metronome calibrate` that policies read as `view.cost`; what measured steps have
-    taught it if not given."""
+    """File of `metronome calibrate` that policies read as `view.cost`. Default: fitted to measured
+    steps."""
     user_weights: dict[str, float] = field(
         default_factory=dict, metadata={EXAMPLE: {"ann": 2.0, "bob": 0.5}}
     )
-    """Shares of users for fair policies; a user that is not named has 1.0."""
+    """Shares of users for fair policies; 1.0 for users without one."""
     max_waiting_requests: int | None = None
-    """Requests that may wait; more are refused with an estimate of the wait. No bound if not
-    given."""
+    """Most requests in the queue; others are refused with an estimate of the wait. Default: no
+    limit."""
     max_waiting_tokens: int | None = None
-    """Prompt tokens that may wait in all; no bound if not given."""
+    """Most prompt tokens in the queue. Default: no limit."""
     stalled_steps: int = 100
-    """Steps without any progress after which the blocked head of the queue is named in the log."""
+    """Steps without progress after which the log names the blocked head of the queue."""
 
     def __post_init__(self) -> None:
         check_types(self)
