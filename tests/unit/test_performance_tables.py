@@ -16,4 +16,4 @@ def test_figures_are_those_that_are_kept(path):
 def test_each_group_of_figures_stands_in_one_page():
     texts = [path.read_text(encoding="utf-8") for path in performance_tables.PAGES]
     for name in performance_tables.WRITERS:
-        assert sum(text.count(f"<!-- figures: {name} -->") for text in texts) == 1, name
+        assert sum(text.count(f"<!-- {name} -->") for text in texts) == 1, name
