@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from math import inf
+from collections.abc import Collection
 from typing import Any, Protocol, TypeVar
 
-from engine.messages.step import Column, Masks, StepPlan, StepResult, Stretch
+from engine.messages.step import Column, Masks, StepPlan, StepResult
 from engine.sched.interface import SchedulerInterface, StepOutputs
 
 Ticket = TypeVar("Ticket")
@@ -55,61 +54,27 @@ class Executor(Protocol[Ticket]):
         ...
 
 
-class Repeats(Protocol):
-    """An executor that knows how long steps take without computing them, and when rows end."""
-
-    def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
-        """Take as many steps of a stretch as come before ``until`` and before any row ends.
-
-        ``tickets``: of the steps in flight, oldest first; each repeated step is launched behind
-        them before the oldest is collected. Fills in what ``Stretch`` leaves to it, sets the
-        clock to ``next_begin``, and returns the tickets of the steps that are then in flight: as
-        many, or one more, which is planned at ``next_begin``. Without a step, nothing changes.
-        """
-        ...
-
-
 class EngineCore:
     """Keeps up to ``depth`` steps in flight: 1 is synchronous, 2 plans while one is computed.
 
         launch N+1 (forward) ─> collect N, settle N ─> [masks of N+1 ─> draw N+1] ─> launch N+2 ...
 
     A step whose plan has a ``MaskPart`` is drawn when all steps before it are settled, and nothing
-    is launched behind it until then.
-
-    With ``stretches`` the executor is one that ``Repeats``, and ``step`` jumps over steps that only
-    repeat, with the same plans, block ids and times.
+    is launched after it until then.
     """
 
     def __init__(
-        self,
-        scheduler: SchedulerInterface,
-        executor: Executor[Any],
-        depth: int = 1,
-        *,
-        stretches: bool = False,
+        self, scheduler: SchedulerInterface, executor: Executor[Any], depth: int = 1
     ) -> None:
         self.scheduler = scheduler
         self.executor = executor
         self.depth = depth
         self.flight: deque[tuple[StepPlan, Any]] = deque()
         self.is_idle = False  # the last step found nothing to compute and nothing to settle
-        self.stretch: Stretch | None = None
-        """Steps that the last ``step`` took before the one whose outputs it returned."""
         self._has_undrawn = False  # the newest step in flight waits for its masks
-        self._repeater: Any = executor if stretches else None  # one that ``Repeats``
 
-    def step(self, until: float = inf) -> StepOutputs:
-        """Launch what fits into the flight and settle its oldest step; {} when there is nothing.
-
-        With ``stretches``, first take all steps that only repeat, up to the one in which the time
-        ``until`` comes (seconds on the engine's clock: when the next request will be added). They
-        are told in ``stretch`` and have no other outputs, as none starts or ends a request. If
-        ``until`` came in them, there is no further step, and {} is returned.
-        """
-        self.stretch = None
-        if self._repeater is not None and self._jump(until):
-            return {}
+    def step(self) -> StepOutputs:
+        """Launch what fits into the flight and settle its oldest step; {} when there is nothing."""
         while len(self.flight) < self.depth:
             self._draw_if_alone()
             if self._has_undrawn:
@@ -133,22 +98,6 @@ class EngineCore:
         outputs = self.scheduler.update_from_output(plan, self.executor.collect(ticket))
         self._draw_if_alone()
         return outputs
-
-    def _jump(self, until: float) -> bool:
-        """Take the steps that repeat, in one pass. Has ``until`` come?"""
-        stretch = self.scheduler.stretch(until) if len(self.flight) == self.depth - 1 else None
-        if stretch is None:
-            return False
-        tickets = self._repeater.repeat(stretch, [ticket for _, ticket in self.flight])
-        if not stretch.num_steps:
-            return False
-        self.scheduler.repeat(stretch)
-        plans = [plan for plan, _ in self.flight]
-        count = stretch.num_planned
-        plans += [stretch.plan(at) for at in range(max(0, count - len(tickets)), count)]
-        self.flight = deque(zip(plans[len(plans) - len(tickets) :], tickets, strict=True))
-        self.stretch, self.is_idle = stretch, False
-        return stretch.next_begin >= until
 
     def _draw_if_alone(self) -> None:
         """Draw the step that waits for masks, if all before it are settled."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import groupby, pairwise
 from typing import Protocol
 
@@ -218,30 +218,6 @@ class PrefixIndex:
         blocks = [holding.tables[0][index] for holding, index in zip(holdings, nth, strict=True)]
         hashes = [chain[index] for chain, index in zip(chains, nth, strict=True)]
         self._cache.publish_each(blocks, hashes)
-
-    def publish_along(
-        self,
-        reqs: Sequence[Holder],
-        holdings: Sequence[RequestBlocks],
-        nth: list[int],
-        places: Sequence[int],
-    ) -> None:
-        """``publish`` of one block after the other: the next of the request at each of these
-        places, which begin with the ``nth`` of each table. Their tokens are all known."""
-        counts = [0] * len(nth)
-        for place in places:
-            counts[place] += 1
-        coming: dict[int, Iterator[tuple[int, bytes]]] = {}
-        for place, (first, count) in enumerate(zip(nth, counts, strict=True)):
-            if count:
-                holding, end = holdings[place], first + count
-                self._chains.extend(holding.chain, reqs[place], end * self._block_size)
-                coming[place] = zip(
-                    holding.tables[0][first:end], holding.chain[first:end], strict=True
-                )
-        if places:
-            blocks, hashes = zip(*[next(coming[place]) for place in places], strict=True)
-            self._cache.publish_each(blocks, hashes)
 
     def hashes(self, req: Holder, holding: RequestBlocks | None) -> list[bytes]:
         """Hashes of all full blocks of known tokens, also of a request that has ended."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from engine.messages.requests import AddRequest, CoreOutputs, Finished, FinishReason
 from engine.messages.stats import SchedulerStats
-from engine.messages.step import Masks, StepPlan, StepResult, Stretch
+from engine.messages.step import Masks, StepPlan, StepResult
 
 if TYPE_CHECKING:
     from engine.kv.connector import KVSource
@@ -106,16 +106,6 @@ class SchedulerInterface(ABC):
     def take_outputs(self) -> StepOutputs:
         """Outputs that belong to no step, of requests that passed a deadline or were ended."""
         return {}
-
-    def stretch(self, until: float) -> Stretch | None:
-        """The steps to come that only repeat: the same requests, one token each, and nothing that
-        could be otherwise. ``None`` if the next step is not one. ``until``: seconds on the engine's
-        clock; the stretch ends with the step in which that time comes."""
-        return None
-
-    def repeat(self, stretch: Stretch) -> None:
-        """Plan and settle the ``num_steps`` of what ``stretch`` has returned just now."""
-        raise NotImplementedError(f"{type(self).__name__} repeats no steps")
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         """Forget cached prefixes. While blocks are in use, return False and keep the cache.

@@ -303,17 +303,6 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         """The request to preempt for ``req``, which outranks all candidates; none was offered."""
         return candidates[-1]
 
-    def stable_for(self, view: SchedView) -> float:
-        """For how many steps from here on ranks of running requests, ``limits`` and
-        ``next_waiting`` stay as they are, and ``on_step`` need not be told, while the same requests
-        run with one token each and none comes or ends; ``inf`` is no bound.
-
-        Only simulations ask, to jump over such steps, and only a policy that is ``dynamic`` or has
-        ``limits`` or ``on_step``. One with ``order``, ``chunk``, ``evict`` or ``on_grant`` never
-        jumps.
-        """
-        return 0
-
     def on_add(self, req: Request, view: SchedView) -> Verdict:
         """A request arrives; ``rank`` is called afterwards. ``None`` accepts it."""
         return None

@@ -232,17 +232,6 @@ class WaitLedger:
             if why != cause and req.is_waiting and req.history.own_cause is None
         }
 
-    def close_each(self, times: Sequence[float], cause: str) -> None:
-        """``close`` at each of these times, with nobody refused: sums are rounded as there."""
-        self.close(times[0], cause, ())
-        since, total = times[0], self._totals.get(cause, 0.0)
-        for now in times:
-            if now != since:
-                total, since = total + now - since, now
-        if since != times[0]:
-            self._totals = {**self._totals, cause: total}
-            self._since = since
-
     def add_up(self, waits: dict[str, float]) -> None:
         """A request has ended; its waits go into the sums."""
         for cause, seconds in waits.items():
@@ -463,19 +452,9 @@ class RunningRows:
         """Does the plan of this step have a row for every request that runs now? Called once."""
         return self._whole.pop(step, -1) == self.version
 
-    @property
-    def num_in_flight(self) -> int:
-        """Steps in flight that had all rows when they were planned."""
-        return len(self._whole)
-
-    def are_in_flight(self, num_steps: int) -> bool:
-        """Are so many steps in flight, and has each a row for every request that runs now?"""
-        whole = self._whole
-        return len(whole) == num_steps and all(each == self.version for each in whole.values())
-
-    def note_repeats(self, last: int, num_in_flight: int) -> None:
-        """So many steps are in flight now, up to this one; they have all rows."""
-        self._whole = {last - index: self.version for index in range(num_in_flight)}
+    def is_whole(self, step: int) -> bool:
+        """Is this step in flight, with a row for every request that runs now?"""
+        return self._whole.get(step, -1) == self.version
 
     def _change(self) -> None:
         self.version += 1

@@ -24,7 +24,7 @@ from engine.kv.connector import KVSource
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
-from engine.messages.step import Masks, StepPlan, StepResult, Stretch
+from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import (
     FinishedRequest,
     PauseState,
@@ -52,7 +52,6 @@ from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
 from engine.sched.step.settle import Counters, Settler
 from engine.sched.step.stats import make_stats
-from engine.sched.step.stretch import STEP_PARTS, Stretches
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
@@ -101,8 +100,6 @@ class Scheduler(SchedulerInterface):
         self._fast_path = DecodeFastPath(
             self.settler, self.guard, self.secure, is_open=not any(own_parts), few=self.few_decodes
         )
-        own_parts = [getattr(type(self), p) is not getattr(Scheduler, p) for p in STEP_PARTS]
-        self._stretches = Stretches(self.intake, self.guard, is_open=not any(own_parts))
         for resource in resources:
             resource.attach(self)
 
@@ -388,16 +385,6 @@ class Scheduler(SchedulerInterface):
         if asks:
             self.guard.on_step(self.view.last, self.view)
         return outputs
-
-    @not_reentrant
-    def stretch(self, until: float) -> Stretch | None:
-        may_run = self.pause_state is PauseState.UNPAUSED
-        return self._stretches.find(self._clock(), until, self.num_in_flight) if may_run else None
-
-    @not_reentrant
-    def repeat(self, stretch: Stretch) -> None:
-        self._stretches.settle(stretch)
-        self.num_in_flight += stretch.num_planned - stretch.num_steps
 
     @not_reentrant
     def take_outputs(self) -> StepOutputs:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from itertools import count, repeat
 from numbers import Integral
 from random import Random
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.messages.step import StepPlan, Stretch
+from engine.messages.step import StepPlan
 from engine.sched.columns import Columns, OwnNumbers
 from engine.sched.predict.cost import NO_STEP, CostModel, LinearCost, StepShape
 from engine.sched.predict.headroom import Headroom
@@ -28,6 +28,9 @@ UNREAD = 64  # steps that are kept until the cost model is asked for
 FEW = 16  # requests up to which vectors cost more than they save
 MAX_COUNTERS = 256  # of a policy: each goes with every message of statistics
 MOST_COUNTED = 2**63 - 1  # what a message can carry
+
+Unread = tuple[Callable[[Any, float], StepShape], Any, float]
+"""A settled step: how to read its shape, what to read it from, and the seconds it took."""
 
 
 class View:
@@ -47,7 +50,7 @@ class View:
         if config.cost_profile is not None:
             self._profile = ProfileCost(read_profile(config.cost_profile))
         self._last = NO_STEP
-        self._unread: deque[tuple[StepPlan | Stretch, float, int]] = deque(maxlen=UNREAD)
+        self.unread: deque[Unread] = deque(maxlen=UNREAD)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
         self.counters: dict[str, int] = {}  # of the policy's own
         self._own: dict[str, OwnNumbers] = {}
@@ -185,7 +188,7 @@ class View:
     @property
     def last(self) -> StepShape:
         """The step settled last."""
-        self._read_steps()
+        self.read_steps()
         return self._last
 
     @property
@@ -193,7 +196,7 @@ class View:
         """Fitted to the steps measured so far, or the profile that was given."""
         if self._profile is not None:
             return self._profile
-        self._read_steps()
+        self.read_steps()
         return self._cost
 
     def prefill_seconds(
@@ -208,27 +211,14 @@ class View:
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """A step was settled. Its shape is computed lazily, when it is first read."""
-        self._unread.append((plan, seconds, 0))
+        self.unread.append((StepShape.of, plan, seconds))
 
-    def note_stretch(self, stretch: Stretch, num_in_flight: int, *, are_read: bool) -> None:
-        """``note`` for each step that was settled in a stretch. ``are_read``: ``last`` after each
-        of them."""
-        for index, seconds in enumerate(stretch.seconds.tolist()) if are_read else ():
-            self._unread.append((stretch, seconds, index - num_in_flight))
-            self._read_steps()
-        if not are_read:
-            latest = stretch.seconds[-UNREAD:].tolist()
-            first = stretch.num_steps - len(latest) - num_in_flight
-            self._unread.extend(zip(repeat(stretch), latest, count(first), strict=False))
-
-    def _read_steps(self) -> None:
-        while self._unread:
-            plan, seconds, index = self._unread.popleft()
-            if seconds or not self._unread:  # an untimed step is read only if it is the latest
-                if isinstance(plan, Stretch):
-                    self._last = StepShape.of_repeat(plan, index, seconds)
-                else:
-                    self._last = StepShape.of(plan, seconds)
+    def read_steps(self) -> None:
+        """Bring ``last`` and the cost model up to date with the steps settled."""
+        while self.unread:
+            shape_of, step, seconds = self.unread.popleft()
+            if seconds or not self.unread:  # an untimed step is read only if it is the latest
+                self._last = shape_of(step, seconds)
                 self._cost.observe(self._last)
 
     def knows(self, req: Request) -> bool:
@@ -269,7 +259,7 @@ class View:
             return self.config.watermark > 0
         roster, headroom = self._roster, self.headroom
         if headroom.is_due(self.step.index) and len(roster.running):
-            self._read_steps()
+            self.read_steps()
             rows = roster.running_rows.columns.rows
             num_tokens = int(roster.table.num_computed.all[rows].sum()) / len(rows)
             headroom.judge(self.step.index, self._cost, num_tokens)

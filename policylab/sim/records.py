@@ -11,9 +11,9 @@ from numpy.typing import NDArray
 
 from engine.messages.requests import CoreOutputs, Finished, Started
 from engine.messages.stats import SchedulerStats
-from engine.messages.step import Stretch
 from policylab.sim.history import History
 from policylab.sim.job import Job
+from policylab.sim.jumps.stretch import Stretch
 
 Floats = NDArray[np.float64]
 Rows = NDArray[np.intp]

@@ -20,17 +20,18 @@ import numpy as np
 
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
-from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError, PolicyError, RequestError
-from engine.kv.manager import KVManager
 from engine.messages.requests import CoreOutputs
-from engine.messages.step import Column, StepPlan, Stretch
+from engine.messages.step import Column, StepPlan
 from engine.sched.plugins.find import choose, find_policy, make_scheduler
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from policylab.sim.demand import Sample, drawn, served_per_second
 from policylab.sim.history import History, Work
 from policylab.sim.job import Job
+from policylab.sim.jumps.blocks import RepeatingKV
+from policylab.sim.jumps.core import JumpingCore
+from policylab.sim.jumps.stretch import Stretch
 from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from policylab.sim.timing import timing
 from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
@@ -324,7 +325,7 @@ def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dic
 class Watched(TimedWorker):
     """Keeps what was decided: a hash of it, and on request a row for each step."""
 
-    def __init__(self, *args: Any, kv: KVManager, keeps_steps: bool) -> None:
+    def __init__(self, *args: Any, kv: RepeatingKV, keeps_steps: bool) -> None:
         super().__init__(*args)
         self._kv = kv
         self.work = Work(len(self._ends)) if keeps_steps else None
@@ -399,7 +400,7 @@ class _Run:
         self._max_tokens = workload.max_output
         self._max_model_len = config.max_model_len
         self._clock = VirtualClock()
-        self._kv = KVManager(
+        self._kv = RepeatingKV(
             engine.num_blocks,
             engine.block_size,
             enable_prefix_caching=engine.enable_prefix_caching,
@@ -412,7 +413,9 @@ class _Run:
         worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
         jumps = engine.stretches and not keeps_steps
-        self._core = EngineCore(scheduler, self._worker, engine.depth, stretches=jumps)
+        self._core = JumpingCore(
+            scheduler, self._worker, engine.depth, clock=self._clock, jumps=jumps
+        )
         self._source = workload.source(seed, rate)
         self._tells_length = engine.length_predictor == "oracle"
         self._seen = Seen(keeps_history=keeps_steps)

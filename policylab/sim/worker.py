@@ -12,9 +12,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.messages.step import Column, StepPlan, StepResult, Stretch, Times
+from engine.messages.step import Column, StepPlan, StepResult
 from engine.sched.predict.cost import StepShape
 from policylab.sim.job import END, FILLER
+from policylab.sim.jumps.stretch import Stretch, Times
 from policylab.verify.fake import FakeExecutor
 
 
@@ -174,7 +175,7 @@ class TimedWorker(FakeExecutor):
         begins: list[float] = []
         ends: list[float] = []
         while len(begins) < num_planned and now < stretch.until:
-            seconds = self._cost.seconds(StepShape.of_repeat(stretch, len(begins)))
+            seconds = self._cost.seconds(stretch.shape(len(begins)))
             free_at = max(free_at, now) + seconds
             coming.append(free_at)
             launched.append(free_at)
@@ -190,7 +191,7 @@ class TimedWorker(FakeExecutor):
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
         """The same for durations that can be had at once, where the host takes no time."""
-        now, begun, shape = self._clock.now, self._free_at, StepShape.of_repeat(stretch)
+        now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
         # Few of them may come in time: more are asked for only where these are too few.
         first = self._cost.seconds(shape)

@@ -11,9 +11,9 @@ from datetime import UTC, datetime
 import pytest
 from support.stretched import compare, draw_case
 
-from engine.messages.step import Stretch
 from engine.sched.policies import POLICIES
-from engine.sched.scheduler import Scheduler
+from policylab.sim.jumps.scheduling import Stretches
+from policylab.sim.jumps.stretch import Stretch
 from policylab.sim.worker import Launched, TimedWorker
 
 NUM_EACH = 3
@@ -65,30 +65,30 @@ def test_a_thousand_stretched_are_stepped() -> None:
     assert num_jumped > num_steps / 5, f"{num_jumped} of {num_steps} steps"
 
 
-def too_many(scheduler: Scheduler, until: float) -> Stretch | None:
+def too_many(stretches: Stretches, until: float, in_flight: Sequence[int]) -> Stretch | None:
     """A step more than there are blocks or tokens for."""
-    stretch = FIND(scheduler, until)
+    stretch = FIND(stretches, until, in_flight)
     if stretch is not None:
         stretch.max_steps += 1
     return stretch
 
 
-def too_late(scheduler: Scheduler, until: float) -> Stretch | None:
+def too_late(stretches: Stretches, until: float, in_flight: Sequence[int]) -> Stretch | None:
     """A step more than comes before an arrival or a timer."""
-    stretch = FIND(scheduler, until)
+    stretch = FIND(stretches, until, in_flight)
     if stretch is not None:
         stretch.until += 5e-3
     return stretch
 
 
-FIND = Scheduler.stretch
+FIND = Stretches.find
 
 
 @pytest.mark.parametrize("wrong", (too_many, too_late))
 def test_a_stretch_one_step_too_long_is_found(
-    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[Scheduler, float], Stretch | None]
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[..., Stretch | None]
 ) -> None:
-    monkeypatch.setattr(Scheduler, "stretch", wrong)
+    monkeypatch.setattr(Stretches, "find", wrong)
     with pytest.raises((AssertionError, ValueError)):
         check("fcfs", 0, 30)
 

@@ -11,18 +11,19 @@ from random import Random
 from typing import Any
 
 from engine.config.sched import SchedulerConfig
-from engine.core.engine_core import EngineCore
 from engine.errors import RequestError
-from engine.kv.manager import KVManager
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest, CoreOutputs
-from engine.messages.step import StepPlan, Stretch
+from engine.messages.step import StepPlan
 from engine.sched.interface import PauseState
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies import POLICIES
 from engine.sched.predict.cost import StepShape
 from engine.sched.scheduler import Scheduler
 from policylab.sim.job import END, FILLER
+from policylab.sim.jumps.blocks import RepeatingKV
+from policylab.sim.jumps.core import JumpingCore
+from policylab.sim.jumps.stretch import Stretch
 from policylab.sim.worker import Cost, Launched, StepCost, TimedWorker, VirtualClock
 
 IDLE_SECONDS = 0.01
@@ -106,13 +107,14 @@ def digest(plan: StepPlan) -> str:
 def run(case: StretchCase, *, stretches: bool, sees: Container[int] | None = None) -> Trace:
     """The case to its end. ``sees``: after which steps to look at the state; all of them."""
     trace, clock = Trace(), VirtualClock()
-    kv = KVManager(case.num_blocks, case.block_size, enable_prefix_caching=case.caching)
+    kv = RepeatingKV(case.num_blocks, case.block_size, enable_prefix_caching=case.caching)
     scheduler = make_scheduler(case.config, kv, clock=clock, seed=case.seed)
     assert isinstance(scheduler, Scheduler)
     lengths = {c.add.request_id: c.num_output for c in case.coming if c.add is not None}
     worker = Recorder(clock, case.cost(), case.config.max_num_seqs, lengths)
     worker.plans = trace.plans
-    core = EngineCore(scheduler, worker, case.config.num_steps_in_flight, stretches=stretches)
+    depth = case.config.num_steps_in_flight
+    core = JumpingCore(scheduler, worker, depth, clock=clock, jumps=stretches)
     coming = case.coming[::-1]
     num_idle = 0
     while coming or core.has_work:

@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from engine.config.sched import SchedulerConfig
-from engine.core.engine_core import EngineCore
 from engine.kv.events import EventLog
-from engine.kv.manager import KVManager
 from engine.messages.kv_events import KVEventBatch
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
@@ -19,6 +17,8 @@ from engine.sched import Policy, Request, Resource, Scheduler, SchedView
 from engine.sched.interface import PauseState
 from engine.sched.policies import POLICIES
 from policylab.sim.job import END, FILLER
+from policylab.sim.jumps.blocks import RepeatingKV
+from policylab.sim.jumps.core import JumpingCore
 from policylab.sim.worker import StepCost, TimedWorker, VirtualClock
 
 ONE_SECOND = StepCost(fixed=1.0, per_seq=0.0, per_token=0.0, per_context=0.0, per_attention=0.0)
@@ -38,7 +38,7 @@ class Engine:
         **config: Any,
     ) -> None:
         self.clock, self.lengths = VirtualClock(), dict[str, int]()
-        kv = KVManager(num_blocks, 4, events=events)
+        kv = RepeatingKV(num_blocks, 4, events=events)
         options = {"max_num_batched_tokens": 64, "max_num_seqs": 4, "max_model_len": 200, **config}
         self.scheduler = cls(
             SchedulerConfig(**options),
@@ -48,7 +48,7 @@ class Engine:
             resources=resources,
         )
         worker = TimedWorker(self.clock, ONE_SECOND, options["max_num_seqs"], self.lengths)
-        self.core = EngineCore(self.scheduler, worker, stretches=True)
+        self.core = JumpingCore(self.scheduler, worker, clock=self.clock)
 
     def add(
         self,

@@ -128,12 +128,6 @@ def wrong_counters(answer: object) -> str | None:
     return f"returns {shown(answer)}, must be whole numbers by name"
 
 
-def wrong_steps(answer: object) -> str | None:
-    """``stable_for`` returns a number, not below 0."""
-    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer >= 0
-    return None if is_number else f"returns {shown(answer)}, must be 0 or more"
-
-
 def wrong_extra(answer: object, most: int) -> str | None:
     if answer.__class__ is int and 0 <= answer <= most:
         return None

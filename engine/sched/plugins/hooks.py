@@ -18,7 +18,6 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial, wraps
 from itertools import islice, product
-from math import inf
 from numbers import Real
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
@@ -51,8 +50,6 @@ HOOKS = (
     *("outranks", "takes_blocks", "victim"),
     *("on_add", "on_grant", "on_preempt", "on_tokens", "on_step", "on_finish"),
 )
-# A policy with one of these is asked or told something in every step of every request.
-BY_ROW_HOOKS = ("order", "chunk", "evict", "on_grant", "on_tokens")
 # A policy with one of these says itself what a step takes of prompts.
 SHAPING = ("limits", "order", "chunk")
 # Hooks that decide which requests run; a policy without any of them gets the default order.
@@ -164,7 +161,7 @@ class Guard(Policy):
         self.uses_ledger = bool(inner.uses_ledger)  # read once: started late, it misses grants
         self._view = view
         self._name = type(inner).__name__
-        self._label = {hook: f"{self._name}.{hook}" for hook in (*HOOKS, "stable_for")}
+        self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
         if type(inner).rank is rank_of_one:
             self._label["rank"] = self._label["ranks"]
         self._timer = faults.timer
@@ -175,7 +172,7 @@ class Guard(Policy):
         self._default = Default()
         self._ranks = RankCheck()
         self._num_faults = 0
-        self._rerank_due = False
+        self.is_rerank_due = False  # the ranks of both queues must be asked again
 
     # -- what the mechanism wants to know of the policy
 
@@ -212,22 +209,20 @@ class Guard(Policy):
 
     def take_rerank(self) -> bool:
         """Once after the policy was left out: the ranks of both queues must be asked again."""
-        due, self._rerank_due = self._rerank_due, False
+        due, self.is_rerank_due = self.is_rerank_due, False
         for req in self._view.parked if due else ():  # they come back to queues of other ranks
             req.rank = (req.arrival,)
         return due
 
-    def stable_steps(self, view: SchedView) -> float:
-        """For how many steps of the same decodes the policy need not be asked or told anything."""
-        if self._rerank_due or self.overrides(*BY_ROW_HOOKS):
-            return 0
-        if not (self.dynamic or self.overrides("limits", "on_step")):
-            return inf
-        return float(self._ask("stable_for", answers.wrong_steps, view) or 0)
+    def ask_other(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
+        """The answer of a method that is no hook of ``Policy`` but that the policy has; ``None`` if
+        it raises or ``wrong`` finds fault with the answer."""
+        self._label.setdefault(hook, f"{self._name}.{hook}")
+        return self._ask(hook, wrong, *args)
 
     def leave_out(self, why: str) -> None:
         """Disable the policy: the default answers instead. The caller asks for all ranks again."""
-        self.is_left_out = self._rerank_due = True
+        self.is_left_out = self.is_rerank_due = True
         self._asked.clear()
         logger.error(
             "policy %s is left out after %s; requests run in order of arrival", self._name, why
@@ -236,7 +231,7 @@ class Guard(Policy):
     # -- hooks
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
-        if self.is_left_out and not self._rerank_due:
+        if self.is_left_out and not self.is_rerank_due:
             return (req.arrival,)
         rank = None
         if not self.is_left_out:  # else the queues are still in order of its ranks

@@ -22,7 +22,6 @@ HOOKS = (
     *("take", "parked", "release", "describe", "masks", "settle"),
     *("counters", "shutdown"),
 )
-STEP_HOOKS = ("watches", "begin_step", "describe", "masks", "settle")  # asked in each step
 ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
 
 
@@ -70,10 +69,9 @@ class Resources:
         watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
         return WATCHED * watched + SERIAL * serial
 
-    @property
-    def are_asked(self) -> bool:
-        """Is any of them asked in a step in which requests only get their next token?"""
-        return any(self._own[hook] for hook in STEP_HOOKS)
+    def override(self, *hooks: str) -> bool:
+        """Has any of them one of these hooks of its own?"""
+        return any(self._own[hook] for hook in hooks)
 
     def begin_step(self, step: Step) -> None:
         self._tell("begin_step", step)

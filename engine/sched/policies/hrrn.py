@@ -33,6 +33,3 @@ class HRRN(Policy):
             ),
             *(view.columns(reqs), view.now, inf),
         )
-
-    def stable_for(self, view: SchedView) -> float:
-        return inf  # those that run go by arrival

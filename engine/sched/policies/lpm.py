@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, require_positive
 
@@ -24,6 +23,3 @@ class LPM(Policy):
         return newcomers_by(
             lambda new: -new.cached_prefix, view.columns(reqs), view.now, self.max_wait
         )
-
-    def stable_for(self, view: SchedView) -> float:
-        return inf  # those that run go by arrival

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 from engine.sched import (
     Admission,
@@ -40,6 +39,3 @@ class MCSF(Policy):
 
         fits = view.kv.peak([*view.running, req], remaining) <= view.kv.num_usable
         return Admission.YES if fits or not view.running else Admission.CLOSE
-
-    def stable_for(self, view: SchedView) -> float:
-        return inf  # those that run go by arrival

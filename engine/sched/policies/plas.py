@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from math import inf
 
 from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, require_positive
 
@@ -59,6 +58,3 @@ class PLAS(Policy):
     def tell(self, program: str, view: SchedView) -> None:
         for req in self.members.get(program, ()):
             view.own("service")[req] = self.service.get(program, 0.0)
-
-    def stable_for(self, view: SchedView) -> float:
-        return inf  # those that run go by arrival

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 
 import numpy as np
 
@@ -43,6 +42,3 @@ class ResidualSJF(Policy):
             return np.array(counts)[places]
 
         return newcomers_by(num_blocks, view.columns(reqs), view.now, self.max_wait)
-
-    def stable_for(self, view: SchedView) -> float:
-        return inf  # those that run go by arrival

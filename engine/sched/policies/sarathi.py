@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from math import inf
-
 from engine.sched import Limits, Policy, Request, SchedView, require_positive
 
 
@@ -25,6 +23,3 @@ class Sarathi(Policy):
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:
         return (req.arrival,)
-
-    def stable_for(self, view: SchedView) -> float:
-        return inf  # they are constant

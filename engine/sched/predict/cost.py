@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.messages.step import StepPlan, Stretch
+from engine.messages.step import StepPlan
 
 Vector = NDArray[np.float64]
 
@@ -209,13 +209,6 @@ class StepShape(NamedTuple):
             attention=sum(count * start + count * (count + 1) // 2 for start, count in rows),
             seconds=seconds,
         )
-
-    @classmethod
-    def of_repeat(cls, stretch: Stretch, index: int = 0, seconds: float = 0.0) -> StepShape:
-        """Of a step of a stretch; below 0, of one of the same rows that was planned before it."""
-        count = len(stretch.rows)
-        context = int(stretch.starts.sum(dtype=np.int64)) + index * count
-        return cls(count, count, count, context, context + count, seconds)
 
 
 NO_STEP = StepShape(0, 0, 0, 0, 0, 0.0)

@@ -1,74 +1,103 @@
 """Stretches: steps that only repeat, found and settled without planning each of them.
 
-A simulation spends most of its steps on decodes among which nothing happens. Such steps are known
-in advance: one token for each running request, blocks in order of rank where a table grows. They
-end with the step before the first in which anything could be otherwise.
+Such steps are known in advance: one token for each running request, blocks in order of rank where
+a table grows. They end with the step before the first in which anything could be otherwise.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections import deque
-from itertools import repeat
+from collections.abc import Callable, Sequence
+from itertools import count, repeat
+from typing import TypeGuard
 
 import numpy as np
 
-from engine.messages.step import Stretch
-from engine.sched.plugins.hooks import Guard
+from engine.sched.interface import PauseState, SchedulerInterface
+from engine.sched.plugins.hooks import ReentryGuard, not_reentrant
+from engine.sched.predict.cost import StepShape
 from engine.sched.request import ONE, Request
-from engine.sched.roster import Cause, RunningColumns
+from engine.sched.roster import Cause, RunningColumns, WaitLedger
+from engine.sched.scheduler import Scheduler
 from engine.sched.step.builder import Step
-from engine.sched.step.intake import Intake
 from engine.sched.step.settle import Members
+from policylab.sim.jumps.blocks import RepeatingKV
+from policylab.sim.jumps.stable import stable_steps
+from policylab.sim.jumps.stretch import Stretch
 
 # A scheduler that overrides one of these plans each step itself.
 STEP_PARTS = (
     *("schedule", "serve", "begin_step", "offers", "tokens_for", "secure", "grant", "preempt"),
     *("seal", "update_from_output"),
 )
+# A resource with one of these is called in steps in which requests only get their next token.
+STEP_HOOKS = ("watches", "begin_step", "describe", "masks", "settle")
+
+
+def can_jump(scheduler: SchedulerInterface) -> TypeGuard[Scheduler]:
+    """Is it a ``Scheduler``, with each part of the step as it is there?"""
+    return isinstance(scheduler, Scheduler) and all(
+        getattr(type(scheduler), part) is getattr(Scheduler, part) for part in STEP_PARTS
+    )
 
 
 class Stretches:
-    """Finds and settles them. The state behind a stretch is the one behind its steps."""
+    """Finds and settles stretches of a new scheduler, whose blocks are in a ``RepeatingKV``.
 
-    def __init__(self, intake: Intake, guard: Guard, *, is_open: bool) -> None:
-        self._is_open = is_open
-        self._config = intake.config
-        self._settler = settler = intake.settler
-        self._guard = guard
-        self._timers = intake.timers
-        self._roster = settler.roster
-        self._kv = settler.kv
-        self._view = settler.view
+    The state after a stretch is that after its steps. ``clock``: the scheduler's, in seconds.
+    """
+
+    def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
+        assert isinstance(scheduler.kv, RepeatingKV) and not scheduler.roster.by_id
+        self._scheduler = scheduler
+        self._clock = clock
+        self._kv = scheduler.kv
+        self._settler = scheduler.settler
+        self._guard = scheduler.guard
+        self._roster = scheduler.roster
+        self._view = scheduler.view
+        self._waits = scheduler.roster.waits = RepeatedWaits()
         self._step: Step | None = None  # of the stretch that was found
+        self._in_flight: Sequence[int] = ()  # steps in flight then
         self._places: list[int] = []
         self._version = -1  # of the running requests that have these places by rank
 
-    def find(self, now: float, until: float, num_in_flight: int) -> Stretch | None:
-        """The stretch that begins with the next step, after all that any of its steps asks."""
-        roster, settler = self._roster, self._settler
-        if (due := self._timers.next_time()) is not None:
+    @property
+    def reentry(self) -> ReentryGuard:
+        """The scheduler's."""
+        return self._scheduler.reentry
+
+    @not_reentrant
+    def find(self, until: float, in_flight: Sequence[int]) -> Stretch | None:
+        """The steps to come that only repeat; ``None`` if the next step is not one.
+
+        ``until``: seconds on the clock; the stretch ends with the step in which that time comes.
+        ``in_flight``: numbers of the steps in flight, oldest first.
+        """
+        roster, settler, now = self._roster, self._settler, self._clock()
+        if (due := self._scheduler.intake.timers.next_time()) is not None:
             until = min(until, due)
-        if now >= until or self._is_contested() or not self._is_steady(num_in_flight):
+        if now >= until or self._is_contested() or not self._is_steady(in_flight):
             return None
         self._view.now = now
-        num_steps = self._guard.stable_steps(self._view)
+        num_steps = stable_steps(self._guard, self._view)
         if num_steps < 1 or (step := self._first_step()) is None:
             return None
         table, columns, members = roster.table, *self._seated()
         rows = columns.rows
         starts, known = table.num_computed.all[rows], table.num_tokens.all[rows]
         pending = table.num_pending.all[rows]
-        others = (pending != num_in_flight) | (known + pending != starts + ONE)
+        others = (pending != len(in_flight)) | (known + pending != starts + ONE)
         others |= table.told.all[rows] == 0
         if members.only_client is None or np.count_nonzero(others):
             return None
         left = int(np.minimum.reduce(columns.limits - known))  # tokens until a request ends
-        num_steps = int(min(num_steps, left - num_in_flight))
+        num_steps = int(min(num_steps, left - len(in_flight)))
         num_steps = self._kv.most_repeats(rows, starts, num_steps)
         if min(num_steps, left - 1) < 1:
             return None
-        self._step = step
+        self._step, self._in_flight = step, in_flight
         return Stretch(
             step=settler.counters.num_steps + 1,
             rows=rows,
@@ -87,7 +116,7 @@ class Stretches:
         roster, settler, step = self._roster, self._settler, self._step
         assert step is not None, "no stretch was found"
         table, rows, num_steps = roster.table, stretch.rows, stretch.num_steps
-        num_planned, num_before = stretch.num_planned, roster.running_rows.num_in_flight
+        num_planned, num_before = stretch.num_planned, len(self._in_flight)
         num_more = num_planned - num_steps  # in flight
         members = settler.appender.running_members()
         known = table.num_tokens.all[rows]
@@ -111,30 +140,26 @@ class Stretches:
         table.facts.last_token.all[rows] = stretch.ends[-1]
         if settler.ledger is not None:
             settler.ledger.on_tokens((req.user, num_steps) for req in members.reqs)
-        roster.waits.close_each(stretch.begins.tolist(), step.closing_cause())
+        self._waits.close_each(stretch.begins.tolist(), step.closing_cause())
         roster.freed_slots = []
-        counters = settler.counters
-        counters.num_steps += num_planned
-        counters.num_computed_steps += num_planned
-        counters.num_scheduled_tokens += num_planned * len(rows)
-        roster.running_rows.note_repeats(counters.num_steps, num_before + num_more)
-        step.index = counters.num_steps
+        self._count(stretch)
+        step.index = settler.counters.num_steps
         table.considered.all[rows] = step.index
         if step.closed_by == Cause.BLOCKS:  # it was offered tokens
             table.considered.at[roster.waiting[0].row] = step.index
         view = self._view
         view.step, self._step = step, None
         view.now = float(stretch.begins[-1] if num_more else stretch.ends[-1])
-        view.note_stretch(stretch, num_before, are_read=self._guard.overrides("on_step"))
+        self._note_shapes(stretch, num_before)
 
     # -- helpers
 
     def _is_contested(self) -> bool:
         """Could a request that waits be offered a seat? The usual answer, before all is known."""
-        roster = self._roster
+        roster, config = self._roster, self._scheduler.config
         if not (len(roster.waiting) and roster.num_free_seats):
             return False
-        is_full = len(roster.running) >= self._config.max_num_batched_tokens
+        is_full = len(roster.running) >= config.max_num_batched_tokens
         fits = self._kv.blocks_for(roster.waiting[0].num_tokens) <= self._kv.num_free
         return fits and not (is_full or self._guard.overrides("limits"))
 
@@ -143,25 +168,29 @@ class Stretches:
 
         In them fewer blocks become free and none are given back, and what it finds in the cache
         may become less. So it is refused again, unless a running request publishes more of its
-        prompt. ``keeps_headroom`` is not asked where not even the request itself fits.
+        prompt. ``keeps_headroom`` is not read where not even the request itself fits.
         """
-        if self._guard.overrides("admit") or not self._config.enable_chunked_prefill:
+        is_chunked = self._scheduler.config.enable_chunked_prefill
+        if self._guard.overrides("admit") or not is_chunked:
             return False
         kv = self._kv
         if req.num_pending or kv.missing(req, req.num_tokens) <= kv.num_free:
             return False
         return not kv.may_gain(req, self._roster.running_rows.list)
 
-    def _is_steady(self, num_in_flight: int) -> bool:
-        """Do the same requests run in all steps in flight, is none of them a prompt, was all said
-        that is to be said, and is nobody to be asked in each step?"""
+    def _is_steady(self, in_flight: Sequence[int]) -> bool:
+        """True if every step in flight has the same running requests, none is prefilling, no output
+        is pending and no plug-in must be called in each step."""
         roster, settler = self._roster, self._settler
         seated = roster.running_rows
-        if not (self._is_open and seated.list and seated.are_in_flight(num_in_flight)):
+        if not seated.list or self._scheduler.pause_state is not PauseState.UNPAUSED:
+            return False
+        if not all(map(seated.is_whole, in_flight)):
             return False
         if self._guard.dynamic and self._view.step.new:  # they have the ranks of waiting ones
             return False
-        return not (settler.has_ended or settler.resources.are_asked or roster.running_prompts())
+        are_called = settler.resources.override(*STEP_HOOKS)
+        return not (settler.has_ended or are_called or roster.running_prompts())
 
     def _seated(self) -> tuple[RunningColumns, Members]:
         return self._roster.running_rows.columns, self._settler.appender.running_members()
@@ -170,7 +199,7 @@ class Stretches:
         """The step as it is when all decodes have their token; ``None`` if they do not all fit, or
         a waiting request would be offered some. What closes admission then does so in each step."""
         roster, guard, view = self._roster, self._guard, self._view
-        step = Step(0, self._config.max_num_batched_tokens, roster)
+        step = Step(0, self._scheduler.config.max_num_batched_tokens, roster)
         limits, may_preempt = guard.limits(view), guard.waiting_may_preempt
         step.narrow(limits.max_tokens, limits.max_seqs)
         if not limits.admission:
@@ -200,3 +229,52 @@ class Stretches:
             return self._places
         self._places, self._version = np.argsort(roster.running.rows).tolist(), seated.version
         return self._places
+
+    def _count(self, stretch: Stretch) -> None:
+        """Counters, and which steps are in flight."""
+        counters, seated = self._settler.counters, self._roster.running_rows
+        num_planned, num_steps = stretch.num_planned, stretch.num_steps
+        counters.num_steps += num_planned
+        counters.num_computed_steps += num_planned
+        counters.num_scheduled_tokens += num_planned * len(stretch.rows)
+        self._scheduler.num_in_flight += num_planned - num_steps
+        planned = range(stretch.step, stretch.step + num_planned)
+        for step in self._in_flight[:num_steps]:
+            seated.take_whole(step)
+        for step in planned[max(0, num_steps - len(self._in_flight)) :]:
+            seated.note_whole(step)
+
+    def _note_shapes(self, stretch: Stretch, num_before: int) -> None:
+        """``View.note`` for each step that was settled; a policy with ``on_step`` has them all in
+        the cost model, as ``last`` would have been read after each."""
+        view, seconds = self._view, stretch.seconds
+        first = -num_before
+        if self._guard.overrides("on_step"):
+            for index, each in enumerate(seconds.tolist(), first):
+                view.unread.append((shape_of, (stretch, index), each))
+                view.read_steps()
+            return
+        latest = seconds[-(view.unread.maxlen or 0) :].tolist()
+        steps = zip(repeat(stretch), count(first + stretch.num_steps - len(latest)), strict=False)
+        view.unread.extend(zip(repeat(shape_of), steps, latest, strict=False))
+
+
+def shape_of(step: tuple[Stretch, int], seconds: float) -> StepShape:
+    """The shape of one step of a stretch."""
+    stretch, index = step
+    return stretch.shape(index, seconds)
+
+
+class RepeatedWaits(WaitLedger):
+    """Charges the waits of many plans at once."""
+
+    def close_each(self, times: Sequence[float], cause: str) -> None:
+        """``close`` at each of these times, with nobody refused: sums are rounded as there."""
+        self.close(times[0], cause, ())
+        since, total = times[0], self._totals.get(cause, 0.0)
+        for now in times:
+            if now != since:
+                total, since = total + now - since, now
+        if since != times[0]:
+            self._totals = {**self._totals, cause: total}
+            self._since = since

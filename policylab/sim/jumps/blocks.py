@@ -1,0 +1,119 @@
+"""RepeatingKV: a KVManager that takes and publishes blocks for many steps at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.kv.manager import KVManager
+from engine.kv.tables import Holder, RequestBlocks
+from policylab.sim.jumps.stretch import Growth
+
+
+class RepeatingKV(KVManager):
+    """The same blocks in the same order as if each step had taken and published its own."""
+
+    def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
+        """For how many steps, up to ``most``, there are blocks for one token of each row in each.
+
+        ``starts``: position of the first token of each. 0 too where blocks depend on more than
+        what is known now: on windows, on transfers, or if a listener is to hear of each step.
+        """
+        if self.tables.windows or self.num_groups > 1 or self.transfers is not None:
+            return 0
+        if self._prefix_index.events is not None:
+            return 0
+        free = self.pool.num_free
+        if len(rows) * (most // self.block_size + 1) <= free:
+            return most
+        held = self.num_held[rows]
+        num_enough, num_too_many = 0, most + 1
+        while num_too_many - num_enough > 1:
+            middle = (num_enough + num_too_many) // 2
+            entries = -(-(starts + middle) // self.block_size)
+            is_enough = int((entries - held).clip(min=0).sum()) <= free
+            num_enough, num_too_many = (middle, num_too_many) if is_enough else (num_enough, middle)
+        return num_enough
+
+    def may_gain(self, req: Holder, rows: Sequence[int]) -> bool:
+        """Could what the requests in these rows publish next lengthen the prefix hit of ``req``?"""
+        if not self.caching:
+            return False
+        hashes = self._hashes(req)
+        for row in rows:
+            count, chain = int(self.num_published[row]), self._holdings[row].chain
+            if count < len(hashes) and chain[count - 1 : count] == hashes[count - 1 : count]:
+                return True
+        return False
+
+    def repeat(
+        self,
+        reqs: Sequence[Holder],
+        rows: NDArray[np.intp],
+        starts: NDArray[np.int32],
+        known: NDArray[np.int32],
+        order: Sequence[int],
+        num_steps: int,
+        num_commits: int,
+    ) -> Growth:
+        """``reserve_next`` of this many steps, one token of each in each, and ``commit_next`` of
+        the first ``num_commits``.
+
+        ``starts``: position of each one's first token. ``known``: tokens before the first step
+        that are both known and written; ``tokens`` has those of all steps already. ``order``: in
+        which place each one takes its block if several do so in one step.
+        """
+        size, holdings = self.block_size, [self._holdings[row] for row in rows.tolist()]
+        rest = self.num_held[rows] * size - starts  # tokens for which there is room
+        takes = [
+            (step, order[place], place)
+            for place, first in enumerate(rest.tolist())
+            if first < num_steps
+            for step in range(first, num_steps, size)
+        ]
+        takes.sort()
+        growth = Growth([take[0] for take in takes], [take[2] for take in takes])
+        growth.blocks = self.pool.take(len(takes)) if takes else []
+        for place, block in zip(growth.places, growth.blocks, strict=True):
+            holding = holdings[place]
+            table = holding.tables[0]
+            growth.indices.append(len(table))
+            table.append(block)
+            holding.num_told += 1
+        self.num_held[rows] = [len(holding.tables[0]) for holding in holdings]
+        before = self.num_published[rows].tolist()
+        self.num_published[rows] = (known + num_commits) // size
+        if self.caching:
+            fills = [
+                (step, place)
+                for place, first in enumerate((size - known % size).tolist())
+                if first <= num_commits
+                for step in range(first, num_commits + 1, size)
+            ]
+            fills.sort()
+            self._publish_along(reqs, holdings, before, [fill[1] for fill in fills])
+        return growth
+
+    def _publish_along(
+        self,
+        reqs: Sequence[Holder],
+        holdings: Sequence[RequestBlocks],
+        nth: list[int],
+        places: Sequence[int],
+    ) -> None:
+        """Publish one block after the other: the next of the request at each of these places,
+        which begin with the ``nth`` of each table. Their tokens are all known."""
+        counts = [0] * len(nth)
+        for place in places:
+            counts[place] += 1
+        coming: dict[int, Iterator[tuple[int, bytes]]] = {}
+        for place, (first, count) in enumerate(zip(nth, counts, strict=True)):
+            if count:
+                holding, end = holdings[place], first + count
+                chain = self._prefix_index.hashes(reqs[place], holding)
+                coming[place] = zip(holding.tables[0][first:end], chain[first:end], strict=True)
+        if places:
+            blocks, hashes = zip(*[next(coming[place]) for place in places], strict=True)
+            self.cache.publish_each(blocks, hashes)

@@ -1,0 +1,82 @@
+"""JumpingCore: an EngineCore that takes steps which only repeat in one pass."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, Protocol
+
+from engine.core.engine_core import EngineCore, Executor
+from engine.sched.interface import SchedulerInterface, StepOutputs
+from policylab.sim.jumps.scheduling import Stretches, can_jump
+from policylab.sim.jumps.stretch import Stretch
+
+
+class Repeats(Executor[Any], Protocol):
+    """An executor that knows how long steps take without computing them, and when rows end."""
+
+    def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
+        """Take as many steps of a stretch as come before ``until`` and before any row ends.
+
+        ``tickets``: of the steps in flight, oldest first; each repeated step is launched after
+        them and before the oldest is collected. Fills in what ``Stretch`` leaves to it, sets the
+        clock to ``next_begin``, and returns the tickets of the steps that are then in flight: as
+        many, or one more, which is planned at ``next_begin``. Without a step, nothing changes.
+        """
+        ...
+
+
+class JumpingCore(EngineCore):
+    """Jumps over steps that only repeat, with the plans, block ids and times of stepping.
+
+    ``scheduler`` is new: no request was added yet. One that is no ``Scheduler``, or that overrides
+    a part of the step, plans each step itself. ``clock``: the scheduler's, in seconds.
+    """
+
+    def __init__(
+        self,
+        scheduler: SchedulerInterface,
+        executor: Repeats,
+        depth: int = 1,
+        *,
+        clock: Callable[[], float],
+        jumps: bool = True,
+    ) -> None:
+        super().__init__(scheduler, executor, depth)
+        self.stretch: Stretch | None = None
+        """Steps that the last ``step`` took before the one whose outputs it returned."""
+        self._repeater = executor
+        self._stretches: Stretches | None = None
+        if jumps and can_jump(scheduler):
+            self._stretches = Stretches(scheduler, clock)
+
+    def step(self, until: float = inf) -> StepOutputs:
+        """First take all steps that only repeat, up to the one in which the time ``until`` comes
+        (seconds on the engine's clock: when the next request will be added); then one as any other.
+
+        The steps taken are in ``stretch`` and have no other outputs, as none starts or ends a
+        request. If ``until`` came in them, there is no further step, and {} is returned.
+        """
+        self.stretch = None
+        if self._stretches is not None and len(self.flight) == self.depth - 1:
+            self.stretch = self._jump(self._stretches, until)
+            if self.stretch is not None and self.stretch.next_begin >= until:
+                return {}
+        return super().step()
+
+    def _jump(self, stretches: Stretches, until: float) -> Stretch | None:
+        """Take the steps that repeat, in one pass; ``None`` if there are none."""
+        stretch = stretches.find(until, [plan.step for plan, _ in self.flight])
+        if stretch is None:
+            return None
+        tickets = self._repeater.repeat(stretch, [ticket for _, ticket in self.flight])
+        if not stretch.num_steps:
+            return None
+        stretches.settle(stretch)
+        plans = [plan for plan, _ in self.flight]
+        count = stretch.num_planned
+        plans += [stretch.plan(at) for at in range(max(0, count - len(tickets)), count)]
+        self.flight = deque(zip(plans[len(plans) - len(tickets) :], tickets, strict=True))
+        self.is_idle = False
+        return stretch

@@ -1,0 +1,49 @@
+"""For how many steps of the same decodes a policy's answers stay as they are."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Protocol
+
+from engine.sched.plugins.answers import shown
+from engine.sched.plugins.hooks import Guard
+from engine.sched.policies import POLICIES
+from engine.sched.policy import SchedView
+from engine.sched.view import View
+
+# A policy with one of these is called in every step for every request.
+BY_ROW_HOOKS = ("order", "chunk", "evict", "on_grant", "on_tokens")
+
+# Shipped policies that rank running requests by arrival, or whose limits are constant.
+ALWAYS_STABLE = frozenset(
+    POLICIES[name] for name in ("hrrn", "lpm", "mc-sf", "plas", "residual-sjf", "sarathi")
+)
+
+
+class Stable(Protocol):
+    """A policy that is ``dynamic``, or has ``limits`` or ``on_step``, and lets simulations jump."""
+
+    def stable_for(self, view: SchedView) -> float:
+        """For how many steps from here on ranks of running requests, ``limits`` and
+        ``next_waiting`` stay as they are, and ``on_step`` need not be called, while the same
+        requests run with one token each and none comes or ends; ``inf`` is no bound."""
+        ...
+
+
+def stable_steps(guard: Guard, view: View) -> float:
+    """For how many steps of the same decodes the policy need not be called."""
+    if guard.is_rerank_due or guard.overrides(*BY_ROW_HOOKS):
+        return 0
+    if not (guard.dynamic or guard.overrides("limits", "on_step")):
+        return inf
+    if type(guard.inner) in ALWAYS_STABLE:
+        return inf
+    if not hasattr(guard.inner, "stable_for"):
+        return 0
+    return float(guard.ask_other("stable_for", wrong_steps, view) or 0)
+
+
+def wrong_steps(answer: object) -> str | None:
+    """What is wrong with an answer of ``stable_for``: it is a number, not below 0."""
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer >= 0
+    return None if is_number else f"returns {shown(answer)}, must be 0 or more"
