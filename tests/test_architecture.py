@@ -26,7 +26,7 @@ LAZY_IMPORTS = {
     "engine.structured.weakened.library": "the same",
     "engine.structured.checked.expressions": "regex is imported only for a schema with a pattern",
     "engine.structured.checked.formats": "idna is imported only for the names of hosts in Unicode",
-    "engine.structured.xgrammars": "xgrammar, which is optional, brings torch and pydantic",
+    "engine.structured.xgrammar.compiler": "xgrammar, which is optional, brings torch and pydantic",
     "engine.hub.fetch": "huggingface_hub is imported only for a model given by name",
     "engine.cli.entry": "what an interrupt does is settled before anything heavy is imported",
     "engine.cli.prepare": "kernels bring torch, which no other command needs at its start",

@@ -19,24 +19,27 @@ from concurrent.futures import wait as wait_for
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import numpy as np
 
 from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, WITH_SCHEMAS, Grammar, grammar_from
-from engine.structured import xgrammars
+from engine.structured import xgrammar
+from engine.structured.checked.checker import Checker
 from engine.structured.checked.forms import checker_of
+from engine.structured.checked.located import Layout
 from engine.structured.checked.matcher import CheckedMatcher
 from engine.structured.checked.vocabulary import Vocabulary, vocabulary_of
 from engine.structured.decide import Compiled, GrammarError, Matcher
-from engine.structured.schemas import SchemaError, as_given
+from engine.structured.schemas import as_given
 from engine.structured.sources import sources_of
-from engine.structured.xgrammars import INSTALL, XGrammars
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    from engine.structured.xgrammar.compiler import Source, XGrammars
 
 logger = logging.getLogger("engine.structured")
 
@@ -89,7 +92,7 @@ class GuidanceCompiler:
     ) -> None:
         """make_tokenizer: called once for the ids that end text, when they are first needed.
 
-        other: for what llguidance refuses, or a request asks it for; ``None`` if not installed.
+        other: for what llguidance refuses, or requests that name it; ``None`` if not installed.
         """
         self._make_tokenizer = make_tokenizer
         self._other = other
@@ -160,7 +163,7 @@ class GuidanceCompiler:
                 self._hand_over(compilation, form, "", tokenizer)
                 return
             matchers = matchers_of(form, tokenizer)
-            checked = self._checked(form, eos)
+            checked = self._checked(checker_of(form), eos)
         except BaseException as error:  # the library may panic, which is no Exception
             why = GrammarError(reason(error))
             if isinstance(error, msgspec.MsgspecError) or form.backend != "auto":
@@ -172,9 +175,8 @@ class GuidanceCompiler:
                 lambda: checked(followed([each.deep_copy() for each in matchers], tokenizer, eos))
             )
 
-    def _checked(self, form: Grammar, eos: Eos) -> Callable[[Matcher], Matcher]:
-        """Puts the form's checker next to a matcher, if it needs one. Raises what is wrong."""
-        checker = checker_of(form)
+    def _checked(self, checker: Checker | Layout | None, eos: Eos) -> Callable[[Matcher], Matcher]:
+        """Puts a form's checker, if it needs one, next to a matcher."""
         if checker is None:
             return lambda matcher: matcher
         vocabulary = self._vocabulary(eos)
@@ -202,12 +204,15 @@ class GuidanceCompiler:
     def _hand_over(
         self, compilation: GuidanceCompilation, form: Grammar, refusal: str, tokenizer: LLTokenizer
     ) -> None:
-        """To the other library, in its thread, or say why not. refusal: llguidance's, if it was
-        asked."""
+        """To the other library, in its thread, or say why not. refusal: llguidance's, "" where the
+        form names the other."""
+        if self._other is None or form.kind not in OF_XGRAMMAR:
+            compilation.future.set_exception(GrammarError(refusal or xgrammar.NOT_INSTALLED))
+            return
         try:
-            source = other_source(form, refusal, is_installed=self._other is not None)
+            source = self._other.source_of(form)
         except BaseException as error:
-            compilation.future.set_exception(GrammarError(reason(error)))
+            compilation.future.set_exception(of_both(refusal, reason(error)))
             return
         compilation.library = ("xgrammar", compilation.library[1])
         with self._making:
@@ -221,7 +226,7 @@ class GuidanceCompiler:
         self,
         compilation: GuidanceCompilation,
         form: Grammar,
-        source: Any,
+        source: Source,
         tokenizer: LLTokenizer,
         refusal: str,
     ) -> None:
@@ -238,11 +243,12 @@ class GuidanceCompiler:
             return
         try:
             compiled = other.compiled(form, source, library[1])
-        except BaseException as error:  # whatever the library raises
-            compilation.future.set_exception(of_both(refusal, xgrammars.words(error)))
+            checked = self._checked(source.checker, library[1])
+        except BaseException as error:  # whatever a library raises
+            compilation.future.set_exception(of_both(refusal, reason(error)))
         else:
             compilation.num_bytes = compiled.num_bytes
-            compilation.future.set_result(lambda: compiled.matcher(tokenizer, library[1]))
+            compilation.future.set_result(lambda: checked(compiled.matcher(tokenizer, library[1])))
 
     def _tokenizer(self, eos: Eos) -> LLTokenizer:
         with self._making:
@@ -409,8 +415,11 @@ def _check(form: Grammar) -> str:
             return ""
         if form.backend == "guidance":
             raise GrammarError(refusal)
-    other_source(form, refusal, is_installed=xgrammars.is_installed())
-    if wrong := xgrammars.wrong_in(form):
+    if form.kind not in OF_XGRAMMAR or not xgrammar.is_installed():
+        raise GrammarError(refusal or xgrammar.NOT_INSTALLED)
+    from engine.structured.xgrammar.compiler import wrong_in
+
+    if wrong := wrong_in(form):
         raise of_both(refusal, wrong)
     return ""
 
@@ -455,25 +464,6 @@ def followed(matchers: Sequence[LLMatcher], tokenizer: LLTokenizer, eos: Eos) ->
     """Follows all of them together."""
     first, *others = (GuidanceMatcher(each, tokenizer, eos) for each in matchers)
     return JointMatcher(first, others) if others else first
-
-
-def other_source(form: Grammar, refusal: str, *, is_installed: bool) -> Any:
-    """What xgrammar is given of a form that llguidance refuses, or that names it. Raises
-    ``GrammarError`` with both reasons, or with the way to install it."""
-    if refusal and form.kind not in OF_XGRAMMAR:
-        raise GrammarError(refusal)
-    try:
-        source = xgrammars.source_of(form)
-    except SchemaError as error:
-        raise of_both(refusal, str(error)) from error
-    if is_installed:
-        return source
-    if refusal:
-        raise GrammarError(f"{refusal}; xgrammar takes it, which is not installed: {INSTALL}")
-    raise GrammarError(
-        f"backend is 'xgrammar', which is not installed where the model runs: {INSTALL}, or leave "
-        "backend out"
-    )
 
 
 def of_both(refusal: str, other: str) -> GrammarError:
@@ -570,8 +560,11 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
             )
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos), slices=SLICES)
 
-    other = XGrammars(vocab_size) if xgrammars.is_installed() else None
-    return GuidanceCompiler(make, other=other)
+    if not xgrammar.is_installed():
+        return GuidanceCompiler(make)
+    from engine.structured.xgrammar.compiler import XGrammars
+
+    return GuidanceCompiler(make, other=XGrammars(vocab_size))
 
 
 def _words(error: str) -> str:

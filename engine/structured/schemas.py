@@ -45,6 +45,9 @@ _SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\
 _CLASSES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
 
 
+EVERY_TYPE = ("null", "boolean", "integer", "number", "string", "array", "object")
+
+
 class SchemaError(EngineError):
     """A schema asks for what cannot be enforced."""
 
@@ -66,6 +69,15 @@ def check_size(schema: Any) -> None:
                     )
             each = each.values()
         waiting.extend(item for item in each if isinstance(item, list | dict))
+
+
+def types_of(schema: dict[str, Any]) -> set[str]:
+    """Names of types that it allows; a number may be an integer."""
+    given = schema.get("type", list(EVERY_TYPE))
+    found = [given] if isinstance(given, str) else given
+    if not isinstance(found, list) or not found or not all(each in EVERY_TYPE for each in found):
+        raise SchemaError(f"type is {given!r:.80}, must be of: {', '.join(EVERY_TYPE)}")
+    return {*found, "integer"} if "number" in found else set(found)
 
 
 def types_of_value(value: Any) -> set[str]:

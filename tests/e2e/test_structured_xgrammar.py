@@ -1,4 +1,4 @@
-"""Texts whose form only xgrammar takes, from the API to the tokens."""
+"""Texts whose form xgrammar follows, from the API to the tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from e2e.test_structured import EXACT, answers, make, params
 from engine import LLM, LLMEngine, SamplingParams, StructuredOutputsParams
 from engine.assets import BOX_MODEL
 from engine.core.replay import replay
-from engine.structured import xgrammars
+from engine.structured import xgrammar
 
 WORD = {"type": "string", "pattern": "^[a-z]{2,8}$"}
 SIZE = {
@@ -49,12 +49,12 @@ ASKED: dict[str, dict[str, Any]] = {
     "item": {"json": ITEM},
     "item, dense": {"json": ITEM, "disable_any_whitespace": True},
     "counts": {"json": COUNTS},
-    "flags": {"json": FLAGS, "backend": "xgrammar"},
+    "flags": {"json": FLAGS},
 }
 
 
 def form(name: str, seed: int | None, **options: Any) -> SamplingParams:
-    asked = StructuredOutputsParams(**ASKED[name])
+    asked = StructuredOutputsParams(**ASKED[name], backend="xgrammar")
     temperature = 0.0 if seed is None else 1.0
     options = {"max_tokens": 120, "temperature": temperature, "seed": seed, **options}
     return SamplingParams(structured_outputs=asked, **options)
@@ -70,7 +70,7 @@ def everything() -> list[SamplingParams]:
 def test_without_it_a_request_that_names_it_fails_alone_and_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(xgrammars, "is_installed", lambda: False)
+    monkeypatch.setattr(xgrammar, "is_installed", lambda: False)
     with make() as engine:
         named, other = answers(engine, [form("flags", 1), params("choice")])
     assert named.error is not None and "backend is 'xgrammar'" in named.error
@@ -135,11 +135,11 @@ def test_a_core_in_a_process_of_its_own(told: list[list[int]]) -> None:
 
 
 def test_what_neither_enforces_fails_its_request_alone(engine: LLMEngine) -> None:
-    wrong = StructuredOutputsParams(json={"type": "array", "uniqueItems": True})
+    wrong = StructuredOutputsParams(json={"type": "text"})
     asked = SamplingParams(structured_outputs=wrong, max_tokens=9)
     bad, good = answers(engine, [asked, form("size", 1)])
     assert bad.finish_reason == "error" and bad.error is not None
-    assert "xgrammar does not take it either: uniqueItems is True" in bad.error
+    assert "xgrammar does not take it either: type is 'text'" in bad.error
     assert good.finish_reason == "stop"
 
 

@@ -17,11 +17,16 @@ from support.patience import WAIT_SECONDS
 
 from engine import RequestError, StructuredOutputsParams
 from engine.messages.structured import grammar_from, grammar_of
-from engine.structured import xgrammars
-from engine.structured.guidance import GrammarError, GuidanceCompiler, other_source
-from engine.structured.narrowed import narrowed
-from engine.structured.patterns import of_whole_text
+from engine.structured.guidance import GrammarError, GuidanceCompiler
 from engine.structured.schemas import SchemaError
+from engine.structured.xgrammar.compiler import XGrammars, source_of
+from engine.structured.xgrammar.narrowed import narrowed
+from engine.structured.xgrammar.patterns import of_whole_text
+
+
+@cache
+def bench() -> Bench:
+    return Bench()
 
 
 def kind(*names: str, **properties: Any) -> dict[str, Any]:
@@ -31,7 +36,8 @@ def kind(*names: str, **properties: Any) -> dict[str, Any]:
 
 
 NULLS = {"a": {"type": "null"}, "b": {"type": "null"}, "c": {"type": "null"}}
-# What llguidance refuses and xgrammar enforces: the schema, right texts and wrong ones.
+# What both libraries enforce, with a checker next to them or without: the schema, right texts and
+# wrong ones.
 TAKEN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
     "arrays of one or of three": (
         {"oneOf": [{"type": "array", "maxItems": 1}, {"type": "array", "minItems": 3}]},
@@ -47,6 +53,16 @@ TAKEN: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
         {"oneOf": [{"type": "string", "maxLength": 1}, {"type": "string", "minLength": 3}]},
         ['""', '"a"', '"abcd"'],
         ['"ab"', '"\t"'],
+    ),
+    "numbers, of which whole ones are in two choices": (
+        {"oneOf": [{"type": "integer"}, {"type": "number"}]},
+        ["1.5", "-0.25"],
+        ["1", "-20", '"1"'],
+    ),
+    "kinds of two choices": (
+        {"oneOf": [kind("a", "b"), kind("b")]},
+        ['{"kind":"a"}'],
+        ['{"kind":"b"}', '{"kind":"c"}'],
     ),
     "one property or the other": (
         {"oneOf": [{"type": "object", "properties": {"a": {}}, "required": ["a"]}, kind("b")]},
@@ -92,8 +108,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "needed together": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
     "a schema by property": ({"dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
     "patterns of names": ({"patternProperties": {"^a": {}}}, "patternProperties is"),
-    "choices that overlap": ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "0 and 1 may"),
-    "kinds that overlap": ({"oneOf": [kind("a", "b"), kind("b")]}, "0 and 1 may"),
     "a format": ({"type": "string", "format": "uri"}, "format is 'uri'"),
     "lengths beside a pattern": ({"pattern": "^a+$", "maxLength": 3}, "maxLength beside pattern"),
     "look-around": ({"pattern": "^(?!a).*$"}, "look-around"),
@@ -125,7 +139,7 @@ def test_what_xgrammar_does_not_enforce_is_refused_by_name(name: str) -> None:
 
 def test_what_allows_nothing_is_left_out_of_a_choice() -> None:
     schema = {"anyOf": [{"type": "integer", "minimum": 5, "maximum": 3}, {"type": "null"}, False]}
-    assert narrowed(schema, is_closed=False) == {"type": "null"}
+    assert narrowed(schema, is_closed=False).schema == {"type": "null"}
     with pytest.raises(SchemaError, match="allows nothing"):
         narrowed({"anyOf": schema["anyOf"][:1]}, is_closed=False)
 
@@ -133,13 +147,14 @@ def test_what_allows_nothing_is_left_out_of_a_choice() -> None:
 def test_what_stands_beside_a_reference_is_merged() -> None:
     base = {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}
     schema = {"$defs": {"x": base}, "$ref": "#/$defs/x", "properties": {"a": {"const": "b"}}}
-    found = narrowed(schema, is_closed=False)
+    found = narrowed(schema, is_closed=False).schema
     assert found["properties"] == {"a": {"enum": ["b"]}} and found["required"] == ["a"]
 
 
 def test_days_of_the_calendar_and_no_others() -> None:
     """By Python's expressions: those of xgrammar are tried below."""
-    written = re.compile(narrowed({"format": "date", "type": "string"}, is_closed=False)["pattern"])
+    schema = narrowed({"format": "date", "type": "string"}, is_closed=False).schema
+    written = re.compile(schema["pattern"])
     days = {date(year, 1, 1) + timedelta(n) for year in (4, 1900, 2000, 2023) for n in range(365)}
     for year in (4, 1900, 2000, 2023):
         for month in range(14):
@@ -182,43 +197,45 @@ def test_the_library_travels_with_the_form_and_is_not_said_where_it_is_left_out(
     assert grammar_from(asked).backend == "xgrammar"
 
 
-@pytest.mark.parametrize("name", TAKEN)
-def test_without_it_an_error_says_how_to_install_it(name: str) -> None:
-    form = grammar_from(grammar_of(StructuredOutputsParams(json=TAKEN[name][0])))
-    with pytest.raises(
-        GrammarError, match=r"^why; xgrammar takes it.*pip install metronome-engine"
-    ):
-        other_source(form, "why", is_installed=False)
-    with pytest.raises(
-        GrammarError, match=r"backend is 'xgrammar', .*pip install metronome-engine"
-    ):
-        other_source(form, "", is_installed=False)
+def compiler(**options: Any) -> GuidanceCompiler:
+    model = bench().tokenizer.backend.as_json()
+    view = LLTokenizer(model, n_vocab=4096, eos_token=list(bench().eos))
+    return GuidanceCompiler(lambda eos: view, **options)
 
 
-def test_a_refusal_of_both_says_both() -> None:
-    form = grammar_from(grammar_of(StructuredOutputsParams(json={"uniqueItems": True})))
-    with pytest.raises(GrammarError, match=r"^why; xgrammar does not take it either: uniqueItems"):
-        other_source(form, "why", is_installed=True)
+def test_without_it_an_error_says_how_to_install_it_where_a_request_names_it() -> None:
+    alone = compiler()
+    for backend, says in [
+        ("xgrammar", "^backend is 'xgrammar', .*pip install metronome-engine"),
+        ("auto", r"^type is 'text', must be of: [a-z, ]+$"),
+    ]:
+        wrong = StructuredOutputsParams(json={"type": "text"}, backend=backend)
+        with pytest.raises(GrammarError, match=says):
+            alone.submit(grammar_of(wrong), bench().eos).wait()
+    alone.shutdown()
 
 
 @pytest.mark.parametrize("text", ['start: "a"', 'root ::= "a" (= "b")', "root ::= TagDispatch(x)"])
 def test_grammars_beyond_gbnf_are_refused(text: str) -> None:
     form = grammar_from(grammar_of(StructuredOutputsParams(grammar=text, backend="xgrammar")))
     with pytest.raises(SchemaError, match="GBNF"):
-        xgrammars.source_of(form)
+        source_of(form)
 
 
 # -- with the library
 
 
-@cache
-def bench() -> Bench:
+def test_a_refusal_of_both_says_both() -> None:
     pytest.importorskip("xgrammar")
-    return Bench()
+    says = r"^type is 'text', must be of: .*; xgrammar does not take it either: type is 'text'"
+    with pytest.raises(GrammarError, match=says):
+        bench().compiled({"json": {"type": "text"}, "backend": "auto"})
 
 
 def accepts(fields: dict[str, Any], text: str) -> bool:
     """As every way to spell it says, by masks and by the check of tokens alike."""
+    if "backend" not in fields:
+        pytest.importorskip("xgrammar")
     compilation = bench().compiled({"backend": "xgrammar", **fields})
     found = set()
     for tokens in bench().tokenisations(text):
@@ -229,16 +246,13 @@ def accepts(fields: dict[str, Any], text: str) -> bool:
     return found.pop()
 
 
+@pytest.mark.parametrize("options", [{}, {"backend": "guidance", "property_order": "free"}])
 @pytest.mark.parametrize("name", TAKEN)
-def test_what_llguidance_refuses_is_enforced(name: str) -> None:
+def test_both_libraries_enforce_it(name: str, options: dict[str, Any]) -> None:
     schema, right, wrong = TAKEN[name]
     judge = json_judge(schema)
     for text in (*right, *wrong):
-        is_right = text in right
-        assert accepts({"json": schema}, text) == accepts({"json": schema, "backend": "auto"}, text)
-        assert accepts({"json": schema}, text) == judge(text) == is_right, text
-    with pytest.raises(GrammarError):
-        bench().compiled({"json": schema})
+        assert accepts({"json": schema, **options}, text) == judge(text) == (text in right), text
 
 
 @pytest.mark.parametrize("name", ["date", "time", "date-time", "uuid", "ipv4"])
@@ -261,6 +275,7 @@ def test_formats_are_enforced(name: str) -> None:
 def test_drafts_are_filled_up_to_the_first_that_is_wrong_and_change_nothing() -> None:
     import numpy as np
 
+    pytest.importorskip("xgrammar")
     matcher = bench().compiled({"json": {"const": "abc"}, "backend": "xgrammar"}).wait()
     (tokens, *_) = bench().tokenisations('"abc"')
     masks = np.zeros((len(tokens) + 1, 4096 // 32), dtype=np.int32)
@@ -302,18 +317,16 @@ def test_what_takes_it_too_long_fails_alone() -> None:
     """The other library goes on, and so does this one once it is done."""
     go_on = Event()
 
-    class Slow(xgrammars.XGrammars):
+    class Slow(XGrammars):
         def compiled(self, form: Any, source: Any, eos: Any) -> Any:
             go_on.wait(WAIT_SECONDS)
             return super().compiled(form, source, eos)
 
     pytest.importorskip("xgrammar")
-    model = bench().tokenizer.backend.as_json()
-    view = LLTokenizer(model, n_vocab=4096, eos_token=list(bench().eos))
-    compiler = GuidanceCompiler(lambda eos: view, max_seconds=0.2, other=Slow(4096))
+    slow = compiler(max_seconds=0.2, other=Slow(4096))
     asked = {"json": {"type": "null"}, "backend": "xgrammar"}
     late, other = (
-        compiler.submit(grammar_of(StructuredOutputsParams(**fields)), bench().eos)
+        slow.submit(grammar_of(StructuredOutputsParams(**fields)), bench().eos)
         for fields in (asked, {"choice": ["yes"]})
     )
     other.wait()
@@ -322,4 +335,4 @@ def test_what_takes_it_too_long_fails_alone() -> None:
     go_on.set()
     late.future.result()
     assert late.num_bytes > 0 and late.poll() is not None
-    compiler.shutdown()
+    slow.shutdown()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice, product
 from typing import Any
 
-from engine.structured.merged import EVERY_TYPE, types_of
+from engine.structured.schemas import EVERY_TYPE, types_of
 from engine.structured.weakened.shapes import ANNOTATIONS, listed, named
 
 Schema = dict[str, Any]

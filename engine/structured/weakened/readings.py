@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 from engine.structured.checked.documents import NEWEST, Document, Resource
 from engine.structured.checked.exact import Exact, exact
-from engine.structured.merged import EVERY_TYPE, types_of
-from engine.structured.schemas import SchemaError
+from engine.structured.schemas import EVERY_TYPE, SchemaError, types_of
 from engine.structured.weakened.opposites import EXCEPT, Opposite
 from engine.structured.weakened.shapes import check_shapes, is_idle, listed, named
 

@@ -18,8 +18,7 @@ from engine.structured.checked.checker import Checker
 from engine.structured.checked.documents import Document
 from engine.structured.checked.exact import exact
 from engine.structured.checked.known import KNOWN
-from engine.structured.merged import EVERY_TYPE
-from engine.structured.schemas import SchemaError, types_of_value
+from engine.structured.schemas import EVERY_TYPE, SchemaError, types_of_value
 from engine.structured.weakened.alternatives import are_apart, part_types
 from engine.structured.weakened.arrays import array
 from engine.structured.weakened.digests import Digests
@@ -226,7 +225,9 @@ class _Writer:
             for key, value in reading.loose.items():
                 self._loosen(key, value)
         part_types(readings)
-        if not are_apart(readings):
+        # A grammar's numbers are whole ones, too.
+        are_fractions = any(e.types & {"integer", "number"} == {"number"} for e in readings)
+        if are_fractions or not are_apart(readings):
             self._loosen("oneOf", True)
         return one_of([way for each in readings for way in self._ways(each)])
 

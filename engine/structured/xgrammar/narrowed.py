@@ -2,10 +2,10 @@
 
 The library ignores some keywords (``not``, ``if``, ``uniqueItems``, ``contains``), and others in
 company: what stands beside a reference, ``anyOf`` or ``enum``, lengths beside a pattern, a minimum
-where no type is said. So a schema is written anew: what stands side by side is merged, ``oneOf`` is
-``anyOf`` where no value can be in two of its schemas, and what is left is refused by name. The new
-schema may allow less than the old one, never more: beside properties that it names, an object has
-no others.
+where no type is given. So a schema is written anew: what stands side by side is merged, ``oneOf``
+becomes ``anyOf`` (a checker next to the grammar forbids values that two of its schemas allow), and
+what is left is refused by name. But for ``oneOf``, the new schema may allow less than the old one,
+never more: an object whose properties are named has no others.
 """
 
 from __future__ import annotations
@@ -14,19 +14,11 @@ import json
 import math
 from collections.abc import Iterator
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
-from engine.structured.disjoint import are_disjoint
-from engine.structured.merged import (
-    EVERY_TYPE,
-    NothingAllowedError,
-    as_object,
-    merged,
-    types_of,
-    values_of,
-)
-from engine.structured.patterns import of_length, of_whole_text
-from engine.structured.schemas import DATE, SchemaError, types_of_value
+from engine.structured.schemas import DATE, EVERY_TYPE, SchemaError, types_of, types_of_value
+from engine.structured.xgrammar.merged import NothingAllowedError, as_object, merged, values_of
+from engine.structured.xgrammar.patterns import of_length, of_whole_text
 
 Schema = dict[str, Any]
 
@@ -38,7 +30,6 @@ MAX_VALUES = 2_000  # of all enums
 MAX_LENGTH = 1_000  # of a text or an array that has a limit
 MAX_MULTIPLE = 1_000
 EXACT = 1 << 53  # the library reads numbers as doubles
-MAX_PROVED = 64  # schemas of a oneOf, each of which is held against each other
 
 _ANNOTATIONS = (
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -76,12 +67,21 @@ FORMATS = {
 }
 
 
-def narrowed(schema: Any, *, is_closed: bool) -> Schema:
+class Narrowed(NamedTuple):
+    """A schema for xgrammar."""
+
+    schema: Schema
+    needs_checker: bool
+    """Whether it allows values that the schema it was made of forbids."""
+
+
+def narrowed(schema: Any, *, is_closed: bool) -> Narrowed:
     """The schema for xgrammar. Raises ``SchemaError`` that names the keyword or the limit.
 
     is_closed: no properties but those that it names.
     """
-    return _Writer(schema, is_closed).whole()
+    writer = _Writer(schema, is_closed)
+    return Narrowed(writer.whole(), writer.has_one_of)
 
 
 class _Writer:
@@ -90,6 +90,7 @@ class _Writer:
     def __init__(self, root: Any, is_closed: bool) -> None:
         self._root = root
         self._is_closed = is_closed
+        self.has_one_of = False  # of what has been written
         self._left = {"schemas": MAX_SCHEMAS, "properties": MAX_NAMES, "values of enum": MAX_VALUES}
         self._names: dict[str, str] = {}  # of definitions, by the reference to them
         self._written: dict[str, Schema] = {}
@@ -190,8 +191,7 @@ class _Writer:
         rest = {name: value for name, value in asked.items() if name != key}
         choices = _list(key, asked[key])
         self._spend("schemas", len(choices))
-        if key == "oneOf":
-            self._prove_one(choices, rest)
+        self.has_one_of |= key == "oneOf"
         found = []
         for choice in choices:
             try:
@@ -202,20 +202,6 @@ class _Writer:
         if not found:
             raise NothingAllowedError(f"{key} is {choices!r:.80}, which allows nothing")
         return found[0] if len(found) == 1 else {"anyOf": found}
-
-    def _prove_one(self, choices: list[Any], rest: Schema) -> None:
-        """Nothing that is written for one of them is right for another."""
-        if len(choices) > MAX_PROVED:
-            raise SchemaError(f"oneOf has {len(choices)} schemas, the limit is {MAX_PROVED}")
-        for first, one in enumerate(choices):
-            for second, other in enumerate(choices):
-                own = merged(rest, self.resolved(one)) if rest else one
-                if first != second and not are_disjoint(own, other, self.resolved):
-                    raise SchemaError(
-                        f"oneOf is {choices!r:.80}, of which {first} and {second} may both be "
-                        "right, as far as can be told: use anyOf, or a property with another "
-                        "const in each"
-                    )
 
     # -- values and types
 

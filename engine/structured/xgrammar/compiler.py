@@ -1,8 +1,8 @@
 """Schemas and grammars compiled by xgrammar, for requests whose form llguidance refuses.
 
 The library is optional (https://github.com/mlc-ai/xgrammar); it brings torch and pydantic, and is
-imported for the first grammar that needs it. It cannot be told how long to compile: what it is
-given is limited before, and the request is told when it takes longer all the same.
+imported for the first grammar that needs it. Its compiling cannot be interrupted: what it is given
+is limited before, and a request whose grammar takes longer all the same fails.
 """
 
 from __future__ import annotations
@@ -12,18 +12,19 @@ import logging
 import re
 import time
 from collections.abc import Sequence
-from importlib.util import find_spec
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from engine.errors import EngineError
 from engine.messages.finite import without_endless
 from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar
+from engine.structured.checked.checker import Checker
 from engine.structured.decide import GrammarError
-from engine.structured.narrowed import narrowed, readable
 from engine.structured.schemas import SchemaError
+from engine.structured.xgrammar.narrowed import narrowed, readable
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -32,22 +33,24 @@ logger = logging.getLogger("engine.structured")
 
 Eos = tuple[int, ...]
 
-INSTALL = "pip install metronome-engine[xgrammar]"
 MAX_CHARS = {"grammar": 50_000, "json": 100_000}
 MAX_WHITESPACE = 24  # characters between two tokens of JSON: a new line and its indentation
-# A literal or a class of a grammar; behind them what the library has beyond GBNF.
+# A literal or a class of a grammar; after them what the library has beyond GBNF.
 _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*')
 _EXTENSION = re.compile(r"\(\s*=|\b(?:\w*TagDispatch|\w*Token)\s*\(")
 
 
-def is_installed() -> bool:
-    """Is the library there? Does not import it."""
-    return find_spec("xgrammar") is not None
+class Source(NamedTuple):
+    """A form for the library."""
+
+    written: Any
+    """A JSON schema, or the text of a grammar."""
+    checker: Checker | None = None
+    """Of the schema, where the library enforces less of it."""
 
 
-def source_of(form: Grammar) -> Any:
-    """What the library is given: a schema of JSON, or the text of a grammar. Raises
-    ``SchemaError`` for what it would not enforce; does not need it."""
+def source_of(form: Grammar) -> Source:
+    """The form for the library. Raises ``SchemaError`` for what would not be enforced."""
     if form.kind not in OF_XGRAMMAR:
         raise SchemaError(f"{form.kind} is not offered with xgrammar")
     if len(form.text) > (limit := MAX_CHARS.get(form.kind, len("{}"))):
@@ -55,13 +58,14 @@ def source_of(form: Grammar) -> Any:
             f"the {form.kind} has {len(form.text)} characters, for xgrammar the limit is {limit}"
         )
     if form.kind == "grammar":
-        return _grammar(form.text)
+        return Source(_grammar(form.text))
     if form.whitespace is not None:
         raise SchemaError("whitespace_pattern is not offered with xgrammar: leave it out")
     if form.kind == "json_object":
-        return narrowed({"type": "object"}, is_closed=form.is_closed)
+        return Source(narrowed({"type": "object"}, is_closed=form.is_closed).schema)
     schema = without_endless(readable(form.text), is_closed=form.is_closed)
-    return narrowed(schema, is_closed=form.is_closed)
+    found = narrowed(schema, is_closed=form.is_closed)
+    return Source(found.schema, Checker(schema) if found.needs_checker else None)
 
 
 def _grammar(text: str) -> str:
@@ -92,8 +96,12 @@ class XGrammars:
             seconds = time.perf_counter() - began
             logger.info("xgrammar was made ready for grammars in %.1f s", seconds)
 
-    def compiled(self, form: Grammar, source: Any, eos: Eos) -> Compiled:
-        """What ``source_of`` made of the form. Raises what the library does."""
+    def source_of(self, form: Grammar) -> Source:
+        """See ``source_of``."""
+        return source_of(form)
+
+    def compiled(self, form: Grammar, source: Source, eos: Eos) -> Compiled:
+        """See ``compiled``."""
         return compiled(self._compilers[eos], form, source)
 
     def clear(self) -> None:
@@ -116,7 +124,7 @@ class Compiled:
 
 
 class XGrammarMatcher:
-    """A ``Matcher``. The library is told texts only up to their end."""
+    """A ``Matcher``. The library follows texts only up to their end."""
 
     def __init__(self, matcher: Any, tokenizer: LLTokenizer, eos: Eos) -> None:
         self._matcher = matcher
@@ -159,14 +167,14 @@ class XGrammarMatcher:
         return list(tokens[:most])
 
     def _take(self, tokens: Sequence[int]) -> int:
-        """How many of them the library takes; it then stands behind those."""
+        """How many of them the library takes; it then stands after those."""
         for index, token in enumerate(tokens):
             if not self._is_text(token) or not self._matcher.accept_token(token):
                 return index
         return len(tokens)
 
     def _is_text(self, token: int) -> bool:
-        """The library prints a warning when it is asked about another."""
+        """Whether the library knows it: it prints a warning for any other."""
         is_known = 0 <= token < self._tokenizer.vocab_size
         return is_known and not self._tokenizer.is_special_token(token)
 
@@ -182,24 +190,29 @@ class XGrammarMatcher:
 
 def wrong_in(form: Grammar) -> str:
     """What is wrong with a form, by a tokenizer of bytes; nothing if it can be compiled."""
-    source = source_of(form)
     try:
+        source = source_of(form)
         tokens = [bytes([each]) for each in range(256)]
         compiled(_compiler([*tokens, b""], 257, (256,)), form, source)
-    except Exception as error:  # whatever the library raises
-        return words(error)
+    except EngineError as error:
+        return str(error)
     return ""
 
 
-def compiled(compiler: Any, form: Grammar, source: Any) -> Compiled:
-    """What ``source_of`` made of the form, compiled."""
-    if form.kind == "grammar":
-        return Compiled(compiler.compile_grammar(source))
+def compiled(compiler: Any, form: Grammar, source: Source) -> Compiled:
+    """A form and its source, compiled. Raises ``GrammarError`` with what the library says."""
     options: dict[str, Any] = {"max_whitespace_cnt": MAX_WHITESPACE}
     if form.is_dense:
         options = {"any_whitespace": False, "separators": (",", ":")}
-    text = json.dumps(source)
-    return Compiled(compiler.compile_json_schema(text, strict_mode=False, **options))
+    try:
+        if form.kind == "grammar":
+            return Compiled(compiler.compile_grammar(source.written))
+        text = json.dumps(source.written)
+        return Compiled(compiler.compile_json_schema(text, strict_mode=False, **options))
+    except Exception as error:  # whatever the library raises
+        # Without the time and the place in its source.
+        reason = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())[:2000]
+        raise GrammarError(reason) from error
 
 
 def _compiler(tokens: list[bytes], vocab_size: int, eos: Eos) -> Any:
@@ -217,13 +230,8 @@ def _compiler(tokens: list[bytes], vocab_size: int, eos: Eos) -> Any:
 
 
 def _bytes_of(tokenizer: LLTokenizer, token: int) -> bytes:
-    """Of a token that text can spell; none of others, which the library then never allows."""
+    """The bytes of a token that text can spell; none of another, so that it is never allowed."""
     if tokenizer.is_special_token(token):
         return b""
     found: bytes = tokenizer.decode_bytes([token])
     return found
-
-
-def words(error: BaseException) -> str:
-    """What the library says, without the time and the place in its source."""
-    return re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())[:2000]

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.structured.schemas import SchemaError
+from engine.structured.schemas import SchemaError, types_of
 
 Schema = dict[str, Any]
 
-EVERY_TYPE = ("null", "boolean", "integer", "number", "string", "array", "object")
 _LARGER = ("minimum", "exclusiveMinimum", "minLength", "minItems", "minProperties")
 _SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperties")
 
@@ -26,15 +25,6 @@ def as_object(schema: Any) -> Schema:
     if not isinstance(schema, dict):
         raise SchemaError(f"a schema is {schema!r:.80}, must be an object or a bool")
     return schema
-
-
-def types_of(schema: Schema) -> set[str]:
-    """Names of types that it allows; a number may be an integer."""
-    asked = schema.get("type", list(EVERY_TYPE))
-    found = [asked] if isinstance(asked, str) else asked
-    if not isinstance(found, list) or not found or not all(each in EVERY_TYPE for each in found):
-        raise SchemaError(f"type is {asked!r:.80}, must be of: {', '.join(EVERY_TYPE)}")
-    return {*found, "integer"} if "number" in found else set(found)
 
 
 def values_of(schema: Schema) -> list[Any] | None:
