@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, fields, replace
@@ -12,15 +11,14 @@ from os import cpu_count
 from typing import Any, TypeVar
 
 from engine.config.sched import SchedulerConfig
-from engine.errors import ConfigError, EngineDeadError, EngineError, PolicyError
+from engine.errors import ConfigError, EngineDeadError, PolicyError
 from engine.ipc.pool import workers
 from policylab.sim.figures import Figures, figures, period_of
 from policylab.sim.promises import Limit
-from policylab.sim.run import Engine, Run, name_of, run
+from policylab.sim.run import Engine, Run, run
 from policylab.sim.steady import BACKLOG, Window
 from policylab.sim.workloads import Workload
 
-logger = logging.getLogger("engine.sim")
 MAX_SEEDS = 10_000
 OF_POLICY = ("scheduling_policy", "policy_options")
 FLAGS = tuple(each.name for each in fields(Engine) if isinstance(each.default, bool))
@@ -79,11 +77,6 @@ def own_run(
         found = run(policy, workload, engine, seed=seed, rate=rate)
     except PolicyError as error:
         return NoFigures(str(error))
-    except EngineError:  # an option, or a file, that cannot work for any policy
-        raise
-    except Exception as error:
-        logger.exception("a run of %s could not go on", name_of(policy))
-        return NoFigures(f"its run could not go on: {type(error).__name__}: {error}")
     return NoFigures(found.not_own) if found.not_own else found
 
 

@@ -20,10 +20,12 @@ import numpy as np
 
 from engine.config.cache import CacheConfig
 from engine.config.sched import SchedulerConfig
-from engine.errors import ConfigError, PolicyError, RequestError
+from engine.errors import ConfigError, EngineError, PolicyError, RequestError
 from engine.messages.requests import CoreOutputs
 from engine.messages.step import Column, StepPlan
 from engine.sched.plugins.find import choose, find_policy, make_scheduler
+from engine.sched.plugins.hooks import HOOKS
+from engine.sched.policy import Policy
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
 from policylab.sim.demand import Sample, drawn, served_per_second
@@ -405,8 +407,10 @@ class _Run:
             engine.block_size,
             enable_prefix_caching=engine.enable_prefix_caching,
         )
+        chosen = choose(config)
+        self._policy_class = type(chosen.policy)
         scheduler = make_scheduler(
-            config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed
+            config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed, chosen=chosen
         )
         self._lengths: dict[str, int] = {}  # output tokens of the living
         self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
@@ -438,7 +442,15 @@ class _Run:
         }
 
     def finish(self) -> Run:
-        """All requests to their ends."""
+        """All requests to their ends. Raises ``PolicyError`` if the run cannot go on."""
+        try:
+            return self._finished()
+        except EngineError:
+            raise
+        except Exception as error:
+            raise PolicyError(_crash(self._policy, self._policy_class, error)) from error
+
+    def _finished(self) -> Run:
         source, core, clock = self._source, self._core, self._clock
         num_idle = 0
         while source.next_time < inf or core.has_work:
@@ -507,6 +519,18 @@ class _Run:
             hook_seconds=sum(stats.hook_seconds.values()),
             history=history,
         )
+
+
+def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
+    """Why a run could not go on. What a hook raises is answered by default, so it is something
+    that a hook has changed; of a policy that builds on a shipped one, its own are named."""
+    hooks = [name for name in HOOKS if getattr(cls, name) is not getattr(Policy, name)]
+    own = [name for name in hooks if not getattr(cls, name).__module__.startswith("engine.")]
+    return (
+        f"policy {name_of(policy)}: its run could not go on: {type(error).__name__}: {error}. It "
+        f"seems that one of its hooks ({', '.join(own or hooks)}) has changed what belongs to the "
+        f"engine; `metronome verify --policy` looks for a small case that shows it"
+    )
 
 
 def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:

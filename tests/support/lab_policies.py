@@ -100,6 +100,13 @@ class Corrupts(Policy):
         req.tokens = None
 
 
+class Misspelt(POLICIES["fcfs"]):
+    """Means to turn the order round."""
+
+    def rnak(self, req, view):
+        return (-req.arrival,)
+
+
 class LongLast(Policy):
     """Prompts of 48 tokens and more go after all others."""
 

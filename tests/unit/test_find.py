@@ -8,7 +8,7 @@ import pytest
 from support.simulate import make_request, make_run
 
 from engine.config.sched import SchedulerConfig
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PolicyError
 from engine.kv.manager import KVManager
 from engine.sched import Fit, Policy, Resource, Scheduler
 from engine.sched.plugins.find import choose, make_scheduler
@@ -204,20 +204,98 @@ def test_hooks_may_be_written_in_any_way_that_can_be_called() -> None:
     assert not run.scheduler.guard.faults.messages
 
 
-class Slips(Ranks):
+class SaysDynamik(Ranks):
     dynamik = True
-    due = 5
 
+
+class Finnish(Ranks):
     def on_finnish(self, req, view):
+        """What it uses itself is no reason to call it."""
+        return view.due
+
+
+class BuildsOnSlip(Finnish):
+    pass
+
+
+class Ranked(POLICIES["fcfs"]):
+    """Has fcfs's order under a name of its own."""
+
+    def rnak(self, req, view):
+        return (-req.arrival,)
+
+
+class Fitting(Resource):
+    def fits(self, req, num_tokens, step):
+        return Fit(0)
+
+
+class Wakes(Resource):
+    """Names near hooks that take other things, and attributes near others."""
+
+    seeds = (1, 2)
+
+    def wake(self):
         pass
 
 
-def test_names_that_are_nearly_hooks_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    choose(SchedulerConfig(scheduling_policy=Slips))
-    assert [message.split(".", 1)[1] for message in caplog.messages] == [
-        "dynamik is not used by the engine; did you mean dynamic?",
-        "on_finnish is not used by the engine; did you mean on_finish?",
-    ]
+@pytest.mark.parametrize(
+    ("option", "cls", "message"),
+    [
+        (
+            "scheduling_policy",
+            SaysDynamik,
+            "SaysDynamik.dynamik is never .* did you mean 'dynamic'",
+        ),
+        ("scheduling_policy", Finnish, "Finnish.on_finnish is never .* did you mean 'on_finish'"),
+        ("scheduling_policy", BuildsOnSlip, "BuildsOnSlip.on_finnish .* did you mean 'on_finish'"),
+        ("scheduling_policy", Ranked, r"Ranked\.rnak .* did you mean 'rank'.*, call it _rnak"),
+        ("resources", Fitting, r"Fitting\.fits is never called.* did you mean 'fit'"),
+    ],
+)
+def test_a_misspelt_hook_is_refused(option: str, cls: type, message: str) -> None:
+    """What the class then does would pass for what it was written to do."""
+    with pytest.raises(PolicyError, match=message):
+        choose(SchedulerConfig(**{option: (cls,) if option == "resources" else cls}))
+
+
+class Helpers(Ranks):
+    """Names near those of hooks, each with a purpose of its own."""
+
+    limit = 5
+    due = 5
+
+    @property
+    def order_(self):
+        return "by limit"
+
+    def victims(self, view):
+        return [req for req in view.running if req.num_output > self.limit]
+
+    def rank_(self, req, view):
+        return (req.arrival,)
+
+    @classmethod
+    def ranked(cls, req, view):
+        return cls.rank_(req, view)
+
+    def rank(self, req, view):
+        return (len(self.victims(view)), *(self.ranked(each, view) for each in [req]))
+
+    def on_finish(self, req, view):
+        pass
+
+    def on_finished(self, req, view):
+        """Called by the test of its author."""
+
+
+def test_names_near_those_of_hooks_that_may_have_a_purpose_are_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    choose(SchedulerConfig(scheduling_policy=Helpers, resources=(Wakes,)))
+    said = [message.split(" ")[0].split(".")[1] for message in caplog.messages]
+    assert "limit" in said and "victims" in said and "on_finished" in said and "wake" in said
+    assert all("is not used by the engine; did you mean" in each for each in caplog.messages)
     caplog.clear()
     for name in POLICIES:
         choose(SchedulerConfig(scheduling_policy=name))

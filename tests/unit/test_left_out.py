@@ -58,6 +58,24 @@ def test_its_run_has_no_figures(name: str, tmp_path: Path) -> None:
             figures(each)
 
 
+def test_a_run_that_cannot_go_on_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which hook may have done it is named, and how to find out."""
+    assert main(["simulate", "--policy", f"{WHERE}Corrupts", *SIZES]) == 1
+    out, err = capsys.readouterr()
+    assert not out and err.count("\n") == 1
+    assert f"policy {WHERE}Corrupts: its run could not go on: AttributeError" in err
+    assert "(rank, on_grant)" in err and "metronome verify --policy" in err
+
+
+@pytest.mark.parametrize("command", [["simulate", "--policy"], ["compare", "fcfs"]])
+def test_a_misspelt_hook_gets_no_figures(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, f"{WHERE}Misspelt", *SIZES]) == 1
+    out, err = capsys.readouterr()
+    assert not out and "Misspelt.rnak is never called" in err and "did you mean 'rank'" in err
+
+
 def test_a_sound_run_says_nothing_of_it(tmp_path: Path) -> None:
     done = run("vtc", WORKLOAD, rate=20.0)
     done.write(tmp_path / "run.jsonl")

@@ -8,14 +8,15 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
-from types import NoneType
+from types import CodeType, NoneType
 from typing import Any, NamedTuple, TypeVar, get_type_hints
 from weakref import WeakValueDictionary
 
 from engine.config.check import check_kind, kinds_of
 from engine.config.dotted import load_dotted
+from engine.config.near import near_names
 from engine.config.sched import SchedulerConfig, SchedulerOptions
-from engine.errors import ConfigError
+from engine.errors import ConfigError, PolicyError
 from engine.kv.manager import KVManager
 from engine.sched.interface import SchedulerInterface
 from engine.sched.policies import POLICIES
@@ -243,13 +244,20 @@ def _shown(parameter: inspect.Parameter) -> str:
 def check_hooks(cls: type, base: type) -> None:
     """Raise ``ConfigError`` for a hook that is missing, cannot be called or takes other arguments.
 
-    A method named almost like a hook of the base class is logged: it would never be called.
+    Raise ``PolicyError`` for one with a misspelt name: it would never be called, and what the
+    class then does would pass for what its author wrote. A name that is near one of the base class
+    and may have another purpose is logged.
     """
     if problem := _problem(cls, base):
         raise ConfigError(f"{cls.__name__}{problem}")
-    for name, meant in _slips(cls, base):
+    for slip in _slips(cls, base):
+        if slip.is_certain:
+            raise PolicyError(
+                f"{cls.__name__}.{slip.name} is never called: the engine has no hook or option of "
+                f"this name; did you mean {slip.meant!r}? If not, call it _{slip.name}"
+            )
         logger.warning(
-            "%s.%s is not used by the engine; did you mean %s?", cls.__name__, name, meant
+            "%s.%s is not used by the engine; did you mean %s?", cls.__name__, slip.name, slip.meant
         )
 
 
@@ -291,10 +299,56 @@ def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
     return True
 
 
+class Slip(NamedTuple):
+    """A name of a plug-in's class that is nearly one of the base class."""
+
+    name: str
+    meant: str
+    is_certain: bool
+    """It can be nothing else: see ``_is_misspelt``."""
+
+
 @cache
-def _slips(cls: type, base: type) -> list[tuple[str, str]]:
-    """Names of the class that are nearly one of the base class, and which."""
+def _slips(cls: type, base: type) -> list[Slip]:
     known = [name for name in dir(base) if not name.startswith("_")]
     own = [name for name in dir(cls) if not name.startswith("_") and name not in known]
-    near = [(name, difflib.get_close_matches(name, known, 1, NEAR)) for name in own]
-    return [(name, found[0]) for name, found in near if found]
+    near = [(name, near_names(name, known) or _resembling(name, known)) for name in own]
+    return [
+        Slip(name, found[0], _is_misspelt(cls, base, name, found[0]))
+        for name, found in near
+        if found
+    ]
+
+
+def _resembling(name: str, known: list[str]) -> list[str]:
+    """Short names, of which one letter may make another word, are near by most of their letters."""
+    return difflib.get_close_matches(name, known, 1, NEAR)
+
+
+def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
+    """Is it a flag, or a method that takes what the hook is given, which no method of the class
+    uses, in a class that does not write what is meant?"""
+    classes = [each for each in cls.__mro__ if each not in base.__mro__]
+    owner: Mapping[str, object] = next((vars(c) for c in classes if name in vars(c)), {})
+    value, original = owner.get(name), getattr(base, meant)
+    if meant in owner or type(value) is not type(original):
+        return False
+    if inspect.isfunction(original):
+        if not _takes(value, value, list(inspect.signature(original).parameters)[1:]):
+            return False
+    elif not isinstance(original, bool):
+        return False
+    return not any(_uses(each, name) for one in classes for each in vars(one).values())
+
+
+def _uses(value: object, name: str) -> bool:
+    """Does this function, or one within it, read an attribute of this name?"""
+    if isinstance(value, property):
+        return any(_uses(each, name) for each in (value.fget, value.fset))
+    value = inspect.unwrap(getattr(value, "__func__", value))  # type: ignore[arg-type]
+    code = value if isinstance(value, CodeType) else getattr(value, "__code__", None)
+    if not isinstance(code, CodeType):
+        return False
+    return name in (*code.co_names, *code.co_consts) or any(
+        _uses(each, name) for each in code.co_consts
+    )
