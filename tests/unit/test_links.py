@@ -1,4 +1,4 @@
-"""Links between documents lead to files and headings that exist."""
+"""Links between documents, and the source files that they name, lead to what exists."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from support.source_tree import ROOT
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(ROOT.glob("docs/**/*.md"))]
 LINK = re.compile(r"\]\(((?!https?:)[^()\s]+)\)")
+SOURCE = re.compile(r"`(?:python |node )?((?!my_)[\w.-]+/[\w./-]+\.(?:py|mjs|toml|md))\b")
 HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 
 
@@ -26,3 +27,10 @@ def test_links_lead_somewhere(page):
         assert target.exists(), f"{page.name} links to {link}"
         if anchor:
             assert anchor in anchors(target.read_text(encoding="utf-8")), f"{page.name}: {link}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_named_source_files_exist(page):
+    """Paths begin at the root of the repository or in ``engine``."""
+    for path in SOURCE.findall(page.read_text(encoding="utf-8")):
+        assert (ROOT / path).exists() or (ROOT / "engine" / path).exists(), f"{page.name}: {path}"
