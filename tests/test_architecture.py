@@ -34,7 +34,7 @@ LAZY_IMPORTS = {
     "engine.server.run": "OpenTelemetry, which is optional, is imported only to trace",
     "engine.models.load": "transformers is imported only for what has no native family",
     "engine.rpc.gpus": "torch is asked for GPUs only where several cores start",
-    "policylab.sim.report.images": "matplotlib, which is optional, is imported only to draw",
+    "policylab.sim.report.images": "what draws images is optional, and imported only to draw",
     "policylab.verify.pytest_plugin": "pytest loads it in every project where it is installed",
 }
 

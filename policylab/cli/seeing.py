@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, has_one_run: bool = False)
         "--plots",
         type=Path,
         metavar="DIR",
-        help="write each plot there as SVG and CSV, and as PNG if matplotlib is installed",
+        help="write each plot there as SVG and CSV, and as PNG and PDF with the extra 'plots'",
     )
     if has_one_run:
         group.add_argument(

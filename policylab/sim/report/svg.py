@@ -117,7 +117,7 @@ def _legend(names: Sequence[str], top: float, red: str = "") -> tuple[float, lis
     parts, x, y = [], float(LEFT), top
     for place, name in enumerate(names):
         shown = name if len(name) <= 40 else f"{name[:39]}…"
-        width = 24 + 6.2 * len(shown)
+        width = 24 + 6.8 * len(shown)
         if x + width > WIDTH and x > LEFT:
             x, y = float(LEFT), y + LEGEND
         parts.append(_box(x, y - 8, 12, 8, colour(place)))

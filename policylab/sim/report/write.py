@@ -12,12 +12,13 @@ from policylab.sim.promises import Limit
 from policylab.sim.report import distributions, loads, timelines
 from policylab.sim.report.charts import Chart, shown
 from policylab.sim.report.data import data_of
-from policylab.sim.report.images import EXTRA, can_draw, write_png
+from policylab.sim.report.images import EXTRA, LIBRARIES, can_draw, write_images
 from policylab.sim.report.page import page
 from policylab.sim.report.subjects import Point, Subject, points_of, subjects, which_runs
 from policylab.sim.report.svg import svg
 from policylab.sim.run import Run
 
+NEEDED = f"{', '.join(LIBRARIES[:-1])} and {LIBRARIES[-1]}"
 Section = tuple[str, str, Sequence[Chart]]
 
 
@@ -62,15 +63,15 @@ def charts_of(
 def write_plots(
     directory: str | Path, charts: Sequence[Chart], *, images: bool | None = None
 ) -> list[str]:
-    """Write each plot as SVG and CSV, and as PNG: if ``images``, or by default where matplotlib is
-    installed.
+    """Write each plot as SVG and CSV, and as PNG and PDF: if ``images``, or by default where the
+    libraries of the extra ``plots`` are installed.
 
     Returns notes for the user: which files are missing, and why. Raises ``ConfigError`` where the
     SVG and CSV files cannot be written.
     """
     has_images = can_draw() if images is None else images
     if has_images and not can_draw():
-        raise ConfigError(f"PNG files are drawn by matplotlib: pip install '{EXTRA}'")
+        raise ConfigError(f"PNG and PDF files need {NEEDED}: pip install '{EXTRA}'")
     where = Path(directory)
     try:
         where.mkdir(parents=True, exist_ok=True)
@@ -84,18 +85,12 @@ def write_plots(
     except OSError as error:
         raise ConfigError(f"{directory} cannot be written: {error.strerror}") from error
     if not has_images:
-        return [f"no PNG files were written, for want of matplotlib: pip install '{EXTRA}'"]
-    return _write_images(where, charts)
-
-
-def _write_images(where: Path, charts: Sequence[Chart]) -> list[str]:
-    """Write each plot as PNG. matplotlib needs a place for its list of fonts: without one the user
-    gets a note, since the SVG files show the same."""
+        return [f"no PNG and PDF files were written, which need {NEEDED}: pip install '{EXTRA}'"]
     try:
         for chart in charts:
-            write_png(chart, where / f"{chart.key}.png")
-    except OSError as error:
-        return [f"no PNG files were written: {error.strerror or error}"]
+            write_images(chart, where)
+    except OSError as error:  # the SVG files show the same
+        return [f"not all PNG and PDF files were written: {error.strerror or error}"]
     return []
 
 
