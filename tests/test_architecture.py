@@ -106,7 +106,6 @@ PATCHED_CONSTANTS = {
     f"tests/{name}.py: PROGRAM": "what a text process runs is broken while its pool lives"
     for name in (
         "contract/test_text_pool_faults",
-        "contract/test_text_pool_rare",
         "support/kill_text",
     )
 }

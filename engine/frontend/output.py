@@ -9,13 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
-from operator import attrgetter, itemgetter
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from engine.errors import RequestError
 from engine.frontend.logprobs import Position, position_logprobs, prompt_positions
 from engine.frontend.pace import QueuePace
-from engine.frontend.pooled_text import PooledText
 from engine.frontend.prompt import Submission
 from engine.messages.params import SamplingParams
 from engine.messages.requests import (
@@ -41,13 +40,14 @@ class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
     What the core still sends for requests that ended here is ignored: no other sequence ever has
-    the core id of one that ended. With ``texts`` other processes turn tokens into text; a sequence
-    then moves when its text comes, by one step of the core or by several.
+    the core id of one that ended. ``PooledOutputs`` has other processes turn tokens into text.
     """
 
-    def __init__(
-        self, tokenizer: Tokenizer | None, texts: PooledText[Reading] | None = None
-    ) -> None:
+    is_only_text_missing = False
+    """Whether the core has ended all requests, and only texts of other processes are to come."""
+    _reads_here = True
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.counts = TokenCounts()
         self._latencies: Latencies | None = None
         self._between_tokens: list[float] | None = None  # its column
@@ -56,21 +56,14 @@ class OutputProcessor:
         self.pace: QueuePace | None = None
         """Kept if queues are limited; other threads may read it."""
         self._tokenizer = tokenizer
-        self._texts = texts
         self._requests: dict[str, RequestState] = {}
         self._rows: dict[str, Row] = {}  # by the core's request id
         self._ended_here: list[str] = []  # core ids of sequences that the core must still abort
-        self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
 
     @property
     def num_unfinished(self) -> int:
         """Requests whose last output is still to come."""
         return len(self._requests)
-
-    @property
-    def is_only_text_missing(self) -> bool:
-        """Whether the core has ended all requests, and only texts are still to come."""
-        return 0 < len(self._only_text) == len(self._rows)
 
     def measure(self) -> Latencies:
         """Measure what steps bring, from now on; the same object every time."""
@@ -91,7 +84,7 @@ class OutputProcessor:
                 param="request_id",
                 code="request_id_in_use",
             )
-        live = RequestState(submission, self._tokenizer, self._texts is None)
+        live = RequestState(submission, self._tokenizer, self._reads_here)
         self._requests[submission.request_id] = live
         if self.pace is not None:
             self.pace.arrive()
@@ -107,13 +100,11 @@ class OutputProcessor:
             self._take_prompt_logprobs(batch, index)
         moved: Moved = {}
         self._process_rows(batch, moved)
-        if self._texts is not None:
-            self._texts.send()
         if self._latencies is not None:
             self._latencies.between_tokens.fold()
             if num_tokens:
                 self._latencies.step_tokens.add(num_tokens)
-        return _outputs(moved)
+        return outputs_of(moved)
 
     def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
         """Take what a step brought to each sequence.
@@ -121,22 +112,19 @@ class OutputProcessor:
         Most rows bring tokens to a sequence under way, and nothing else. For these all is done
         here: calls of ``_take``, ``read`` and ``_moved`` for each would take as long again.
         """
-        rows, texts, time, counts = self._rows, self._texts, batch.time, self.counts
+        rows, time, counts = self._rows, batch.time, self.counts
         ends = {end.index: end for end in batch.finished}
         has_more = {*ends, *batch.logprobs}  # than tokens
         seconds = self._between_tokens
-        columns = zip(batch.request_ids, _tokens(batch), strict=True)
+        columns = zip(batch.request_ids, tokens_of(batch), strict=True)
         for index, (core_id, token_ids) in enumerate(columns):
             row = rows.get(core_id)
             if row is None:
                 continue
             request, sequence = row
             metrics = request.metrics
-            if index in has_more or texts is not None or metrics.first_token_time is None:
-                reading = Reading(
-                    core_id, row, token_ids, batch.logprobs.get(index), ends.get(index), time
-                )
-                self._process_row(reading, moved)
+            if index in has_more or metrics.first_token_time is None:
+                self._process_row(reading_of(batch, index, row, token_ids, ends.get(index)), moved)
             elif token_ids:
                 last, metrics.last_token_time = metrics.last_token_time, time
                 if seconds is not None and last is not None and last != time:
@@ -158,63 +146,46 @@ class OutputProcessor:
         core_id, row, token_ids, logprobs, end, time = reading
         if not token_ids and end is None:
             return
-        if self._texts is not None and row.sequence.params.detokenize:
-            self._send(self._texts, reading)
-            return
         self._take(row, token_ids, logprobs, end, time)
         row.sequence.read(token_ids, end)
         self._moved(core_id, row, end, time, moved)
 
     def take_texts(self) -> list[RequestOutput]:
         """The outputs for users of texts that other processes have made."""
-        moved: Moved = {}
-        for reading, delta in () if self._texts is None else self._texts.take():
-            if reading.core_id in self._rows:  # no earlier text has ended it
-                core_id, row, token_ids, logprobs, end, time = reading
-                self._take(row, token_ids, logprobs, end, time)
-                row.sequence.settle(delta, end)
-                self._moved(core_id, row, end, time, moved)
-        for sequences in moved.values():  # which may come from several processes
-            if len(sequences) > 1:
-                sequences.sort(key=attrgetter("index"))
-        return _outputs(moved)
+        return []
+
+    def wait_for_texts(self, seconds: float) -> bool:
+        """Wait until such texts have come, or ``wake`` is called. Returns whether there are any."""
+        return False
+
+    def wake(self) -> None:
+        """End a wait; may be called from any thread."""
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``.
-
-        Those whose text is made elsewhere get them when it has come.
-        """
+        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
         moved: Moved = {}
         for reading in self._endings(request_ids, time):
-            self._ended_here.append(reading.core_id)
-            if self._texts is not None and reading.row.sequence.params.detokenize:
-                self._send(self._texts, reading)
-            else:
-                reading.row.sequence.read([], reading.end)
-                self._moved(reading.core_id, reading.row, reading.end, time, moved)
-        if self._texts is not None:
-            self._texts.send()
-        return _outputs(moved) + self.take_texts()
+            self._stop_in_core(reading.core_id)
+            self._abort(reading, moved)
+        return outputs_of(moved)
+
+    def _abort(self, reading: Reading, moved: Moved) -> None:
+        reading.row.sequence.read([], reading.end)
+        self._moved(reading.core_id, reading.row, reading.end, reading.time, moved)
 
     def drop(self, request_ids: Iterable[str], time: float) -> None:
         """End these requests now, without any further output; unknown ids do nothing."""
-        for reading in self._endings(request_ids, time, with_unread=True):
-            if reading.core_id not in self._only_text:
-                self._ended_here.append(reading.core_id)
+        for reading in self._endings(request_ids, time):
+            self._stop_in_core(reading.core_id)
             reading.row.sequence.end = reading.end
             self._ended(reading.core_id, reading.row, time)
-        if self._texts is not None:
-            self._texts.send()
 
-    def _endings(
-        self, request_ids: Iterable[str], time: float, with_unread: bool = False
-    ) -> Iterator[Reading]:
-        """The end of each sequence of these requests; ``with_unread``: of those too that have
-        ended but for their text."""
+    def _endings(self, request_ids: Iterable[str], time: float) -> Iterator[Reading]:
+        """The end of each unfinished sequence of these requests."""
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             for core_id in request.core_ids if request else ():
-                if core_id in self._rows and (with_unread or core_id not in self._only_text):
+                if core_id in self._rows:
                     end = Finished(0, "abort")
                     yield Reading(core_id, self._rows[core_id], [], None, end, time)
 
@@ -232,7 +203,7 @@ class OutputProcessor:
         return list(self._ended_here)
 
     def forget_ended_here(self) -> None:
-        """The core was told of them."""
+        """The core has stopped them."""
         self._ended_here.clear()
 
     def _start(self, core_id: str, started: Started) -> int:
@@ -285,22 +256,6 @@ class OutputProcessor:
             request.note(sequence.index, end)
             request.kv_transfer_params = end.kv_transfer_params or request.kv_transfer_params
 
-    def _send(self, texts: PooledText[Reading], reading: Reading) -> None:
-        """Have the text made that is needed now; the rest follows when it has come."""
-        core_id, row, token_ids, logprobs, end, time = reading
-        request, sequence = row
-        if end is not None:
-            self._only_text.add(core_id)
-        if sequence.is_lazy:
-            self._take(row, token_ids, logprobs, end, time)
-            if end is None:
-                return
-            token_ids = sequence.token_ids
-            reading = reading._replace(token_ids=[], logprobs=None)
-        if core_id not in texts:
-            texts.open(core_id, request.prompt_token_ids, wish_of(sequence.params))
-        texts.add(core_id, sequence.readable(token_ids, end), end is not None, reading)
-
     def _moved(
         self, core_id: str, row: Row, end: Finished | None, time: float, moved: Moved
     ) -> None:
@@ -313,15 +268,15 @@ class OutputProcessor:
         elif sequence not in (sequences := moved.setdefault(request, [])):
             sequences.append(sequence)
         if sequence.end is not None:
-            if end is None and core_id not in self._only_text:
-                self._ended_here.append(core_id)
+            if end is None:
+                self._stop_in_core(core_id)
             self._ended(core_id, row, time)
+
+    def _stop_in_core(self, core_id: str) -> None:
+        self._ended_here.append(core_id)
 
     def _ended(self, core_id: str, row: Row, time: float) -> None:
         request, sequence = row
-        if self._texts is not None:
-            self._texts.forget(core_id)
-            self._only_text.discard(core_id)
         del self._rows[core_id]
         request.finish_one()
         if request.is_finished:
@@ -336,7 +291,7 @@ class OutputProcessor:
 
 
 class Reading(NamedTuple):
-    """What a step brought to a sequence. With ``texts`` it waits there for its text."""
+    """What a step brought to a sequence."""
 
     core_id: str
     row: Row
@@ -353,12 +308,21 @@ class Row(NamedTuple):
     sequence: OutputSequence
 
 
-def _outputs(moved: Moved) -> list[RequestOutput]:
+def reading_of(
+    batch: CoreOutputs, index: int, row: Row, token_ids: list[int], end: Finished | None
+) -> Reading:
+    """What a step brought to one row."""
+    logprobs = batch.logprobs.get(index)
+    return Reading(batch.request_ids[index], row, token_ids, logprobs, end, batch.time)
+
+
+def outputs_of(moved: Moved) -> list[RequestOutput]:
+    """What users see of these requests."""
     outputs = [request.output(sequences) for request, sequences in moved.items()]
     return [output for output in outputs if output is not None]
 
 
-def _tokens(batch: CoreOutputs) -> list[list[int]]:
+def tokens_of(batch: CoreOutputs) -> list[list[int]]:
     """The new tokens of each row."""
     if batch.counts is None:
         return [[token_id] for token_id in batch.token_ids]
@@ -475,8 +439,8 @@ class RequestState:
 class OutputSequence:
     """Grows until ``end`` is set, by the core or by a stop string; a stop string wins.
 
-    It takes the tokens of each step, then ``read`` has its own reader make text of them. If that
-    happens elsewhere, they are taken when the text has come, and settled with it.
+    It takes the tokens of each step, then ``read`` has its own reader make text of them. If another
+    process does that, they are taken when the text has come, and settled with it.
     """
 
     __slots__ = (

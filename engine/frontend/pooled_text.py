@@ -1,7 +1,10 @@
-"""Texts that detokenizer processes make, as they come.
+"""Outputs whose text is made by detokenizer processes.
+
+PooledOutputs   the outputs of all unfinished requests, which wait for their texts
+PooledText      the sequences of which texts are made, and the texts as they come
 
 A sequence stays with one detokenizer, which knows its state. What was read is kept here too, so
-that nothing is lost with a process: its replacement is told. Texts come in order for each sequence;
+that nothing is lost with a process: its replacement gets it. Texts come in order for each sequence;
 one that is slow holds up those of its own process only.
 """
 
@@ -10,24 +13,129 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import count
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
 
 from engine.errors import EngineDeadError, RequestError, WireError
+from engine.frontend.output import (
+    Moved,
+    OutputProcessor,
+    Reading,
+    Row,
+    outputs_of,
+    reading_of,
+    tokens_of,
+)
 from engine.frontend.text_workers import MAX_DEATHS, Task, TextPool
 from engine.ipc.frames import pack_ids
+from engine.messages.requests import CoreOutputs, RequestOutput
 from engine.messages.text import Job, Opening, Read, Reply, TextDelta, TextWish
+from engine.text.detokenizer import wish_of
+from engine.text.tokenizer import Tokenizer
 
-R = TypeVar("R")
+Come = deque[tuple[Reading, TextDelta | EngineDeadError]]
 
 
-class PooledText(Generic[R]):
-    """The sequences whose text is made elsewhere, by their ids in the core. Of one thread.
+class PooledOutputs(OutputProcessor):
+    """A sequence moves when its text comes, by one step of the core or by several.
 
-    ``wake`` is called in another thread when texts have come. ``R`` is what comes back with them.
+    ``wake`` is called in another thread when texts have come.
     """
+
+    _reads_here = False
+
+    def __init__(self, tokenizer: Tokenizer, pool: TextPool, wake: Callable[[], None]) -> None:
+        super().__init__(tokenizer)
+        self._texts = PooledText(pool, wake)
+        self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
+
+    @property
+    def is_only_text_missing(self) -> bool:  # type: ignore[override]
+        return 0 < len(self._only_text) == len(self._rows)
+
+    def process(self, batch: CoreOutputs) -> list[RequestOutput]:
+        outputs = super().process(batch)
+        self._texts.send()
+        return outputs
+
+    def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
+        ends = {end.index: end for end in batch.finished}
+        columns = zip(batch.request_ids, tokens_of(batch), strict=True)
+        for index, (core_id, token_ids) in enumerate(columns):
+            if (row := self._rows.get(core_id)) is not None:
+                self._process_row(reading_of(batch, index, row, token_ids, ends.get(index)), moved)
+
+    def _process_row(self, reading: Reading, moved: Moved) -> None:
+        if not reading.row.sequence.params.detokenize:
+            super()._process_row(reading, moved)
+        elif reading.token_ids or reading.end is not None:
+            self._send(reading)
+
+    def _send(self, reading: Reading) -> None:
+        """Have the text made that is needed now; the rest follows when it has come."""
+        core_id, row, token_ids, logprobs, end, time = reading
+        request, sequence = row
+        if end is not None:
+            self._only_text.add(core_id)
+        if sequence.is_lazy:
+            self._take(row, token_ids, logprobs, end, time)
+            if end is None:
+                return
+            token_ids = sequence.token_ids
+            reading = reading._replace(token_ids=[], logprobs=None)
+        if core_id not in self._texts:
+            self._texts.open(core_id, request.prompt_token_ids, wish_of(sequence.params))
+        self._texts.add(core_id, sequence.readable(token_ids, end), end is not None, reading)
+
+    def take_texts(self) -> list[RequestOutput]:
+        moved: Moved = {}
+        for reading, delta in self._texts.take():
+            if reading.core_id in self._rows:  # no earlier text has ended it
+                core_id, row, token_ids, logprobs, end, time = reading
+                self._take(row, token_ids, logprobs, end, time)
+                row.sequence.settle(delta, end)
+                self._moved(core_id, row, end, time, moved)
+        for sequences in moved.values():  # which may come from several processes
+            if len(sequences) > 1:
+                sequences.sort(key=attrgetter("index"))
+        return outputs_of(moved)
+
+    def wait_for_texts(self, seconds: float) -> bool:
+        return self._texts.wait(seconds)
+
+    def wake(self) -> None:
+        self._texts.wake()
+
+    def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
+        """Requests whose text is still to come get their last outputs with it."""
+        outputs = super().abort(request_ids, time)
+        self._texts.send()
+        return outputs + self.take_texts()
+
+    def _abort(self, reading: Reading, moved: Moved) -> None:
+        if not reading.row.sequence.params.detokenize:
+            super()._abort(reading, moved)
+        elif reading.core_id not in self._only_text:
+            self._send(reading)
+
+    def drop(self, request_ids: Iterable[str], time: float) -> None:
+        super().drop(request_ids, time)
+        self._texts.send()
+
+    def _stop_in_core(self, core_id: str) -> None:
+        if core_id not in self._only_text:
+            super()._stop_in_core(core_id)
+
+    def _ended(self, core_id: str, row: Row, time: float) -> None:
+        self._texts.forget(core_id)
+        self._only_text.discard(core_id)
+        super()._ended(core_id, row, time)
+
+
+class PooledText:
+    """The sequences whose text other processes make, by their ids in the core. For one thread."""
 
     def __init__(self, pool: TextPool, wake: Callable[[], None]) -> None:
         self._queues = pool.detokenizers
@@ -35,7 +143,7 @@ class PooledText(Generic[R]):
         self._num_streams = [0] * len(self._queues)
         self._waiting: list[list[Task]] = [[] for _ in self._queues]
         self._numbers = count()
-        self._come: deque[tuple[R, TextDelta | EngineDeadError]] = deque()
+        self._come: Come = deque()
         self._has_come = threading.Event()
         notify = partial(_notify, self._come, self._has_come, wake)  # which keeps no pool alive
         for queue in self._queues:
@@ -54,7 +162,7 @@ class PooledText(Generic[R]):
         self._num_streams[index] += 1
         self._streams[core_id] = TextStream(next(self._numbers), index, prompt_token_ids, wish)
 
-    def add(self, core_id: str, token_ids: list[int], is_last: bool, reading: R) -> None:
+    def add(self, core_id: str, token_ids: list[int], is_last: bool, reading: Reading) -> None:
         """The next tokens of a sequence; they leave with the next ``send``."""
         stream = self._streams[core_id]
         deliver = partial(_deliver, self._come, reading)
@@ -67,10 +175,10 @@ class PooledText(Generic[R]):
                 self._waiting[index] = []
                 self._queues[index].put(tasks)
 
-    def take(self) -> list[tuple[R, TextDelta]]:
+    def take(self) -> list[tuple[Reading, TextDelta]]:
         """Texts that have come, in order for each sequence. Raises ``EngineDeadError``."""
         self._has_come.clear()
-        texts: list[tuple[R, TextDelta]] = []
+        texts: list[tuple[Reading, TextDelta]] = []
         while self._come:
             reading, text = self._come[0]
             if isinstance(text, EngineDeadError):
@@ -96,12 +204,12 @@ class PooledText(Generic[R]):
         if stream is None:
             return
         self._num_streams[stream.queue_index] -= 1
-        if not stream.is_over:  # its process is told
+        if not stream.is_over:  # its process forgets it, too
             self._waiting[stream.queue_index].append(ReadTask(stream, [], True, _ignore))
 
 
 class TextStream:
-    """What a detokenizer has read of a sequence. Of the thread that feeds the detokenizer."""
+    """What a detokenizer has read of a sequence. For the thread that feeds the detokenizer."""
 
     def __init__(
         self, number: int, queue_index: int, prompt_token_ids: list[int], wish: TextWish
@@ -116,7 +224,7 @@ class TextStream:
         self._counts = array("i")  # how many of them were read at a time
 
     def opening(self, process_number: int) -> Opening | None:
-        """What this process must be told first, if anything."""
+        """What this process must know first, if anything."""
         if process_number == self._process_number:
             return None
         self._process_number = process_number
@@ -148,7 +256,7 @@ class ReadTask(Task):
         self._is_last = is_last
         self._deliver = deliver
 
-    def is_wanted(self) -> bool:  # nothing is read behind a stop string
+    def is_wanted(self) -> bool:  # nothing is read after a stop string
         return not self._stream.is_over
 
     def job(self, process_number: int) -> Job:
@@ -173,14 +281,14 @@ class ReadTask(Task):
         return RequestError(f"the detokenizer process died over its tokens, {MAX_DEATHS} times")
 
 
-def _deliver(come: deque[Any], reading: object, text: TextDelta | EngineDeadError) -> None:
+def _deliver(come: Come, reading: Reading, text: TextDelta | EngineDeadError) -> None:
     come.append((reading, text))
 
 
 def _ignore(text: TextDelta | EngineDeadError) -> None: ...
 
 
-def _notify(come: deque[Any], has_come: threading.Event, wake: Callable[[], None]) -> None:
+def _notify(come: Come, has_come: threading.Event, wake: Callable[[], None]) -> None:
     if come and not has_come.is_set():
         has_come.set()
         wake()

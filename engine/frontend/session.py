@@ -20,8 +20,8 @@ from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, RequestError
-from engine.frontend.output import OutputProcessor, Reading
-from engine.frontend.pooled_text import PooledText
+from engine.frontend.output import OutputProcessor
+from engine.frontend.pooled_text import PooledOutputs
 from engine.frontend.prompt import InputProcessor, ModelLimits, Submission
 from engine.frontend.recommended import recommended_sampling
 from engine.frontend.text_workers import TextPool
@@ -60,8 +60,10 @@ class Session:
         self.inputs = InputProcessor(
             tokenizer, _limits(config, client.decided, tokenizer), clock, client.id_prefix, pool
         )
-        self._texts = None if pool is None else PooledText[Reading](pool, client.wake)
-        self.outputs = OutputProcessor(tokenizer, self._texts)
+        self.outputs = OutputProcessor(tokenizer)
+        if pool is not None:
+            assert tokenizer is not None, "text processes have one"
+            self.outputs = PooledOutputs(tokenizer, pool, client.wake)
         self.recommended = recommended or {}
         self._pool = pool
         self._batches: deque[CoreOutputs] = deque()  # that have come and are not processed yet
@@ -153,8 +155,8 @@ class Session:
         moment for some.
         """
         outputs: list[RequestOutput] = []
-        if self._texts is not None and self.outputs.is_only_text_missing:
-            self._texts.wait(TEXT_SECONDS)
+        if self.outputs.is_only_text_missing:
+            self.outputs.wait_for_texts(TEXT_SECONDS)
         else:
             if not self._batches:
                 self._batches.extend(self._step_core())
@@ -173,8 +175,7 @@ class Session:
 
     def wake(self) -> None:
         """Let a ``step`` that waits return soon; may be called from any thread."""
-        if self._texts is not None:
-            self._texts.wake()
+        self.outputs.wake()
         self.client.wake()
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
@@ -205,7 +206,7 @@ class Session:
         try:
             return self.client.step()
         except EngineDeadError:
-            if self._texts is None or not self._texts.wait(TEXT_SECONDS):
+            if not self.outputs.wait_for_texts(TEXT_SECONDS):
                 raise
             return []
 

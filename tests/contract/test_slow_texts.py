@@ -1,16 +1,14 @@
 """Texts that are slow to come: they hold up their own request, and nothing else."""
 
-import asyncio
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 
 import pytest
 from support.pooled import PARAMS, WAIT, Pools, session_on, texts_of
 
-from engine import AsyncLLMEngine, LLMEngine, RequestOutput, SamplingParams
+from engine import LLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError
 from engine.frontend.text_workers import TextPool
 from engine.text.tokenizer import Tokenizer
@@ -62,20 +60,6 @@ def test_a_slow_text_delays_no_neighbour(pools: Pools, tokenizer: Tokenizer) -> 
     assert not llm_engine.has_unfinished_requests()
 
 
-def test_who_waits_for_text_only_sleeps(pools: Pools, tokenizer: Tokenizer) -> None:
-    """And is woken when it comes."""
-    pool = pools.start(hang_seconds=WAIT)
-    llm_engine = LLMEngine(session_on(pool, tokenizer))
-    outputs: dict[str, list[RequestOutput]] = {}
-    llm_engine.add_request("a", [5, 6, 7], PARAMS)
-    signal_to(pool, SLOW, signal.SIGSTOP)
-    timer = threading.Timer(0.5, signal_to, (pool, SLOW, signal.SIGCONT))
-    timer.start()
-    num_steps = step_until(llm_engine, lambda: bool(finished(outputs)), outputs)
-    assert num_steps < 50 + 50  # one for each of its tokens, and a few of a tenth of a second
-    timer.join()
-
-
 @pytest.mark.behaviour(113)
 def test_an_abort_waits_for_its_own_text_only(pools: Pools, tokenizer: Tokenizer) -> None:
     pool = pools.start(size=2, hang_seconds=WAIT)
@@ -94,28 +78,6 @@ def test_an_abort_waits_for_its_own_text_only(pools: Pools, tokenizer: Tokenizer
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs["slow"])
     assert text_of(outputs["neighbour"]).startswith(text_of(outputs["slow"]).rstrip("\ufffd"))
     assert 0 < num_tokens < 50
-
-
-async def test_commands_are_taken_while_a_text_is_slow(pools: Pools, tokenizer: Tokenizer) -> None:
-    """New requests run, and an id is free as soon as its reader has left."""
-    (text,) = texts_of(session_on(None, tokenizer), 1)
-    pool = pools.start(size=2, hang_seconds=WAIT)
-    async_engine = AsyncLLMEngine(session_on(pool, tokenizer))
-
-    async def collect(name: str) -> str:
-        return text_of([o async for o in async_engine.generate([5, 6, 7], PARAMS, name)])
-
-    signal_to(pool, SLOW, signal.SIGSTOP)
-    slow = asyncio.create_task(collect("a"))
-    await asyncio.sleep(0.2)  # the core has ended it: only its text is missing
-    for _ in range(3):
-        assert await asyncio.wait_for(collect("b"), WAIT) == text
-    slow.cancel()
-    await asyncio.gather(slow, return_exceptions=True)
-    assert await asyncio.wait_for(collect("a"), WAIT) == text
-    signal_to(pool, SLOW, signal.SIGCONT)
-    assert await asyncio.wait_for(collect("c"), WAIT) == text
-    async_engine.shutdown()
 
 
 @pytest.mark.behaviour(110)

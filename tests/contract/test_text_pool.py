@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,11 +19,8 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 
 
-@pytest.fixture(scope="module", params=[0, 1, 2], ids="pool of {}".format)
-def pool(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[TextPool | None]:
-    if not request.param:
-        yield None
-        return
+@pytest.fixture(scope="module", params=[1, 2], ids="pool of {}".format)
+def pool(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[TextPool]:
     started = TextPool(model, request.param)
     started.wait_until_ready()
     pids = started.pids
@@ -35,7 +33,7 @@ Open = Callable[..., Session]
 
 
 @pytest.fixture
-def open_session(pool: TextPool | None, model: ModelConfig) -> Iterator[Open]:
+def open_session(pool: TextPool, model: ModelConfig) -> Iterator[Open]:
     """Opens sessions on scripted cores, with or without a pool."""
     tokenizer = load_tokenizer(model)
     opened: list[Session] = []
@@ -97,9 +95,7 @@ def test_outputs_equal_those_of_the_front_end(open_session: Open) -> None:
         assert [output.finished for output in found[name]].index(True) == len(found[name]) - 1
 
 
-def test_a_stop_string_ends_the_sequence_in_the_core(
-    open_session: Open, pool: TextPool | None
-) -> None:
+def test_a_stop_string_ends_the_sequence_in_the_core(open_session: Open, pool: TextPool) -> None:
     """119: once, wherever it was found; its tokens end with it."""
     params = {
         kind: SamplingParams(max_tokens=9000, stop=["lazy"], output_kind=kind) for kind in KINDS
@@ -139,47 +135,6 @@ def test_aborts_deliver_the_text_so_far_once(
     assert found[0] == found[1]
 
 
-BAD_PROMPTS: list[Any] = [
-    "half \ud800",
-    {"prompt": 5},
-    {"prompt": "half \udfff"},
-    {"prompt": None, "prompt_token_ids": None},
-    {"text": "x"},
-    5,
-    None,
-    [1 << 40],
-    [5, -1],
-    "long " * 3000,
-    {"prompt": "x", "cache_salt": 5},
-]
-
-
-@pytest.mark.parametrize("number", range(len(BAD_PROMPTS)))
-def test_wrong_prompts_raise_the_same_errors(open_session: Open, number: int) -> None:
-    errors = []
-    for session in (open_session(), open_session(None)):
-        for act in (
-            LLMEngine(session).add_request,
-            lambda i, p, s=session: llm_around(s).generate(p),
-        ):
-            with pytest.raises((ValueError, TypeError)) as caught:
-                act("id", BAD_PROMPTS[number])
-            errors.append((caught.type, str(caught.value)))
-        assert not session.has_unfinished
-    assert errors[:2] == errors[2:]
-
-
-def test_the_first_of_several_errors_is_the_one_raised(open_session: Open) -> None:
-    prompts = ["fine", "long " * 3000, "half \ud800"]
-    for wrong in (prompts, prompts[::-1]):
-        errors = []
-        for session in (open_session(), open_session(None)):
-            with pytest.raises(ValueError) as caught:
-                llm_around(session).generate(wrong)
-            errors.append(str(caught.value))
-        assert errors[0] == errors[1]
-
-
 @pytest.mark.parametrize("kept", [-1, 1, 3, 10_000])
 def test_prompts_are_cut_alike(open_session: Open, kept: int) -> None:
     """The last tokens stay, whether the prompt is text or ids."""
@@ -198,58 +153,78 @@ def test_prompts_are_cut_alike(open_session: Open, kept: int) -> None:
     assert found[: len(found) // 2] == found[len(found) // 2 :]
 
 
-CHATS: list[Any] = [
-    [{"role": "user", "content": " Hello 😀 "}],
-    [{"role": "system", "content": "Be brief"}, {"role": "user", "content": "Hi"}] * 20,
-    [{"role": "user", "content": ("a", "tuple")}],
-    [{"role": "user", "content": 10**30}],
-    [],
-    [{"role": "bad", "content": "x"}],
-    [{"content": "no role"}],
-    [{"role": "user", "content": "half \ud800"}],
-    "no list",
-    5,
-]
+PROMPTS: dict[str, Any] = {
+    "empty": "",
+    "NUL": "a\0b",
+    "half a character": "half \ud800",
+    "special tokens": "<s>a</s><unk><s>",
+    "last plane": "\U0010ffff\U000e0001",
+    "too long": "long " * 3000,
+    "far too long, with half": "x" * 40_000 + "\ud800",
+    "no text": 5,
+    "text of a dict": {"prompt": "half \udfff"},
+    "unknown key": {"text": "x"},
+    "no such id": [1 << 40],
+    "odd salt": {"prompt": "x", "cache_salt": 5},
+}
 
 
-@pytest.mark.parametrize("number", range(len(CHATS)))
-def test_chats_equal_those_of_the_front_end(open_session: Open, number: int) -> None:
-    params = SamplingParams(max_tokens=3)
-    found: list[Any] = []
-    for session in (open_session(), open_session(None)):
-        try:
-            (output,) = llm_around(session).chat(
-                CHATS[number], params, use_tqdm=False, chat_template_kwargs={"extra": "!"}
-            )
-            found.append((output.prompt, output.prompt_token_ids, output.outputs))
-        except (ValueError, TypeError) as error:
-            found.append((type(error), str(error)))
-    assert found[0] == found[1]
+def user(content: Any) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": content}]
 
 
-def test_many_chats_stand_in_order_and_the_first_error_wins(open_session: Open) -> None:
-    chats = [[{"role": "user", "content": f"number {i}"}] for i in range(50)]
-    wrong = [*chats[:10], CHATS[5], CHATS[6], *chats[10:]]
-    prompts, errors = [], []
-    for session in (open_session(), open_session(None)):
-        outputs = llm_around(session).chat(chats, SamplingParams(max_tokens=1), use_tqdm=False)
-        prompts.append([output.prompt for output in outputs])
-        with pytest.raises(ValueError) as caught:
-            llm_around(session).chat(wrong, SamplingParams(max_tokens=1), use_tqdm=False)
-        errors.append(str(caught.value))
-    assert prompts[0] == prompts[1]
-    assert errors[0] == errors[1] and "no bad" in errors[0]
+CHATS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "plain": (user(" Hello 😀 "), {"chat_template_kwargs": {"extra": "!"}}),
+    "specials": (user("<s>\0</s>"), {}),
+    "half a character": (user("\ud800"), {}),
+    "tuple": (user(("a", "b")), {}),
+    "huge number": (user(1 << 64), {}),
+    "set": (user({"x"}), {}),
+    "keys of all kinds": (user({1: "a", None: "b", 1.5: "c", (1,): "e"}), {}),
+    "no list": ("conversation", {}),
+    "nobody": ([], {}),
+    "no role": ([{"content": "x"}], {}),
+    "refused": ([{"role": "bad", "content": "x"}], {}),
+    "too long": (user("long " * 3000), {}),
+    "broken template": (user("x"), {"chat_template": "{% if %}"}),
+    "division": (user("x"), {"chat_template": "{{ 1 / 0 }}"}),
+    "way out": (user("x"), {"chat_template": "{{ ''.__class__.__mro__ }}"}),
+    "tools": (user("x"), {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+}
 
 
-def test_whole_lists_equal_those_of_the_front_end(open_session: Open) -> None:
-    prompts = [f"Prompt {'x ' * i}" for i in range(100)]
-    params = [SamplingParams(max_tokens=1 + i % 40, stop=["lazy"] * (i % 2)) for i in range(100)]
+def result_of(act: Callable[[], list[RequestOutput]]) -> Any:
+    """What a call returns, or the error it raises."""
+    try:
+        return [(each.prompt, each.prompt_token_ids, each.outputs) for each in act()]
+    except (ValueError, TypeError) as error:
+        return type(error), str(error)
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts_have_the_same_ids_or_errors(open_session: Open, name: str) -> None:
+    """Alone and among others, whole and cut; the first of several errors is raised."""
     found = []
     for session in (open_session(), open_session(None)):
-        outputs = llm_around(session).generate(prompts, params, use_tqdm=False)
-        found.append([(o.prompt, o.prompt_token_ids, o.outputs, o.finished) for o in outputs])
-        assert not session.has_unfinished
-    assert found[0] == found[1]
+        llm = llm_around(session)
+        for kept in (None, 3):
+            params = SamplingParams(max_tokens=2, truncate_prompt_tokens=kept)
+            for prompts in (PROMPTS[name], ["fine", PROMPTS[name], "long " * 3000]):
+                act = partial(llm.generate, prompts, params, use_tqdm=False)
+                found.append(result_of(act))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+
+
+@pytest.mark.parametrize("name", CHATS)
+def test_chats_are_the_same_prompts_or_errors(open_session: Open, name: str) -> None:
+    messages, options = CHATS[name]
+    params = SamplingParams(max_tokens=2)
+    found = []
+    for session in (open_session(), open_session(None)):
+        llm = llm_around(session)
+        for chats in (messages, [user("fine"), messages, user("\ud800")]):
+            found.append(result_of(partial(llm.chat, chats, params, use_tqdm=False, **options)))
+    assert found[:2] == found[2:]
 
 
 @pytest.mark.behaviour(126)

@@ -254,15 +254,3 @@ def test_a_program_that_does_not_start_is_named(
     with pytest.raises(RefusedError, match="tokenizer process 0"):
         pool.encode("x").result(WAIT)
     pool.close()
-
-
-@pytest.mark.slow
-def test_a_hundred_restarts_of_a_hundred(pools: Pools, tokenizer: Tokenizer, seed: int) -> None:
-    """Whatever ends a process, the next one is up at the first try."""
-    pool = pools.start()
-    dice = random.Random(seed)
-    for number in range(100):
-        for name in list(pool.pids):
-            send(pool, name, dice.choice(SIGNALS[:3]))
-        assert pool.encode("again").result(WAIT) == tokenizer.encode("again"), number
-        assert len(texts_of(session_on(pool, tokenizer), 2)) == 2
