@@ -1,8 +1,7 @@
-"""Cores in processes whose model takes no time, or exactly so long: what surrounds it is measured.
+"""Cores in processes whose model takes no time, or a fixed time: what surrounds it is measured.
 
-Three ways to wait, all on the same core: `ours` blocks on the device and on arrivals, `spin` asks
-both over and over, and `poll` waits 1 ms for arrivals before each step, and 1 ms at a time
-while it is idle.
+Two ways to wait, on the same core: `ours` blocks on the device and on arrivals, `spin` looks at
+both over and over.
 """
 
 import ctypes
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import engine.rpc.host
-from engine.config.core import PollConfig
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
@@ -44,12 +42,11 @@ class SpinLoop(CoreLoop):
         super()._wait(0)
 
 
-LOOPS = {"ours": CoreLoop, "poll": CoreLoop, "spin": SpinLoop}
-POLLING = PollConfig(decode_poll_timeout_ms=1, idle_wait_ms=1)  # of `poll`
+LOOPS = {"ours": CoreLoop, "spin": SpinLoop}
 
 
 class Device(CountingWorker):
-    """Takes so long for a step, one after the other; waiting for one blocks, or spins."""
+    """Takes a fixed time for each step, one after the other; waiting for one blocks, or spins."""
 
     def __init__(self, seconds: float, is_spinning: bool) -> None:
         super().__init__()
@@ -118,7 +115,6 @@ def start(build: WaitingBuild) -> EngineCoreClient:
     """A client of a new core."""
     config = EngineConfig(
         model=ModelConfig(model="fake"),
-        polling=POLLING if build.variant == "poll" else PollConfig(),
         disable_log_stats=True,
         log_level="warning",
     )

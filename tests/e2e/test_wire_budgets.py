@@ -1,12 +1,11 @@
-"""What the way to a core in a process may cost; benchmarks/wire_*.py say what it does cost."""
+"""What the way to a core in a process may cost; benchmarks/wire_costs.py measures what it does."""
 
 import statistics
 
 import pytest
 from measure import Usage
 from wire_cores import WaitingBuild, start
-from wire_overhead import round_trips, throughputs
-from wire_quiet import STEP_SECONDS, decode, idle_share, measure
+from wire_costs import STEP_SECONDS, decode, idle_share, round_trips, throughputs, waiting
 
 from engine.assets import BOX_MODEL
 
@@ -26,7 +25,7 @@ def test_an_idle_core_uses_less_than_a_percent_of_a_core_and_a_decoding_one_litt
 @pytest.mark.perf
 def test_waiting_is_cheap_and_short() -> None:
     before = Usage.now()
-    ours, spin = measure("ours", 5.0), measure("spin", 5.0)
+    ours, spin = waiting("ours", 5.0), waiting("spin", 5.0)
     if Usage.now().since(before)["others_s"] > BUSY_CORES * 30.0:
         pytest.skip("others use this machine")
     assert ours["idle_percent"] <= 1.0
@@ -39,6 +38,6 @@ def test_waiting_is_cheap_and_short() -> None:
 
 @pytest.mark.perf
 def test_a_process_of_its_own_costs_little() -> None:
-    assert round_trips()["multiprocess"]["median_us"] < 1000.0
+    assert round_trips("multiprocess")["median_us"] < 1000.0
     rates = throughputs(str(BOX_MODEL), 5)
     assert statistics.median(each["multiprocess"] / each["in-process"] for each in rates) >= 0.95
