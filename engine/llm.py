@@ -63,8 +63,8 @@ class LLM:
         other.
         """
         todo = _as_prompts(prompts)
-        asked = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = _one_each("sampling_params", asked, len(todo), SamplingParams)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = _one_each("sampling_params", given, len(todo), SamplingParams)
         ranks = _one_each("priority", 0 if priority is None else priority, len(todo), int)
         options: RequestOptions = {}
         if timeout is not None:

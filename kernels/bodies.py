@@ -18,14 +18,14 @@ class CpuTensors:
     def __init__(self) -> None:
         self.are_interpreted = False
 
-    def go_to_triton(self, asked: bool) -> None:
+    def go_to_triton(self, requested: bool) -> None:
         """Raises ``ValueError`` if they cannot, as Triton compiles what it is given."""
-        if asked and not _triton().is_interpreting():
+        if requested and not _triton().is_interpreting():
             raise ValueError(
                 "Triton compiles in this process; set TRITON_INTERPRET=1 before it starts to have "
                 "tensors on the CPU interpreted"
             )
-        self.are_interpreted = asked
+        self.are_interpreted = requested
 
 
 CPU_TENSORS = CpuTensors()

@@ -25,14 +25,14 @@ def why_triton_cannot_start() -> str | None:
     try:
         triton = importlib.import_module("triton")
     except Exception as error:  # a library that it brings may not fit the system
-        told = f"{type(error).__name__}: {error}"
-        return f"Triton cannot be imported ({told}); pip install 'triton>=3.6,<3.8'"
+        reason = f"{type(error).__name__}: {error}"
+        return f"Triton cannot be imported ({reason}); pip install 'triton>=3.6,<3.8'"
     try:
         triton.runtime.driver.active.get_current_target()
     except Exception as error:
         found = None if triton.knobs.build.impl else missing_for_build(triton.knobs.build.cc)
-        told = f"{type(error).__name__}: {error}"
-        return found or f"Triton {triton.__version__} finds no device it can use ({told})"
+        reason = f"{type(error).__name__}: {error}"
+        return found or f"Triton {triton.__version__} finds no device it can use ({reason})"
     return None
 
 
@@ -53,16 +53,16 @@ def missing_for_build(compiler: str | None) -> str | None:
         source = Path(folder) / "module.c"
         source.write_text(SOURCE)
         made = [str(source), "-shared", "-fPIC", f"-I{include}", "-o", f"{folder}/module.so"]
-        told = _failure([command, *made])
-    if told is None:
+        reason = _failure([command, *made])
+    if reason is None:
         return None
-    if "Python.h" in told:
+    if "Python.h" in reason:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         return (
             f"Triton builds its launcher with {command}, which finds no Python.h in {include}: apt "
             f"install python3-dev (python{version}-dev)"
         )
-    return f"Triton builds its launcher with {command}, which fails: {told:.500}"
+    return f"Triton builds its launcher with {command}, which fails: {reason:.500}"
 
 
 def _failure(command: list[str]) -> str | None:

@@ -101,14 +101,14 @@ def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
 
 def measure_startup(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
     """Seconds in fresh processes to import, to load and to the first token; medians of runs."""
-    asked = json.dumps(_given(_fetched(args)))
-    _probe(asked, workload)
-    runs = [_probe(asked, workload) for _ in range(workload.num_iters)]
+    encoded = json.dumps(_given(_fetched(args)))
+    _probe(encoded, workload)
+    runs = [_probe(encoded, workload) for _ in range(workload.num_iters)]
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def _probe(asked: str, workload: Workload) -> dict[str, float]:
-    command = [sys.executable, "-m", "engine.cli.startup_probe", asked, str(workload.input_len)]
+def _probe(encoded: str, workload: Workload) -> dict[str, float]:
+    command = [sys.executable, "-m", "engine.cli.startup_probe", encoded, str(workload.input_len)]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)
     seconds = time.perf_counter() - start

@@ -14,7 +14,7 @@ from engine.config.core import (
     CoreOptions,
     PollConfig,
     PollOptions,
-    asked_decode_poll_timeout_ms,
+    requested_decode_poll_timeout_ms,
 )
 from engine.config.dotted import load_logits_processor
 from engine.config.engine import EngineConfig, EngineOptions
@@ -66,7 +66,7 @@ class EngineArgs(  # a dataclass has the fields of its last base first
         check_types(self)
         self._check_attached()
         warn_of_typos()
-        poll_timeout = asked_decode_poll_timeout_ms(self.decode_poll_timeout_ms)
+        poll_timeout = requested_decode_poll_timeout_ms(self.decode_poll_timeout_ms)
         return part(
             EngineConfig,
             self,

@@ -109,7 +109,7 @@ class PollConfig(PollOptions):
         check_range(self, 1, MAX_POLL_MS, "idle_wait_ms")
 
 
-def asked_decode_poll_timeout_ms(option: int | None) -> int:
+def requested_decode_poll_timeout_ms(option: int | None) -> int:
     """The option, or else what the environment says, or else 0.
 
     Raises ``ConfigError`` for a variable that is no number of milliseconds.

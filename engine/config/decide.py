@@ -83,7 +83,7 @@ def resolve(
 
     Raises ``ConfigError``.
     """
-    is_cpu, asked, ahead = device == "cpu", config.scheduler, config.async_scheduling
+    is_cpu, requested, ahead = device == "cpu", config.scheduler, config.async_scheduling
     if is_cpu and config.gpu.attention_backend is not None:
         raise ConfigError(
             f"attention_backend is {config.gpu.attention_backend!r} and the device is a CPU, which "
@@ -92,10 +92,10 @@ def resolve(
     overlaps = not is_cpu if ahead is None else ahead
     scheduler = part(
         SchedulerConfig,
-        asked,
-        max_num_batched_tokens=decide_token_budget(asked, is_cpu=is_cpu, products=products),
-        max_model_len=decide_max_model_len(asked, info),
-        max_mixed_prefill_tokens=decide_mixed(asked, is_cpu=is_cpu, products=products),
+        requested,
+        max_num_batched_tokens=decide_token_budget(requested, is_cpu=is_cpu, products=products),
+        max_model_len=decide_max_model_len(requested, info),
+        max_mixed_prefill_tokens=decide_mixed(requested, is_cpu=is_cpu, products=products),
         num_steps_in_flight=2 if overlaps else 1,
         num_mixed_prefill_steps=CPU_STEPS[products].spread,
     )
@@ -136,35 +136,37 @@ def decide(
     )
 
 
-def decide_token_budget(asked: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
+def decide_token_budget(
+    requested: SchedulerOptions, *, is_cpu: bool, products: Products = ""
+) -> int:
     """Tokens of a step: as asked, or by the device, and at least one for each seat."""
-    if asked.max_num_batched_tokens is not None:
-        return asked.max_num_batched_tokens
-    is_small = is_cpu and asked.enable_chunked_prefill
-    return max(CPU_STEPS[products].most if is_small else TOKEN_BUDGET, asked.max_num_seqs)
+    if requested.max_num_batched_tokens is not None:
+        return requested.max_num_batched_tokens
+    is_small = is_cpu and requested.enable_chunked_prefill
+    return max(CPU_STEPS[products].most if is_small else TOKEN_BUDGET, requested.max_num_seqs)
 
 
-def decide_mixed(asked: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
+def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
     """Prompt tokens of a step beside decodes, as asked or by the device. On a GPU some hundred
     prompt tokens take hardly longer than the decodes beside them."""
-    if asked.max_mixed_prefill_tokens is not None:
-        return asked.max_mixed_prefill_tokens
-    if not (is_cpu and asked.enable_chunked_prefill):
+    if requested.max_mixed_prefill_tokens is not None:
+        return requested.max_mixed_prefill_tokens
+    if not (is_cpu and requested.enable_chunked_prefill):
         return 0
     return CPU_STEPS[products].mixed
 
 
-def decide_max_model_len(asked: SchedulerOptions, info: ModelInfo) -> int:
+def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:
     """Asked length, at most the model's own. Raises ``ConfigError`` naming both."""
     own = info.max_position_embeddings
-    if asked.max_model_len is None:
+    if requested.max_model_len is None:
         return own
-    if asked.max_model_len > own:
+    if requested.max_model_len > own:
         raise ConfigError(
-            f"max_model_len is {asked.max_model_len}, but the model was made for {own} positions "
-            "(max_position_embeddings in config.json); ask for at most that"
+            f"max_model_len is {requested.max_model_len}, but the model was made for {own} "
+            "positions (max_position_embeddings in config.json); ask for at most that"
         )
-    return asked.max_model_len
+    return requested.max_model_len
 
 
 def decide_num_blocks(

@@ -31,8 +31,8 @@ def options_of(options: type[Any], *readers: dict[str, str]) -> list[str]:
 def part(config: type[T], options: object, **decided: Any) -> T:
     """A ``config`` with its fields as ``options`` have them, and ``decided`` in place of some."""
     names = [field.name for field in fields(config)]  # type: ignore[arg-type]
-    asked = {name: _kept(getattr(options, name)) for name in names if name not in decided}
-    return config(**asked, **decided)
+    given = {name: _kept(getattr(options, name)) for name in names if name not in decided}
+    return config(**given, **decided)
 
 
 def _kept(value: Any) -> Any:

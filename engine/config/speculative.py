@@ -80,7 +80,7 @@ class SpeculativeConfig:
         sizes = [value for name, value in given.items() if name.startswith("prompt_lookup_")]
         try:
             # Before one option is taken for another: an error names what was given.
-            asked = SpeculativeConfig(
+            requested = SpeculativeConfig(
                 method=given["method"],
                 num_speculative_tokens=given.get("num_speculative_tokens", 1),
                 adaptive=given.get("adaptive", True),
@@ -99,14 +99,16 @@ class SpeculativeConfig:
                 suffix_decoding_min_token_prob=given.get("suffix_decoding_min_token_prob", CHANCE),
             )
             if len(sizes) == 1:
-                asked = replace(asked, prompt_lookup_min=sizes[0], prompt_lookup_max=sizes[0])
+                requested = replace(
+                    requested, prompt_lookup_min=sizes[0], prompt_lookup_max=sizes[0]
+                )
             if "num_speculative_tokens" not in given:  # with suffix, it may be left out
-                depth = asked.suffix_decoding_max_tree_depth
-                asked = replace(asked, num_speculative_tokens=depth)
-            asked._check_order()
+                depth = requested.suffix_decoding_max_tree_depth
+                requested = replace(requested, num_speculative_tokens=depth)
+            requested._check_order()
         except ConfigError as error:
             raise ConfigError(f"speculative_config: {error}") from error
-        return asked
+        return requested
 
     def __post_init__(self) -> None:
         check_method(self.method)

@@ -40,7 +40,12 @@ from engine.spec.decide import Drafts, NoProposer, Proposer
 from engine.spec.ngram import NgramProposer
 from engine.spec.payoff import Payoff
 from engine.spec.worth import Worth
-from engine.structured.decide import CompiledAtOnce, GrammarCompiler, GrammarReadiness, beside
+from engine.structured.decide import (
+    CompiledAtOnce,
+    GrammarCompiler,
+    GrammarReadiness,
+    joined_by_grammars,
+)
 from engine.structured.guidance import CheckedOnly, fault_of, guidance_of
 
 if TYPE_CHECKING:
@@ -157,28 +162,28 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     options, from which a step log is replayed."""
     if config.speculative_config is None:
         return []
-    asked = SpeculativeConfig.of(config.speculative_config)
-    drafts = (asked.num_speculative_tokens, proposer_of(asked))
-    if not asked.adaptive:
+    speculative = SpeculativeConfig.of(config.speculative_config)
+    drafts = (speculative.num_speculative_tokens, proposer_of(speculative))
+    if not speculative.adaptive:
         return [Drafts(*drafts)]
-    return [Drafts(*drafts, worth=Worth(asked.num_speculative_tokens), payoff=Payoff())]
+    return [Drafts(*drafts, worth=Worth(speculative.num_speculative_tokens), payoff=Payoff())]
 
 
-def proposer_of(asked: SpeculativeConfig) -> Proposer | None:
+def proposer_of(speculative: SpeculativeConfig) -> Proposer | None:
     """What makes drafts by the method that was asked for; ``None``: the worker does."""
-    if asked.method == "draft_model":
+    if speculative.method == "draft_model":
         return None
-    if asked.method == "grammar":
+    if speculative.method == "grammar":
         return NoProposer()
-    if asked.method == "ngram":
-        return NgramProposer(asked.prompt_lookup_min, asked.prompt_lookup_max)
+    if speculative.method == "ngram":
+        return NgramProposer(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
     from engine.spec.suffix import SuffixProposer  # which brings a compiler
 
     return SuffixProposer(
-        asked.suffix_decoding_max_tree_depth,
-        asked.suffix_decoding_max_cached_requests,
-        asked.suffix_decoding_max_spec_factor,
-        asked.suffix_decoding_min_token_prob,
+        speculative.suffix_decoding_max_tree_depth,
+        speculative.suffix_decoding_max_cached_requests,
+        speculative.suffix_decoding_max_spec_factor,
+        speculative.suffix_decoding_min_token_prob,
     )
 
 
@@ -212,13 +217,13 @@ def following_grammars(
     for resource in resources:
         if isinstance(resource, Drafts) and may_cut:
             resource.cut, resource.forced = grammars.num_allowed, grammars.forced
-    return beside(resources, grammars)
+    return joined_by_grammars(resources, grammars)
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:
     """The same for a replay, which computes nothing and has no tokenizer."""
     grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
-    return chosen._replace(resources=beside(chosen.resources, grammars))
+    return chosen._replace(resources=joined_by_grammars(chosen.resources, grammars))
 
 
 def tokenizer_json(config: ModelConfig) -> str | None:
@@ -231,16 +236,16 @@ def tokenizer_json(config: ModelConfig) -> str | None:
 def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
     """The model that drafts, in a directory of this machine; ``None`` if none does."""
     options = config.scheduler.speculative_config
-    asked = None if options is None else SpeculativeConfig.of(options)
-    if asked is None or asked.model is None:
+    speculative = None if options is None else SpeculativeConfig.of(options)
+    if speculative is None or speculative.model is None:
         return None
     try:
         return fetched(
             replace(
                 config.model,
-                model=asked.model,
-                revision=asked.revision,
-                quantization=asked.quantization,
+                model=speculative.model,
+                revision=speculative.revision,
+                quantization=speculative.quantization,
                 tokenizer=None,
                 tokenizer_revision=None,
                 batch_invariant=False,

@@ -14,5 +14,5 @@ def poll_timeout_ms(config: EngineConfig, work: Work) -> int:
     """Milliseconds to wait for the first message before a step; a prompt never waits."""
     if work == "prefill":
         return 0
-    asked = config.polling
-    return asked.idle_wait_ms if work == "none" else asked.decode_poll_timeout_ms
+    options = config.polling
+    return options.idle_wait_ms if work == "none" else options.decode_poll_timeout_ms

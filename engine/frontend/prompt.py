@@ -272,16 +272,16 @@ class InputProcessor:
     def _arrival(self, options: RequestOptions) -> float:
         """Check the options and fill in the arrival time."""
         self._check_options(options)
-        now, asked = self._clock(), options.get("arrival_time")
-        if asked is None:
+        now, requested = self._clock(), options.get("arrival_time")
+        if requested is None:
             return now
-        if asked > now:
+        if requested > now:
             raise RequestError(
-                f"arrival_time is {asked!r:.80}, but the engine's clock (time.monotonic, not "
+                f"arrival_time is {requested!r:.80}, but the engine's clock (time.monotonic, not "
                 f"time.time) says {now:.3f}; read that one, or leave arrival_time out",
                 param="arrival_time",
             )
-        return asked
+        return requested
 
     def _check_options(self, options: RequestOptions) -> None:
         unknown = options.keys() - RequestOptions.__annotations__.keys()
@@ -434,13 +434,13 @@ class PromptEncoder:
 
     def all_ahead(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Ahead]:
         """Many prompts: tokenised together, or all begun in text processes."""
-        asked = list(zip(prompts, params, strict=True))
+        requested = list(zip(prompts, params, strict=True))
         if self._pool is not None:
-            return [self.ahead(*each) for each in asked]
-        ahead: list[Ahead] = [None] * len(asked)
+            return [self.ahead(*each) for each in requested]
+        ahead: list[Ahead] = [None] * len(requested)
         texts: dict[int, str] = {}
         num_chars = 0
-        for place, each in enumerate(asked):
+        for place, each in enumerate(requested):
             if (text := self._text_of(*each)) is not None:
                 texts[place] = text
                 num_chars += len(text)

@@ -116,31 +116,31 @@ class Session:
         A request is taken whole or, with an error, not at all.
         """
         errors: dict[int, Exception] = {}
-        asked: dict[int, Submission] = {}
+        registered: dict[int, Submission] = {}
         for place, submission in enumerate(submissions):
             try:
                 self.outputs.register(submission)
             except RequestError as error:
                 errors[place] = error
             else:
-                asked[place] = submission
-        return errors | self._add(asked)
+                registered[place] = submission
+        return errors | self._add(registered)
 
-    def _add(self, asked: dict[int, Submission]) -> dict[int, Exception]:
+    def _add(self, submissions: dict[int, Submission]) -> dict[int, Exception]:
         """Add what is registered."""
-        owners = [place for place, each in asked.items() for _ in each.requests]
-        requests = [request for each in asked.values() for request in each.requests]
+        owners = [place for place, each in submissions.items() for _ in each.requests]
+        requests = [request for each in submissions.values() for request in each.requests]
         try:
             refused = self.client.add_all(requests)
         except BaseException:  # an interrupt: some may have been taken
-            core_ids = [i for each in asked.values() for i in self.outputs.withdraw(each)]
+            core_ids = [i for each in submissions.values() for i in self.outputs.withdraw(each)]
             with suppress(EngineDeadError):
                 self.client.abort(core_ids)
             raise
         errors: dict[int, Exception] = {}
         for index in sorted(refused):
             errors.setdefault(owners[index], refused[index])
-        core_ids = [i for place in errors for i in self.outputs.withdraw(asked[place])]
+        core_ids = [i for place in errors for i in self.outputs.withdraw(submissions[place])]
         not_taken = {requests[index].request_id for index in refused}
         if taken := [core_id for core_id in core_ids if core_id not in not_taken]:
             self.client.abort(taken)

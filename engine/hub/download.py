@@ -26,22 +26,22 @@ MAX_MOVES = 3  # of a branch, while it is being fetched
 REQUEST_SECONDS = 10.0
 
 
-def download(asked: Repository) -> Path:
+def download(repository: Repository) -> Path:
     """The directory of a repository's files on this machine.
 
     Raises ``ModelError`` naming repository, reason and way out.
     """
-    return Download(asked).run()
+    return Download(repository).run()
 
 
 class Download:
     """One repository, as it is fetched."""
 
-    def __init__(self, asked: Repository, endpoint: str | None = None) -> None:
+    def __init__(self, repository: Repository, endpoint: str | None = None) -> None:
         """endpoint: address of the hub; that of ``HF_ENDPOINT`` if not given."""
-        self.asked = asked
+        self.repository = repository
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
-        self.cache = Path(asked.cache or constants.HF_HUB_CACHE)
+        self.cache = Path(repository.cache or constants.HF_HUB_CACHE)
         self.is_offline = bool(constants.HF_HUB_OFFLINE)
         self._token: str | bool = False
 
@@ -68,13 +68,13 @@ class Download:
 
     def _token_to_send(self) -> str | bool:
         """The token itself; False for requests without one."""
-        asked = self.asked.token
-        if isinstance(asked, str):
-            return asked.strip()
-        if asked is False or (asked is None and constants.HF_HUB_DISABLE_IMPLICIT_TOKEN):
+        repository = self.repository.token
+        if isinstance(repository, str):
+            return repository.strip()
+        if repository is False or (repository is None and constants.HF_HUB_DISABLE_IMPLICIT_TOKEN):
             return False
         found = get_token()
-        if found is None and asked is True:
+        if found is None and repository is True:
             raise ModelError(
                 "hf_token is True, and this machine knows none: set HF_TOKEN, run `hf auth login`, "
                 "or give the token itself"
@@ -84,8 +84,8 @@ class Download:
     def _listing(self) -> tuple[str, dict[str, int]]:
         """Commit of the revision that was asked for, and sizes of its files in bytes."""
         info = HfApi(endpoint=self.endpoint, token=self._token).model_info(
-            self.asked.name,
-            revision=self.asked.revision,
+            self.repository.name,
+            revision=self.repository.revision,
             files_metadata=True,
             timeout=REQUEST_SECONDS,
         )
@@ -93,17 +93,17 @@ class Download:
 
     def _fetch(self, commit: str, sizes: dict[str, int]) -> Path:
         """Fetch what is not there yet. The directory is that of another commit if it has moved."""
-        asked = self.asked
-        if asked.has_weights:
-            reasons.check_weights(asked, self.endpoint, sizes)
+        repository = self.repository
+        if repository.has_weights:
+            reasons.check_weights(repository, self.endpoint, sizes)
         patterns = [
             *files.CONFIG,
-            *(files.TOKENIZER if asked.has_tokenizer else ()),
-            *(files.CODE if asked.has_code else ()),
+            *(files.TOKENIZER if repository.has_tokenizer else ()),
+            *(files.CODE if repository.has_code else ()),
         ]
         wanted = [*files.matching(sizes, patterns), *self._weights(commit, sizes)]
         anchor = next((name for name in files.ANCHORS if name in sizes), None)
-        if anchor is None or (asked.option == "model" and anchor != files.ANCHORS[0]):
+        if anchor is None or (repository.option == "model" and anchor != files.ANCHORS[0]):
             raise ModelError(
                 f"{self._where()} has no config.json; is it a model in the layout of transformers?"
             )
@@ -111,11 +111,11 @@ class Download:
         self._announce([*todo, anchor], commit, sizes)
         for name in todo:
             self._get(name, commit)
-        return Path(self._get(anchor, asked.revision)).parent
+        return Path(self._get(anchor, repository.revision)).parent
 
     def _weights(self, commit: str, sizes: dict[str, int]) -> list[str]:
         """Files of weights, as the index says, if there is one."""
-        if not self.asked.has_weights:
+        if not self.repository.has_weights:
             return []
         if files.INDEX not in sizes:
             return files.weights_at_top(sizes)
@@ -136,7 +136,7 @@ class Download:
         reasons.check_room(self._where(), self.cache, num_bytes, _free_bytes(self.cache))
         logger.info(
             "%s: fetching %d files, %s, from %s to %s",
-            self.asked.name,
+            self.repository.name,
             len(new),
             reasons.readable(num_bytes),
             self.endpoint,
@@ -145,7 +145,7 @@ class Download:
 
     def _get(self, name: str, revision: str | None) -> str:
         return hf_hub_download(
-            self.asked.name,
+            self.repository.name,
             name,
             revision=revision,
             cache_dir=self.cache,
@@ -156,13 +156,13 @@ class Download:
     def _lookup(self, name: str, revision: str | None) -> Path | None:
         """Where a file lies in the cache, if it does."""
         found = try_to_load_from_cache(
-            self.asked.name, name, cache_dir=self.cache, revision=revision
+            self.repository.name, name, cache_dir=self.cache, revision=revision
         )
         return Path(found) if isinstance(found, str) else None
 
     def _cached(self, error: Exception | None) -> Path:
         """What was fetched before, if complete. error: why the hub failed, if it was asked."""
-        places = (self._lookup(name, self.asked.revision) for name in files.ANCHORS)
+        places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
         place = next((place for place in places if place is not None), None)
         missing = None if place is None else self._missing(place.parent)
         if place is None or missing:
@@ -172,27 +172,29 @@ class Download:
         if error is not None:
             logger.warning(
                 "%s: taking what was fetched before, since %s",
-                self.asked.name,
+                self.repository.name,
                 reasons.first_line(error, self._token),
             )
         return place.parent
 
     def _missing(self, root: Path) -> list[str]:
-        weights = files.missing_weights(root) if self.asked.has_weights else []
-        return weights + (files.missing_tokenizer(root) if self.asked.has_tokenizer else [])
+        weights = files.missing_weights(root) if self.repository.has_weights else []
+        return weights + (files.missing_tokenizer(root) if self.repository.has_tokenizer else [])
 
     def _where(self) -> str:
-        return reasons.spelled(self.asked)
+        return reasons.spelled(self.repository)
 
     def _explained(self, error: Exception) -> ModelError:
         if reasons.is_unknown_revision(error):
-            return reasons.unknown_revision(self.asked, self.endpoint, self._revisions())
-        return reasons.explained(error, self.asked, self.endpoint, self.cache, self._token)
+            return reasons.unknown_revision(self.repository, self.endpoint, self._revisions())
+        return reasons.explained(error, self.repository, self.endpoint, self.cache, self._token)
 
     def _revisions(self) -> list[str]:
         """Branches and tags, [] if they cannot be had."""
         try:
-            refs = HfApi(endpoint=self.endpoint, token=self._token).list_repo_refs(self.asked.name)
+            refs = HfApi(endpoint=self.endpoint, token=self._token).list_repo_refs(
+                self.repository.name
+            )
         except Exception:
             return []
         return [ref.name for ref in (*refs.branches, *refs.tags)]

@@ -24,10 +24,10 @@ MAX_LISTED = 10
 MAX_LINE = 200
 
 
-def spelled(asked: Repository) -> str:
+def spelled(repository: Repository) -> str:
     """The option and its value, with the revision if there is one."""
-    of_revision = "" if asked.revision is None else f" at revision {asked.revision!r}"
-    return f"{asked.option} {asked.name!r}{of_revision}"
+    of_revision = "" if repository.revision is None else f" at revision {repository.revision!r}"
+    return f"{repository.option} {repository.name!r}{of_revision}"
 
 
 def is_final(error: Exception) -> bool:
@@ -39,22 +39,22 @@ def is_unknown_revision(error: Exception) -> bool:
     return isinstance(error, RevisionNotFoundError)
 
 
-def unknown_revision(asked: Repository, endpoint: str, known: Collection[str]) -> ModelError:
-    option = "revision" if asked.option == "model" else "tokenizer_revision"
+def unknown_revision(repository: Repository, endpoint: str, known: Collection[str]) -> ModelError:
+    option = "revision" if repository.option == "model" else "tokenizer_revision"
     listed = f"; it has: {', '.join(list(known)[:MAX_LISTED])}" if known else ""
     return ModelError(
-        f"{option} is {asked.revision!r}, and {asked.name!r} has no such branch, tag or "
-        f"commit{listed}; all are listed at {endpoint}/{asked.name}/tree/main"
+        f"{option} is {repository.revision!r}, and {repository.name!r} has no such branch, tag or "
+        f"commit{listed}; all are listed at {endpoint}/{repository.name}/tree/main"
     )
 
 
 def explained(
-    error: Exception, asked: Repository, endpoint: str, cache: Path, token: str | bool
+    error: Exception, repository: Repository, endpoint: str, cache: Path, token: str | bool
 ) -> ModelError:
     """The ``ModelError`` for an error of the library or the system, with the way out."""
-    where, page = spelled(asked), f"{endpoint}/{asked.name}"
+    where, page = spelled(repository), f"{endpoint}/{repository.name}"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
-    said = first_line(error, token)
+    message = first_line(error, token)
     if isinstance(error, GatedRepoError):
         return ModelError(_gated(where, page, isinstance(token, str)))
     if isinstance(error, RepositoryNotFoundError):
@@ -71,13 +71,13 @@ def explained(
         )
     if status is not None:
         return ModelError(
-            f"{where}: {endpoint} answers with status {status} ({said}); try again later. What was "
-            "fetched before is used without asking when HF_HUB_OFFLINE=1 is set"
+            f"{where}: {endpoint} answers with status {status} ({message}); try again later. What "
+            "was fetched before is used without asking when HF_HUB_OFFLINE=1 is set"
         )
     if isinstance(error, OSError) and not isinstance(error, LocalEntryNotFoundError):
-        return _of_system(error, where, cache, said)
+        return _of_system(error, where, cache, message)
     return ModelError(
-        f"{where} could not be fetched from {endpoint} ({said}): check the connection, proxies "
+        f"{where} could not be fetched from {endpoint} ({message}): check the connection, proxies "
         f"and HF_ENDPOINT, then try again; files that were fetched whole are kept in {cache}. "
         "Without a network give the path of a local directory"
     )
@@ -96,18 +96,18 @@ def _gated(where: str, page: str, has_token: bool) -> str:
     )
 
 
-def _of_system(error: OSError, where: str, cache: Path, said: str) -> ModelError:
+def _of_system(error: OSError, where: str, cache: Path, message: str) -> ModelError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ModelError(
             f"{where}: the disk of {cache} is full; make room, or give download_dir on another disk"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return ModelError(
-            f"{where}: {cache} cannot be written ({said}); give download_dir, or set HF_HOME, to "
-            "a directory that can"
+            f"{where}: {cache} cannot be written ({message}); give download_dir, or set HF_HOME, "
+            "to a directory that can"
         )
     return ModelError(
-        f"{where}: fetching it broke off ({said}); try again: files that were fetched whole are "
+        f"{where}: fetching it broke off ({message}); try again: files that were fetched whole are "
         f"kept in {cache}"
     )
 
@@ -128,17 +128,17 @@ def not_cached(where: str, cache: Path, missing: list[str] | None) -> ModelError
     )
 
 
-def check_weights(asked: Repository, endpoint: str, names: Collection[str]) -> None:
+def check_weights(repository: Repository, endpoint: str, names: Collection[str]) -> None:
     """Raise ``ModelError``, before anything is fetched, for weights that are not safetensors."""
     if files.INDEX in names or files.weights_at_top(names):
         return
-    where = spelled(asked)
+    where = spelled(repository)
     if pickles := files.of_kind(names, ".bin", ".pt", ".pth", ".ckpt"):
         raise ModelError(
             f"{where} holds weights only as pickles ({pickles[0]}), which can run code when read "
             "and are never fetched: give a repository with safetensors, or the revision of a "
-            f'conversion ("refs/pr/N", listed at {endpoint}/{asked.name}/discussions), or convert '
-            "it yourself with transformers: AutoModelForCausalLM.from_pretrained(name)"
+            f'conversion ("refs/pr/N", listed at {endpoint}/{repository.name}/discussions), or '
+            "convert it yourself with transformers: AutoModelForCausalLM.from_pretrained(name)"
             ".save_pretrained(path)"
         )
     if ggufs := files.of_kind(names, ".gguf"):

@@ -60,7 +60,7 @@ class TensorLender:
     def __init__(self) -> None:
         self._lent: dict[int, torch.Tensor | int] = {}  # by loan; an int is a descriptor
         self._num_loans = 0
-        self._has_said_slow = False
+        self._has_warned_slow = False
 
     @property
     def num_lent(self) -> int:
@@ -106,8 +106,8 @@ class TensorLender:
         try:
             return cuda.export(tensor)
         except OSError as error:
-            if not self._has_said_slow:
-                self._has_said_slow = True
+            if not self._has_warned_slow:
+                self._has_warned_slow = True
                 logger.warning("tensors go through host memory, this is said once: %s", error)
             return None
 

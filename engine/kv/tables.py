@@ -115,7 +115,7 @@ class RequestBlocks:
     num_adopted: int = 0  # leading entries that came from the cache
     num_ready: int = 0  # leading tokens whose KV was there when the blocks were got
     num_remote: int = 0  # tokens behind the adopted ones that a transfer fills, or has filled
-    num_told: int = 0  # leading entries that the worker knows
+    num_sent: int = 0  # leading entries that the worker knows
     loading: bool = False  # a transfer writes into the blocks, or waits to begin
     load_error: str = ""  # error of the source, which did not start the load; it is kept
     hit: PrefixHit | None = None  # remembered answer of lookup
@@ -131,7 +131,7 @@ class RequestBlocks:
     def clear(self) -> None:
         """The blocks were given back; hashes of known tokens stay valid."""
         self.tables = [[] for _ in self.tables]
-        self.num_adopted = self.num_ready = self.num_remote = self.num_told = 0
+        self.num_adopted = self.num_ready = self.num_remote = self.num_sent = 0
         self.loading = False
         self.hit = None
 
@@ -182,7 +182,7 @@ class BlockTables:
             self._deltas.blocks.fromlist(blocks)
             for holding, block in zip(holdings, taken, strict=True):
                 holding.tables[0].append(block)
-                holding.num_told += 1
+                holding.num_sent += 1
             return
         for row, holding in zip(rows, holdings, strict=True):
             for table in holding.tables:
@@ -191,10 +191,10 @@ class BlockTables:
 
     def tell(self, row: int, holding: RequestBlocks) -> None:
         """Queue the entries that the worker does not know yet."""
-        told = holding.num_told
+        sent = holding.num_sent
         for g, table in enumerate(holding.tables):
-            self._add(row, self._places(told, len(table)), table[told:], g)
-        holding.num_told = len(holding.blocks)
+            self._add(row, self._places(sent, len(table)), table[sent:], g)
+        holding.num_sent = len(holding.blocks)
 
     def drain(self) -> Deltas:
         """Changed entries that the worker must be sent."""
@@ -228,7 +228,7 @@ class BlockTables:
             self._pool.release([table[index] for index in outside])
             for index in outside:
                 table[index] = NULL_BLOCK
-                if index < holding.num_told:
+                if index < holding.num_sent:
                     self._add(row, self._places(index, index + 1), [NULL_BLOCK], g)
 
     def num_exclusive(

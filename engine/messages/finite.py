@@ -69,11 +69,11 @@ class Reading:
 
     waiting: list[Link]
     seen: set[int] = field(default_factory=set)
-    said: list[Schema] = field(default_factory=list)
+    schemas: list[Schema] = field(default_factory=list)
 
     def with_one_of(self, options: list[Link]) -> list[Reading]:
         """The same with each of these."""
-        return [Reading([*self.waiting, each], set(self.seen), [*self.said]) for each in options]
+        return [Reading([*self.waiting, each], set(self.seen), [*self.schemas]) for each in options]
 
 
 class TooLargeError(Exception):
@@ -261,7 +261,7 @@ class Places:
             place = waiting.pop()
             if place in ways:
                 continue
-            ways[place] = [way for said in self._meanings(place) for way in self._ways(said)]
+            ways[place] = [way for schemas in self._meanings(place) for way in self._ways(schemas)]
             waiting += [e for way in ways[place] for e in (*way.needed, *way.others)]
         return ways
 
@@ -290,7 +290,7 @@ class Places:
             if choices is None:
                 continue
             if not choices:
-                yield reading.said
+                yield reading.schemas
                 continue
             found = [reading]
             for options in choices:
@@ -316,7 +316,7 @@ class Places:
                 continue
             if _is_all(schema.get("not")):
                 return None
-            reading.said.append(schema)
+            reading.schemas.append(schema)
             parts = [*self.references.targets(schema), *_list(schema.get("allOf"))]
             reading.waiting += self._links(parts, link)
             choices = [_list(schema[key]) for key in CHOICES if _list(schema.get(key))]
@@ -336,63 +336,63 @@ class Places:
             led = led.led
         return False
 
-    def _ways(self, said: list[Schema]) -> Iterator[Way]:
+    def _ways(self, schemas: list[Schema]) -> Iterator[Way]:
         """To a value of which all this holds."""
         self._count()
         types = set(EVERY_TYPE)
-        for each in said:
+        for each in schemas:
             types &= _types(each)
-        if any("enum" in each or "const" in each for each in said):
-            if any(_is_one(value, said, types) for value in _listed(said)):
+        if any("enum" in each or "const" in each for each in schemas):
+            if any(_is_one(value, schemas, types) for value in _listed(schemas)):
                 yield Way(())
             return
-        if types & SCALARS - _empty(said):
+        if types & SCALARS - _empty(schemas):
             yield Way(())
         if "array" in types:
-            yield from self._arrays(said)
+            yield from self._arrays(schemas)
         if "object" in types:
-            yield from self._objects(said)
+            yield from self._objects(schemas)
 
-    def _arrays(self, said: list[Schema]) -> Iterator[Way]:
-        contained = [each["contains"] for each in said if "contains" in each]
-        counts = [_int(each.get("minContains"), 1) for each in said if "contains" in each]
-        least = max([0, *counts, *(_int(each.get("minItems"), 0) for each in said)])
-        if any(_int(each.get("maxItems"), least) < least for each in said):
+    def _arrays(self, schemas: list[Schema]) -> Iterator[Way]:
+        contained = [each["contains"] for each in schemas if "contains" in each]
+        counts = [_int(each.get("minContains"), 1) for each in schemas if "contains" in each]
+        least = max([0, *counts, *(_int(each.get("minItems"), 0) for each in schemas)])
+        if any(_int(each.get("maxItems"), least) < least for each in schemas):
             return
-        num_named = max(0, *(len(_prefix(each)) for each in said)) if said else 0
+        num_named = max(0, *(len(_prefix(each)) for each in schemas)) if schemas else 0
         items = [
-            self.place([_item(each, at) for each in said])
+            self.place([_item(each, at) for each in schemas])
             for at in range(min(least, num_named + 1))
         ]
-        any_item = [_item(each, num_named) for each in said]
+        any_item = [_item(each, num_named) for each in schemas]
         held = zip(contained, counts, strict=True)
         items += [self.place([*any_item, each]) for each, count in held if count and not num_named]
         yield Way(tuple(items))
 
-    def _objects(self, said: list[Schema]) -> Iterator[Way]:
-        names = {n for each in said for n in _list(each.get("required")) if isinstance(n, str)}
-        least = max([0, *(_int(each.get("minProperties"), 0) for each in said)])
-        if any(_int(each.get("maxProperties"), len(names)) < len(names) for each in said):
+    def _objects(self, schemas: list[Schema]) -> Iterator[Way]:
+        names = {n for each in schemas for n in _list(each.get("required")) if isinstance(n, str)}
+        least = max([0, *(_int(each.get("minProperties"), 0) for each in schemas)])
+        if any(_int(each.get("maxProperties"), len(names)) < len(names) for each in schemas):
             return
-        needed = tuple(self.place(self._property(said, name)) for name in sorted(names))
+        needed = tuple(self.place(self._property(schemas, name)) for name in sorted(names))
         missing = least - len(names)
         if missing <= 0:
             yield Way(needed)
             return
-        named = {n for each in said for n in _dict(each.get("properties"))} - names
-        others = tuple(self.place(self._property(said, name)) for name in sorted(named))
+        named = {n for each in schemas for n in _dict(each.get("properties"))} - names
+        others = tuple(self.place(self._property(schemas, name)) for name in sorted(named))
         yield Way(needed, others, missing)
         # Or by names that nothing says: as many as it takes.
-        unnamed = [self._additional(each) for each in said]
-        if not any("patternProperties" in each for each in said):
+        unnamed = [self._additional(each) for each in schemas]
+        if not any("patternProperties" in each for each in schemas):
             yield Way((*needed, self.place(unnamed)))
         else:
             yield Way(needed)
 
-    def _property(self, said: list[Schema], name: str) -> list[Any]:
+    def _property(self, schemas: list[Schema], name: str) -> list[Any]:
         """What holds for a property of this name."""
         found = []
-        for each in said:
+        for each in schemas:
             properties = _dict(each.get("properties"))
             own = [properties[name]] if name in properties else []
             patterns = _dict(each.get("patternProperties"))
@@ -420,35 +420,35 @@ def _types(schema: Schema) -> set[str]:
     return {*found, "integer"} if "number" in found else found
 
 
-def _listed(said: list[Schema]) -> list[Any]:
+def _listed(schemas: list[Schema]) -> list[Any]:
     """The values that the first list of values leaves."""
-    first = next(each for each in said if "enum" in each or "const" in each)
+    first = next(each for each in schemas if "enum" in each or "const" in each)
     return [first["const"]] if "const" in first else _list(first["enum"])
 
 
-def _is_one(value: Any, said: list[Schema], types: set[str]) -> bool:
+def _is_one(value: Any, schemas: list[Schema], types: set[str]) -> bool:
     """Whether a value is in all lists of values, and of a type that is allowed."""
     if type(value) in KINDS and not types & KINDS[type(value)]:
         return False
-    lists = [_list(each["enum"]) for each in said if "enum" in each]
-    lists += [[each["const"]] for each in said if "const" in each]
+    lists = [_list(each["enum"]) for each in schemas if "enum" in each]
+    lists += [[each["const"]] for each in schemas if "const" in each]
     return all(value in each for each in lists)
 
 
-def _empty(said: list[Schema]) -> set[str]:
+def _empty(schemas: list[Schema]) -> set[str]:
     """Types of which a range has no value."""
     found: set[str] = set()
-    if _is_empty(said, ("minLength",), ("maxLength",)):
+    if _is_empty(schemas, ("minLength",), ("maxLength",)):
         found.add("string")
     lows, highs = ("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")
-    if _is_empty(said, lows, highs):
+    if _is_empty(schemas, lows, highs):
         found |= {"integer", "number"}
     return found
 
 
-def _is_empty(said: list[Schema], lows: Sequence[str], highs: Sequence[str]) -> bool:
-    low = [each[key] for each in said for key in lows if _is_number(each.get(key))]
-    high = [each[key] for each in said for key in highs if _is_number(each.get(key))]
+def _is_empty(schemas: list[Schema], lows: Sequence[str], highs: Sequence[str]) -> bool:
+    low = [each[key] for each in schemas for key in lows if _is_number(each.get(key))]
+    high = [each[key] for each in schemas for key in highs if _is_number(each.get(key))]
     return bool(low and high) and max(low) > min(high)
 
 

@@ -281,11 +281,11 @@ def _check_extra_args(extra_args: Any) -> None:
 
 
 def _check_structured(params: SamplingParams) -> None:
-    asked = params.structured_outputs
-    if asked is None:
+    structured = params.structured_outputs
+    if structured is None:
         return
-    if not isinstance(asked, StructuredOutputsParams):
-        _refuse_type("structured_outputs", asked, "a StructuredOutputsParams")
+    if not isinstance(structured, StructuredOutputsParams):
+        _refuse_type("structured_outputs", structured, "a StructuredOutputsParams")
     if params.ignore_eos:
         raise RequestError(
             "ignore_eos is True with structured_outputs: a text that follows a grammar ends where "

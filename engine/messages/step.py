@@ -144,8 +144,8 @@ class StepPlan(msgspec.Struct, array_like=True):
     @property
     def is_empty(self) -> bool:
         """Nothing to compute and nothing to tell the worker."""
-        told = (self.adapters, self.media, self.kv_transfer)
-        return self.num_tokens == 0 and not self.freed_slots and told == (None, None, None)
+        parts = (self.adapters, self.media, self.kv_transfer)
+        return self.num_tokens == 0 and not self.freed_slots and parts == (None, None, None)
 
 
 class Received(msgspec.Struct, array_like=True):

@@ -399,18 +399,18 @@ def _choice_text(value: Any) -> str:
 
 
 def _tag_text(value: Any) -> str:
-    asked, text = _read_json("structural_tag", value)
-    if isinstance(asked, dict) and "format" in asked and "structures" not in asked:
+    tags, text = _read_json("structural_tag", value)
+    if isinstance(tags, dict) and "format" in tags and "structures" not in tags:
         raise RequestError(
             "the structural_tag of structured_outputs has a format, which is not offered; say it "
             f"by structures and triggers, as {TAG_EXAMPLE}"
         )
-    if not isinstance(asked, dict) or not {"structures", "triggers"} <= asked.keys():
+    if not isinstance(tags, dict) or not {"structures", "triggers"} <= tags.keys():
         raise RequestError(
-            f"the structural_tag of structured_outputs is {asked!r:.80}, must have structures and "
+            f"the structural_tag of structured_outputs is {tags!r:.80}, must have structures and "
             f"triggers, as {TAG_EXAMPLE}"
         )
-    structures, triggers = asked["structures"], asked["triggers"]
+    structures, triggers = tags["structures"], tags["triggers"]
     for name, entries in (("structures", structures), ("triggers", triggers)):
         _check_type(f"{name} in structural_tag", entries, list)
         if not 0 < len(entries) <= MAX_TAGS:

@@ -145,10 +145,10 @@ class Assembly:
 
     def head_of(self, weight: Weight) -> Linear:
         """Never in 8-bit floats: their product takes 8-bit inputs, too coarse for scores."""
-        asked = self.placement.quantization
+        requested = self.placement.quantization
         return make_linear(
             weight,
-            quantization=None if asked == "fp8" else asked,
+            quantization=None if requested == "fp8" else requested,
             device=self.placement.device,
             keeps_float32=True,
             batch_invariant=self.placement.batch_invariant,

@@ -60,10 +60,10 @@ class Options:
     sinks: torch.Tensor | None  # [Hq]
 
 
-def read_options(scaling: float | None, head_dim: int, asked: dict[str, Any]) -> Options:
+def read_options(scaling: float | None, head_dim: int, given: dict[str, Any]) -> Options:
     """Raises ``Misfit`` naming an argument that would change the result in a way not known here."""
     softcap = sinks = None
-    for name, value in asked.items():
+    for name, value in given.items():
         if value is None or name in WITHOUT_EFFECT:
             continue
         if name == "softcap":
@@ -89,7 +89,7 @@ class Call:
     value: torch.Tensor  # [1, Hkv, N, Dv]
     mask: torch.Tensor | None
     scaling: float | None
-    asked: dict[str, Any]
+    given: dict[str, Any]
 
 
 def listen(
@@ -99,10 +99,10 @@ def listen(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    **asked: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Note the call. Each token gets its own value back, so none depends on another."""
-    getattr(module, STATE).append(Call(module, query, key, value, attention_mask, scaling, asked))
+    getattr(module, STATE).append(Call(module, query, key, value, attention_mask, scaling, given))
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
 
@@ -181,14 +181,14 @@ def attend(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
-    **asked: Any,
+    **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """query: [1, Hq, N, D]; key, value: [1, Hkv, N, D] -> ([1, N, Hq, D of value], None)."""
     state: PagedState = getattr(module, STATE)
     assert state.step is not None, "the module is called outside a step"
     layer = state.layers[state.step.num_calls]
     assert layer.module is module, "the module calls its attention layers in another order"
-    options = read_options(scaling, query.shape[-1], asked)
+    options = read_options(scaling, query.shape[-1], given)
     kv_layer = state.step.next_cache(_rows(key, state.head_dim), _rows(value, state.head_dim))
     queries = _rows(query, state.head_dim).to(value.dtype)
     out = paged_attention(

@@ -132,7 +132,7 @@ def _read_layers(calls: list[Call], max_model_len: int) -> tuple[AttentionLayer,
         shape = (1, call.query.shape[1], NUM_TOKENS)
         if call.query.shape[:3] != shape or call.key.shape[2] != NUM_TOKENS:
             raise Misfit("its attention does not see each token once")
-        read_options(call.scaling, call.query.shape[-1], call.asked)
+        read_options(call.scaling, call.query.shape[-1], call.given)
         rule = getattr(call.mask, "rule", None)
         if call.mask is None or rule is None:
             raise Misfit("it builds attention masks of its own")

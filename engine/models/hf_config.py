@@ -85,7 +85,7 @@ def heads(hf: HF) -> tuple[int, int] | None:
 def attention(hf: HF, **differences: Any) -> AttentionSpec:
     """Heads and scale; ``differences`` are fields of ``AttentionSpec``."""
     num_heads = count(hf, "num_attention_heads")
-    num_kv_heads = count({"num_key_value_heads": num_heads, **_said(hf)}, "num_key_value_heads")
+    num_kv_heads = count({"num_key_value_heads": num_heads, **_stated(hf)}, "num_key_value_heads")
     if num_heads % num_kv_heads:
         raise ModelError(
             f"config.json has {num_heads} attention heads, not a multiple of its {num_kv_heads} "
@@ -139,10 +139,10 @@ def _check_rope(rope_type: str, scaling: Mapping[str, Any]) -> None:
 
 
 def max_position(hf: HF) -> int:
-    return count({"max_position_embeddings": 2048, **_said(hf)}, "max_position_embeddings")
+    return count({"max_position_embeddings": 2048, **_stated(hf)}, "max_position_embeddings")
 
 
-def _said(hf: HF) -> dict[str, Any]:
+def _stated(hf: HF) -> dict[str, Any]:
     """The keys of the file that are not null."""
     return {key: value for key, value in hf.items() if value is not None}
 

@@ -108,21 +108,21 @@ def quantization_of(
     config: ModelConfig, info: ModelInfo, form: Format | None, device: str
 ) -> str | None:
     """What plain weights are to be quantised to. Raises ``ConfigError`` if they cannot."""
-    asked = config.quantization
+    requested = config.quantization
     if form is None:
-        check_quantization(asked, torch.device(device))
-        return asked
+        check_quantization(requested, torch.device(device))
+        return requested
     stored = f"{info.path} holds weights quantized by {form.name!r}"
     if config.load_format == "dummy":
         raise ConfigError(
             f'{stored}, and load_format="dummy" makes up plain ones; give a config.json without '
             "its quantization_config"
         )
-    if asked in (None, form.name):
+    if requested in (None, form.name):
         return None
-    if asked == "int8" and is_cpu(torch.device(device)):
-        return asked
-    raise ConfigError(f"{stored}, quantization={asked!r} would do it again; leave it out")
+    if requested == "int8" and is_cpu(torch.device(device)):
+        return requested
+    raise ConfigError(f"{stored}, quantization={requested!r} would do it again; leave it out")
 
 
 def native_spec(info: ModelInfo) -> DecoderSpec | None:

@@ -69,7 +69,7 @@ class StatsLog:
         self._clock = clock
         self._seconds = seconds
         self._since: float | None = None  # None: idle
-        self._asked_at = 0.0
+        self._requested_at = 0.0
         self._before = Snapshot()
 
     def after_step(self, is_idle: bool) -> None:
@@ -81,8 +81,8 @@ class StatsLog:
             self._before.generation_tokens = self._counts.generation_tokens
         seconds = now - self._since
         is_due = seconds >= self._seconds
-        if is_due or now - self._asked_at >= ASK_SECONDS:
-            self._asked_at = now
+        if is_due or now - self._requested_at >= ASK_SECONDS:
+            self._requested_at = now
             stats = self._latest_stats()
             if is_due and stats is not None:
                 self._log(stats, seconds)

@@ -43,15 +43,15 @@ class ClockOffset:
         self._started: dict[str, float] = {}
         """Requests that have started, each with the offset by which all its events are dated."""
 
-    def measure(self, asked: float, told: float, heard: float) -> None:
+    def measure(self, sent: float, answered: float, received: float) -> None:
         """An exchange: the core's time between two of the client's. A message that was not asked
         for was asked at minus infinity."""
-        widened = MAX_DRIFT * (heard - self._measured_at)
-        self._least = max(self._least - widened, told - heard)
-        self._most = min(self._most + widened, told - asked)
-        self._measured_at = heard
+        widened = MAX_DRIFT * (received - self._measured_at)
+        self._least = max(self._least - widened, answered - received)
+        self._most = min(self._most + widened, answered - sent)
+        self._measured_at = received
         if self._least > self._most:  # a machine slept meanwhile: its clock stood still
-            self._least, self._most = told - heard, told - asked
+            self._least, self._most = answered - received, answered - sent
         self._may_be_same = self._may_be_same and self._least <= 0.0 <= self._most
         self.seconds = 0.0 if self._may_be_same else self._least
 
@@ -67,14 +67,14 @@ class ClockOffset:
             end_deadline=self._later(request.end_deadline),
         )
 
-    def from_core(self, batch: CoreOutputs, heard: float) -> None:
+    def from_core(self, batch: CoreOutputs, received: float) -> None:
         """Put the times of outputs, which came at ``heard``, on the client's clock.
 
         Times of batches do not go back when the offset is known better.
         """
-        self.measure(-math.inf, batch.time, heard)
+        self.measure(-math.inf, batch.time, received)
         if not self._may_be_same:
-            batch.time = min(max(batch.time - self.seconds, self._latest), heard)
+            batch.time = min(max(batch.time - self.seconds, self._latest), received)
             self._date_events(batch)
         self._latest = batch.time
 

@@ -31,7 +31,7 @@ class HealthMonitor:
         self.socket.connect(address.control)
         self._ping = Encoder().encode(Ping(address.token))
         self._decoder: Decoder[FromControl] = Decoder(FromControl)
-        self._asked_at = 0.0
+        self._sent_at = 0.0
         self._num_unanswered = 0
 
     def check(self, now: float) -> str | None:
@@ -42,10 +42,10 @@ class HealthMonitor:
         while self.socket.poll(0):
             if check := self._take(self.socket.recv_multipart()):
                 return check
-        if now - self._asked_at >= self._ask_seconds:
+        if now - self._sent_at >= self._ask_seconds:
             if self._num_unanswered * self._ask_seconds >= self._hang_timeout:
                 return f"has not answered for {self._hang_timeout:g} s (core_hang_timeout)"
-            self._asked_at = now
+            self._sent_at = now
             self._num_unanswered += 1
             with suppress(zmq.Again):  # this connection is lost: no answer will come
                 self.socket.send(self._ping, zmq.NOBLOCK)

@@ -275,8 +275,8 @@ class Dispatcher:
         try:
             self._sessions.send(session.identity, self._call(call), MAX_CALL_BYTES)
         except WireError as error:
-            told = EngineError(f"Call to {call.name} method failed: its answer: {error}")
-            self._sessions.send(session.identity, Answer(call.number, failure=failure_of(told)))
+            failed = EngineError(f"Call to {call.name} method failed: its answer: {error}")
+            self._sessions.send(session.identity, Answer(call.number, failure=failure_of(failed)))
 
     def _call(self, call: Call) -> Answer:
         try:

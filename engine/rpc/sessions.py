@@ -394,8 +394,8 @@ def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
         return []
     if num_rows == 1:
         end = Finished(0, "error", message=plain_text(fault))
-        told = CoreOutputs(batch.request_ids, [], [0], batch.time, finished=[end])
-        return [Piece(encode(Outputs(told)), told, fault)]
+        ending = CoreOutputs(batch.request_ids, [], [0], batch.time, finished=[end])
+        return [Piece(encode(Outputs(ending)), ending, fault)]
     middle = num_rows // 2
     halves = (range(middle), range(middle, num_rows))
     return [piece for rows in halves for piece in pieces_of(pick_rows(batch, rows), encode)]

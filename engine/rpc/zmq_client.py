@@ -316,7 +316,7 @@ class Part:
     number: int
     places: list[int]
     """Indices of its requests among all that were to be added."""
-    asked_at: float
+    sent_at: float
 
 
 class ClientProtocol:
@@ -332,9 +332,9 @@ class ClientProtocol:
         """The latest statistics that ``ask_stats`` asked for."""
         self.offset = ClockOffset()
         self._clock = clock
-        self._asked_at = 0.0  # when hello was sent
+        self._hello_at = 0.0  # when hello was sent
         self._submits: dict[int, Part] = {}  # not answered yet
-        self._stats_asked: int | None = None  # number of the question that is not answered yet
+        self._stats_call: int | None = None  # number of the question that is not answered yet
         self._numbers = itertools.count()
         self._encoder = Encoder()
         self._decoder: Decoder[ToClient] = Decoder(ToClient)
@@ -343,7 +343,7 @@ class ClientProtocol:
     # -- what to send
 
     def hello(self, token: bytes, name: str) -> bytes:
-        self._asked_at = self._clock()
+        self._hello_at = self._clock()
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
@@ -382,9 +382,9 @@ class ClientProtocol:
 
     def ask_stats(self) -> bytes | None:
         """A call of ``stats`` whose answer no caller waits for; ``None`` while one is under way."""
-        if self._stats_asked is not None:
+        if self._stats_call is not None:
             return None
-        self._stats_asked, frame = self.call("stats", ())
+        self._stats_call, frame = self.call("stats", ())
         return frame
 
     def bye(self) -> bytes:
@@ -422,15 +422,15 @@ class ClientProtocol:
             case Fault():
                 raise WireError(f"the core could not read a message: {message.message}")
             case Welcome():
-                self.offset.measure(self._asked_at, message.time, self._clock())
+                self.offset.measure(self._hello_at, message.time, self._clock())
                 return message
             case Submitted():
                 self._note_submitted(message)
                 return message
             case Answer():
                 self._note_never_sent(message.number)
-                if message.number == self._stats_asked:
-                    self._stats_asked = None
+                if message.number == self._stats_call:
+                    self._stats_call = None
                     with suppress(EngineError, msgspec.ValidationError):  # it has none to tell
                         self.stats = value_of("stats", message)
                 return message
@@ -442,15 +442,15 @@ class ClientProtocol:
         if part is None:
             raise WireError(f"the core answers message {message.number}, which was not asked")
         _check_places([each.index for each in message.refusals], part.places)
-        self.offset.measure(part.asked_at, message.time, self._clock())
+        self.offset.measure(part.sent_at, message.time, self._clock())
         self.num_unfinished += len(part.places) - len(message.refusals)
 
     def _note_never_sent(self, number: int) -> None:
         """Forget earlier questions without an answer: an interrupt kept them from being sent."""
         while self._submits and (first := next(iter(self._submits))) < number:
             del self._submits[first]
-        if self._stats_asked is not None and self._stats_asked < number:
-            self._stats_asked = None
+        if self._stats_call is not None and self._stats_call < number:
+            self._stats_call = None
 
     # -- helpers
 

@@ -83,7 +83,7 @@ class RowScores(NamedTuple):
 class SlotTables(NamedTuple):
     """Columns that the sampler reads by slot, on the device."""
 
-    asked: Columns  # by the sequence in it, for the draw
+    requested: Columns  # by the sequence in it, for the draw
     history: torch.Tensor  # [slots, max_len] int32: output tokens by position
     num_prompt: torch.Tensor  # [slots] int32
 
@@ -211,9 +211,9 @@ class Sampler:
     def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
         """One token for each row [R] int32, -1 where there is none."""
         if masks is None:
-            return on_slots.sample(rows, self._tables.asked)
+            return on_slots.sample(rows, self._tables.requested)
         of_row = self._upload(masks.of_row)
-        return on_slots.sample_allowed(rows, self._tables.asked, masks.words, of_row)
+        return on_slots.sample_allowed(rows, self._tables.requested, masks.words, of_row)
 
     def finish(
         self, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor

@@ -78,8 +78,8 @@ class DraftModel(Feature):
         """Load the model. Raises ``ConfigError``."""
         config, sched, platform = self._config, self._config.scheduler, machine.platform
         model = self.load(machine)
-        asked = config.cache.kv_cache_dtype
-        self._kv_dtype = settle_kv_dtype(model, asked, platform.device)
+        requested = config.cache.kv_cache_dtype
+        self._kv_dtype = settle_kv_dtype(model, requested, platform.device)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
         self._target = machine
         slots = machine.slots.twin(platform)

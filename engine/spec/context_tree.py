@@ -174,10 +174,10 @@ def _new_follower(tree: Any, node: Any, token: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _drop_follower(tree: Any, node: Any, row: Any) -> None:
-    before, behind = np.int64(tree[row + BEFORE]), np.int64(tree[row + NEXT])
-    tree[(before + NEXT) if before else (node + FIRST)] = behind
-    if behind:
-        tree[behind + BEFORE] = before
+    before, position = np.int64(tree[row + BEFORE]), np.int64(tree[row + NEXT])
+    tree[(before + NEXT) if before else (node + FIRST)] = position
+    if position:
+        tree[position + BEFORE] = before
     if tree[node + BEST] == row:
         tree[node + BEST] = 0
     _leave_index(tree, row)
@@ -310,11 +310,11 @@ def _join(tree: Any, node: Any) -> None:
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _enter(tree: Any, behind: Any, length: Any, path: Any) -> Any:
+def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
     """Enter the token at index ``behind``, after ``length`` others; False if there is no room."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
-    place = (behind - 1) & mask
-    token = np.int64(tree[base + (behind & mask)])
+    place = (position - 1) & mask
+    token = np.int64(tree[base + (position & mask)])
     count, at, below = _descend(tree, (tree, base, mask), place, length, path)
     num_needed = count + 4
     row = np.int64(tree[below + FIRST]) if below else 0
@@ -340,11 +340,11 @@ def _enter(tree: Any, behind: Any, length: Any, path: Any) -> Any:
 
 
 @compiled  # type: ignore[untyped-decorator]
-def _forget(tree: Any, behind: Any, length: Any, path: Any) -> None:
+def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
     """Undo that; of all tokens that are entered it must be the oldest."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
-    token = np.int64(tree[base + (behind & mask)])
-    count = _descend(tree, (tree, base, mask), (behind - 1) & mask, length, path)[0]
+    token = np.int64(tree[base + (position & mask)])
+    count = _descend(tree, (tree, base, mask), (position - 1) & mask, length, path)[0]
     for index in range(1, count):
         _subtract(tree, path[index], token)
     node = path[count - 1]
@@ -433,12 +433,12 @@ def enter(tree: Any, span: Any, is_new: Any) -> Any:
     depth = np.int64(tree[DEPTH])
     path = np.empty(depth + 2, dtype=np.int64)
     path[0] = root
-    for behind in range(max(first, begin + 1), end):
-        length = min(depth, behind - begin)
+    for position in range(max(first, begin + 1), end):
+        length = min(depth, position - begin)
         if not is_new:
-            _forget(tree, behind, length, path)
-        elif not _enter(tree, behind, length, path):
-            return behind
+            _forget(tree, position, length, path)
+        elif not _enter(tree, position, length, path):
+            return position
     return end
 
 

@@ -65,10 +65,12 @@ class Places:
         if end - first > BULK:
             self._enter_many(tokens, first, end)
         else:
-            for behind in range(first, end):
-                codes = self._last[1] if behind == self._last[0] else self._codes(tokens, behind)
+            for position in range(first, end):
+                codes = (
+                    self._last[1] if position == self._last[0] else self._codes(tokens, position)
+                )
                 for table, code in zip(self._tables, codes, strict=False):
-                    table[code] = behind
+                    table[code] = position
         self._num_entered = max(self._num_entered, end - 1)
 
     def find(self, tokens: array[int]) -> int | None:
@@ -77,10 +79,10 @@ class Places:
         codes = self._codes(tokens, end)
         self._last = end, codes
         for index in range(len(codes) - 1, -1, -1):
-            behind, size = self._tables[index].get(codes[index]), self._min_size + index
+            position, size = self._tables[index].get(codes[index]), self._min_size + index
             # Two n-grams may have one code.
-            if behind is not None and tokens[behind - size : behind] == tokens[end - size :]:
-                return behind
+            if position is not None and tokens[position - size : position] == tokens[end - size :]:
+                return position
         return None
 
     def _codes(self, tokens: array[int], end: int) -> list[int]:
@@ -103,10 +105,10 @@ class Places:
             codes[size - 1 :] += values[: len(values) - size + 1] * np.uint64(weight)
             weight = weight * self._base & MASK
             if size >= self._min_size:
-                behind = max(first, start + size)
-                ending = codes[behind - start - 1 :].tolist()
+                position = max(first, start + size)
+                ending = codes[position - start - 1 :].tolist()
                 table = self._tables[size - self._min_size]
-                table.update(zip(ending, range(behind, end), strict=True))
+                table.update(zip(ending, range(position, end), strict=True))
 
 
 def copy(tokens: array[int], at: int, num_tokens: int) -> list[int]:

@@ -19,7 +19,7 @@ from engine.sched.request import Request
 
 FIRST = 0.6  # of right drafts, before any was verified
 PRIOR = 1.0  # drafts that what is known of all requests counts as
-MOST_TOLD = 4.0  # the same of what a request's drafts at all places tell of one of them
+MOST_EVIDENCE = 4.0  # the same of what a request's drafts at all places tell of one of them
 TRIED = 0.25  # tokens that drafts may cost which only tell whether a text repeats itself by now
 KEEP = 0.9  # of what a request's earlier drafts count for, at each step with drafts
 KEEP_ALL = 0.99  # the same of all requests' together
@@ -81,8 +81,8 @@ class Worth:
         own, every = self._own.get(req.arrival), self._all
         weight, known = PRIOR, 0.0
         if own is not None:  # what its drafts at other places were says something of this one
-            told = min(sum(own.tried), MOST_TOLD)
-            weight, known = PRIOR + told, told * sum(own.right) / max(sum(own.tried), 1e-9)
+            evidence = min(sum(own.tried), MOST_EVIDENCE)
+            weight, known = PRIOR + evidence, evidence * sum(own.right) / max(sum(own.tried), 1e-9)
         chance, num, together = 1.0, 0, 0.0
         for place in range(min(most, self._num_places)):
             rate = every.right[place] / every.tried[place]

@@ -122,7 +122,7 @@ class GrammarsRefused(Resource):
         )
 
 
-def beside(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
+def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
     """These resources with the one that serves grammars, unless one of them does; or with one that
     refuses them, where a plug-in writes masks."""
     writers = [resource for resource in resources if "masks" in resource.needs]

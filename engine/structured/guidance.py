@@ -273,14 +273,14 @@ class GuidanceCompilation:
         self.num_bytes = 0  # that are kept beside its text, as far as a library says it
         self._ready = ready
         self._max_seconds = max_seconds
-        self._asked = time.monotonic()
+        self._since = time.monotonic()
 
     @property
     def is_late(self) -> bool:
         ready = self._ready.get(self.library)
         if self.future.done() or ready is None:
             return False
-        return time.monotonic() - max(ready, self._asked) > self._max_seconds
+        return time.monotonic() - max(ready, self._since) > self._max_seconds
 
     @property
     def lateness(self) -> GrammarError:
@@ -310,7 +310,7 @@ class GuidanceMatcher:
         text = self._without_end(tokens)
         found: int = self._matcher.validate_tokens(text) if text else 0
         self._check()
-        return found + (found == len(text) < len(tokens) and self._may_end_behind(text))
+        return found + (found == len(text) < len(tokens) and self._may_end_after(text))
 
     def advance(self, tokens: Sequence[int]) -> None:
         if text := self._without_end(tokens):
@@ -344,7 +344,7 @@ class GuidanceMatcher:
         ends = [place for place, token in enumerate(tokens) if token in self._eos]
         return list(tokens[: ends[0]] if ends else tokens)
 
-    def _may_end_behind(self, text: list[int]) -> bool:
+    def _may_end_after(self, text: list[int]) -> bool:
         ahead = self._matcher.deep_copy() if text else self._matcher
         if text:
             ahead.consume_tokens(text)
@@ -508,11 +508,13 @@ def _refusal(form: Grammar) -> str:
     from llguidance import LLMatcher
 
     try:
-        told = [LLMatcher.validate_grammar(each, limits=limits(form)) for each in sources_of(form)]
+        reports = [
+            LLMatcher.validate_grammar(each, limits=limits(form)) for each in sources_of(form)
+        ]
         checker_of(form)
     except BaseException as error:  # the library may panic, which is no Exception
         return reason(error)
-    return next(filter(None, map(_words, told)), "")
+    return next(filter(None, map(_words, reports)), "")
 
 
 def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:

@@ -101,8 +101,8 @@ def of_schema(schema: Any, form: Grammar, name: str) -> Named:
         options = {**options, "lenient": True}
     text = json_text(plan_of(schema, form).written)
     made = LLMatcher.grammar_from_json_schema(text, overrides=options)
-    (asked,) = msgspec.json.decode(made)["grammars"]
-    return {**asked, "name": name}
+    (grammar,) = msgspec.json.decode(made)["grammars"]
+    return {**grammar, "name": name}
 
 
 def _spacing(pattern: str) -> str:
@@ -137,8 +137,8 @@ def _of_expression(form: Grammar) -> str:
     expression = form.text
     if form.kind == "choice":
         expression = "|".join(map(_quoted, msgspec.json.decode(form.text)))
-    (asked,) = msgspec.json.decode(LLMatcher.grammar_from_regex(expression))["grammars"]
-    found: str = asked["lark_grammar"]
+    (grammar,) = msgspec.json.decode(LLMatcher.grammar_from_regex(expression))["grammars"]
+    found: str = grammar["lark_grammar"]
     return found
 
 

@@ -20,16 +20,16 @@ def none_special(text: str) -> int | None:
     return None
 
 
-def lark_of(asked: dict[str, Any], special_of: SpecialOf, name: str = "of") -> str:
+def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> str:
     """Lark's notation; the schema of the n-th structure is the grammar ``of_n`` next to it, if this
     is the name.
 
     special_of: the special token that a text is, if it is one: then a model writes that token.
     """
-    structures = asked["structures"]
+    structures = tags["structures"]
     rules = []
     for number, structure in enumerate(structures):
-        trigger = trigger_of(structure, asked["triggers"])
+        trigger = trigger_of(structure, tags["triggers"])
         rest = _text(structure["begin"][len(trigger) :])
         body = f"{rest} @{name}_{number} {_text(structure['end'])}"
         token = special_of(trigger)
@@ -38,8 +38,8 @@ def lark_of(asked: dict[str, Any], special_of: SpecialOf, name: str = "of") -> s
         else:
             rules.append(f"opened_{number}[lazy]: TEXT {_text(trigger)}")
             rules.append(f"tag_{number}: opened_{number} {body}")
-    tags = " | ".join(f"tag_{number}" for number in range(len(structures)))
-    return "\n".join([f"start: ({tags})* rest", "rest: TEXT", "TEXT: /(.|\\n)*/", *rules])
+    openings = " | ".join(f"tag_{number}" for number in range(len(structures)))
+    return "\n".join([f"start: ({openings})* rest", "rest: TEXT", "TEXT: /(.|\\n)*/", *rules])
 
 
 def trigger_of(structure: dict[str, Any], triggers: list[str]) -> str:

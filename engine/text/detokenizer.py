@@ -187,14 +187,14 @@ class TextReader:
 
     def read(self, token_ids: list[int], is_last: bool) -> TextDelta:
         """What these tokens add. One that cannot be read is an error in the answer."""
-        told = self.next_text(token_ids)
-        if isinstance(told, TextDelta):
-            return told
+        new_text = self.next_text(token_ids)
+        if isinstance(new_text, TextDelta):
+            return new_text
         if not is_last:
-            return TextDelta(told)
+            return TextDelta(new_text)
         assert self._detokenizer is not None
         try:
-            return TextDelta(told + self._detokenizer.flush())
+            return TextDelta(new_text + self._detokenizer.flush())
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:

@@ -28,7 +28,7 @@ TICKS = 256  # between two looks at the clock
 # No template can name these: a variable of its own, and two filters.
 BUDGET, BOUNDED, TICK = " budget", " bounded", " tick"
 WIDE = re.compile(r"%[-+ #0]*[\d.]*(?:\d{7}|\*)|:[^{}]*\d{7}")  # in a format
-ASKED_WIDTH = re.compile(r":[^{}]*\{")  # a format whose width is another value
+NESTED_WIDTH = re.compile(r":[^{}]*\{")  # a format whose width is another value
 SIZED = (
     "batch", "center", "indent", "pprint", "round", "slice", "tojson", "truncate", "wordwrap",
 )  # fmt: skip
@@ -167,7 +167,7 @@ def check_format(layout: Any, values: Iterable[Any] = ()) -> None:
         return
     if WIDE.search(layout):
         raise TemplateError(f"it has a format of a width over {MAX_NUMBER}, the limit")
-    if ASKED_WIDTH.search(layout):
+    if NESTED_WIDTH.search(layout):
         check_numbers(values)
 
 

@@ -175,12 +175,12 @@ class Tokenizer:
         }
         return ChatInputs(template, messages, values)
 
-    def _template(self, asked: str | None, has_tools: bool) -> str:
-        if asked is not None:
-            if not isinstance(asked, str):
-                message = f"chat_template is {asked!r:.80}, must be a str"
+    def _template(self, chosen: str | None, has_tools: bool) -> str:
+        if chosen is not None:
+            if not isinstance(chosen, str):
+                message = f"chat_template is {chosen!r:.80}, must be a str"
                 raise RequestTypeError(message, param="chat_template")
-            return self.templates.get(asked, asked)
+            return self.templates.get(chosen, chosen)
         name = "tool_use" if has_tools and "tool_use" in self.templates else "default"
         if name not in self.templates:
             known = f" (it has: {', '.join(self.templates)})" if self.templates else ""

@@ -235,8 +235,10 @@ class Batches:
             columns = zip(self._inputs, ends, strict=True)
             inputs = Inputs(*(column[:end] for column, end in columns))
             step = self._staging.device.of(num_seqs, num_tokens)
-            told = (step.slots, step.query_start, step.host_ids)
-            prepare = on_slots.preparation(self._slots.state, *told, inputs, self._slots.block_size)
+            described = (step.slots, step.query_start, step.host_ids)
+            prepare = on_slots.preparation(
+                self._slots.state, *described, inputs, self._slots.block_size
+            )
             room = Room(num_seqs, num_tokens, step, inputs, prepare)
             self._rooms[num_seqs, num_tokens] = room
         return room
@@ -343,8 +345,9 @@ def draws_of(rows: PlanRows, tokens: Tokens) -> tuple[Draws, Column, ReadColumns
     seqs = np.repeat(_ascending(num_seqs), each)
     ends, lengths, draft_rows = ends[seqs], lengths[seqs], None
     if rows.drafts is not None:
-        behind = (rows.drafts.counts[seqs] + 1) - (_ascending(len(seqs)) - starts[seqs])  # k + 1..1
-        ends, lengths = ends - behind + 1, (lengths - behind + 1).astype(np.int32)
+        # From k + 1 drafts and a token of its own down to 1.
+        remaining = (rows.drafts.counts[seqs] + 1) - (_ascending(len(seqs)) - starts[seqs])
+        ends, lengths = ends - remaining + 1, (lengths - remaining + 1).astype(np.int32)
         draft_rows = _draft_rows(rows.drafts, rows.samples, starts, seqs)
     draws = Draws(seqs, rows.slots[seqs], lengths, draft_rows)
     if len(seqs) == len(tokens.slots):

@@ -20,12 +20,12 @@ from kernels.toolchain import why_triton_cannot_start
 LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
 
 
-def resolve_device(asked: Device) -> Device:
+def resolve_device(requested: Device) -> Device:
     """ "cpu" or "cuda"; auto takes a GPU if there is one.
 
     Raises ``ConfigError`` if a GPU is asked for and there is none.
     """
-    if asked == "cpu" or (asked == "auto" and not torch.cuda.is_available()):
+    if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return "cpu"
     if not torch.cuda.is_available() and not interprets_cuda():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"

@@ -55,30 +55,30 @@ def free_host_bytes() -> int:
 
 
 def choose_kv_dtype(
-    asked: str, computed_in: torch.dtype, device: torch.device | str
+    requested: str, computed_in: torch.dtype, device: torch.device | str
 ) -> torch.dtype:
     """Type of keys and values. asked: ``kv_cache_dtype``.
 
     Raises ``ConfigError`` where no kernel reads what was asked for beside such activations.
     """
-    if asked == "auto":
+    if requested == "auto":
         return computed_in
     device = torch.device(device)
-    if asked in FP8_NAMES:
-        _check_fp8(asked, computed_in, device)
+    if requested in FP8_NAMES:
+        _check_fp8(requested, computed_in, device)
         return FP8
     is_read = computed_in is torch.bfloat16 or (computed_in is torch.float32 and is_cpu(device))
     if not is_read:
         raise ConfigError(
-            f"kv_cache_dtype is {asked!r}, but the model is computed in {_name(computed_in)} on "
-            f'{device.type!r}, which needs a cache of its own type: use "auto", or '
+            f"kv_cache_dtype is {requested!r}, but the model is computed in {_name(computed_in)} "
+            f'on {device.type!r}, which needs a cache of its own type: use "auto", or '
             'dtype="bfloat16"'
         )
     return torch.bfloat16
 
 
-def _check_fp8(asked: str, computed_in: torch.dtype, device: torch.device) -> None:
-    what = f"kv_cache_dtype is {asked!r}"
+def _check_fp8(requested: str, computed_in: torch.dtype, device: torch.device) -> None:
+    what = f"kv_cache_dtype is {requested!r}"
     if is_cpu(device):
         raise ConfigError(
             f"{what}, which needs device='cuda', got device='cpu': no kernel there reads 8-bit "
@@ -99,10 +99,10 @@ def _check_fp8(asked: str, computed_in: torch.dtype, device: torch.device) -> No
         )
 
 
-def settle_kv_dtype(model: Model, asked: str, device: torch.device) -> torch.dtype:
+def settle_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.dtype:
     """Type of the keys and values of a loaded model, which scales them from now on where they are
     of 8 bits. Raises ``ConfigError`` as ``choose_kv_dtype`` does."""
-    dtype = choose_kv_dtype(asked, model.dtype, device)
+    dtype = choose_kv_dtype(requested, model.dtype, device)
     if dtype is FP8:
         num_layers = model.kv_spec.num_layers
         num_scaled = model.scale_cache(device) if isinstance(model, Decoder) else 0

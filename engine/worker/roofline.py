@@ -36,8 +36,8 @@ SECONDS = 0.6  # of each probe, at least
 Product = tuple[int, int, int]
 """Rows, inputs, outputs."""
 PRODUCTS: tuple[Product, ...] = ((1024, 1024, 1024), (2048, 1024, 4096))
-TOLD_SECONDS = 1.0  # of steps of which the floors are told together
-TOLD_STEPS = 64  # or so many
+REPORT_SECONDS = 1.0  # of steps of which the floors are told together
+REPORT_STEPS = 64  # or so many
 _QUICK = 0.05  # seconds of a probe behind a start
 _QUICK_BYTES = 128 << 20
 

@@ -27,7 +27,7 @@ from engine.sample.sampler import Draws, RowMasks, RowScores
 from engine.worker.batches import PlanRows, Staged, draft_tokens
 from engine.worker.feature import Feature, Machine
 from engine.worker.prompt_scores import PromptScores
-from engine.worker.roofline import TOLD_SECONDS, TOLD_STEPS, Measured, Roofline
+from engine.worker.roofline import REPORT_SECONDS, REPORT_STEPS, Measured, Roofline
 from engine.worker.slots import LiveSeqs
 from engine.worker.steps import (
     BySize,
@@ -155,7 +155,7 @@ class Driver:
         measured = Measured(result.seconds, plan.counts, plan.starts, plan.samples)
         self._measured.append(measured)
         self._measured_seconds += result.seconds
-        if self._measured_seconds >= TOLD_SECONDS or len(self._measured) == TOLD_STEPS:
+        if self._measured_seconds >= REPORT_SECONDS or len(self._measured) == REPORT_STEPS:
             assert self.roofline is not None
             result.measured_seconds = self._measured_seconds
             result.floor_seconds = self.roofline.floor(self._measured)
@@ -240,9 +240,9 @@ class Driver:
 
 def _masks_of(draws: Draws, first_mask: Column) -> Column:
     """The mask of each row of the draws, -1: none. ``first_mask``: by row of the plan."""
-    behind = np.arange(len(draws.rows)) - np.searchsorted(draws.rows, draws.rows)
+    nth = np.arange(len(draws.rows)) - np.searchsorted(draws.rows, draws.rows)
     mine = first_mask[np.minimum(draws.rows, len(first_mask) - 1)]
-    of_row: Column = np.where((mine >= 0) & (draws.slots >= 0), mine + behind, -1).astype(np.int32)
+    of_row: Column = np.where((mine >= 0) & (draws.slots >= 0), mine + nth, -1).astype(np.int32)
     return of_row
 
 
@@ -326,12 +326,12 @@ class Runner:
         first = first.clip(max=len(draws.rows) - 1)  # a row that draws nothing
         can_preview = self.machine.sampler.can_preview
         slots = draws.slots[first].tolist()
-        is_told = (end - first == 1) & np.fromiter(map(can_preview, slots), bool, len(slots))
-        if not is_told.any():
+        is_single = (end - first == 1) & np.fromiter(map(can_preview, slots), bool, len(slots))
+        if not is_single.any():
             return None
         wanted: Column = np.full(len(draws.slots), -1, dtype=np.int32)
-        wanted[first[is_told]] = draws.slots[first[is_told]]
-        drawn: Column = np.where(is_told, step.preview(wanted)[first], -1).astype(np.int32)
+        wanted[first[is_single]] = draws.slots[first[is_single]]
+        drawn: Column = np.where(is_single, step.preview(wanted)[first], -1).astype(np.int32)
         return drawn
 
     def draw(self, forwarded: Forwarded, masks: RowMasks | None = None) -> Homebound:

@@ -65,7 +65,7 @@ class Slots:
             block_tables=column(torch.int32, -(-max_model_len // block_size)),
         )
         self.tables = SlotTables(
-            asked=Columns(
+            requested=Columns(
                 temperature=column(torch.float64),
                 top_k=column(torch.int32),
                 top_p=column(torch.float64),
@@ -93,7 +93,7 @@ class Slots:
         """
         if newcomers:
             slots, *values = newcomers
-            columns = (self.state.num_computed, self.tables.num_prompt, *self.tables.asked)
+            columns = (self.state.num_computed, self.tables.num_prompt, *self.tables.requested)
             for column, new in zip(columns, values, strict=True):
                 column[slots] = new
         if blocks:

@@ -166,14 +166,14 @@ def _plan(
 def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
     """Run a step of every kind that there can be. Otherwise kernels are compiled while a request
     waits for them. Failures are not ignored: such a step could not be computed."""
-    told = started = time.perf_counter()
+    reported = started = time.perf_counter()
     max_num_seqs = len(runner.machine.slots.state.num_computed)
     kinds = kinds_of_steps(max_num_tokens, max_num_seqs, max_model_len)
     for done, kind in enumerate(kinds):
         runner.profile_run(*kind)
         now = time.perf_counter()
-        if now - told > SECONDS_TO_TELL:
-            told = now
+        if now - reported > SECONDS_TO_TELL:
+            reported = now
             logger.info(
                 "compiling kernels: %d of %d kinds of steps, %.0f s",
                 *(done + 1, len(kinds), now - started),
@@ -206,8 +206,8 @@ def kinds_of_steps(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -
         kinds += [StepKind(length, 1, c) for c in contexts if 0 <= c <= max_model_len - length]
     for num_seqs in powers[1:]:
         if num_seqs <= max_num_seqs:
-            behind = (0, FEW_KEYS - 1, MANY_KEYS - 1, max_model_len - 1)
-            fitting = [c for c in behind if c < min(max_model_len, MANY_KEYS)]
+            most_held = (0, FEW_KEYS - 1, MANY_KEYS - 1, max_model_len - 1)
+            fitting = [c for c in most_held if c < min(max_model_len, MANY_KEYS)]
             kinds += [StepKind(num_seqs, num_seqs, context) for context in fitting]
     shared = [power for power in powers if power > most] + [max_num_tokens]
     for num_tokens in shared:

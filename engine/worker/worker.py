@@ -135,8 +135,8 @@ class ModelWorker:
         large as there can be leaves of a GPU's. Raises ``ConfigError`` if that holds no request."""
         config, sched, platform = self.config, self.config.scheduler, self.platform
         if platform.shares_memory:
-            beside = sum(feature.own_bytes for feature in self._features)
-            return max(0, int(free_host_bytes() * config.cache.memory_utilization) - beside)
+            feature_bytes = sum(feature.own_bytes for feature in self._features)
+            return max(0, int(free_host_bytes() * config.cache.memory_utilization) - feature_bytes)
         self._make_kv(1)
         size = (sched.max_num_batched_tokens, sched.max_num_seqs)
 
@@ -314,7 +314,7 @@ def _last(sizes: list[int], num: int) -> list[int]:
 def cpu_level() -> str:
     """Which instructions the CPU's kernels use. Raises ``ConfigError`` if others were asked for."""
     try:
-        isa.asked()
+        isa.requested()
     except ValueError as error:
         raise ConfigError(str(error)) from error
     return isa.LEVEL

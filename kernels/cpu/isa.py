@@ -47,9 +47,9 @@ _FAMILIES = {
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
 _HOST: dict[str, bool] = dict(binding.get_host_cpu_features())
-_ASKED = config.CPU_FEATURES.split(",") if config.CPU_FEATURES else []
-if _ASKED:  # Numba's own option, which may take some away
-    _HOST = {name: on and f"+{name}" in _ASKED for name, on in _HOST.items()}
+_REQUESTED = config.CPU_FEATURES.split(",") if config.CPU_FEATURES else []
+if _REQUESTED:  # Numba's own option, which may take some away
+    _HOST = {name: on and f"+{name}" in _REQUESTED for name, on in _HOST.items()}
 
 
 @cache
@@ -78,7 +78,7 @@ def kernel_cache() -> str | None:
     return os.environ.get(KERNEL_CACHE) or None
 
 
-def asked() -> str | None:
+def requested() -> str | None:
     """What ``METRONOME_CPU_ISA`` says. Raises ``ValueError`` for what this processor has not."""
     name = os.environ.get(VARIABLE)
     if name and name not in LEVELS:
@@ -109,7 +109,7 @@ def _settle() -> str:
     kept = set[str]()
     if level not in available():
         level = available()[-1]
-        kept = {name.removeprefix("+") for name in _ASKED}
+        kept = {name.removeprefix("+") for name in _REQUESTED}
     above = LEVELS[LEVELS.index(level) + 1 :]
     without = {name for higher in above for name in _NEEDS[higher]}
     # Whole families, with what would bring them back: one feature of LLVM's implies others.
@@ -120,7 +120,7 @@ def _settle() -> str:
     without -= kept
     if not config.CPU_NAME:
         config.CPU_NAME = binding.get_host_cpu_name()
-    features = _ASKED or [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]
+    features = _REQUESTED or [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]
     features = [*features, *(f"-{name}" for name in sorted(without))]
     if _HOST.get("avx512f"):
         # LLVM would fill half of each register where it makes vectors of loops by itself.

@@ -95,11 +95,11 @@ def penalise_rows(
     for row, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        said = counts[slot]
+        seen = counts[slot]
         if known is not None:  # drafts count in this row alone
-            said = said.copy()
-            np.add.at(said, known[row][known[row] >= 0], 1)
-        _penalise(x[row], bits[slot], said, tuple(float(factor[slot]) for factor in factors))
+            seen = seen.copy()
+            np.add.at(seen, known[row][known[row] >= 0], 1)
+        _penalise(x[row], bits[slot], seen, tuple(float(factor[slot]) for factor in factors))
 
 
 def token_logprobs(
@@ -139,11 +139,11 @@ def _words(x, words, slot, output):
     starts, token_starts, token_ids = words
     for word in range(starts[slot], starts[slot + 1]):
         first, last = token_starts[word], token_starts[word + 1] - 1
-        behind = len(output) - (last - first)  # where the word would have begun
-        is_said = behind >= 0
-        for n in range(first, last if is_said else first):
-            is_said = is_said and output[behind + n - first] == token_ids[n]
-        if is_said:
+        begin = len(output) - (last - first)  # where the word would have begun
+        is_match = begin >= 0
+        for n in range(first, last if is_match else first):
+            is_match = is_match and output[begin + n - first] == token_ids[n]
+        if is_match:
             x[token_ids[last]] = NOTHING
 
 
@@ -167,13 +167,13 @@ def _count(counts, slots, token_ids, num_tokens):
 
 
 @njit(inline="always")
-def _is_silent(said, bits):
-    any_said = np.int32(0)
-    for n in range(len(said)):
-        any_said |= said[n]
+def _is_silent(seen, bits):
+    any_seen = np.int32(0)
+    for n in range(len(seen)):
+        any_seen |= seen[n]
     for n in range(len(bits)):
-        any_said |= bits[n]
-    return any_said == 0
+        any_seen |= bits[n]
+    return any_seen == 0
 
 
 @njit(inline="always")
@@ -187,14 +187,14 @@ def _lowered(logit, count, factors):
 
 
 @kept
-def _penalise(x, prompt_bits, said, factors):
+def _penalise(x, prompt_bits, seen, factors):
     """One row [V]; how often each token was put out [V]."""
     for first in range(0, len(x), BLOCK):
         end = min(first + BLOCK, len(x))
         bits = prompt_bits[first // WORD : (end + WORD - 1) // WORD]
-        if _is_silent(said[first:end], bits):
+        if _is_silent(seen[first:end], bits):
             continue
         for token in range(first, end):
             in_prompt = (bits[(token - first) // WORD] >> (token % WORD)) & 1
-            if in_prompt or said[token]:
-                x[token] = _lowered(x[token], said[token], factors)
+            if in_prompt or seen[token]:
+                x[token] = _lowered(x[token], seen[token], factors)

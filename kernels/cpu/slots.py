@@ -124,11 +124,11 @@ def _advance_body(row):
         upto = num_computed[0] + bounds[s + 1] - bounds[s]
         first, end = starts[s], starts[s + 1]
         if end > first and row_slots[first] >= 0:
-            said = i32(p[8] + 4 * (slot * stride + upto - (end - first) + 1), (end - first,))
+            output = i32(p[8] + 4 * (slot * stride + upto - (end - first) + 1), (end - first,))
             num_kept, stands = 0, True
             while stands:
                 token = tokens[first + num_kept]
-                said[num_kept] = max(token, 0)
+                output[num_kept] = max(token, 0)
                 is_right = token >= 0 and drafts.shape[0] > 0 and token == drafts[first + num_kept]
                 num_kept += 1
                 stands = is_right and first + num_kept < end and tokens[first + num_kept] >= 0

@@ -67,13 +67,13 @@ def words_kernel(  # noqa: PLR0913
     for word in range(tl.load(starts + slot), tl.load(starts + slot + 1)):
         first = tl.load(token_starts + word)
         last = tl.load(token_starts + word + 1) - 1
-        behind = position - (last - first)  # where the word would have begun
-        num_wrong = (behind < first_output).to(tl.int32)
+        begin = position - (last - first)  # where the word would have begun
+        num_wrong = (begin < first_output).to(tl.int32)
         for start in range(first, last, TILE):
             place = start + tl.arange(0, TILE)
-            mask = (place < last) & (behind >= first_output)
+            mask = (place < last) & (begin >= first_output)
             wanted = tl.load(token_ids + place, mask=mask, other=0)
-            there = history + slot * stride_history + behind + place - first
+            there = history + slot * stride_history + begin + place - first
             found = tl.load(there, mask=mask, other=0)
             num_wrong += tl.sum((wanted != found).to(tl.int32))
         if num_wrong == 0:

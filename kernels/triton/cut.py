@@ -195,14 +195,14 @@ def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
 
 
 @triton.jit
-def cut_candidates(part, ids, known, asked, softmax, S: tl.constexpr):
+def cut_candidates(part, ids, known, limits, softmax, S: tl.constexpr):
     """(cut, id of the last tie) of a row.
 
     known: how many lie above the candidates, what these weigh, what all weigh that min-p leaves;
     asked: top_k, top_p, is top_k on, does it leave out any that may be a cut.
     """
     num_above, mass_above, total = known
-    top_k, top_p, has_top_k, cuts_top_k = asked
+    top_k, top_p, has_top_k, cuts_top_k = limits
     cut = part[2]
     num_ties = tl.full([], ids[2], tl.int32)
     if cuts_top_k:

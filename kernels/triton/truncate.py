@@ -64,7 +64,7 @@ def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
 
 
 @triton.jit
-def load_asked(top_k, top_p, slot, vocab_size):
+def load_limits(top_k, top_p, slot, vocab_size):
     """(top_k, top_p, whether top_k leaves out any)."""
     k = tl.load(top_k + slot)
     return k, tl.load(top_p + slot), (k > 0) & (k < vocab_size)
@@ -93,7 +93,7 @@ def aim_kernel(  # noqa: PLR0913
     if heat == 0:
         tl.store(greedy + n, first_of(logits + n * stride, vocab_size, peaks, peak, PAD, S))
         return
-    k, p, has_top_k = load_asked(top_k, top_p, slot, vocab_size)
+    k, p, has_top_k = load_limits(top_k, top_p, slot, vocab_size)
     least = tl.load(min_p + slot)
     floor = tl.full([], LOWEST, tl.float32)
     if least > 0:
@@ -171,20 +171,20 @@ def count_kernel(  # noqa: PLR0913
     bound = tl.load(marks + BOUND)
     window = (tl.load(marks + PEAK), tl.load(marks + PER_UNIT))
     softmax = softmax_of(window[0], tl.load(temperature + slot))
-    asked = load_asked(top_k, top_p, slot, vocab_size)
-    floor = tl.where(asked[1] < 1, tl.load(marks + FLOOR), bound)
+    limits = load_limits(top_k, top_p, slot, vocab_size)
+    floor = tl.where(limits[1] < 1, tl.load(marks + FLOOR), bound)
     is_wanted = load_maxima(maxima, num_maxima, S) >= floor
     x = load_stretches(logits + n * stride, is_wanted, vocab_size, S)
     here = bins + n * S.BINS + tl.arange(0, S.BINS)
     counts = tl.histogram(bin_of(x, window, S.BINS), S.BINS, mask=x >= bound)
     tl.atomic_add(here, counts, mask=counts > 0, sem="relaxed")
-    if asked[1] < 1:
+    if limits[1] < 1:
         mass = tl.sum(weigh(tl.where(x >= floor, x, float("-inf")), softmax))
         tl.atomic_add(masses + TOTAL, mass, sem="relaxed")
     if is_last(state + COUNTED, tl.num_programs(1)):
         counts = tl.load(here)
         total = tl.load(masses + TOTAL)
-        first, last = bins_of_cut(counts, total, window, softmax[1], asked, S.BINS)
+        first, last = bins_of_cut(counts, total, window, softmax[1], limits, S.BINS)
         tl.store(state + FIRST, first)
         tl.store(state + LAST, last)
         tl.store(state + SIZE, sum_between(counts, first, last, S))
@@ -227,7 +227,7 @@ def gather_kernel(  # noqa: PLR0913
     bound = tl.load(marks + BOUND)
     window = (tl.load(marks + PEAK), tl.load(marks + PER_UNIT))
     softmax = softmax_of(window[0], tl.load(temperature + slot))
-    k, p, has_top_k = load_asked(top_k, top_p, slot, vocab_size)
+    k, p, has_top_k = load_limits(top_k, top_p, slot, vocab_size)
     between = (tl.load(state + FIRST), tl.load(state + LAST))
     source = row
     length = tl.full([], vocab_size, tl.int32)
@@ -254,8 +254,8 @@ def gather_kernel(  # noqa: PLR0913
         counts = tl.load(bins + n * S.BINS + tl.arange(0, S.BINS))
         num_above = sum_between(counts, 0, between[0] - 1, S)
         known = (num_above, tl.load(masses + ABOVE), tl.load(masses + TOTAL))
-        asked = (k, p, has_top_k, has_top_k & (tl.sum(counts) > k))
+        limits = (k, p, has_top_k, has_top_k & (tl.sum(counts) > k))
         ids = (room_ids, fits, vocab_size)
-        cut, last = cut_candidates(part, ids, known, asked, softmax, S)
+        cut, last = cut_candidates(part, ids, known, limits, softmax, S)
         tl.store(value + n, cut)
         tl.store(last_tie + n, last)

@@ -56,7 +56,7 @@ CANARIES = (
     Canary(
         "forget that the worker was told",
         TABLES,
-        "        holding.num_told = len(holding.blocks)\n",
+        "        holding.num_sent = len(holding.blocks)\n",
         "",
     ),
     Canary(

@@ -21,7 +21,7 @@ for level in sys.argv[1:]:
     os.environ["METRONOME_CPU_ISA"] = level
     from kernels.cpu import isa
     try:
-        said = isa.asked()
+        said = isa.requested()
     except ValueError as error:
         said = error
     print(level, isa.LEVEL, said, sep="|", flush=True)
@@ -31,7 +31,7 @@ RUN = """
 import torch
 import kernels
 from kernels.cpu import isa
-print(isa.asked())
+print(isa.requested())
 x = torch.ones(3, 64, dtype=torch.bfloat16)
 print(kernels.rms_norm(x, x[0], 0.0).sum().item())
 """

@@ -20,8 +20,8 @@ from engine.models.quant.fields import (
     as_bytes,
     check_multiple,
     choose,
+    field_of,
     num_groups,
-    said,
     size_of_group,
 )
 from kernels.quantized import Quantized
@@ -40,11 +40,11 @@ class Awq:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Awq:
-        choose("bits", said(config, "bits", "w_bit", default=4), (4,))
-        version = said(config, "version", "format", "checkpoint_format", default="gemm")
+        choose("bits", field_of(config, "bits", "w_bit", default=4), (4,))
+        version = field_of(config, "version", "format", "checkpoint_format", default="gemm")
         choose("version", str(version).lower(), ("gemm",))
-        choose("zero_point", said(config, "zero_point", default=True), (True,))
-        return cls(size_of_group(said(config, "group_size", "q_group_size", default=128)))
+        choose("zero_point", field_of(config, "zero_point", default=True), (True,))
+        return cls(size_of_group(field_of(config, "group_size", "q_group_size", default=128)))
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
         outputs, inputs = shape

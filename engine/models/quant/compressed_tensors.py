@@ -25,8 +25,8 @@ from engine.models.quant.fields import (
     by_output,
     check_groups,
     choose,
+    field_of,
     num_groups,
-    said,
     size_of_group,
     unpack_integers,
 )
@@ -135,14 +135,14 @@ class CompressedTensors:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> CompressedTensors:
-        sparsity = said(config, "sparsity_config", default={})
+        sparsity = field_of(config, "sparsity_config", default={})
         choose("sparsity_config of format", sparsity.get("format", "dense"), ("dense",))
         if config.get("transform_config"):
             raise ModelError("its quantization has a transform_config, which is not read")
-        groups = said(config, "config_groups", default={})
+        groups = field_of(config, "config_groups", default={})
         if not isinstance(groups, dict) or not groups:
             raise ModelError("its quantization names no config_groups")
-        common = said(config, "format", default="")
+        common = field_of(config, "format", default="")
         return cls(tuple(scheme_of(group, common) for group in groups.values()))
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
@@ -180,19 +180,21 @@ def scheme_of(group: Any, common: str) -> Scheme:
     if not isinstance(weights, dict):
         raise ModelError(f"its quantization has a group without weights: {group!r}")
     choose("output_activations", group.get("output_activations"), (None,))
-    layout = choose("format", said(group, "format", default=common), (*PLAIN_FORMATS, PACKED))
-    number = choose("weights of type", str(said(weights, "type", default="int")), ("int", "float"))
+    layout = choose("format", field_of(group, "format", default=common), (*PLAIN_FORMATS, PACKED))
+    number = choose(
+        "weights of type", str(field_of(weights, "type", default="int")), ("int", "float")
+    )
     strategy = strategy_of(weights)
-    inputs = said(group, "input_activations", default={})
+    inputs = field_of(group, "input_activations", default={})
     is_float_input = number == "float" and inputs.get("type") == "float"
-    block = said(weights, "block_structure", "group_size") if strategy == "block" else None
+    block = field_of(weights, "block_structure", "group_size") if strategy == "block" else None
     return Scheme(
-        targets=tuple(map(str, said(group, "targets", default=("Linear",)))),
+        targets=tuple(map(str, field_of(group, "targets", default=("Linear",)))),
         kind="packed" if layout == PACKED else number,
         bits=bits_of(weights, layout, number),
         group_size=size_of_group(weights.get("group_size")) if strategy == "group" else -1,
         block=block_of(block),
-        is_symmetric=bool(said(weights, "symmetric", default=True)),
+        is_symmetric=bool(field_of(weights, "symmetric", default=True)),
         is_sorted=number == "int" and weights.get("actorder") in (True, "group", "dynamic"),
         quantizes_inputs=is_float_input and inputs.get("num_bits") == 8,
         has_input_scale=is_float_input and not inputs.get("dynamic"),
@@ -203,7 +205,7 @@ def strategy_of(weights: Mapping[str, Any]) -> str:
     """What shares a scale; a config may leave it to group_size."""
     size = weights.get("group_size")
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
-    stated = said(weights, "strategy", default=by_size)
+    stated = field_of(weights, "strategy", default=by_size)
     return str(choose("strategy", stated, ("tensor", "channel", "group", "block")))
 
 

@@ -48,7 +48,7 @@ class Format(Protocol):
         ...
 
 
-def said(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
+def field_of(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
     """The first of some keys that a config gives a value."""
     return next((config[key] for key in keys if config.get(key) is not None), default)
 

@@ -23,7 +23,7 @@ from engine.models.quant.fields import (
     by_block,
     by_output,
     choose,
-    said,
+    field_of,
 )
 from kernels.quantized import Quantized
 
@@ -41,12 +41,12 @@ class Fp8:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Fp8:
-        scheme = str(said(config, "activation_scheme", default="dynamic")).lower()
+        scheme = str(field_of(config, "activation_scheme", default="dynamic")).lower()
         choose("activation_scheme", scheme, ("dynamic", "static"))
-        choose("fmt", said(config, "fmt", default="e4m3"), ("e4m3",))
-        choose("scale_fmt", said(config, "scale_fmt", default="float"), ("float",))
-        choose("expert_dtype", said(config, "expert_dtype", default="fp8"), ("fp8",))
-        return cls(block_of(said(config, "weight_block_size")), scheme == "static")
+        choose("fmt", field_of(config, "fmt", default="e4m3"), ("e4m3",))
+        choose("scale_fmt", field_of(config, "scale_fmt", default="float"), ("float",))
+        choose("expert_dtype", field_of(config, "expert_dtype", default="fp8"), ("fp8",))
+        return cls(block_of(field_of(config, "weight_block_size")), scheme == "static")
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
         return (

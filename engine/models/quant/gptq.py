@@ -22,7 +22,7 @@ from engine.models.quant.fields import (
     check_groups,
     check_multiple,
     choose,
-    said,
+    field_of,
     size_of_group,
     unpack_integers,
 )
@@ -43,19 +43,19 @@ class Gptq:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Gptq:
-        bits = choose("bits", said(config, "bits"), (4, 8))
-        version = said(config, "checkpoint_format", "format", default="gptq")
+        bits = choose("bits", field_of(config, "bits"), (4, 8))
+        version = field_of(config, "checkpoint_format", "format", default="gptq")
         choose("checkpoint_format", str(version).lower(), ("gptq", "gptq_v2"))
-        choose("is_marlin_format", said(config, "is_marlin_format", default=False), (False,))
-        rules = said(config, "dynamic", default={})
+        choose("is_marlin_format", field_of(config, "is_marlin_format", default=False), (False,))
+        rules = field_of(config, "dynamic", default={})
         if any(not str(rule).startswith("-:") for rule in rules):
             raise ModelError(
                 "its quantization has `dynamic` rules, bits of their own for some modules"
             )
         return cls(
             bits=bits,
-            group_size=size_of_group(said(config, "group_size", default=128)),
-            is_sorted=bool(said(config, "desc_act", default=False)),
+            group_size=size_of_group(field_of(config, "group_size", default=128)),
+            is_sorted=bool(field_of(config, "desc_act", default=False)),
             zero_offset=0 if str(version).lower() == "gptq_v2" else 1,
         )
 

@@ -40,6 +40,6 @@ def keep_hints(req: Request, view: SchedView, **defaults: float) -> Refuse | Non
     ``wrong_hints``."""
     if (wrong := wrong_hints(req, *defaults)) is None:
         for name, default in defaults.items():
-            said = req.tbt if name == "tbt" else None
-            view.own(name)[req] = req.hints.get(name, default if said is None else said)
+            stated = req.tbt if name == "tbt" else None
+            view.own(name)[req] = req.hints.get(name, default if stated is None else stated)
     return wrong

@@ -46,8 +46,8 @@ class VTC(Policy):
         level = [self.counter(user, view) for user in waiting]
         if not level and self.last_user is not None:
             level = [self.counter(self.last_user, view)]
-        behind = min(level, default=0.0) - self.counter(req.user, view)
-        self.lifts[req.user] += max(0.0, behind)
+        lift = min(level, default=0.0) - self.counter(req.user, view)
+        self.lifts[req.user] += max(0.0, lift)
 
     def on_finish(self, req: Request, view: SchedView) -> None:
         self.last_user = req.user

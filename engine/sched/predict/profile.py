@@ -158,14 +158,14 @@ class ProfileCost:
         return self.profile.seconds(StepShape(1, num_tokens, 0, context, pairs, 0.0))
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
-        beside = _Prompt(num_seqs, context)
-        if self.profile.seconds(beside.shape(0)) > seconds:
+        base = _Prompt(num_seqs, context)
+        if self.profile.seconds(base.shape(0)) > seconds:
             return 0
         top = 1
-        while top < UNLIMITED and self.profile.seconds(beside.shape(top)) <= seconds:
+        while top < UNLIMITED and self.profile.seconds(base.shape(top)) <= seconds:
             top *= 2
         within = range(top)
-        found = bisect_right(within, seconds, key=lambda n: self.profile.seconds(beside.shape(n)))
+        found = bisect_right(within, seconds, key=lambda n: self.profile.seconds(base.shape(n)))
         return min(UNLIMITED, num_seqs + max(0, found - 1))
 
     def observe(self, shape: StepShape) -> None:

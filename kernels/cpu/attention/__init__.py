@@ -121,7 +121,7 @@ def paged_attention(
             threads if plan.singles.work * num_heads >= enough else 1,
             *tensors,
             *shape,
-            plan.told(SINGLES),
+            plan.address(SINGLES),
             *numbers,
             variant.window,
         )
@@ -130,7 +130,7 @@ def paged_attention(
             threads if plan.chunks.work * num_heads >= enough else 1,
             *tensors,
             *shape,
-            plan.told(CHUNKS),
+            plan.address(CHUNKS),
             *numbers,
             variant.window,
         )

@@ -56,7 +56,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        told = i64(p[8], (2,))
+        planned = i64(p[8], (2,))
         kv_heads, softcap = p[5], np.float32(real[10])
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         q, acc = np.zeros((rows, head_dim), np.float32), np.empty((rows, head_dim), np.float32)
@@ -68,9 +68,9 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
         values = np.empty((KEYS, head_dim), np.float32)
         while True:
             index = next_item(row)
-            if index >= told[1] * kv_heads:
+            if index >= planned[1] * kv_heads:
                 break
-            item = i32(told[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item = i32(planned[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             head, num = index % kv_heads, item[2] * group
             _begin(p, item, head, group, scale, q, token)
             begin(sums)

@@ -55,7 +55,7 @@ def dotted_single_body(head_dim: int, group: int, how: int):
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
-        told, heads = i64(p[8], (2,)), p[5] * group
+        planned, heads = i64(p[8], (2,)), p[5] * group
         q, copies = np.zeros((heads, depth), np.uint16), np.zeros((LANES, depth), np.uint16)
         keys = np.zeros((depth // 2, KEYS), np.int32)
         values = np.zeros((STRETCH // 2, width), np.int32)
@@ -72,9 +72,9 @@ def dotted_single_body(head_dim: int, group: int, how: int):
         added = acc[:heads, :head_dim], total, largest
         while True:
             index = next_item(row)
-            if index >= told[1]:
+            if index >= planned[1]:
                 break
-            item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item = i32(planned[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             start = item[3] - item[3] % STRETCH
             _copy(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), q, head_dim)
             span = start, np.int64(item[3] - start), np.int64(item[4] - start)

@@ -34,9 +34,9 @@ from kernels.cpu.attention.chunk import (
 )
 from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
 from kernels.cpu.attention.softmax import (
-    BEHIND,
     EMPTY,
     STRETCH,
+    TAIL,
     begin,
     copy,
     fill,
@@ -88,7 +88,7 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
-        told, kv_heads = i64(p[8], (2,)), p[5]
+        planned, kv_heads = i64(p[8], (2,)), p[5]
         state = np.empty(amx.STATE + LINE, np.uint8)
         flat, q = np.zeros((rows, depth), np.uint16), np.empty((depth // 2, rows), np.int32)
         copies, values = np.zeros_like(flat[:LANES]), np.zeros((STRETCH // 2, width), np.int32)
@@ -107,9 +107,9 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
             amx.begin((state.ctypes.data + LINE - 1) & -LINE, soft)
         while True:
             index = next_item(row)
-            if index >= told[1] * kv_heads:
+            if index >= planned[1] * kv_heads:
                 break
-            item = i32(told[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item = i32(planned[0] + (index // kv_heads) * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             head, num = index % kv_heads, item[2] * group
             _begin(p, item, head, group, queries, head_dim)
             begin(sums)
@@ -147,22 +147,22 @@ def is_last(p, place, sums, room, factors, group):
     (item, index), (outputs, total, largest) = place, sums
     if item[5] == 1:
         return True
-    told = i64(p[8], (ROOM + 3,))
+    planned = i64(p[8], (ROOM + 3,))
     head_dim, seq, head = outputs.shape[1], np.int64(item[0]), index % p[5]
-    line = head_dim + BEHIND
+    line = head_dim + TAIL
     size = group * line * 4
-    mine = f32(told[ROOM] + index * size, (group, line))
+    mine = f32(planned[ROOM] + index * size, (group, line))
     for g in range(group):
         copy(outputs[g], mine[g])
         mine[g, head_dim], mine[g, head_dim + 1] = total[g], largest[g]
-    arrived = told[ARRIVALS] + (seq * p[5] + head) * 8
+    arrived = planned[ARRIVALS] + (seq * p[5] + head) * 8
     if next_item(arrived) + 1 < item[5]:
         return False
     i64(arrived, (1,))[0] = 0
-    first = i64(told[FIRST_ITEMS], (seq + 1,))[seq]
+    first = i64(planned[FIRST_ITEMS], (seq + 1,))[seq]
     begin(sums)
     for part in range(item[5]):
-        left = f32(told[ROOM] + ((first + part) * p[5] + head) * size, (group, line))
+        left = f32(planned[ROOM] + ((first + part) * p[5] + head) * size, (group, line))
         for g in range(group):
             room[1][g], room[2][g] = left[g, head_dim], left[g, head_dim + 1]
         fold(sums, (left, room[1], room[2]), factors, group)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kernels.cpu.attention.softmax import BEHIND, STRETCH
+from kernels.cpu.attention.softmax import STRETCH, TAIL
 from kernels.meta import AttentionMeta
 
 ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that share the row
@@ -50,7 +50,7 @@ class Plan(NamedTuple):
     num_rows: int  # rows of the output that are written
     owned: tuple[NDArray, ...]
 
-    def told(self, part: int) -> int:
+    def address(self, part: int) -> int:
         """Address of a part of the header."""
         return int(self.header.ctypes.data) + 8 * part
 
@@ -67,7 +67,7 @@ def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> Pl
     one = _items(singles)
     many = _items(cut.chunks(tokens) if meta.max_query_len > 1 else singles[:0])
     is_cut = bool((singles[:, 5] > 1).any())
-    room = np.empty(len(singles) * heads.num * (heads.size + BEHIND) if is_cut else 0, np.float32)
+    room = np.empty(len(singles) * heads.num * (heads.size + TAIL) if is_cut else 0, np.float32)
     places = room.ctypes.data, arrivals.ctypes.data, first_items.ctypes.data
     header = np.array([one.address, one.num, *places, many.address, many.num], np.int64)
     return Plan(header, one, many, int(counts.sum()), (arrivals, first_items, room))

@@ -23,8 +23,8 @@ from kernels.cpu.attention.chunk import (
 )
 from kernels.cpu.attention.plan import ARRIVALS, FIRST_ITEMS, ITEM_FIELDS, ROOM
 from kernels.cpu.attention.softmax import (
-    BEHIND,
     STRETCH,
+    TAIL,
     begin,
     copy,
     fill,
@@ -50,7 +50,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        told = i64(p[8], (2,))
+        planned = i64(p[8], (2,))
         kv_heads, softcap = p[5], np.float32(real[10])
         heads = kv_heads * group
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
@@ -63,9 +63,9 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
         keys = np.empty((head_dim, KEYS), np.float32)
         while True:
             index = next_item(row)
-            if index >= told[1]:
+            if index >= planned[1]:
                 break
-            item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item = i32(planned[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             read_cells(p[1] + np.int64(item[1]) * (heads * head_dim * token), q.reshape(-1), token)
             scale_by(scale, q.reshape(-1))
             fill(acc.reshape(-1), _ZERO)
@@ -155,24 +155,24 @@ def leave(p, place, sums, added, factors, token):
     place: the item, and its index; sums: room for those of the row; added: those of the item's
     stretch; factors: as of `fold`. All of [heads, head_dim].
     """
-    (item, index), (acc, total, largest), told = place, added, i64(p[8], (ROOM + 3,))
+    (item, index), (acc, total, largest), planned = place, added, i64(p[8], (ROOM + 3,))
     seq, shared, (heads, head_dim) = item[0], item[5], acc.shape
     begin(sums)
     if shared == 1:
         fold(sums, added, factors, heads)
     else:
-        size = heads * (head_dim + BEHIND)
-        mine = f32(told[ROOM] + index * (size * 4), (heads, head_dim + BEHIND))
+        size = heads * (head_dim + TAIL)
+        mine = f32(planned[ROOM] + index * (size * 4), (heads, head_dim + TAIL))
         for h in range(heads):
             copy(acc[h], mine[h])
             mine[h, head_dim], mine[h, head_dim + 1] = total[h], largest[h]
-        arrived = told[ARRIVALS] + np.int64(seq) * (p[5] * 8)
+        arrived = planned[ARRIVALS] + np.int64(seq) * (p[5] * 8)
         if next_item(arrived) + 1 < shared:
             return
         i64(arrived, (1,))[0] = 0
-        first = told[ROOM] + i64(told[FIRST_ITEMS], (seq + 1,))[seq] * (size * 4)
+        first = planned[ROOM] + i64(planned[FIRST_ITEMS], (seq + 1,))[seq] * (size * 4)
         for part in range(shared):
-            left = f32(first + part * (size * 4), (heads, head_dim + BEHIND))
+            left = f32(first + part * (size * 4), (heads, head_dim + TAIL))
             for h in range(heads):
                 total[h], largest[h] = left[h, head_dim], left[h, head_dim + 1]
             fold(sums, (left, total, largest), factors, heads)

@@ -61,7 +61,7 @@ def tiled_single_body(head_dim: int, group: int, how: int):
 
     def body(row):
         p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
-        told = i64(p[8], (2,))
+        planned = i64(p[8], (2,))
         kv_heads, block, softcap = p[5], p[7], np.float32(real[10])
         scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)
         heads, most = kv_heads * group, STRETCH + _RUNS * _RUN
@@ -85,9 +85,9 @@ def tiled_single_body(head_dim: int, group: int, how: int):
         amx.begin((state.ctypes.data + _LINE - 1) & -_LINE, soft)
         while True:
             index = next_item(row)
-            if index >= told[1]:
+            if index >= planned[1]:
                 break
-            item = i32(told[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
+            item = i32(planned[0] + index * (ITEM_FIELDS * 4), (ITEM_FIELDS,))
             own = (state.ctypes.data + _LINE - 1) & -_LINE
             room = (pieces.ctypes.data + _LINE - 1) & -_LINE
             first = item[3] % _UNIT

@@ -81,7 +81,7 @@ class RepeatingKV(KVManager):
             table = holding.tables[0]
             growth.indices.append(len(table))
             table.append(block)
-            holding.num_told += 1
+            holding.num_sent += 1
         self.num_held[rows] = [len(holding.tables[0]) for holding in holdings]
         before = self.num_published[rows].tolist()
         self.num_published[rows] = (known + num_commits) // size
