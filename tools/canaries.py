@@ -9,8 +9,11 @@ corpus, the smallest case that shows each is added to it.
 from __future__ import annotations
 
 import argparse
+import builtins
 import json
+import keyword
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +31,7 @@ NEEDED = (
     *("engine/__init__.py", "engine/errors.py", "engine/moved.py", "engine/config", "engine/ipc"),
     *("engine/messages", "engine/kv", "engine/sched", "policylab/__init__.py", "policylab/verify"),
 )
+WORD = re.compile(r"\w+|\"[^\"]*\"|'[^']*'|#.*|[^\w\s]")
 FIRST_STEPS = 20_000  # of the swarm, before starvation is looked at
 MAX_STEPS = 1_000_000
 TIMEOUT = 1200  # seconds; a planted bug may also hang
@@ -106,9 +110,49 @@ def plant(canary: Canary, folder: Path) -> None:
             target.parent.mkdir(exist_ok=True)
             shutil.copy(source, target)
     path = folder / "engine" / canary.file
-    text = path.read_text(encoding="utf-8")
-    assert text.count(canary.old) == 1, f"{canary.name}: {canary.file} has changed"
-    path.write_text(text.replace(canary.old, canary.new), encoding="utf-8")
+    path.write_text(planted(canary, path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def planted(canary: Canary, source: str) -> str:
+    """The source with the bug in it.
+
+    If ``old`` is not there once as it is written, the place is taken that differs from it in names
+    and white space alone, and ``new`` gets the names of that place: a rename breaks no canary.
+    Raises ``LookupError`` if no place or several have most names in common with ``old``.
+    """
+    if source.count(canary.old) == 1:
+        return source.replace(canary.old, canary.new)
+    wanted, words = list(WORD.finditer(canary.old)), list(WORD.finditer(source))
+    found: list[tuple[int, int, dict[str, str]]] = []
+    for first in range(len(words) - len(wanted) + 1):
+        names = renamed(wanted, words[first : first + len(wanted)])
+        if names is not None:
+            found.append((sum(old == new for old, new in names.items()), first, names))
+    most = max((score for score, _, _ in found), default=0)
+    best = [(first, names) for score, first, names in found if score == most]
+    if len(best) != 1 or 2 * most < len(best[0][1]):
+        raise LookupError(f"{canary.name}: {canary.file} has changed")
+    ((first, names),) = best
+    begin, end = words[first].start(), words[first + len(wanted) - 1].end()
+    new = WORD.sub(lambda word: names.get(word[0], word[0]), canary.new.strip())
+    return source[:begin] + new + source[end:]
+
+
+def renamed(wanted: list[re.Match[str]], words: list[re.Match[str]]) -> dict[str, str] | None:
+    """Name by name what a place has instead; None if it differs in more than names."""
+    names: dict[str, str] = {}
+    for old, new in zip(wanted, words, strict=True):
+        if not is_name(old[0]) or not is_name(new[0]):
+            if old[0] != new[0]:
+                return None
+        elif names.setdefault(old[0], new[0]) != new[0]:
+            return None
+    return names if len({*names.values()}) == len(names) else None
+
+
+def is_name(word: str) -> bool:
+    """Whether it is a name that a rename may change: no keyword and no builtin."""
+    return word.isidentifier() and not keyword.iskeyword(word) and not hasattr(builtins, word)
 
 
 def main() -> int:
