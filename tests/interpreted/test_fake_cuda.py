@@ -1,21 +1,13 @@
-"""The GPU's worker on a made-up device that checks order, memory and graphs, beside the CPU's.
+"""The GPU's worker on a made-up device that checks order, memory and graphs, next to the CPU's.
 
-What only a device shows is taken away from the real code, or done wrong there, one thing at a time:
-each such mutant is a fault, or other tokens. Those that change nothing:
-
-* Without the wait of the current stream for the recording one behind a capture, or without the
-  `synchronize` before it: either of them orders the warm run; without both there is a fault.
-* A copy that captured work makes of its inputs: it is made anew in every replay.
-* One pinned buffer for all steps: `Staging.open` waits for its copy, a step early at worst, while
-  the device still has the rest of that step to do.
+Each kind of fault that the made-up device reports is shown to be found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,17 +17,11 @@ from e2e.test_quantized import written
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
 from support import triton_interpreter
 from support.fake_cuda import FakeCuda
-from support.fake_graphs import Event, Stream
 
 from engine import LLM, RequestOutput, SamplingParams
-from engine.messages.step import StepResult
-from engine.sample.sampler import Drawing, Draws, Sampler
-from engine.worker.batches import Batches, Staging
-from engine.worker.platform.cuda import CudaGraph, CudaPlatform
-from engine.worker.steps import Pending
-from engine.worker.worker import ModelWorker
+from engine.sample.sampler import Sampler
+from engine.worker.platform.cuda import CudaPlatform
 from kernels import slots as on_slots
-from kernels.slots import Rows
 
 pytestmark = pytest.mark.skipif(
     not triton_interpreter.IS_INTERPRETING, reason="takes the place of a device"
@@ -162,47 +148,17 @@ def test_other_models_are_in_order_too(name, model, tmp_path):
     assert not cuda.faults
 
 
-@pytest.fixture(scope="module")
-def device(model: Path) -> Iterator[Device]:
-    """An engine on a made-up device, for mutants of what follows its start."""
-    cuda = FakeCuda()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaPlatform, "compiles", False)
-        with cuda:
-            llm = llm_for(model, **RECORDED)
-    yield Device(cuda, llm)
-    with cuda:
-        llm.shutdown()
+@pytest.fixture
+def cuda() -> Iterator[FakeCuda]:
+    with FakeCuda() as cuda:
+        yield cuda
+    assert not cuda.faults
 
 
-class Device(NamedTuple):
-    cuda: FakeCuda
-    llm: LLM
-
-    def settle(self) -> list[str]:
-        """Faults so far. What comes later comes behind all that was."""
-        found = list(self.cuda.faults)
-        torch.cuda.synchronize()
-        self.cuda.faults.clear()
-        return found
-
-
-def fail_in_slot(patch: Patch, slot: int) -> None:
-    """Steps with this slot raise, without waiting for the device."""
-    prepare = Sampler.prepare
-
-    def failing(self: Sampler, rows: Rows, draws: Draws, *args: Any, **kwargs: Any) -> Drawing:
-        if slot in draws.slots.tolist():
-            raise RuntimeError("asked for")
-        return prepare(self, rows, draws, *args, **kwargs)
-
-    patch.setattr(Sampler, "prepare", failing)
-
-
-def test_the_host_waits_for_no_running_step_while_requests_decode(device):
+def test_the_host_waits_for_no_running_step_while_requests_decode(cuda, model):
     """It sleeps until a step is done, but always has queued the next one before."""
-    cuda, engine = device.cuda, device.llm.llm_engine
-    with cuda:
+    with llm_for(model, **RECORDED) as llm:
+        engine = llm.llm_engine
         for number in range(4):
             prompt = {"prompt_token_ids": PROMPTS[number]}
             engine.add_request(str(number), prompt, asked(20)[number])
@@ -215,205 +171,21 @@ def test_the_host_waits_for_no_running_step_while_requests_decode(device):
         assert cuda.num_replays == before + 8  # two for each step
         assert len(cuda.waits) >= 4
         assert not [wait for wait in cuda.waits if wait.is_drained]
-        engine.abort_request([str(number) for number in range(4)])
-        while engine.has_unfinished_requests():
-            engine.step()
-        assert not device.settle()
 
 
-def test_steps_that_are_run_again_are_in_order_too(device, monkeypatch):
+def test_steps_that_are_run_again_are_in_order_too(cuda, model, monkeypatch):
     """Halves of a step take a staging buffer each, before any of them is collected."""
-    fail_in_slot(monkeypatch, 1)
-    with device.cuda:
-        outs = run(device.llm, 4, 3)
-        assert not device.settle()
+    prepare = Sampler.prepare
+
+    def failing(self, rows, draws, *args, **kwargs):
+        if 1 in draws.slots.tolist():
+            raise RuntimeError("asked for")
+        return prepare(self, rows, draws, *args, **kwargs)
+
+    with llm_for(model, **RECORDED) as llm:
+        monkeypatch.setattr(Sampler, "prepare", failing)
+        outs = run(llm, 4, 3)
     assert "error" in [out.outputs[0].finish_reason for out in outs]
-
-
-# -- mutants
-
-
-def nothing(*args: Any, **kwargs: Any) -> None:
-    return None
-
-
-def mark_on_the_computing_stream(self: CudaPlatform) -> Event:
-    with torch.cuda.stream(torch.cuda.default_stream()):
-        return torch.cuda.default_stream().record_event()
-
-
-def read_the_time_early(patch: Patch) -> None:
-    collect = ModelWorker.collect
-
-    def mutant(self: ModelWorker, ticket: Pending) -> StepResult:
-        patch.setattr(ticket.spans[-1][1], "synchronize", nothing)
-        return collect(self, ticket)
-
-    patch.setattr(ModelWorker, "collect", mutant)
-
-
-def without_waiting(method: Callable[..., Any]) -> Callable[..., Any]:
-    def mutant(*args: Any, **kwargs: Any) -> Any:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Event, "synchronize", nothing)
-            return method(*args, **kwargs)
-
-    return mutant
-
-
-RUNNING: dict[str, tuple[Callable[[Patch], None], str]] = {
-    "results are not waited for by the copy home": (
-        lambda patch: patch.setattr(Stream, "wait_stream", nothing),
-        "copy_ on stream 1",
-    ),
-    "what a graph puts out is copied home as it lies": (
-        lambda patch: patch.setattr(torch.Tensor, "clone", lambda x: x),
-        "copy_ on stream 1",
-    ),
-    "memory is reused while it is copied home": (
-        lambda patch: patch.setattr(FakeCuda, "record_stream", nothing),
-        "copy_ on stream 1",
-    ),
-    "results are read early": (
-        lambda patch: patch.setattr(Event, "synchronize", nothing),
-        "numpy on host",
-    ),
-    "the mark of results is not behind their copies": (
-        lambda patch: patch.setattr(CudaPlatform, "mark", mark_on_the_computing_stream),
-        "numpy on host",
-    ),
-    "the time of a step is read early": (read_the_time_early, "elapsed_time"),
-}
-
-
-@pytest.mark.parametrize("mutant", RUNNING)
-def test_what_is_wrong_in_a_step_is_found(mutant, device, monkeypatch):
-    apply, fault = RUNNING[mutant]
-    with device.cuda:
-        apply(monkeypatch)
-        run(device.llm, 4, 3)
-        monkeypatch.undo()
-        found = device.settle()
-    assert any(fault in text for text in found), found[:3]
-
-
-def test_a_staging_buffer_that_is_filled_early_is_found(device, monkeypatch):
-    """In order come results behind launches, so only steps that are run again show it."""
-    with device.cuda:
-        monkeypatch.setattr(Staging, "open", without_waiting(Staging.open))
-        fail_in_slot(monkeypatch, 1)
-        run(device.llm, 4, 3)
-        monkeypatch.undo()
-        found = device.settle()
-    assert any("the host wrote over" in text for text in found), found[:3]
-
-
-def with_the_tokens_looked_at(patch: Patch) -> None:
-    finish = Sampler.finish
-
-    def mutant(self: Sampler, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor):
-        assert len(drawn.tolist()) == len(rows.slots)
-        return finish(self, rows, draws, drawing, drawn)
-
-    patch.setattr(Sampler, "finish", mutant)
-
-
-def with_pageable_memory(patch: Patch) -> None:
-    patch.setattr(FakeCuda, "pinned", lambda self, like: like)
-
-
-@pytest.mark.parametrize("apply", [with_the_tokens_looked_at, with_pageable_memory])
-def test_a_wait_in_a_step_is_found(apply, device, monkeypatch):
-    with device.cuda:
-        apply(monkeypatch)
-        device.cuda.waits.clear()
-        run(device.llm, 4, 3)
-        device.settle()
-    drained = [wait.where for wait in device.cuda.waits if wait.is_drained]
-    assert sum("runner.py" in place for place in drained) > 2, drained
-
-
-class Mutant:
-    """Things of a start that are replaced, some of them only while a graph is captured."""
-
-    def __init__(self, patch: Patch) -> None:
-        self._patch = patch
-
-    def no_wait_for_inputs(self) -> None:
-        self._while_capturing((Stream, "wait_stream", nothing))
-
-    def no_wait_for_the_warm_run(self) -> None:
-        wait = Stream.wait_stream
-
-        def waits_for_default(self: Stream, other: Stream) -> None:
-            if other is torch.cuda.default_stream():
-                wait(self, other)
-
-        self._while_capturing(
-            (Stream, "wait_stream", waits_for_default), (torch.cuda, "synchronize", nothing)
-        )
-
-    def captured_where_it_computes(self) -> None:
-        self._while_capturing((torch.cuda, "stream", nullcontext))
-
-    def lengths_copied_before(self) -> None:
-        seq_lens = Batches.seq_lens
-        self._patch.setattr(Batches, "seq_lens", lambda *args: seq_lens(*args).clone())
-
-    def keys_moved_behind(self) -> None:
-        allocate = ModelWorker.allocate
-
-        def mutant(self: ModelWorker, num_blocks: int) -> None:
-            allocate(self, num_blocks)
-            kv = self.driver.runner.machine.kv
-            kv[:] = [layer.clone() for layer in kv]
-
-        self._patch.setattr(ModelWorker, "allocate", mutant)
-
-    def one_buffer_for_uploads(self) -> None:
-        buffer = torch.empty(1 << 16, dtype=torch.uint8, pin_memory=True)
-
-        def upload(self: CudaPlatform, values: np.ndarray) -> torch.Tensor:
-            pinned = buffer[: values.nbytes]
-            pinned.numpy()[:] = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
-            there = pinned.to(self.device, non_blocking=True)
-            return there.view(torch.from_numpy(values).dtype).view(values.shape)
-
-        self._patch.setattr(CudaPlatform, "upload", upload)
-
-    def _while_capturing(self, *replaced: tuple[Any, str, Any]) -> None:
-        capture = CudaGraph.capture
-
-        def mutant(self: CudaGraph, work: Callable[[], None]) -> None:
-            with pytest.MonkeyPatch.context() as patch:
-                for owner, name, value in replaced:
-                    patch.setattr(owner, name, value)
-                capture(self, work)
-
-        self._patch.setattr(CudaGraph, "capture", mutant)
-
-
-@pytest.mark.parametrize(
-    ("mutant", "fault"),
-    [
-        (Mutant.no_wait_for_inputs, "nothing orders"),
-        (Mutant.no_wait_for_the_warm_run, "nothing orders"),
-        (Mutant.captured_where_it_computes, "capture on the default stream"),
-        (Mutant.lengths_copied_before, None),
-        (Mutant.keys_moved_behind, "touches memory that was freed since"),
-        (Mutant.one_buffer_for_uploads, "the host wrote over"),
-    ],
-)
-def test_what_is_wrong_from_the_start_is_found(mutant, fault, model, wanted, monkeypatch):
-    """fault: None where the tokens alone tell."""
-    with FakeCuda() as cuda:
-        mutant(Mutant(monkeypatch))
-        with llm_for(model, device="cuda", cudagraph_capture_sizes=[4]) as llm:
-            found = tokens(run(llm, 3, 3))
-    if fault is None:
-        assert found != [ids[:3] for ids in wanted[:3]]
-    else:
-        assert any(fault in text for text in cuda.faults), cuda.faults[:3]
 
 
 # -- the device itself

@@ -82,8 +82,6 @@ Models, kernels, devices
   paged_cache: A paged cache whose blocks lie scattered, and where NaN is what no sequence owns.
   triton_interpreter: Triton kernels on the CPU: Triton's interpreter, with 16 and 8 bit floats
       as devices round them.
-  fake_memory: Memory of a GPU without one: tensors on `meta`, counted as torch's allocator would
-      take them.
   compile_keys: What a GPU would compile, by Triton's own keys: the GPU's worker driven where
       nothing is compiled and no kernel runs.
   lent_to_gpu: Triton kernels given tensors on the CPU, computed by a GPU: what an interpreter

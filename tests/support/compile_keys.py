@@ -34,16 +34,14 @@ class Keys:
     def __init__(self) -> None:
         self.phase = "start"
         self.first: dict[Any, str] = {}
-        self.num_launches = 0
-
-    def met_in(self, phase: str) -> list[str]:
-        return [told for told in self.first.values() if told.startswith(f"{phase}: ")]
+        self.compiles = False  # for the device, what has a new key; that is not run either
 
     def meet(self, launch: Launch) -> None:
-        self.num_launches += 1
         key = key_of(launch)
         if key not in self.first:
-            self.first[key] = f"{self.phase}: {_told(launch)}"
+            self.first[key] = f"{self.phase}: {_described(launch)}"
+            if self.compiles:
+                launch.compile()
 
 
 def key_of(launch: Launch) -> Any:
@@ -56,7 +54,7 @@ def key_of(launch: Launch) -> Any:
     return id(kernel), compute_cache_key(hashes, specialisation, found)
 
 
-def _told(launch: Launch) -> str:
+def _described(launch: Launch) -> str:
     """The kernel, and what of its arguments it is compiled for or by."""
     plain = {
         name: value

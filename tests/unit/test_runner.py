@@ -19,7 +19,7 @@ from support.sum_model import CPU, EAGER, FEW, GRAPHS, LONGEST, NAN, POISON, mak
 from engine.config.args import EngineArgs
 from engine.config.decide import resolve
 from engine.config.gpu import GPUConfig, graph_sizes, mixed_sizes
-from engine.config.gpu_memory import MemoryUse, kv_budget, shortage
+from engine.config.gpu_memory import GraphTrial, MemoryUse, graphs_bytes, kv_budget, shortage
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
@@ -343,6 +343,16 @@ def test_a_lack_of_memory_is_told_with_numbers_and_ways_out(share):
     for part in (*numbers, *ways):
         assert part in str(caught.value)
     assert "12.00 GiB of 16.00 GiB" in shortage("tried", free=12 * GIB, total=16 * GIB)
+
+
+def test_graphs_are_estimated_from_the_few_that_were_tried():
+    trial = GraphTrial(before=100, one=60, several=54, num_several=4)
+    assert graphs_bytes(trial, num_sizes=4) == 46
+    assert graphs_bytes(trial, num_sizes=10) == 46 + 6 * 2
+    # Another process has given something back meanwhile.
+    given_back = GraphTrial(before=100, one=60, several=75, num_several=4)
+    assert graphs_bytes(given_back, num_sizes=10) == 40
+    assert graphs_bytes(GraphTrial(before=100, one=110, several=110, num_several=1), 1) == 0
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,28 @@
+"""What `tests/interpreted` holds, in processes of their own, in which Triton's kernels are computed
+by its interpreter: two for the short forms, since each takes long to start."""
+
+import pytest
+from support import triton_interpreter
+
+
+def test_kernels_agree_with_the_reference() -> None:
+    names = ("attention", "shares", "kv_write", "pointwise", "moe", "lora", "index", "logits")
+    triton_interpreter.check(*(f"test_{name}.py" for name in (*names, "quant", "gemv", "sampling")))
+
+
+def test_the_worker_of_a_gpu_agrees_with_that_of_a_cpu_and_keeps_order_on_a_made_up_device() -> (
+    None
+):
+    names = ("fake_cuda", "cuda_worker", "quantized_models", "quantized_experts")
+    triton_interpreter.check(*(f"test_{name}.py" for name in names))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["invariant", "batch_invariant", "fp8_cache"])
+def test_kernels_of_options_agree_with_the_reference(name: str) -> None:
+    triton_interpreter.check(f"test_{name}.py")
+
+
+@pytest.mark.slow
+def test_long_forms_of_all_interpreted_tests() -> None:
+    triton_interpreter.check("", options=("-m", "slow"))
