@@ -1,6 +1,6 @@
 """The simulation tier: every shipped policy in random engines, with every check after every step.
 
-Ninety thousand steps, others each day: the first seeds are printed, and METRONOME_SEED
+Forty thousand steps, others each day: the first seeds are printed, and METRONOME_SEED
 chooses them. The campaign's are `metronome verify --steps 20000000`.
 """
 
@@ -19,7 +19,7 @@ from policylab.verify.simulation import Simulation
 from policylab.verify.starvation import wait_in_overload
 from policylab.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
-NUM_STEPS = 90_000
+NUM_STEPS = 40_000
 STEPS_EACH = NUM_STEPS // len(POLICIES) + 1
 SEEDS_A_DAY = 1000  # far more than a day takes of them
 DAYS = 1000  # until the same seeds come again
@@ -71,16 +71,13 @@ def test_another_process_makes_the_same_plans() -> None:
     code = (
         "from policylab.verify.draw import draw_case\n"
         "from policylab.verify.simulation import Simulation\n"
-        "print([Simulation(draw_case(seed)).run().digest for seed in range(60)])\n"
+        "print([Simulation(draw_case(seed)).run().digest for seed in range(30)])\n"
     )
-    told = [
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            capture_output=True,
-            text=True,
-        )
-        for seed in ("1", "2")
-    ]
-    assert told[0].stdout == told[1].stdout != "", told[0].stderr
-    assert Simulation(draw_case(0)).run().digest in told[0].stdout
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONHASHSEED": "1"},
+        capture_output=True,
+        text=True,
+    )
+    here = [Simulation(draw_case(seed)).run().digest for seed in range(30)]
+    assert done.stdout == f"{here}\n", done.stderr
