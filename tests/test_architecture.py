@@ -5,6 +5,7 @@ Direction of imports, what stays free of torch, sizes, public names. See docs/ar
 
 import ast
 
+from support import house
 from support import source_tree as tree
 
 from tools import budgets, joints, layers
@@ -63,62 +64,10 @@ LIGHT_INITS = ("engine.worker",)
 DECISIONS = ("engine.kv", "engine.sched")
 WORLD = ("time", "random", "secrets", "datetime", "uuid")
 
-MAX_PARAMETERS = 7
-# Records: many fields and no behaviour is what they are for.
-RECORDS: dict[str, str] = {
-    "SamplingParams": "what a user may ask of sampling",
-    "RequestBody": "what a client of the server may ask for",
-    "ResponsesRequest": "the same, in OpenAI's newer form",
-    "MessagesRequest": "the same, in Anthropic's form",
-    "AddRequest": "what a request consists of on the wire",
-    "StepPlan": "what a worker must know of a step",
-    "SchedulerStats": "what there is to know of a scheduler",
-    "Figures": "what there is to know of a run",
-}
-# A kernel's parameters are its tensors and their strides.
-LONG_SIGNATURES: dict[str, str] = {
-    "kernels.ops.qkv_rope_write": "three fused operations, each with its variants",
-    "kernels.cpu.vectors._product_intrinsic.product": "three matrices, each with its stride",
-    "kernels.cpu.vectors.add_tile_product": "the same, and the size of an element",
-    "kernels.cpu.vectors.panel_product": "the same, and where memory is read next",
-    "kernels.cpu.vectors.pair_panel_product": "the same, and where memory is read next",
-    "kernels.cpu.vectors.pair_tile_product": "the same, and how pairs are multiplied",
-    "kernels.cpu.vectors.dots": "three matrices and the literal shape",
-    "kernels.ops.paged_attention": "an operation with its variants",
-    "kernels.triton.tiles.attend_tiles": "registers of one program, inlined",
-    "kernels.triton.tiles.attend_range": "registers of one program, inlined",
-    "kernels.triton.tiles.store_rows": "registers of one program, inlined",
-}
-
-# Files of the tests, or an attribute in one of them, that may read what is private; and why.
-PRIVATE_READS = {
-    "tests/e2e/test_gpu.py: _sleep": "torch's own way to keep a GPU busy for so many cycles",
-    "tests/support/fake_calls.py": "torch's own way to see its operations, and not to",
-    "tests/support/fake_cuda.py": "the same",
-    "tests/support/fake_graphs.py": "the same",
-    "tests/support/kill_actor.py: _socket": "a client whose own connection turns to rubbish",
-    "tests/support/kill_text.py: _pool": "finds the text processes of a whole engine, to hurt them",
-    "tests/support/pooled.py": "an LLM around a session that was made by hand",
-    "tests/support/triton_interpreter.py": "mends and quickens Triton's own interpreter",
-}
-# The same for tests that give a constant of a module another value.
-PATCHED_CONSTANTS = {
-    f"tests/{name}.py: PROGRAM": "what a text process runs is broken while its pool lives"
-    for name in (
-        "contract/test_text_pool_faults",
-        "support/kill_text",
-    )
-}
-
 # Methods in which a configuration checks its own fields, which is not to read an option.
 CHECKS = ("__post_init__", "_check_")
 # Engines that only checks make: an option they set is not one that a user can.
 TRIES = ("policylab.verify",)
-
-
-def is_launched(module: str, function: str) -> bool:
-    """Whether it is a Triton kernel: a launch names its tensors and their strides, all of them."""
-    return module.startswith("kernels.triton.") and function.endswith("_kernel")
 
 
 def under(module: str, packages: tuple[str, ...]) -> str | None:
@@ -189,12 +138,6 @@ def test_the_picture_of_the_layers_is_up_to_date() -> None:
     assert written == layers.document(), "run: python tools/layers.py"
 
 
-def test_the_index_of_what_tests_share_is_whole() -> None:
-    names = {path.stem for path in (tree.ROOT / "tests/support").glob("*.py")} - {"__init__"}
-    listed = ast.get_docstring(ast.parse((tree.ROOT / "tests/support/__init__.py").read_text()))
-    assert not {name for name in names if f"  {name}: " not in (listed or "")}
-
-
 def test_no_package_imports_in_a_circle() -> None:
     """Typing imports count: who needs a name to be understood needs the file to be read."""
     assert not (found := budgets.circles(budgets.imports_inside_packages(tree.modules()))), found
@@ -227,54 +170,19 @@ def test_lazy_imports_only_where_named() -> None:
     assert not unused, f"drop from LAZY_IMPORTS: {unused}"
 
 
-def check_listed(found: list[joints.Joint], allowed: dict[str, str]) -> None:
-    """Each of them is allowed, by file or by name in it, and all that is allowed is there."""
-    names = {joint: {joint.path, f"{joint.path}: {joint.name}"} for joint in found}
-    wrong = [f"{j.path}:{j.line} {j.text}" for j, own in names.items() if not own & allowed.keys()]
-    assert not wrong, "\n".join(wrong)
-    unused = allowed.keys() - set().union(*names.values())
-    assert not unused, f"drop from the list: {sorted(unused)}"
-
-
-def test_what_ties_a_test_to_the_inside_is_found() -> None:
-    tree = ast.parse(
-        "pool._loop\nself._own\nrow._replace(a=1)\nfake._helper\nsetattr(x, '_y', 1)\n"
-        "patch.setattr('engine.a.MAX', 1)\nmodule.MAX_B = 2\nsize = module.MAX_C\n"
-        "patch.setattr(Class, '_z', f)\n"
-    )
-    reads = joints.private_reads("t", tree, {"_helper"})
-    assert {each.text for each in reads} == {"pool._loop", "x._y", "Class._z"}
-    patched = joints.patched_constants("t", tree)
-    assert {each.text for each in patched} == {"engine.a.MAX", "module.MAX_B"}
-
-
-def test_tests_read_nothing_private_but_what_is_listed() -> None:
-    """Ask the public question, or add it: what a user or the log could ask for as well."""
-    check_listed(joints.find()[0], PRIVATE_READS)
-
-
-def test_tests_patch_no_constants_but_those_listed() -> None:
-    """Give the class a keyword argument with the constant as its default."""
-    check_listed(joints.find()[1], PATCHED_CONSTANTS)
-
-
-def test_waits_that_a_busy_machine_makes_too_short_are_found() -> None:
-    tree = ast.parse(
-        "subprocess.run(command, timeout=60)\nthread.join(10)\npytest.mark.timeout(30)\n"
-        "event.wait(timeout=5.0)\nevent.wait(WAIT_SECONDS)\nevent.wait(0.05)\nrun(model, 4)\n"
-        "pytest.mark.timeout(1800)\n', '.join(names)\nsubprocess.run(command)\n"
-    )
-    assert [each.line for each in joints.short_waits("t", tree)] == [1, 2, 3, 4]
-
-
-def test_no_test_depends_on_how_busy_the_machine_is() -> None:
-    """What hangs is ended by the limit in pyproject.toml; `support.patience` has longer waits."""
-    found = [
-        f"{each.path}:{each.line} {each.text}: wait WAIT_SECONDS, or without a limit"
-        for path, tree in joints.trees("tests").items()
-        for each in joints.short_waits(path, tree)
+def test_what_is_counted() -> None:
+    """Sizes, and what ties a test to the inside or to a quiet machine: shown as warnings."""
+    house.count("larger than the budgets of tools/budgets.py", list(budgets.above(tree.modules())))
+    private, patched = joints.find()
+    assert len(joints.trees("tests")) > 100, "nothing was read"
+    for rule, places in (("reads what is private", private), ("patches a constant", patched)):
+        house.count(f"a test {rule}", [f"{each.path}:{each.line} {each.text}" for each in places])
+    waits = [
+        f"{each.path}:{each.line} {each.text}"
+        for path, module in joints.trees("tests").items()
+        for each in joints.short_waits(path, module)
     ]
-    assert not found, "\n".join(found)
+    house.count("a test waits for less than WAIT_SECONDS", waits)
 
 
 def test_every_test_asserts_something_and_none_is_another() -> None:
@@ -289,47 +197,6 @@ def test_light_modules_cannot_reach_heavy_ones() -> None:
         wrong += [
             f"{name} loads {heavy} through {found[heavy]}" for heavy in HEAVY if heavy in found
         ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_files_fit_their_budget() -> None:
-    wrong = [
-        f"{m.where}: {n} lines"
-        for m in tree.sources()
-        if (n := len(m.text.splitlines())) > budgets.MAX_FILE_LINES
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_functions_fit_on_a_screen() -> None:
-    wrong = [
-        f"{m.where}:{f.lineno} {name}: {lines} lines"
-        for m in tree.sources()
-        for name, f in m.functions()
-        if (lines := (f.end_lineno or f.lineno) - f.lineno + 1) > budgets.MAX_FUNCTION_LINES
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_signatures_are_short() -> None:
-    wrong = [
-        f"{m.where}:{f.lineno} {name}: {count} parameters"
-        for m in tree.modules().values()
-        for name, f in m.functions()
-        if (count := len(tree.parameters(f))) > MAX_PARAMETERS
-        and f"{m.name}.{name}" not in LONG_SIGNATURES
-        and not is_launched(m.name, name)
-    ]
-    assert not wrong, "\n".join(wrong)
-
-
-def test_classes_own_little() -> None:
-    wrong = [
-        f"{m.where}:{cls.lineno} {cls.name}: {count} attributes"
-        for m in tree.modules().values()
-        for cls in m.classes()
-        if (count := len(tree.attributes(cls))) > budgets.MAX_ATTRIBUTES and cls.name not in RECORDS
-    ]
     assert not wrong, "\n".join(wrong)
 
 

@@ -7,12 +7,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = (
-    "skip decref",
-    "drop the salt from the hash",
-    "lose an abort",
-    "break the line at its head",
-)
+QUICK = ("skip decref", "lose an abort")
 
 
 def load(path: Path):
@@ -41,11 +36,6 @@ def test_a_canary_survives_a_rename_and_no_change_of_what_it_breaks():
     for other in (2 * place, place.replace("append(", "add(1 +")):
         with pytest.raises(LookupError, match="has changed"):
             canaries.planted(canary, source.replace(place, other))
-
-
-def test_there_are_enough():
-    assert len(canaries.CANARIES) >= 30
-    assert len({canary.name for canary in canaries.CANARIES}) == len(canaries.CANARIES)
 
 
 @pytest.mark.parametrize("name", QUICK)

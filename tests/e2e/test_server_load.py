@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import random
 import signal
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 
 import pytest
 from server_load import Load, Row, Shape, closed_loop
-from support.kill_cells import Scene
-from support.live_core import wait_until
 from support.patience import SOON_SECONDS, WAIT_SECONDS
-from support.served import Served, free_port, served
+from support.served import Served, served
 
 from tools.server_campaign import COMMON, NAME, Disconnects, Drains, disconnects, drains, how_told
 
@@ -110,6 +104,7 @@ def test_an_end_refuses_on_open_connections_and_a_second_signal_aborts(
     assert server.process.wait() == 0 and time.monotonic() - began < SOON_SECONDS
 
 
+@pytest.mark.slow
 def test_every_stream_is_told_when_the_server_ends(seed: int) -> None:
     result = drains(Drains(times=1, streams=16, timeouts=(0.3,), shape=LONG), seed)
     assert not result.failures
@@ -117,51 +112,6 @@ def test_every_stream_is_told_when_the_server_ends(seed: int) -> None:
 
 
 def test_clients_that_leave_leave_nothing_behind(seed: int) -> None:
-    result = disconnects(Disconnects(seconds=2.0, streams=60, shape=SHORT), seed)
+    result = disconnects(Disconnects(seconds=1.0, streams=30, shape=SHORT), seed)
     assert not result.failures
-    assert result.figures["hows"]["left"] > 10
-
-
-def test_one_of_two_cores_dies_and_then_the_other(seed: int) -> None:
-    with served(*COMMON, "--data-parallel-size", "2") as server:
-        first, second = cores_of(server)
-        with Load("127.0.0.1", server.port) as load:
-            rows = requests(load, LONG, 12, seed)
-            load.run(time.perf_counter() + WAIT_SECONDS, lambda: all(row.times for row in rows))
-            os.kill(first, signal.SIGKILL)
-            run(load)
-        hows = Counter(map(how_told, rows))
-        assert hows["told"] >= 3 and hows["whole"] >= 3 and len(hows) == 2, hows
-        told = next(row for row in rows if how_told(row) == "told")
-        assert b'"code":"core_died"' in told.tail
-        assert health(server) == (200, {"cores": 2, "cores_alive": 1})
-        rows = closed_loop(("127.0.0.1", server.port), SHORT, 2, 0.5, seed=seed)
-        assert how_told(rows[0]) == "whole"
-        os.kill(second, signal.SIGKILL)
-        assert server.process.wait(WAIT_SECONDS) == 1
-
-
-def cores_of(server: Served) -> list[int]:
-    """Their processes; another one is Python's, and watches shared memory."""
-    tree = Scene.tree(server.process.pid)[1:]
-    return [pid for pid in tree if b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-
-
-def health(server: Served) -> tuple[int, object]:
-    try:
-        with urllib.request.urlopen(f"{server.url}/health", timeout=WAIT_SECONDS) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, None
-
-
-def test_a_server_that_is_ended_while_it_starts_ends_in_order() -> None:
-    server = Served.start(free_port(), *COMMON)
-    try:
-        tree = wait_until(lambda: len(Scene.tree(server.process.pid)) > 1)
-        assert tree is not None, "no core was started"
-        pids = Scene.tree(server.process.pid)
-        assert server.end() == 0
-        assert wait_until(lambda: not Scene.alive(pids)) is not None
-    finally:
-        server.process.kill()
+    assert result.figures["hows"]["left"] > 2

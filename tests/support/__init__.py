@@ -17,6 +17,9 @@ Schedulers and KV
   words: A tokenizer with a word for each token of the digest worker, so that its answers are
       texts.
 
+The house
+  house: Rules that are counted and shown at the end of a run, and fail nothing.
+
 Time
   patience: How long tests wait.
   permissions: children that are bound by permissions, though they are root's

@@ -33,28 +33,6 @@ def test_every_case_of_the_scheduler_has_a_test(tool: ModuleType) -> None:
     assert not missing, f"no test names {missing}"
 
 
-def test_a_marker_makes_evidence_and_a_number_in_a_name_does_not(
-    tool: ModuleType, tmp_path: Path
-) -> None:
-    """Tests of 8 bit floats were listed as those of case 8."""
-    (tmp_path / "tests").mkdir()
-    file = tmp_path / "tests" / "test_some.py"
-    file.write_text(
-        "@pytest.mark.behaviour(8, 9)\n@pytest.mark.slow\ndef test_the_cap(): ...\n"
-        "def test_8_bit_floats(): ...\n"
-        "class TestIt:\n    @pytest.mark.behaviour(7)\n    async def test_x(self): ...\n"
-    )
-    assert tool.find_tests(tmp_path) == [
-        ((8, 9), "the cap", "tests/test_some.py"),
-        ((7,), "x", "tests/test_some.py"),
-    ]
-    file.write_text("@pytest.mark.behaviour(131)\ndef test_it(): ...\n")
-    with pytest.raises(
-        ValueError, match=r"test_some.py: test_it names \[131\], there are 1 to 130"
-    ):
-        tool.find_tests(tmp_path)
-
-
 def test_no_test_claims_a_case_by_its_name_alone() -> None:
     claims = re.compile(r"def (test_(?:behaviours?_\d|0\d\d_|1[0-2]\d_|130_)\w*)")
     names = {

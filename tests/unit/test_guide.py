@@ -44,14 +44,6 @@ def classes() -> list[Any]:
 CLASSES = classes()
 
 
-def test_the_guide_defines_one_of_each() -> None:
-    names = [cls.__name__ for cls in CLASSES]
-    assert names == [
-        *(*["ShortestFirst"] * 3, "Paced", "TwiceThePrompt", "Evening", "OneBatchPrompt"),
-        "SmallestFirst",
-    ]
-
-
 @pytest.mark.parametrize("cls", CLASSES)
 def test_everybody_gets_their_tokens(cls: Any, seed: int) -> None:
     rng = random.Random(seed)
