@@ -47,13 +47,7 @@ def run(*command: str, level: str | None, **more: str) -> subprocess.CompletedPr
     )
 
 
-# Each compiles all kernels anew: the one that most processors have, and in the campaign the others.
-FIRST = "avx2"
-LEVELS = [FIRST] + [
-    pytest.param(level, marks=pytest.mark.slow)
-    for level in isa.LEVELS
-    if level not in ("base", FIRST)
-]
+LEVELS = [level for level in isa.LEVELS if level != "base"]
 
 # Bodies that no processor of a level below the highest runs by itself.
 OF_OTHERS = "soft or ordered or summed_as_tiles"
@@ -65,11 +59,12 @@ BITS = ("test_cpu_attention_bits.py",)  # compiles attention for each way to mul
     ("names", "chosen"),
     [
         (KERNELS, f"not ({OF_OTHERS})"),
-        pytest.param(KERNELS, OF_OTHERS, marks=pytest.mark.slow),
-        pytest.param(BITS, "bits", marks=pytest.mark.slow),
+        (KERNELS, OF_OTHERS),
+        (BITS, "bits"),
     ],
 )
 @pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.slow  # each compiles all kernels anew
 def test_each_level_computes_the_same(level: str, names: tuple[str, ...], chosen: str) -> None:
     """Those cases of the kernels' tests that are marked for it."""
     if level == isa.LEVEL:

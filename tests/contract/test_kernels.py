@@ -75,14 +75,12 @@ def shape_agrees(head_dim: int, group: int, kept: torch.dtype, rng: torch.Genera
     close(*attend_both(q, cache, {"scale": head_dim**-0.5}))
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "group"), shapes((32, 2), (64, 3), (80, 8), (96, 1), (256, 2), (24, 4))
-)
+@pytest.mark.parametrize(("head_dim", "group"), shapes((64, 3), (80, 8), (24, 4)))
 def test_attention_shapes(head_dim: int, group: int, rng: torch.Generator) -> None:
     shape_agrees(head_dim, group, torch.float32, rng)
 
 
-@pytest.mark.parametrize(("head_dim", "group"), shapes((32, 2), (64, 3), (24, 4)))
+@pytest.mark.parametrize(("head_dim", "group"), shapes((64, 3)))
 def test_attention_shapes_of_a_cache_of_half_the_size(
     head_dim: int, group: int, rng: torch.Generator
 ) -> None:
@@ -90,7 +88,7 @@ def test_attention_shapes_of_a_cache_of_half_the_size(
 
 
 @KEPT
-@pytest.mark.parametrize("block", [1, 4, 24, 64])
+@pytest.mark.parametrize("block", [1, 24])
 def test_attention_block_sizes(block: int, kept: torch.dtype, rng: torch.Generator) -> None:
     cache = Cache(STEPS["mixed"], (2, 32), rng, block, dtype=kept)
     q = torch.randn(cache.num_tokens, 4, 32, generator=rng)

@@ -1,4 +1,4 @@
-"""Two hundred mixed requests on the model in the box: each is answered as if it were alone."""
+"""A hundred mixed requests on the model in the box: each is answered as if it were alone."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def run(engine: LLMEngine, requests, abort: set[str], rng: random.Random) -> dic
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_two_hundred_mixed_requests_end_as_if_each_were_alone(depth):
-    requests = make_requests(200)
+def test_a_hundred_mixed_requests_end_as_if_each_were_alone(depth):
+    requests = make_requests(100)
     rng = random.Random(SEED)
     abort = {name for name, _, _ in requests if rng.random() < 0.1}
     common = {"max_model_len": 512, **EXACT}
