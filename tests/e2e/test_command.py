@@ -4,7 +4,6 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 
 def metronome(*args: str) -> subprocess.CompletedProcess[str]:
@@ -32,22 +31,6 @@ def test_startup_is_measured_in_fresh_processes() -> None:
     seconds = json.loads(done.stdout)
     phases = [seconds[f"{name}_seconds"] for name in ("import", "first_token", "process")]
     assert 0 < phases[0] < phases[1] < phases[2]
-
-
-def test_options_may_come_from_a_file(tmp_path: Path) -> None:
-    options = tmp_path / "options.yaml"
-    options.write_text("max-tokens: 12\nnum-threads: 1\nignore_eos: true\n")
-    for given, num in (((), 12), (("--max-tokens", "5"), 5)):
-        done = metronome("generate", "--config", str(options), *given, "A list comprehension")
-        assert done.returncode == 0, done.stderr
-        assert f" {num} output tokens" in done.stdout.splitlines()[-1]
-
-
-def test_errors_are_one_line() -> None:
-    done = metronome("generate", "--model", "/nowhere", "x")
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("metronome: error: model directory '/nowhere' does not exist")
-    assert len(done.stderr.splitlines()) == 1
 
 
 def test_a_reader_that_has_had_enough_is_no_error() -> None:

@@ -30,7 +30,7 @@ SELF: dict[str, Any] = {
 ROUGH = {**SELF, "quantization": "int8"}  # right most of the time
 
 
-@pytest.fixture(scope="module", params=[1, 2])
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def engines(request: pytest.FixtureRequest) -> Iterator[tuple[LLMEngine, LLMEngine]]:
     """One without drafts and one with, with so many steps in flight."""
     options = {**BOX, "async_scheduling": request.param == 2}
@@ -126,7 +126,7 @@ def drafted(model: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
     return tokens
 
 
-@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("adaptive", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_with_grammars(adaptive: bool) -> None:
     """Drafts that the grammar forbids are cut, text that it forces goes before them."""
     names = ("person, dense", "when", "choice", "grammar")
@@ -162,7 +162,7 @@ def test_with_the_core_in_a_process_and_several_answers() -> None:
     assert told[0] == told[1]
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [2])
 def test_a_run_with_a_draft_model_replays_to_identical_plans(tmp_path: Path, depth: int) -> None:
     log = tmp_path / "steps.log"
     options = {**BOX, "num_kv_blocks": 16, "max_model_len": 128, "max_num_seqs": 4}

@@ -14,8 +14,8 @@ from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.errors import ConfigError
 from engine.worker.memory import choose_kv_dtype
 
-NATIVE = ["llama", "qwen3", "gemma2", "mistral-window"]
-GENERAL = ["gpt-neox", "gpt-oss-sinks"]
+NATIVE = ["gemma2", "mistral-window"]
+GENERAL = ["gpt-oss-sinks"]
 NUM_NEW = 24
 
 

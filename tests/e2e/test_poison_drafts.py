@@ -150,8 +150,14 @@ def hurting_drafts() -> dict[str, tuple[list[int], SamplingParams]]:
     }
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-@pytest.mark.parametrize("method", DRAFTS)
+@pytest.mark.parametrize(
+    ("method", "overlapped"),
+    [
+        pytest.param(method, overlapped, marks=[pytest.mark.slow] * (number % 2 != overlapped))
+        for number, method in enumerate(DRAFTS)
+        for overlapped in (False, True)
+    ],
+)
 def test_only_the_sick_fail_and_are_told_why(
     method: str, overlapped: bool, hurt: Counter[int]
 ) -> None:

@@ -15,7 +15,6 @@ from engine.cli.main import main
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 WHERE: dict[str, tuple[int, dict[str, Any]]] = {
     "here": (1, {}),
-    "a process": (1, {"multiprocess": True}),
     "two processes": (2, {"multiprocess": True, "data_parallel_size": 2}),
 }
 

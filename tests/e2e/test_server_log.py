@@ -202,6 +202,7 @@ def alive_cores(server: Served) -> int:
         return 0
 
 
+@pytest.mark.slow
 def test_no_core_waits_for_a_log_that_nobody_reads() -> None:
     """Cores log as well, while they load and later: a core that waited would never be ready."""
     options = ("--data-parallel-size", "2", "--on-core-death", "restart")
