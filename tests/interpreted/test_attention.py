@@ -108,13 +108,11 @@ def queries(num: int, case: dict[str, Any], rng: torch.Generator) -> torch.Tenso
     return whole.to(case["dtype"])[:, : heads * dim].view(num, heads, dim)
 
 
-@pytest.mark.parametrize("case", SHORT, ids=lambda case: "-".join(map(str, case.values())))
-def test_attention_over_pairs_of_few_values(case: dict[str, Any], rng: torch.Generator) -> None:
-    check(case, rng)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case.values())))
+@pytest.mark.parametrize(
+    "case",
+    [*SHORT, *(pytest.param(case, marks=pytest.mark.slow) for case in CASES)],
+    ids=lambda case: "-".join(map(str, case.values())),
+)
 def test_attention_over_pairs_of_switches(case: dict[str, Any], rng: torch.Generator) -> None:
     check(case, rng)
 
