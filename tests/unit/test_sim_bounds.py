@@ -97,7 +97,7 @@ def test_one_request_meets_its_bounds() -> None:
     assert bounds(alone).steps == 4 and bounds(alone).by == "chain"
 
 
-@pytest.mark.parametrize("case", range(12))
+@pytest.mark.parametrize("case", range(4))
 def test_no_schedule_beats_the_bounds(case: int, seed: int) -> None:
     dice = random.Random(seed + case)
     fixed_only = StepCost(fixed=1.0, per_seq=0.0, per_token=0.0, per_context=0.0, per_attention=0.0)
