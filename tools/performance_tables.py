@@ -16,6 +16,7 @@ import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from functools import cache
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -190,8 +191,8 @@ def why() -> str:
     assert start is not None
     speed = kept("simulator")["cases"]["azure hour"]["times_real"]
     text = (
-        f"In figures: {len(counts)} published policies ship, of {min(counts)} to {max(counts)} "
-        f"lines of code each. An hour of Azure's traffic is simulated {speed:.0f} times faster "
+        f"In figures: {len(counts)} published policies ship, none of more than "
+        f"{10 * ceil(max(counts) / 10)} lines of code. An hour of Azure's traffic is simulated {speed:.0f} times faster "
         "than real time. Scheduling a decode step with 1,024 requests takes "
         f"{ours:,.0f} us; vLLM's scheduler takes {theirs:,.0f}. The first token comes "
         f"{start[0]:.1f} s after the start of the process; "
