@@ -190,12 +190,12 @@ def why() -> str:
     start = compared(MID["A"], "first_token_s")
     assert start is not None
     speed = kept("simulator")["cases"]["azure hour"]["times_real"]
+    longest = 10 * ceil(max(counts) / 10)
     text = (
-        f"In figures: {len(counts)} published policies ship, none of more than "
-        f"{10 * ceil(max(counts) / 10)} lines of code. An hour of Azure's traffic is simulated {speed:.0f} times faster "
-        "than real time. Scheduling a decode step with 1,024 requests takes "
-        f"{ours:,.0f} us; vLLM's scheduler takes {theirs:,.0f}. The first token comes "
-        f"{start[0]:.1f} s after the start of the process; "
+        f"In figures: {len(counts)} published policies ship, none of more than {longest} lines of "
+        f"code. An hour of Azure's traffic is simulated {speed:.0f} times faster than real time. "
+        f"Scheduling a decode step with 1,024 requests takes {ours:,.0f} us; vLLM's takes "
+        f"{theirs:,.0f}. The first token comes {start[0]:.1f} s after the start of the process; "
         f"with vLLM's CPU build after {start[1]:.0f} s."
     )
     return f"{textwrap.fill(text, 130)}\n"
