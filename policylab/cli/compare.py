@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    is_seen = seeing.is_asked(parsed)
+    is_seen = seeing.is_requested(parsed)
     workload = lab.workload_of(parsed)
     engine = lab.engine_of(parsed, lab.log_of(workload))
     _check(parsed)

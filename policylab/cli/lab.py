@@ -100,21 +100,21 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 def workload_of(parsed: argparse.Namespace) -> Workload:
     """The workload that was asked for: by name, or a step log by its path."""
-    told = {
+    given = {
         "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
         "shared_prefix": parsed.shared_prefix,
         "num_users": parsed.users,
         "num_requests": parsed.requests,
     }
-    told = {name: value for name, value in told.items() if value is not None}
+    given = {name: value for name, value in given.items() if value is not None}
     text = parsed.workload
     if "(" not in text and Path(text).is_file():
-        return find_workload("steps-log", path=text, **told)
+        return find_workload("steps-log", path=text, **given)
     kind = WORKLOADS.get(call(text, "--workload", EXAMPLE)[0])
     if kind is not None and not issubclass(kind, Reader):
-        told.setdefault("num_requests", NUM_REQUESTS)
-    return find_workload(text, **told)
+        given.setdefault("num_requests", NUM_REQUESTS)
+    return find_workload(text, **given)
 
 
 def one_of(parsed: argparse.Namespace, first: str, second: str, what: str) -> None:
@@ -133,7 +133,7 @@ def log_of(workload: Workload) -> Log | None:
 def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
     """The engine that was asked for; what was not is that of the log, whose steps say what steps
     cost unless something else does."""
-    told = {
+    given = {
         "max_num_seqs": parsed.max_num_seqs,
         "max_num_batched_tokens": parsed.max_num_batched_tokens,
         "num_blocks": parsed.num_kv_blocks,
@@ -143,13 +143,13 @@ def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
         "cost": _cost(parsed.profile, parsed.cost),
     }
     base = Engine() if log is None else recorded_engine(log.header)
-    if log is not None and told["cost"] is None:
-        told["cost"] = fit(samples_of(log.path), f"fitted to {log.path}")
+    if log is not None and given["cost"] is None:
+        given["cost"] = fit(samples_of(log.path), f"fitted to {log.path}")
     scheduler = dict(base.scheduler)
     if parsed.max_model_len is not None:
         scheduler["max_model_len"] = parsed.max_model_len
-    told = {name: value for name, value in told.items() if value is not None}
-    return replace(base, **told, scheduler=scheduler)
+    given = {name: value for name, value in given.items() if value is not None}
+    return replace(base, **given, scheduler=scheduler)
 
 
 def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:

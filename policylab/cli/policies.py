@@ -71,7 +71,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.list:
         print(*listed(), sep="\n")
         return 0
-    is_shown = seeing.is_asked(parsed)
+    is_shown = seeing.is_requested(parsed)
     workload = lab.workload_of(parsed)
     lab.one_of(parsed, "json", "csv", "in which form figures are written")
     lab.one_of(parsed, "load", "rate", "how many requests come")
@@ -122,8 +122,8 @@ def listed() -> Iterable[str]:
     for name, policy in sorted(POLICIES.items()):
         yield f"{name:{width}}  {_summary(policy)}"
     for name, found in sorted(installed.items()):
-        said = f"{_summary(found)} ({found.__module__})" if isinstance(found, type) else found
-        yield f"{name:{width}}  {said}"
+        summary = f"{_summary(found)} ({found.__module__})" if isinstance(found, type) else found
+        yield f"{name:{width}}  {summary}"
 
 
 def _summary(policy: type) -> str:

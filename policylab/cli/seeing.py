@@ -50,11 +50,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, has_one_run: bool = False)
         )
 
 
-def is_asked(parsed: argparse.Namespace) -> bool:
+def is_requested(parsed: argparse.Namespace) -> bool:
     """Whether anything is to be looked at, so that runs have to keep their steps. Raises
     ``ConfigError`` for a place that is none, before anything takes time."""
-    asked = [getattr(parsed, name, None) for name in ("report", "trace")]
-    for name, path in zip(("report", "trace"), asked, strict=True):
+    paths = [getattr(parsed, name, None) for name in ("report", "trace")]
+    for name, path in zip(("report", "trace"), paths, strict=True):
         if path is not None and not path.parent.is_dir():
             raise ConfigError(f"--{name} {str(path)!r} is in no directory that exists")
     for path in getattr(parsed, "beside", []):
@@ -62,7 +62,7 @@ def is_asked(parsed: argparse.Namespace) -> bool:
             raise ConfigError(f"--beside {str(path)!r} is no file; `simulate --out` writes one")
     if parsed.plots is not None and parsed.plots.exists() and not parsed.plots.is_dir():
         raise ConfigError(f"--plots {str(parsed.plots)!r} is a file, must be a directory")
-    return any(path is not None for path in (*asked, parsed.plots))
+    return any(path is not None for path in (*paths, parsed.plots))
 
 
 def show_run(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> list[str]:

@@ -82,7 +82,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    parsed.steps = (seeing.is_asked(parsed) and not parsed.real) or parsed.steps
+    parsed.steps = (seeing.is_requested(parsed) and not parsed.real) or parsed.steps
     whole = _simulated(parsed) if parsed.read is None else Run.read(parsed.read)
     if parsed.out is not None:
         whole.write(parsed.out)
@@ -252,23 +252,24 @@ def _of_which(run: Run) -> Iterable[str]:
 
 def _period(found: Figures) -> str:
     period, done = found.window, found.outcomes.get("done", 0)
-    said = f"{found.num_requests} requests, {done} done"
+    summary = f"{found.num_requests} requests, {done} done"
     if period.state == AT_ONCE:
-        return f"{said}; all came at once, all count"
+        return f"{summary}; all came at once, all count"
     if period.is_whole:
         why = " as in a backlog, which they are" if period.state == BACKLOG else ""
         return (
-            f"{said}; all count{why}, and the period ends with the last token, {period.end:.1f} s"
+            f"{summary}; all count{why}, and the period ends with the last token, "
+            f"{period.end:.1f} s"
         )
     if period.state != STEADY:
         return (
-            f"{said}; overloaded: {period.growing} grows to the end, so there are no means; "
+            f"{summary}; overloaded: {period.growing} grows to the end, so there are no means; "
             "--whole counts all requests"
         )
     short = "; about half, so it may not have ended: more are needed" if period.is_short else ""
     return (
-        f"{said}; {found.num_counted} count: {period.num_warmup} in front are warm-up{short}, and "
-        f"the period ends with the last arrival, {period.end:.1f} s"
+        f"{summary}; {found.num_counted} count: {period.num_warmup} in front are warm-up{short}, "
+        f"and the period ends with the last arrival, {period.end:.1f} s"
     )
 
 

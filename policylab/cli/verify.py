@@ -333,7 +333,7 @@ def _on_load(hunt: Hunt) -> tuple[list[str], list[Failure]]:
     is a failure."""
     name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
     try:
-        fcfs, figures = beside_fcfs(hunt.policy, hunt.options)
+        fcfs, figures = next_to_fcfs(hunt.policy, hunt.options)
     except (ConfigError, PolicyError) as error:  # it has no figures of its own
         return [], [Failure(f"{name}: on a standard load ({load}): {error}")]
     share = figures.recomputed
@@ -359,7 +359,7 @@ def _on_load(hunt: Hunt) -> tuple[list[str], list[Failure]]:
     return lines, [Failure(f"{name}: on a standard load, {each}") for each in failures]
 
 
-def beside_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
+def next_to_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
     """What the simulator says of fcfs and of the policy on the standard load.
 
     Raises ``PolicyError`` for a policy that has no figures: it computes nothing for a quarter of an

@@ -126,8 +126,8 @@ def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) 
 
 def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
     """What the command line has said, and so stays."""
-    told = {knob for name, knob in PINS.items() if getattr(parsed, name) is not None}
-    return frozenset(told | call(parsed.workload, "--workload", "log-uniform")[1].keys())
+    given = {knob for name, knob in PINS.items() if getattr(parsed, name) is not None}
+    return frozenset(given | call(parsed.workload, "--workload", "log-uniform")[1].keys())
 
 
 def described(

@@ -195,14 +195,14 @@ def least_cost(profile: Profile) -> StepCost:
 
 def bounds(work: Work) -> Bounds:
     """The bounds of this work."""
-    asked = {
+    needed = {
         "tokens": -(-int(work.tokens.sum()) // work.max_tokens),
         "seats": -(-int((1 + work.decodes).sum()) // work.max_seqs),
         "chain": int(work.chain.max()),
         "KV area": -(-int(work.own_context.sum()) // work.pool),
     }
-    by = max(asked, key=lambda name: asked[name])
-    return Bounds(steps=asked[by], by=by, makespan=makespan(work), mean_e2e=mean_e2e(work))
+    by = max(needed, key=lambda name: needed[name])
+    return Bounds(steps=needed[by], by=by, makespan=makespan(work), mean_e2e=mean_e2e(work))
 
 
 def makespan(work: Work) -> float:

@@ -198,7 +198,7 @@ def _filled(
 
 
 def _cells(
-    what: Experiment, said: str, workload: Workload, engine: Engine
+    what: Experiment, setting: str, workload: Workload, engine: Engine
 ) -> Iterator[tuple[Cell, Setting]]:
     """One for each load, without its figures, and what is to be simulated for it."""
     check(what.policies, workload, engine)
@@ -214,7 +214,7 @@ def _cells(
                 load=load,
                 rate=rate,
                 capacity=capacity,
-                setting=said,
+                setting=setting,
                 names=distinct(name_of(policy) for policy in what.policies),
                 figures=[],
                 is_paired=what.is_paired,

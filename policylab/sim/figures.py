@@ -227,12 +227,12 @@ def recomputed(run: Run) -> float:
 
 def collapse(name: str, share: float, throughput: float, of_fcfs: float) -> str | None:
     """A line for a policy that computes much again, or serves much less than fcfs, if it does."""
-    said = []
+    faults = []
     if share > MAX_RECOMPUTED:
-        said.append(f"computes {100.0 * share:.0f} % of its tokens again")
+        faults.append(f"computes {100.0 * share:.0f} % of its tokens again")
     if throughput < MIN_THROUGHPUT * of_fcfs:
-        said.append(f"serves {throughput / of_fcfs:.2f} of fcfs's tokens a second")
-    return f"{name} collapses: it {' and '.join(said)}" if said else None
+        faults.append(f"serves {throughput / of_fcfs:.2f} of fcfs's tokens a second")
+    return f"{name} collapses: it {' and '.join(faults)}" if faults else None
 
 
 def _outcomes(requests: Requests) -> dict[str, int]:

@@ -49,7 +49,7 @@ class History:
         """"queued", "scheduled" and "preempted", with seconds since the start of the run."""
         self.stays: list[list[Stay]] = []
         self.work: Cells = np.empty((0, 4), dtype=np.int64)
-        self._told: dict[int, tuple[int, dict[str, float]]] = {}  # of the living: events, waits
+        self._known: dict[int, tuple[int, dict[str, float]]] = {}  # of the living: events, waits
 
     def __len__(self) -> int:
         return len(self.events)
@@ -59,25 +59,25 @@ class History:
         self.events.append([])
         self.stays.append([])
 
-    def told(
+    def report(
         self, place: int, events: Sequence[Event], waits: Mapping[str, float], start: float
     ) -> None:
         """All that has happened to a request, and its waits; ``start``: of the run, on the clock
         that events have."""
-        num_told, before = self._told.get(place, (0, {}))
+        num_known, before = self._known.get(place, (0, {}))
         own = self.events[place]
-        own += [(name, time - start) for name, time in events[num_told:]]
+        own += [(name, time - start) for name, time in events[num_known:]]
         added = {c: s - before.get(c, 0.0) for c, s in waits.items() if s > before.get(c, 0.0)}
         begun = list(stays_of(own))
         fresh = begun[len(self.stays[place]) :]
         self.stays[place] += _shared_out(fresh, added)
-        self._told[place] = (len(events), dict(waits))
+        self._known[place] = (len(events), dict(waits))
 
     def ended(self, place: int, time: float) -> None:
         """The request has ended; a stay that was not over is now."""
         own, stays = self.events[place], self.stays[place]
         if own and own[-1][0] != "scheduled":
-            _, waits = self._told.get(place, (0, {}))
+            _, waits = self._known.get(place, (0, {}))
             rest = dict(waits)
             for stay in stays:
                 for cause, seconds in stay.causes.items():
@@ -85,7 +85,7 @@ class History:
             name, since = own[-1]
             causes = _sorted({cause: seconds for cause, seconds in rest.items() if seconds > 0})
             stays.append(Stay(since, time, causes, name == PREEMPTED))
-        self._told.pop(place, None)
+        self._known.pop(place, None)
 
     def rows(self) -> Iterator[dict[str, Any]]:
         """Each request's as plain data."""

@@ -84,7 +84,7 @@ class Job:
             priority=self.priority,
             user=self.user,
             deadline=None if self.deadline is None else self.arrival + self.deadline,
-            hints=self.told(tell_length) or None,
+            hints=self.hints_for(tell_length) or None,
             tbt=self.tbt,
         )
 
@@ -93,7 +93,7 @@ class Job:
         they were not simulated."""
         return tokens_of(self.prompt, answers, self.texts)
 
-    def told(self, tell_length: bool = False) -> dict[str, Any]:
+    def hints_for(self, tell_length: bool = False) -> dict[str, Any]:
         """Hints for policies: promises, program and tier among them, where it has any."""
         hints: dict[str, Any] = {}
         if self.ttft is not None:

@@ -133,7 +133,7 @@ class Kept:
 
 def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) -> Kept:
     """How promises to these requests [requests] were kept; the refused got nothing."""
-    promised, good = _told(requests, slo) if slo else _own(requests)
+    promised, good = _of_slo(requests, slo) if slo else _own(requests)
     promised = promised & counted
     good = good & promised & requests.done
     tiers = requests.text("tier")
@@ -148,7 +148,7 @@ def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) ->
     )
 
 
-def _told(requests: Requests, slo: list[Limit]) -> tuple[Mask, Mask]:
+def _of_slo(requests: Requests, slo: list[Limit]) -> tuple[Mask, Mask]:
     """Who was promised something, and who got it."""
     good = np.ones(len(requests), dtype=np.bool_)
     for limit in slo:

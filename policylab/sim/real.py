@@ -112,7 +112,7 @@ def run_real(
 def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any) -> EngineArgs:
     """Options of the engine that ``engine`` describes."""
     name, policy_options = policy if isinstance(policy, Variant) else (policy, {})
-    told: dict[str, Any] = {
+    report: dict[str, Any] = {
         "scheduling_policy": name,
         "policy_options": dict(policy_options),
         "max_num_seqs": engine.max_num_seqs,
@@ -128,7 +128,7 @@ def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any)
         "disable_log_stats": True,
         **engine.scheduler,
     }
-    return EngineArgs(**{**told, **options})
+    return EngineArgs(**{**report, **options})
 
 
 class _RealRun:
@@ -229,7 +229,7 @@ class _RealRun:
             options["deadline"] = self._start + job.arrival + job.deadline
         if job.tbt is not None:
             options["tbt"] = job.tbt
-        if hints := job.told(self._tells_length):
+        if hints := job.hints_for(self._tells_length):
             options["hints"] = hints
         return options
 
@@ -257,7 +257,7 @@ class _RealRun:
         self._requests.counts("num_cached")[place] = output.num_cached_tokens
         self._requests.counts("num_preempted")[place] = metrics.num_preemptions
         self._requests.wait(place, metrics.waits)
-        self._history.told(place, metrics.events, metrics.waits, self._start)
+        self._history.report(place, metrics.events, metrics.waits, self._start)
         self._history.ended(place, self._clock() - self._start)
         self._tokens.settle()
         self._tokens.forget()

@@ -318,13 +318,13 @@ class _EndingWorker:
 
 def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
     """The engine that a log was recorded on, with another idea of what its steps cost."""
-    told = {
+    names = {
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",
         "num_steps_in_flight": "depth",
         "length_predictor": "length_predictor",
     }
-    others = (*told, "scheduling_policy", "policy_options")
+    others = (*names, "scheduling_policy", "policy_options")
     known = [option.name for option in fields(SchedulerConfig)]
     scheduler = {
         name: tuple(value) if isinstance(value, list) else value
@@ -332,7 +332,7 @@ def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
         if name in known and name not in others
     }
     return Engine(
-        **{own: header.scheduler[name] for name, own in told.items()},
+        **{own: header.scheduler[name] for name, own in names.items()},
         num_blocks=header.num_blocks,
         block_size=header.block_size,
         enable_prefix_caching=bool(header.cache.get("enable_prefix_caching", True)),

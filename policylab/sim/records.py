@@ -275,7 +275,7 @@ class Seen:
             scheduled[place] = started.scheduled_time - self._start
             self.requests.counts("num_cached")[place] = started.num_cached_tokens
         if self.history is not None:
-            self.history.told(place, started.events, started.waits, self._start)
+            self.history.report(place, started.events, started.waits, self._start)
 
     def _end(self, name: str, end: Finished, time: float) -> Job:
         del self._places[name]
@@ -284,7 +284,7 @@ class Seen:
         self.requests.counts("num_preempted")[place] = end.num_preemptions
         self.requests.wait(place, end.waits)
         if self.history is not None:
-            self.history.told(place, end.events, end.waits, self._start)
+            self.history.report(place, end.events, end.waits, self._start)
             self.history.ended(place, time)
         return job
 

@@ -196,13 +196,13 @@ class TimedWorker(FakeExecutor):
         # Few of them may come in time: more are asked for only where these are too few.
         first = self._cost.seconds(shape)
         guess = (stretch.until - now) / first if first else inf
-        for asked in sorted({min(num_planned, int(min(guess, most)) + 2), num_planned}):
-            seconds = self._cost_each(shape, asked).tolist()
+        for tried in sorted({min(num_planned, int(min(guess, most)) + 2), num_planned}):
+            seconds = self._cost_each(shape, tried).tolist()
             launched = _sums(max(begun, now), seconds)[1:]
-            ends = ([max(now, end) for end in in_flight] + launched)[:asked]
+            ends = ([max(now, end) for end in in_flight] + launched)[:tried]
             if ends[-1] >= stretch.until:
                 break
-        count = min(most, asked, 1 + bisect_left(ends, stretch.until))
+        count = min(most, tried, 1 + bisect_left(ends, stretch.until))
         begins = [now, *ends[: count - 1]]
         stretch.next_begin = ends[count - 1]
         if count < num_planned and stretch.next_begin < stretch.until:

@@ -31,7 +31,7 @@ MOST_LOOKS = 6  # while it grows; what has a bound has reached it by then, or is
 LEAST_GROWTH = 0.5  # bytes a request
 USERS = 4
 ABORT_EVERY = 17
-BESIDE = 12  # requests that are under way at once
+AT_ONCE = 12  # requests that are under way at once
 SOMEWHERE = "a book that cannot be reached from the policy, and holds requests that have ended,"
 OURS = ("engine", "policylab")
 FOREIGN = ("logging", "_pytest", "pytest", "unittest", "threading", "importlib")
@@ -100,7 +100,7 @@ def _serve(simulation: Simulation, names: Iterator[int], rng: Random, num_reques
             simulation.step()
             simulation.happen(Abort(at=0, request_ids=[str(index)]))
         tries = 0
-        while len(simulation.clients.live) >= BESIDE and tries < 4 * BESIDE:
+        while len(simulation.clients.live) >= AT_ONCE and tries < 4 * AT_ONCE:
             simulation.step()
             tries += 1
     simulation.drain()
@@ -156,12 +156,12 @@ def _is_own(value: object, own: set[str]) -> bool:
     if isinstance(value, type | FunctionType):
         return value.__module__ in own
     if isinstance(value, ModuleType):
-        return _is_beside(value, own)
+        return _is_own_module(value, own)
     home = type(value).__module__
     return home in own or home.partition(".")[0] not in (*OURS, *FOREIGN)
 
 
-def _is_beside(module: ModuleType, own: set[str]) -> bool:
+def _is_own_module(module: ModuleType, own: set[str]) -> bool:
     """A module that the policy's author wrote too: of the same package, or the same directory."""
     name = module.__name__
     if name.partition(".")[0] in {*OURS, *sys.stdlib_module_names, *FOREIGN}:

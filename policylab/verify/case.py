@@ -40,7 +40,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     is_steady: bool = True
     tick: float = 2.0**-6
     grammar_ticks: int = -1
-    num_said: int = VOCAB_SIZE
+    num_tokens_used: int = VOCAB_SIZE
 
     @property
     def has_halves(self) -> bool:

@@ -238,15 +238,15 @@ def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
 
 def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) -> None:
     """It has all it can compute, unless blocks or a cap on prompts stand against it."""
-    behind, config = req.num_uncomputed - (req.num_pending if count else 0), scheduler.config
-    if behind <= 0 or not (config.enable_chunked_prefill or behind <= left):
+    missing, config = req.num_uncomputed - (req.num_pending if count else 0), scheduler.config
+    if missing <= 0 or not (config.enable_chunked_prefill or missing <= left):
         return
     cap = prefill_cap(config, scheduler.roster)
     if count >= cap or _is_mixed_full(scheduler):
         return
-    least = 1 if config.enable_chunked_prefill else min(behind, left, cap)
+    least = 1 if config.enable_chunked_prefill else min(missing, left, cap)
     fits = scheduler.kv.fits(req, req.num_computed + least)
-    assert not fits, f"{req} got {count} tokens, is {behind} behind, and {left} are left"
+    assert not fits, f"{req} got {count} tokens, is {missing} behind, and {left} are left"
 
 
 def _spares_decodes(scheduler: Scheduler) -> bool:

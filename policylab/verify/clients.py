@@ -23,7 +23,7 @@ DEAD_END = ("error", None)  # of a text that cannot go on as its grammar says
 
 
 @dataclass(slots=True)
-class Asked:
+class LiveRequest:
     """A request under way."""
 
     req: Request
@@ -47,17 +47,17 @@ class Clients:
     def __init__(
         self,
         max_model_len: int,
-        on_end: Callable[[Asked], None],
+        on_end: Callable[[LiveRequest], None],
         *,
-        num_said: int = VOCAB_SIZE,
+        num_tokens_used: int = VOCAB_SIZE,
         guide: Callable[[AddRequest], Guide] | None = None,
     ) -> None:
-        self.live: dict[str, Asked] = {}
+        self.live: dict[str, LiveRequest] = {}
         self.num_accepted = 0
         self.num_followed = 0  # grammars, to the end of the text
         self._max_model_len = max_model_len
         self._on_end = on_end
-        self._num_said = num_said
+        self._num_tokens_used = num_tokens_used
         self._guide = guide
 
     def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
@@ -67,10 +67,12 @@ class Clients:
         extras = extras_of(add)
         guide = None if self._guide is None or add.grammar is None else self._guide(add)
         most = min(add.max_tokens, self._max_model_len - len(add.prompt_token_ids))
-        answer, end = answer_to(add, extras, most, num_said=self._num_said, guide=guide)
+        answer, end = answer_to(
+            add, extras, most, num_tokens_used=self._num_tokens_used, guide=guide
+        )
         last = len(add.prompt_token_ids) + len(answer) - 2  # the last token is not computed
         fails = fails_at is not None and fails_at <= last
-        self.live[add.request_id] = Asked(req, extras, answer, end, fails, fails_at, hints)
+        self.live[add.request_id] = LiveRequest(req, extras, answer, end, fails, fails_at, hints)
         self.num_accepted += 1
 
     def answers(self, request_id: str) -> Sequence[int]:
@@ -79,8 +81,8 @@ class Clients:
 
     def answer_if_alive(self, request_id: str) -> Sequence[int] | None:
         """The same; ``None`` for one that is not under way."""
-        asked = self.live.get(request_id)
-        return None if asked is None else asked.answer
+        live = self.live.get(request_id)
+        return None if live is None else live.answer
 
     def content(self, new: NewSeq) -> list[int]:
         """What the worker sees at each known position."""
@@ -95,23 +97,23 @@ class Clients:
             return
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
         for new in plan.new:
-            asked = self.live[new.request_id]
-            asked.has_new_seat = True
-            if asked.num_cached is None:
-                asked.num_cached = starts[new.slot]
+            live = self.live[new.request_id]
+            live.has_new_seat = True
+            if live.num_cached is None:
+                live.num_cached = starts[new.slot]
 
     def fail(self, new: NewSeq, upto: int) -> str | None:
         """Does the worker come to a position that fails?"""
-        asked = self.live.get(new.request_id)  # a step in flight may outlive its request
-        if asked is None or asked.fails_at is None or upto <= asked.fails_at:
+        live = self.live.get(new.request_id)  # a step in flight may outlive its request
+        if live is None or live.fails_at is None or upto <= live.fails_at:
             return None
         return "a row that fails"
 
     def alive(self, ids: list[str] | None) -> list[Request]:
         """Requests of these ids that have not ended; unreported ends count as ends."""
         wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
-        asked = [self.live[name].req for name in wanted if name in self.live]
-        return [req for req in asked if not req.is_finished]
+        live = [self.live[name].req for name in wanted if name in self.live]
+        return [req for req in live if not req.is_finished]
 
     def abort(self, reqs: Sequence[Request]) -> None:
         """A client aborted these requests; no output reports their end."""
@@ -127,22 +129,22 @@ class Clients:
             starts = {started.index: started for started in out.started}
             place = 0
             for index, (name, count) in enumerate(zip(out.request_ids, counts, strict=True)):
-                asked = self._asked(name, client)
+                live = self._find(name, client)
                 tokens = out.token_ids[place : place + count]
                 place += count
-                right = asked.answer[asked.num_heard : asked.num_heard + count]
-                assert tokens == right, f"{name}: {tokens} behind {asked.num_heard}, not {right}"
-                check_start(asked, count, starts.get(index))
-                asked.num_heard += count
+                right = live.answer[live.num_heard : live.num_heard + count]
+                assert tokens == right, f"{name}: {tokens} behind {live.num_heard}, not {right}"
+                check_start(live, count, starts.get(index))
+                live.num_heard += count
             self._hear_ends(out, now)
 
     def _hear_ends(self, out: CoreOutputs, now: float) -> None:
         for end in out.finished:
             name = out.request_ids[end.index]
-            asked = self.live[name]
-            check_end(asked, end, now)
+            live = self.live[name]
+            check_end(live, end, now)
             is_whole = self._guide is not None and end.reason == "stop"
-            self.num_followed += is_whole and asked.req.add.grammar is not None
+            self.num_followed += is_whole and live.req.add.grammar is not None
             self._end(name)
 
     def check_over(self) -> None:
@@ -150,53 +152,53 @@ class Clients:
         assert not self.live, f"{list(self.live)} never heard their end"
 
     def _end(self, name: str) -> None:
-        asked = self.live.pop(name)
-        assert asked.req.is_finished, f"{asked.req} has ended"
-        assert asked.req.add.hints == asked.hints, f"{asked.req}: its hints were changed"
-        check_waits(asked.req)
-        self._on_end(asked)
+        live = self.live.pop(name)
+        assert live.req.is_finished, f"{live.req} has ended"
+        assert live.req.add.hints == live.hints, f"{live.req}: its hints were changed"
+        check_waits(live.req)
+        self._on_end(live)
 
-    def _asked(self, name: str, client: int) -> Asked:
-        asked = self.live.get(name)
-        assert asked is not None, f"{name}: an output, and it is not under way"
-        assert asked.req.add.client_index == client, f"{name}: told the wrong client"
-        return asked
+    def _find(self, name: str, client: int) -> LiveRequest:
+        live = self.live.get(name)
+        assert live is not None, f"{name}: an output, and it is not under way"
+        assert live.req.add.client_index == client, f"{name}: told the wrong client"
+        return live
 
 
-def check_start(asked: Asked, count: int, started: Started | None) -> None:
+def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
     """Check the history that comes with a request's first tokens from each seat."""
-    req, history, is_due = asked.req, asked.req.history, asked.has_new_seat and count > 0
+    req, history, is_due = live.req, live.req.history, live.has_new_seat and count > 0
     assert (started is not None) == is_due, f"{req}: started {started}, {is_due}"
     if started is not None:
-        asked.has_new_seat = False
-        assert started.num_cached_tokens == asked.num_cached, f"{req}: cached tokens"
+        live.has_new_seat = False
+        assert started.num_cached_tokens == live.num_cached, f"{req}: cached tokens"
         assert started.num_preemptions == history.num_preempted, f"{req}: preemptions"
         assert (started.waits, started.events) == (history.waits, history.events), (
             f"{req}: its history"
         )
 
 
-def check_end(asked: Asked, end: Finished, now: float) -> None:
+def check_end(live: LiveRequest, end: Finished, now: float) -> None:
     """Is this how the request had to end?"""
-    add, told = asked.req.add, f"{asked.req.request_id}: ends with {end.reason} {end.message!r}"
-    assert end.num_preemptions == asked.req.num_preempted, f"{told}: preemptions"
+    add, text = live.req.add, f"{live.req.request_id}: ends with {end.reason} {end.message!r}"
+    assert end.num_preemptions == live.req.num_preempted, f"{text}: preemptions"
     if end.reason == "deadline":
         due = [time for time in (add.queue_deadline, add.end_deadline) if time is not None]
-        assert due and min(due) <= now, f"{told} at {now}, due {due}"
+        assert due and min(due) <= now, f"{text} at {now}, due {due}"
     elif end.reason == "error":
-        assert end.message, f"{told}: no message"
+        assert end.message, f"{text}: no message"
         # Where no grammar is followed, that field stands for what a resource of the case reads.
         is_faked = add.grammar is not None and add.grammar.lstrip("-").isdecimal()
-        may_fail = asked.fails_at is not None or asked.end == DEAD_END or is_faked or add.media
-        assert may_fail, f"{told}: nothing was wrong with it"
-        is_early = asked.fails_at is not None or is_faked or add.media
-        assert is_early or asked.num_heard == len(asked.answer), (
-            f"{told} after {asked.num_heard} tokens of {len(asked.answer)}"
+        may_fail = live.fails_at is not None or live.end == DEAD_END or is_faked or add.media
+        assert may_fail, f"{text}: nothing was wrong with it"
+        is_early = live.fails_at is not None or is_faked or add.media
+        assert is_early or live.num_heard == len(live.answer), (
+            f"{text} after {live.num_heard} tokens of {len(live.answer)}"
         )
     else:
-        assert (end.reason, end.stop_reason) == asked.end, f"{told}, not {asked.end}"
-        assert asked.num_heard == len(asked.answer), f"{told} after {asked.num_heard} tokens"
-        assert not asked.fails, f"{told}, but it came to a position that fails"
+        assert (end.reason, end.stop_reason) == live.end, f"{text}, not {live.end}"
+        assert live.num_heard == len(live.answer), f"{text} after {live.num_heard} tokens"
+        assert not live.fails, f"{text}, but it came to a position that fails"
 
 
 def check_waits(req: Request) -> None:
@@ -226,7 +228,7 @@ def answer_to(
     extras: dict[int, int],
     most: int,
     *,
-    num_said: int = VOCAB_SIZE,
+    num_tokens_used: int = VOCAB_SIZE,
     guide: Guide | None = None,
 ) -> tuple[list[int], tuple[str, int | None]]:
     """The tokens of the whole answer, so many at most, and how it ends."""
@@ -236,7 +238,7 @@ def answer_to(
     stops = {*add.eos_token_ids, *add.params.stop_token_ids}
     answer: list[int] = []
     for _ in range(most):
-        token = digest % num_said
+        token = digest % num_tokens_used
         if guide is not None and (token := guided(guide, token)) == NONE_LEFT:
             return answer, DEAD_END
         answer.append(token)

@@ -20,7 +20,7 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from policylab.verify.case import VOCAB_SIZE, Case, Event, Setup
 from policylab.verify.case import Add as Comes
-from policylab.verify.clients import Asked
+from policylab.verify.clients import LiveRequest
 from policylab.verify.simulation import Simulation
 
 USERS = ("u0", "u1", "u2", "u3", "u4")
@@ -214,32 +214,32 @@ class Crowd:
 
     def _watch(self, *, is_idle: bool) -> None:
         """Who got on, who ended, and who has got nothing for too long."""
-        step, live = self.simulation.num_steps, self.simulation.clients.live
-        for name in [name for name in self._progress if name not in live]:
+        step, all_live = self.simulation.num_steps, self.simulation.clients.live
+        for name in [name for name in self._progress if name not in all_live]:
             del self._progress[name]
             self._still.pop(name, None)
             came, user = self._came.pop(name), self._users[int(name) % len(self._users)]
             self._stays[user].append(step - came)
         self._num_left = 0
         begun = self._latest_begun
-        for name, asked in live.items():
+        for name, live in all_live.items():
             most, since = self._progress[name]
-            now = (asked.num_heard, max(asked.req.num_computed, most[1]))
+            now = (live.num_heard, max(live.req.num_computed, most[1]))
             if now > most:
                 self._num_output += now[0] - most[0]
                 self._latest_begun = max(self._latest_begun, int(name))
                 self._progress[name] = (now, step)
                 continue
-            self._num_left += asked.req.is_waiting and int(name) < begun - OVERTAKEN
-            still = self._stands_still(name, asked)
+            self._num_left += live.req.is_waiting and int(name) < begun - OVERTAKEN
+            still = self._stands_still(name, live)
             is_starved = step - since > PATIENCE or still > STILL
             if is_starved and not is_idle and not self._is_patient:
-                self.starved = self.starved or _starved(asked, step - since, since)
+                self.starved = self.starved or _starved(live, step - since, since)
 
-    def _stands_still(self, name: str, asked: Asked) -> int:
+    def _stands_still(self, name: str, live: LiveRequest) -> int:
         """For how many steps it has had a seat and got nothing."""
-        req, step = asked.req, self.simulation.num_steps
-        now = (asked.num_heard, -1 if req.is_waiting else req.num_computed)
+        req, step = live.req, self.simulation.num_steps
+        now = (live.num_heard, -1 if req.is_waiting else req.num_computed)
         before, since = self._still.get(name, (now, step))
         if now != before or req.is_waiting:
             since = step
@@ -266,8 +266,8 @@ class Crowd:
         )
 
 
-def _starved(asked: Asked, num_steps: int, since: int) -> Starved:
-    req = asked.req
+def _starved(live: LiveRequest, num_steps: int, since: int) -> Starved:
+    req = live.req
     return Starved(
         request_id=req.request_id,
         user=req.user,

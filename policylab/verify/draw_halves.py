@@ -51,11 +51,11 @@ def with_halves(case: Case, seed: int) -> Case:
         case.setup,
         needs=needs,
         grammar_ticks=rng.choice((0, 3)) if has_grammars else -1,
-        num_said=rng.choice((61, 2, 2, 3)),
+        num_tokens_used=rng.choice((61, 2, 2, 3)),
     )
     if has_drafts:
         setup = edit(setup, config=with_drafts(rng, setup.config))
-    events = [told for event in case.events for told in rewritten(rng, event, has_grammars)]
+    events = [changed for event in case.events for changed in rewritten(rng, event, has_grammars)]
     return edit(case, setup=setup, events=events)
 
 
@@ -65,20 +65,20 @@ def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
     if most < 1:  # a step must have room for a token beside its drafts
         config, most = replace(config, max_num_batched_tokens=2), 1
     method = rng.choice(("ngram", "suffix", "draft_model", "draft_model", "grammar"))
-    asked: dict[str, Any] = {
+    options: dict[str, Any] = {
         "method": method,
         "num_speculative_tokens": min(most, rng.choice((1, 2, 3, 5, 9))),
         "adaptive": rng.random() < 0.5,
     }
     if method == "ngram":
         sizes = sorted((rng.randint(1, 3), rng.randint(1, 3)))
-        asked |= {"prompt_lookup_min": sizes[0], "prompt_lookup_max": sizes[1]}
+        options |= {"prompt_lookup_min": sizes[0], "prompt_lookup_max": sizes[1]}
     if method == "suffix":
-        asked["suffix_decoding_max_cached_requests"] = rng.choice((0, 2, 100))
-        asked["suffix_decoding_max_spec_factor"] = rng.choice((1.0, 3.0))
+        options["suffix_decoding_max_cached_requests"] = rng.choice((0, 2, 100))
+        options["suffix_decoding_max_spec_factor"] = rng.choice((1.0, 3.0))
     if method == "draft_model":
-        asked["model"] = "of the worker"
-    return replace(config, speculative_config=asked)
+        options["model"] = "of the worker"
+    return replace(config, speculative_config=options)
 
 
 def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:

@@ -90,10 +90,10 @@ def guided(guide: Guide, token: int) -> int:
         guide.fill(masks, ())
     except Exception:  # whatever a library raises
         return NONE_LEFT
-    said = allowed(token, masks[0])
-    if said != NONE_LEFT:
-        guide.advance([said])
-    return said
+    token_drawn = allowed(token, masks[0])
+    if token_drawn != NONE_LEFT:
+        guide.advance([token_drawn])
+    return token_drawn
 
 
 # -- grammars
@@ -138,20 +138,20 @@ class DelayedCompilation:
 
 def max_drafts(setup: Setup) -> int:
     """Of a row in a step, in an engine that drafts as the case's options say."""
-    asked = setup.config.speculative_config
-    return 0 if asked is None else SpeculativeConfig.of(asked).num_speculative_tokens
+    speculative = setup.config.speculative_config
+    return 0 if speculative is None else SpeculativeConfig.of(speculative).num_speculative_tokens
 
 
 def worker_proposes(setup: Setup) -> bool:
     """Do these options leave it to the worker to make drafts?"""
-    asked = setup.config.speculative_config
-    return asked is not None and asked["method"] == "draft_model"
+    speculative = setup.config.speculative_config
+    return speculative is not None and speculative["method"] == "draft_model"
 
 
 def is_adaptive(setup: Setup) -> bool:
     """Do drafts depend on what steps have taken?"""
-    asked = setup.config.speculative_config
-    return asked is not None and SpeculativeConfig.of(asked).adaptive
+    speculative = setup.config.speculative_config
+    return speculative is not None and SpeculativeConfig.of(speculative).adaptive
 
 
 class WorkersDrafts:
@@ -206,8 +206,8 @@ class DraftCounts:
         """A step has ended."""
         if plan.drafts is None:
             return
-        num_said = result.counts.tolist()
-        for drafts, num in zip(plan.drafts.by_row(), num_said, strict=True):
+        counts = result.counts.tolist()
+        for drafts, num in zip(plan.drafts.by_row(), counts, strict=True):
             num_real = sum(draft != PADDING for draft in drafts)
             if num_real and num:
                 assert num - 1 <= num_real, f"{num - 1} of {drafts} were right"
@@ -219,10 +219,10 @@ class DraftCounts:
         """Do the counters say the same? Nothing may be kept of requests that have ended."""
         for resource in resources:
             assert not (kept := kept_by(resource)), f"{resource.name} keeps {kept}"
-            if "num_draft_tokens" in (told := resource.counters()):
+            if "num_draft_tokens" in (counters := resource.counters()):
                 seen = vars(self)
-                same = {name: told[name] for name in seen} == seen
-                assert same, f"{told} are counted, {seen} were seen"
+                same = {name: counters[name] for name in seen} == seen
+                assert same, f"{counters} are counted, {seen} were seen"
 
 
 def kept_by(resource: Resource) -> dict[str, object]:

@@ -222,9 +222,9 @@ class Drafts(Need):
         return mix(step.index, req.arrival) % (most + 1)
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        behind = req.num_computed - (req.num_tokens + req.num_pending - 1)
-        if behind > 0:
-            self.taken[req.row] = behind
+        num_ahead = req.num_computed - (req.num_tokens + req.num_pending - 1)
+        if num_ahead > 0:
+            self.taken[req.row] = num_ahead
 
     def describe(self, plan: StepPlan) -> None:
         if not self.taken:

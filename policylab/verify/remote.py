@@ -50,8 +50,8 @@ class Store:
         params = req.add.kv_transfer_params or {}
         assert req.arrival not in self._refused, f"{req}: offered again after a failed start"
         self._starts[req.arrival] = num_local_tokens
-        behind = max(0, params.get("num_tokens", 0) - num_local_tokens)
-        return RemoteMatch(behind, asynchronous=params.get("ticks", 0) > 0)
+        num_ahead = max(0, params.get("num_tokens", 0) - num_local_tokens)
+        return RemoteMatch(num_ahead, asynchronous=params.get("ticks", 0) > 0)
 
     def start_load(self, req: Any, blocks: Sequence[int], num_tokens: int) -> None:
         params, digests = req.add.kv_transfer_params or {}, self._digests(req, blocks, num_tokens)

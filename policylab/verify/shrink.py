@@ -135,8 +135,8 @@ def simpler_setups(setup: Setup) -> Iterator[Setup]:
         yield edit(setup, needs={key: size for key, size in setup.needs.items() if key != name})
     if setup.grammar_ticks > 0:
         yield edit(setup, grammar_ticks=0)
-    if setup.num_said != VOCAB_SIZE:
-        yield edit(setup, num_said=VOCAB_SIZE)
+    if setup.num_tokens_used != VOCAB_SIZE:
+        yield edit(setup, num_tokens_used=VOCAB_SIZE)
     if not setup.is_steady:
         yield edit(setup, is_steady=True)
     if setup.caching:

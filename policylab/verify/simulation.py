@@ -31,7 +31,7 @@ from policylab.verify.case import (
     Setup,
     Wake,
 )
-from policylab.verify.clients import Asked, Clients
+from policylab.verify.clients import Clients, LiveRequest
 from policylab.verify.fake import DigestWorker, LateWorker
 from policylab.verify.halves import (
     DraftCounts,
@@ -97,8 +97,8 @@ class Simulation:
         self.halves = self._make_halves(setup, halves)
         self.clients = Clients(
             setup.config.max_model_len,
-            on_end=lambda asked: self.truth.learn(asked.req, asked.extras),
-            num_said=setup.num_said,
+            on_end=lambda live: self.truth.learn(live.req, live.extras),
+            num_tokens_used=setup.num_tokens_used,
             guide=self.halves.guide if setup.grammar_ticks >= 0 else None,
         )
         self.counts = DraftCounts()
@@ -108,7 +108,7 @@ class Simulation:
         self.worker = (LateWorker if setup.seed % 2 else DigestWorker)(
             setup.num_blocks,
             setup.block_size,
-            vocab_size=setup.num_said,
+            vocab_size=setup.num_tokens_used,
             windows=setup.windows,
             content=self.clients.content,
             fail=self.clients.fail,
@@ -347,9 +347,9 @@ class Simulation:
         if due is not None and due > self.now:
             self.now = due
 
-    def _work(self, asked: Asked) -> int:
+    def _work(self, live: LiveRequest) -> int:
         """Steps the request would take alone, one token each."""
-        req = asked.req
+        req = live.req
         waits = self.case.setup.grammar_ticks + 1
         if not waits and req.add.grammar is not None:  # as a resource of the case reads it
             waits = abs(int(req.add.grammar))

@@ -84,7 +84,7 @@ def test_preemptions_told_together_are_told_apart_by_their_lengths() -> None:
         *(("preempted", 15.0), ("scheduled", 15.5)),
     ]
     waits = {"preempted by b": 0.5, "seats": 1.0, "preempted by a": 2.0}
-    history.told(0, events, waits, 10.0)
+    history.report(0, events, waits, 10.0)
     assert history.stays[0] == [
         Stay(0.0, 1.0, {"seats": 1.0}),
         Stay(2.0, 4.0, {"preempted by a": 2.0}, True),
@@ -95,6 +95,6 @@ def test_preemptions_told_together_are_told_apart_by_their_lengths() -> None:
 def test_a_stay_that_no_start_ended_is_over_at_the_end() -> None:
     history = History()
     history.came()
-    history.told(0, [("queued", 1.0)], {"KV blocks": 2.0}, 0.0)
+    history.report(0, [("queued", 1.0)], {"KV blocks": 2.0}, 0.0)
     history.ended(0, 3.0)
     assert history.stays[0] == [Stay(1.0, 3.0, {"KV blocks": 2.0})]

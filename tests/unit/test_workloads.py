@@ -262,7 +262,7 @@ def test_those_that_follow_are_served(name: str) -> None:
 def test_agents_share_one_of_a_few_beginnings() -> None:
     jobs = jobs_of("agents(num_requests=300,num_systems=3,system_tokens=64)")
     assert {job.prompt[0] for job in jobs} == {Span(f"system {n}", 64) for n in range(3)}
-    assert all(job.told()["program"] == job.program for job in jobs)
+    assert all(job.hints_for()["program"] == job.program for job in jobs)
 
 
 def test_a_closed_loop_has_as_many_requests_as_clients() -> None:
@@ -323,7 +323,7 @@ def test_tiers_say_what_was_promised() -> None:
     chat, batch = (next(job for job in jobs if job.tier == tier) for tier in ("chat", "batch"))
     assert (chat.ttft, chat.tbt, chat.deadline, chat.priority) == (1.0, 0.1, None, 0)
     assert (batch.ttft, batch.deadline, batch.priority) == (None, 60.0, 2)
-    assert chat.told() == {"ttft": 1.0, "tbt": 0.1, "tier": "chat"}
+    assert chat.hints_for() == {"ttft": 1.0, "tbt": 0.1, "tier": "chat"}
     assert batch.request(9).hints == {"tier": "batch", "offline": True, "a": 1}
     assert batch.request(9).deadline == batch.arrival + 60.0 and chat.request(9).tbt == 0.1
 
@@ -343,7 +343,7 @@ def test_two_users_and_two_tiers() -> None:
     chats = [job for job in jobs if job.tier == "chat"]
     assert len(chats) == pytest.approx(500, abs=60)
     assert all(job.deadline == 2.0 + 0.5 * (job.num_output - 1) for job in chats)
-    assert all(job.told()["offline"] for job in jobs if job.tier == "batch")
+    assert all(job.hints_for()["offline"] for job in jobs if job.tier == "batch")
 
 
 def test_given_tokens_are_told_as_they_are() -> None:

@@ -228,7 +228,7 @@ def test_a_step_log_is_the_traffic_that_was_served(tmp_path: Path, depth: int) -
         assert (after.user, after.priority) == (before.user, before.priority)
         assert (after.tier, after.ttft) == (before.tier, before.ttft)
         assert after.deadline == (None if before.deadline is None else pytest.approx(9.0))
-        assert after.told() == before.told() and after.max_tokens == 50
+        assert after.hints_for() == before.hints_for() and after.max_tokens == 50
     reuses = [PrefixReuse(16), PrefixReuse(16)]
     assert [reuses[0].add(job) for job in seen] == [reuses[1].add(job) for job in asked]
     assert workload.max_output == 50

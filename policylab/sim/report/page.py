@@ -60,8 +60,8 @@ def page(
         *(_timeline(found) if found else []),
         *_lists(found),
     ]
-    for heading, said, charts in sections:
-        parts += _section(heading, said, charts)
+    for heading, text, charts in sections:
+        parts += _section(heading, text, charts)
     parts.append(f'<script type="application/json" id="{ELEMENT}">{encoded(data)}</script>')
     parts.append(f"<script>{_own('page.js')}</script></body></html>")
     return "\n".join(parts) + "\n"
@@ -79,10 +79,10 @@ def _about(found: Sequence[Subject]) -> Iterator[str]:
     """What must be known to judge the figures, and to get them again; once where all have it."""
     facts = [_facts(each) for each in found]
     same = {n: v for n, v in facts[0].items() if all(f[n] == v for f in facts)} if facts else {}
-    yield f'<p class="small">{_said(same)}</p>'
+    yield f'<p class="small">{_listed(same)}</p>'
     for each, own in zip(found, facts, strict=True):
         if differs := {name: value for name, value in own.items() if name not in same}:
-            yield f'<p class="small"><b>{_text(each.label)}</b>: {_said(differs)}</p>'
+            yield f'<p class="small"><b>{_text(each.label)}</b>: {_listed(differs)}</p>'
 
 
 def _facts(subject: Subject) -> dict[str, str]:
@@ -104,7 +104,7 @@ def _facts(subject: Subject) -> dict[str, str]:
     return {name: "" if value is None else str(value) for name, value in facts.items()}
 
 
-def _said(facts: dict[str, str]) -> str:
+def _listed(facts: dict[str, str]) -> str:
     return _text("; ".join(f"{name} {value}".strip() for name, value in facts.items() if value))
 
 
@@ -136,8 +136,8 @@ def _in_short(data: dict[str, Any]) -> Iterator[str]:
         yield from _items(run["summary"])
 
 
-def _comma(said: str) -> str:
-    return f", {said}" if said else ""
+def _comma(text: str) -> str:
+    return f", {text}" if text else ""
 
 
 def _items(sentences: Iterable[str]) -> Iterator[str]:
@@ -256,10 +256,10 @@ def _lists(found: Sequence[Subject]) -> Iterator[str]:
         )
 
 
-def _section(heading: str, said: str, charts: Sequence[Chart]) -> Iterator[str]:
+def _section(heading: str, text: str, charts: Sequence[Chart]) -> Iterator[str]:
     if not charts:
         return
-    yield f"<h2>{_text(heading)}</h2><p>{_text(said)}</p>" + '<div class="plots">'
+    yield f"<h2>{_text(heading)}</h2><p>{_text(text)}</p>" + '<div class="plots">'
     for chart in charts:
         caption = f"<figcaption><b>{_text(chart.title)}</b>{_text(chart.caption)}</figcaption>"
         yield f'<figure id="{_text(chart.key)}">{caption}{svg(chart)}</figure>'

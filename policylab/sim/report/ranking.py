@@ -62,12 +62,12 @@ def _ranked(here: Sequence[Point], figure: str) -> list[str]:
 def _line(alike: Sequence[Point], figure: str) -> str:
     """Policies with the same values, and what is said of their difference from the first."""
     names = " = ".join(point.name for point in alike)
-    said = f"{names}: {interval(alike[0].values[figure])}"
+    text = f"{names}: {interval(alike[0].values[figure])}"
     one = next((point for point in alike if not point.base), alike[0])
     difference = one.differences.get(figure)
     if difference is None:
-        return said
-    return f"{said}; {_verdict(difference, one.base)}"
+        return text
+    return f"{text}; {_verdict(difference, one.base)}"
 
 
 def interval(value: Estimate) -> str:

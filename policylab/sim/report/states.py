@@ -29,12 +29,12 @@ def because(causes: Mapping[str, float], most: int | None = None) -> str:
     """Causes and their seconds, the largest first; at ``most`` so many, and how many more."""
     ordered = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
     known = [(cause, seconds) for cause, seconds in ordered if seconds > 5e-4]
-    said = [f"{cause} {seconds:.3f} s" for cause, seconds in known[:most]]
+    text = [f"{cause} {seconds:.3f} s" for cause, seconds in known[:most]]
     if not known and ordered and ordered[0][1] > 0:
-        said.append(f"{ordered[0][0]}, less than 0.001 s")
-    if len(known) > len(said):
-        said.append(f"and {len(known) - len(said)} more causes")
-    return ", ".join(said)
+        text.append(f"{ordered[0][0]}, less than 0.001 s")
+    if len(known) > len(text):
+        text.append(f"and {len(known) - len(text)} more causes")
+    return ", ".join(text)
 
 
 def stays_in_queue(run: Run, place: int) -> list[Stay]:

@@ -109,22 +109,22 @@ def _where(run: Run, points: Sequence[Point]) -> str:
     """As in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
     seed, rate = run.head.get("seed"), run.head.get("rate")
     mine = next((p for p in points if p.rate == rate and p.kind == kind(run)), None)
-    said = "" if seed is None else f"seed {seed}"
+    text = "" if seed is None else f"seed {seed}"
     if mine is not None and isfinite(mine.load):
-        said += f" at load {mine.load:g} ({_rate(run)[:-2]} requests a second)"
+        text += f" at load {mine.load:g} ({_rate(run)[:-2]} requests a second)"
     elif rate is not None and rate < 1e299:
-        said += f" at {_rate(run)[:-2]} requests a second"
+        text += f" at {_rate(run)[:-2]} requests a second"
     if mine is None:
-        return said.strip()
+        return text.strip()
     if mine.setting:
-        said += f" with {mine.setting}"
+        text += f" with {mine.setting}"
     numbers = (
         (mine.num_seeds, "seeds"),
         (len({p.rate for p in points if p.setting == mine.setting}), "loads"),
         (len({p.setting for p in points}), "settings"),
     )
     several = [f"{number} {name}" for number, name in numbers if number > 1]
-    return f"{said}, of {' and '.join(several)}".strip() if several else said.strip()
+    return f"{text}, of {' and '.join(several)}".strip() if several else text.strip()
 
 
 def _elsewhere(run: Run, points: Sequence[Point]) -> str:

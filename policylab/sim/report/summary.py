@@ -26,8 +26,8 @@ def of_run(subject: Subject) -> Iterator[str]:
     yield from _period(subject)
     if found.is_overloaded:
         yield f"Overloaded: {found.window.growing} grew to the end, so there are no means for good."
-    if said := collapse(subject.label, found.recomputed, 1.0, 1.0):
-        yield f"{said}."
+    if text := collapse(subject.label, found.recomputed, 1.0, 1.0):
+        yield f"{text}."
     yield from _waits(subject)
     yield from _preemptions(subject)
     yield from _valley(subject)
@@ -38,10 +38,10 @@ def _which(subject: Subject) -> Iterator[str]:
     """Of a comparison a page shows some runs only; their figures are not those of the others."""
     if not subject.where:
         return
-    said = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
+    text = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
     if subject.elsewhere:
-        said += f" Of its runs these are overloaded: {subject.elsewhere}."
-    yield said
+        text += f" Of its runs these are overloaded: {subject.elsewhere}."
+    yield text
 
 
 def _period(subject: Subject) -> Iterator[str]:
@@ -56,14 +56,14 @@ def _period(subject: Subject) -> Iterator[str]:
         why = ", as they came much faster than any could serve" if window.state == BACKLOG else ""
         yield f"All requests count{why}: {found.num_counted} of {found.num_requests} were served."
         return
-    said = (
+    text = (
         f"Steady: the queue does not grow. {found.num_counted} of {found.num_requests} requests "
         f"count, those that came from {window.start:.2f} to {window.end:.2f} s, with their ends; "
         f"{window.num_warmup} came before, while the engine filled."
     )
     if window.is_short:
-        said += " Half of the run is that, so the means may not be those of a longer one."
-    yield said
+        text += " Half of the run is that, so the means may not be those of a longer one."
+    yield text
 
 
 def _waits(subject: Subject) -> Iterator[str]:
@@ -95,12 +95,12 @@ def _preemptions(subject: Subject) -> Iterator[str]:
         return
     worst = int(np.argmax(counts))
     name = requests.names["request_id"][worst]
-    said = f"{name} was preempted most: {counts[worst]} times"
+    text = f"{name} was preempted most: {counts[worst]} times"
     if subject.run.history is not None:
         stays = [stay for stay in stays_in_queue(subject.run, worst) if stay.is_again]
         each = [f"at {s.start:.3f} s for {preempted_by(s.causes) or 'another'}" for s in stays]
-        said += f" ({', '.join(each[:MOST_TIMES])}{', …' if len(each) > MOST_TIMES else ''})"
-    yield f"{said}; all together {int(counts.sum())} times."
+        text += f" ({', '.join(each[:MOST_TIMES])}{', …' if len(each) > MOST_TIMES else ''})"
+    yield f"{text}; all together {int(counts.sum())} times."
 
 
 def _valley(subject: Subject) -> Iterator[str]:
@@ -177,8 +177,8 @@ def of_points(points: Sequence[Point]) -> Iterator[str]:
         of_fcfs = fcfs.value("tokens_per_second") if fcfs else nan
         for point in here:
             again, rate = point.value("recomputed"), point.value("tokens_per_second")
-            if said := collapse(point.name, again, rate, of_fcfs):
-                yield f"At {where} {said}."
+            if text := collapse(point.name, again, rate, of_fcfs):
+                yield f"At {where} {text}."
     for name, pairs in by_policy(points).items():
         yield from _falls(name, pairs, label)
 

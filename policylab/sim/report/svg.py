@@ -106,9 +106,9 @@ def _line(x1: float, y1: float, x2: float, y2: float, colour: str = "#dddddd") -
     return f'<path d="M{x1:.1f} {y1:.1f}L{x2:.1f} {y2:.1f}" stroke="{colour}" fill="none"/>'
 
 
-def _box(x: float, y: float, width: float, height: float, colour: str, said: str = "") -> str:
+def _box(x: float, y: float, width: float, height: float, colour: str, text: str = "") -> str:
     size = f'x="{x:.1f}" y="{y:.1f}" width="{max(0.4, width):.1f}" height="{max(0.0, height):.1f}"'
-    title = f"<title>{_safe(said)}</title>" if said else ""
+    title = f"<title>{_safe(text)}</title>" if text else ""
     return f'<rect {size} fill="{colour}">{title}</rect>'
 
 
@@ -138,13 +138,13 @@ def colour(place: int) -> str:
 def _axes(x: Scale | None, y: Scale, x_label: str, y_label: str) -> Iterator[str]:
     floor_at = HEIGHT - BOTTOM
     ticks = y.ticks()
-    for tick, said in zip(ticks, labels(ticks), strict=True):
+    for tick, text in zip(ticks, labels(ticks), strict=True):
         yield _line(LEFT, y(tick), WIDTH - RIGHT, y(tick))
-        yield _text(LEFT - 5, y(tick) + 4, said, "end")
+        yield _text(LEFT - 5, y(tick) + 4, text, "end")
     ticks = x.ticks() if x else []
-    for tick, said in zip(ticks, labels(ticks), strict=True):
+    for tick, text in zip(ticks, labels(ticks), strict=True):
         yield _line(x(tick), TOP, x(tick), floor_at) if x else ""
-        yield _text(x(tick), floor_at + 15, said) if x else ""
+        yield _text(x(tick), floor_at + 15, text) if x else ""
     yield _line(LEFT, floor_at, WIDTH - RIGHT, floor_at, "#333333")
     yield _text((LEFT + WIDTH) / 2, floor_at + 32, x_label)
     middle = (TOP + floor_at) / 2
@@ -182,19 +182,19 @@ def _lines(chart: Lines) -> tuple[float, list[str]]:
     for place, each in enumerate(chart.series):
         parts += _series(chart, each, place, x, y)
     red = [level.name for level in (*chart.levels, *chart.moments) if level.name]
-    said = f"red: {', '.join(dict.fromkeys(red))}" if red else ""
-    height, names = _legend([each.name for each in chart.series], HEIGHT + 8, said)
+    text = f"red: {', '.join(dict.fromkeys(red))}" if red else ""
+    height, names = _legend([each.name for each in chart.series], HEIGHT + 8, text)
     return HEIGHT + height, parts + names
 
 
 def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Iterator[str]:
     hue = colour(place)
-    beside = 0.0
+    shift = 0.0
     if chart.is_apart and len(chart.series) > 1:
         number_of = len(chart.series)
-        beside = min(7.0, 2 * SIDE / number_of) * (place - (number_of - 1) / 2)
+        shift = min(7.0, 2 * SIDE / number_of) * (place - (number_of - 1) / 2)
     pairs = [
-        (x(a) + beside, y(b)) if chart.is_shown(a, b) else None
+        (x(a) + shift, y(b)) if chart.is_shown(a, b) else None
         for a, b in zip(each.x, each.y, strict=True)
     ]
     if each.mark != DOTS:
@@ -206,10 +206,10 @@ def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Itera
         for pair in filter(None, pairs):
             yield f'<circle cx="{pair[0]:.1f}" cy="{pair[1]:.1f}" r="{radius:g}" fill="{hue}"/>'
     if not chart.is_apart:
-        beside = 2.0 * place  # those of several lines stand side by side
+        shift = 2.0 * place  # those of several lines stand side by side
     for a, low, high in zip(each.x, each.low, each.high, strict=False):
         if chart.is_shown(a, y.high) and low <= high and (isfinite(low) or isfinite(high)):
-            yield from _whisker(x(a) + beside, low, high, y, hue)
+            yield from _whisker(x(a) + shift, low, high, y, hue)
 
 
 def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[str]:
@@ -262,10 +262,10 @@ def _bars(chart: Bars) -> tuple[float, list[str]]:
         for rank, (name, each) in enumerate(chart.bars.items()):
             if isfinite(value := each[place]):
                 left = middle + width * (rank - len(chart.bars) / 2)
-                said = f"{group}, {name}: {number(value)}"
+                text = f"{group}, {name}: {number(value)}"
                 top = y(max(0.0, value))
                 tall = abs(y(value) - y(0.0))
-                parts.append(_box(left, top, width - 1, tall, colour(rank), said))
+                parts.append(_box(left, top, width - 1, tall, colour(rank), text))
                 parts.append(_text(left + width / 2, top - 2, number(value), more=' font-size="8"'))
     for level in chart.levels:
         parts.append(_line(LEFT, y(level.value), WIDTH - RIGHT, y(level.value), RED))
@@ -291,8 +291,8 @@ def _grid(chart: Grid) -> tuple[float, list[str]]:
             red, green, blue = (round(255 - share * part) for part in (25, 150, 215))
             shade = f"#{red:02x}{green:02x}{blue:02x}"
             x = left + wide * column
-            said = f"{chart.columns[column]}, {name}: {number(value)}"
-            parts.append(_box(x + 1, y + 1, wide - 2, tall - 2, shade, said))
+            text = f"{chart.columns[column]}, {name}: {number(value)}"
+            parts.append(_box(x + 1, y + 1, wide - 2, tall - 2, shade, text))
             parts.append(_text(x + wide / 2, y + tall / 2 + 4, number(value)))
     for column, name in enumerate(chart.columns):
         parts.append(_text(left + wide * (column + 0.5), floor_at + 15, name))
@@ -317,9 +317,9 @@ def _gantt(chart: Gantt) -> tuple[float, list[str]]:
     for bar in chart.bars:
         hue = colour(chart.states.index(bar.state))
         why = f": {bar.why}" if bar.why else ""
-        said = f"{chart.names[bar.row]} {bar.state}{why}, {bar.start:.3f} to {bar.end:.3f} s"
+        text = f"{chart.names[bar.row]} {bar.state}{why}, {bar.start:.3f} to {bar.end:.3f} s"
         left, wide = x(bar.start), x(bar.end) - x(bar.start)
-        parts.append(_box(left, TOP + ROW * bar.row + 1, wide, ROW - 2, hue, said))
+        parts.append(_box(left, TOP + ROW * bar.row + 1, wide, ROW - 2, hue, text))
     parts.append(_text((LEFT + WIDTH) / 2, floor_at + 32, "seconds since the start of the run"))
     height, names = _legend(chart.states, floor_at + 50)
     return floor_at + 44 + height, parts + names

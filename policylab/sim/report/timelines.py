@@ -187,19 +187,19 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
         return
     chosen = np.unique(np.linspace(0, len(curve.times) - 1, NUM_CURVE).astype(int))
     gap = widest_gap(curve)
-    said = "No two users ever waited at the same time, so nothing can be said of fairness."
+    text = "No two users ever waited at the same time, so nothing can be said of fairness."
     moments: list[Level] = []
     if gap.value == gap.value:
-        said = (
+        text = (
             f"While both waited, {gap.ahead!r} was served {gap.value:,.0f} more than "
             f"{gap.behind!r} at most (between {gap.begin:.2f} and {gap.end:.2f} s)."
         )
         if promises(subject):
-            said += f" vtc promises to keep that below {found.service.bound:,.0f}."
+            text += f" vtc promises to keep that below {found.service.bound:,.0f}."
         if found.service.jain == found.service.jain:
-            said += f" Jain's index is {found.service.jain:.3f}; 1 is even."
+            text += f" Jain's index is {found.service.jain:.3f}; 1 is even."
         else:
-            said += (
+            text += (
                 " Jain's index has no value: no two users waited all through any of the "
                 f"{NUM_WINDOWS} parts of the run."
             )
@@ -208,7 +208,7 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
         key=f"service-{place + 1}",
         title=f"Service by user: {subject.label}",
         caption="What each user was served up to each time: a prompt's token counts 1, a generated "
-        f"one 2, over the user's weight. {said}",
+        f"one 2, over the user's weight. {text}",
         x_label="seconds since the start of the run",
         y_label="tokens served, at their prices",
         series=[

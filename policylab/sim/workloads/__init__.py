@@ -40,7 +40,7 @@ def find_workload(text: str, **options: Any) -> Workload:
 
     Raises ``ConfigError``.
     """
-    name, told = call(text, "--workload", "log-uniform(num_requests=1000)")
+    name, given = call(text, "--workload", "log-uniform(num_requests=1000)")
     kind = WORKLOADS.get(name)
     if kind is None:
         near = difflib.get_close_matches(name, WORKLOADS, 1)
@@ -48,19 +48,19 @@ def find_workload(text: str, **options: Any) -> Workload:
         raise ConfigError(
             f"workload {name!r} is not known; {hint}there are: {', '.join(sorted(WORKLOADS))}"
         )
-    told = {**options, **told}
+    given = {**options, **given}
     known = {option.name: option for option in fields(kind)}
-    if unknown := told.keys() - known.keys():
+    if unknown := given.keys() - known.keys():
         raise ConfigError(
             f"workload {name!r} has no option {min(unknown)!r}; its options are: {', '.join(known)}"
         )
     for option in known.values():
         is_needed = option.default is MISSING and option.default_factory is MISSING
-        if is_needed and option.name not in told:
+        if is_needed and option.name not in given:
             raise ConfigError(
                 f"workload {name!r} needs {option.name}, as in {name}({option.name}=...)"
             )
     try:
-        return kind(**told)
+        return kind(**given)
     except (TypeError, AttributeError) as error:
-        raise ConfigError(f"workload {name!r} cannot be made of {told}: {error}") from error
+        raise ConfigError(f"workload {name!r} cannot be made of {given}: {error}") from error

@@ -39,8 +39,8 @@ class Curve(NamedTuple):
 
     def at(self, even: Floats) -> Floats:
         """When the even clock shows this, in seconds [any shape]."""
-        behind = np.maximum(even - self.even[-1], 0.0)
-        return np.asarray(np.interp(even, self.even, self.seconds) + behind)
+        rest = np.maximum(even - self.even[-1], 0.0)
+        return np.asarray(np.interp(even, self.even, self.seconds) + rest)
 
     @classmethod
     def of(cls, lengths: Floats, rates: Floats, seconds: float) -> Curve:
@@ -265,7 +265,7 @@ ARRIVALS: dict[str, type[Arrivals]] = {
 
 def find_arrivals(text: str) -> Arrivals:
     """``poisson``, ``gamma(cv=2)``, ... Raises ``ConfigError``."""
-    name, told = call(text, "arrivals", "gamma(cv=2)")
+    name, given = call(text, "arrivals", "gamma(cv=2)")
     kind = ARRIVALS.get(name)
     if kind is None:
         near = difflib.get_close_matches(name, ARRIVALS, 1)
@@ -274,9 +274,9 @@ def find_arrivals(text: str) -> Arrivals:
             f"arrivals {name!r} are not known; {hint}there are: {', '.join(ARRIVALS)}"
         )
     known = [option.name for option in fields(kind)]
-    if unknown := told.keys() - set(known):
+    if unknown := given.keys() - set(known):
         raise ConfigError(
             f"arrivals {name!r} have no option {min(unknown)!r}; their options are: "
             f"{', '.join(known)}"
         )
-    return kind(**told)
+    return kind(**given)

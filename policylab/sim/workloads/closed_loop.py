@@ -98,16 +98,16 @@ class _Client:
         self.name = name
         self._draws = workload.draws(dice.stream(name))
         self._num_left = num_left
-        self._num_asked = 0
+        self._num_taken = 0
         self._fields = {"user": name, **tag}
 
     def after(self, time: float) -> Iterator[Job]:
         """The next request, if there is one, since the last was answered at this time."""
-        if self._num_asked == self._num_left:
+        if self._num_taken == self._num_left:
             return
-        self._num_asked += 1
+        self._num_taken += 1
         pause, num_prompt, num_output = next(self._draws)
-        request_id = f"{self.name}.{self._num_asked}"
+        request_id = f"{self.name}.{self._num_taken}"
         yield Job(
             request_id=request_id,
             arrival=time + pause,

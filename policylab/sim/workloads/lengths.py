@@ -179,18 +179,18 @@ MADE: dict[str, Callable[..., Lengths]] = {"log-uniform": log_uniform, "fixed": 
 def find_lengths(text: str) -> Lengths:
     """``azure-conv``, ``log-uniform(prompt=(16, 256), output=(8, 64))``, ... Raises
     ``ConfigError``."""
-    name, told = call(text, "lengths", "fixed(prompt=256, output=64)")
-    if name in TRACES and not told:
+    name, given = call(text, "lengths", "fixed(prompt=256, output=64)")
+    if name in TRACES and not given:
         return TRACES[name]
     if name in TRACES:
-        raise ConfigError(f"lengths {name!r} have no options, and were given {', '.join(told)}")
+        raise ConfigError(f"lengths {name!r} have no options, and were given {', '.join(given)}")
     if name not in MADE:
         known = [*MADE, *TRACES]
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"lengths {name!r} are not known; {hint}there are: {', '.join(known)}")
-    if unknown := told.keys() - {"prompt", "output"}:
+    if unknown := given.keys() - {"prompt", "output"}:
         raise ConfigError(
             f"lengths {name!r} have no option {min(unknown)!r}; their options are: prompt, output"
         )
-    return MADE[name](**told)
+    return MADE[name](**given)

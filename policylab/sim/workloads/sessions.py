@@ -128,13 +128,13 @@ class _Session:
     prompt: tuple[Span, ...]
     turns: list[Turn]
     fields: dict[str, Any] = field(default_factory=dict)
-    num_asked: int = 0
+    num_taken: int = 0
 
     def next(self, time: float) -> Job:
         """Its next request, which comes at this time."""
-        turn = self.turns[self.num_asked]
-        self.num_asked += 1
-        request_id = f"{self.name}.{self.num_asked}"
+        turn = self.turns[self.num_taken]
+        self.num_taken += 1
+        request_id = f"{self.name}.{self.num_taken}"
         prompt = (*self.prompt, Span(f"said {request_id}", turn.num_new))
         # The token that ends an answer is no part of what is said next.
         answer = Span(ANSWER + request_id, turn.num_output - 1)
@@ -183,8 +183,8 @@ class _Living:
 
     def _follow(self, job: Job, time: float) -> Iterable[Job]:
         session = self._by_name[job.program]
-        if session.num_asked == len(session.turns):
+        if session.num_taken == len(session.turns):
             del self._by_name[job.program]
             return
-        pause = session.turns[session.num_asked].pause if self._rate < inf else 0.0
+        pause = session.turns[session.num_taken].pause if self._rate < inf else 0.0
         yield session.next(time + pause)

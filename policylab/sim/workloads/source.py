@@ -157,9 +157,9 @@ class Workload(ABC):
             raise ConfigError(f"{name} is {value!r}, must be {least:g} or more{upto}")
 
     def __str__(self) -> str:
-        told = [
+        options = [
             f"{option.name}={value!r}"
             for option in fields(self)
             if (value := getattr(self, option.name)) != option.default
         ]
-        return f"{self.kind}({', '.join(told)})" if told else self.kind
+        return f"{self.kind}({', '.join(options)})" if options else self.kind

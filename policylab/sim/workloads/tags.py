@@ -60,8 +60,8 @@ class Tier(NamedTuple):
 def read_users(text: str) -> dict[str, User]:
     """Users by name. Raises ``ConfigError``."""
     found: dict[str, User] = {}
-    for name, told in _named("users", text, User._fields, "ann(share=3,weight=2)"):
-        user = User(**told)
+    for name, given in _named("users", text, User._fields, "ann(share=3,weight=2)"):
+        user = User(**given)
         _check(f"users: share of {name}", user.share, 0.0, MAX_SHARE)
         if not user.weight > 0:
             raise ConfigError(f"users: weight of {name} is {user.weight!r}, must be above 0")
@@ -74,8 +74,8 @@ def read_users(text: str) -> dict[str, User]:
 def read_tiers(text: str) -> dict[str, Tier]:
     """Tiers by name. Raises ``ConfigError``."""
     found: dict[str, Tier] = {}
-    for name, told in _named("tiers", text, Tier._fields, "chat(share=0.7,ttft=1,tbt=0.1)"):
-        tier = Tier(**told)
+    for name, given in _named("tiers", text, Tier._fields, "chat(share=0.7,ttft=1,tbt=0.1)"):
+        tier = Tier(**given)
         _check(f"tiers: share of {name}", tier.share, 0.0, MAX_SHARE)
         for key in ("ttft", "tbt", "deadline"):
             value = getattr(tier, key)
@@ -96,15 +96,15 @@ def _named(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     names: set[str] = set()
     for part in split(text):
-        name, told = call(part, option, example)
-        if unknown := told.keys() - set(known):
+        name, given = call(part, option, example)
+        if unknown := given.keys() - set(known):
             raise ConfigError(
                 f"{option}: {name} has no {min(unknown)!r}; there are: {', '.join(known)}"
             )
         if name in names:
             raise ConfigError(f"{option}: {name} stands there twice")
         names.add(name)
-        yield name, told
+        yield name, given
 
 
 def _check(what: str, value: Any, least: float, most: float) -> None:
