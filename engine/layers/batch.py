@@ -39,7 +39,6 @@ class ForwardBatch:
     attn: AttentionMeta
     wanted: Wanted | None = None  # None: every row
     embeds: Embeds | None = None
-    adapters: torch.Tensor | None = None  # [N] int32: adapter slot of each token, -1: none
     aux_layers: tuple[int, ...] = ()  # whose outputs are wanted beside the last hidden states
     recorder: Recorder | None = None  # repeats this step, of which nothing else is asked
 

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.errors import ConfigError
-from engine.layers.adapted import Adaptable, Linear
+from engine.layers.interface import Linear, check_shape
 from engine.layers.quantized import QuantizedWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
 from kernels.bodies import CPU_TENSORS
@@ -94,7 +94,7 @@ def cpu_linear(
     return PlainLinear(weight, bias)
 
 
-class PlainLinear(Adaptable):
+class PlainLinear:
     """The product on the weights as they are: torch's, or on a GPU that of one row."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -109,7 +109,7 @@ class PlainLinear(Adaptable):
         return F.embedding(ids, self.weight)
 
     def load(self, weight: torch.Tensor) -> None:
-        self.check_shape(weight)
+        check_shape(self, weight)
         self.weight.copy_(weight)
 
 
@@ -120,7 +120,7 @@ class InvariantLinear(PlainLinear):
         return kernels.invariant_linear(x, self.weight, self.bias)
 
 
-class Float32Linear(Adaptable):
+class Float32Linear:
     """Compiled product of float32 rows on weights in panels, float32 or float16; see
     kernels.cpu.matmul.float32."""
 
@@ -140,11 +140,11 @@ class Float32Linear(Adaptable):
         return self.packed[ids // float32.PANEL, :, ids % float32.PANEL]
 
     def load(self, weight: torch.Tensor) -> None:
-        self.check_shape(weight)
+        check_shape(self, weight)
         self.packed.copy_(float32.pack(weight.to(self.packed.dtype)))
 
 
-class BFloat16Linear(Adaptable):
+class BFloat16Linear:
     """Compiled product on bfloat16 weights in panels; see kernels.cpu.matmul.bfloat16."""
 
     def __init__(
@@ -182,11 +182,11 @@ class BFloat16Linear(Adaptable):
         return bfloat16.unpack_rows(self.packed, ids, self.in_features)
 
     def load(self, weight: torch.Tensor) -> None:
-        self.check_shape(weight)
+        check_shape(self, weight)
         self.packed.copy_(bfloat16.pack(weight.to(self.packed.dtype)))
 
 
-class Int8Linear(Adaptable):
+class Int8Linear:
     """Compiled product of 8-bit weights and activations; see kernels.cpu.matmul.int8."""
 
     def __init__(
@@ -207,12 +207,12 @@ class Int8Linear(Adaptable):
         return integers.flatten(1)[:, : self.in_features] * scales[ids, None]
 
     def load(self, weight: torch.Tensor) -> None:
-        self.check_shape(weight)
+        check_shape(self, weight)
         for mine, new in zip(self.weight, int8.quantize(weight), strict=True):
             mine.copy_(new)
 
 
-class TorchInt8Linear(Adaptable):
+class TorchInt8Linear:
     """The same arithmetic by torch, where the processor lacks the 8-bit dot product."""
 
     def __init__(
@@ -234,7 +234,7 @@ class TorchInt8Linear(Adaptable):
         return self.integers[ids] * self.scales[ids]
 
     def load(self, weight: torch.Tensor) -> None:
-        self.check_shape(weight)
+        check_shape(self, weight)
         for mine, new in zip((self.integers, self.scales), self._quantized(weight), strict=True):
             mine.copy_(new)
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from engine.layers.adapted import Linear
+from engine.layers.interface import Linear
 from engine.layers.linear import make_linear
 
 PACKED = (torch.bfloat16, torch.float16)  # torch's product of float32 is no slower than ours

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from engine.errors import ConfigError
-from engine.layers.adapted import Adaptable, Linear
+from engine.layers.interface import Linear, check_shape
 from engine.layers.quantized import QuantizedWeight
 from kernels import quant
 from kernels.quantized import Packed, Quantized, can_pack, pack, unpack
@@ -15,7 +15,7 @@ FP8_ALIGNMENT = 16  # inputs and outputs of torch's product of 8-bit floats
 FP8_CAPABILITY = (8, 9)
 
 
-class WeightOnlyLinear(Adaptable):
+class WeightOnlyLinear:
     """Weights stay packed in memory and are dequantised on their way to the product."""
 
     def __init__(self, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
@@ -37,7 +37,7 @@ class WeightOnlyLinear(Adaptable):
         )
 
 
-class Fp8Linear(Adaptable):
+class Fp8Linear:
     """Weights and inputs as 8-bit floats, by torch's own product.
 
     Weights have a scale per output, inputs one per row, or the one they were calibrated to.
@@ -78,7 +78,7 @@ class Fp8Linear(Adaptable):
         return (values.float() * self.scales[0, ids, None]).to(self.dtype)
 
     def load(self, weight: torch.Tensor) -> None:
-        self.check_shape(weight)
+        check_shape(self, weight)
         matrix = quantize_fp8(weight.to(self.values.device))
         self.values.copy_(matrix.values)
         self.scales.copy_(matrix.scales.float().T)

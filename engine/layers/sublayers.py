@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 import kernels
-from engine.layers.adapted import Linear
 from engine.layers.batch import Embeds, Wanted
+from engine.layers.interface import Linear
 from engine.layers.linear import BFloat16Linear, PlainLinear
 from engine.layers.quantized_linear import packed_of
 from kernels.meta import AttentionMeta

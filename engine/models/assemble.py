@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.kv.layout import KVSpec
-from engine.layers.adapted import Linear
+from engine.layers.interface import Linear
 from engine.layers.linear import is_cpu, make_linear
 from engine.layers.quantized import Weight, plain
 from engine.layers.rope import RopeSpec

@@ -8,10 +8,9 @@ from functools import partial
 
 import torch
 
-from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
-from engine.layers.adapted import AdapterState, Linear
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
+from engine.layers.interface import Linear
 from engine.layers.sublayers import (
     Attention,
     Embedding,
@@ -107,20 +106,10 @@ class Decoder:
 
     @property
     def linears(self) -> dict[str, Linear]:
-        """The linear layers by the name of their tensor in ``targets``: to load other weights into,
-        or to adapt."""
+        """The linear layers by the name of their tensor in ``targets``, to load other weights."""
         return {
             name: getattr(owner, name_there) for name, (owner, name_there) in self._places.items()
         }
-
-    def adapt(self, name: str, state: AdapterState) -> None:
-        """Have adapters add to what a linear layer gives. Raises ``ConfigError`` for no such layer,
-        and for experts and the output layer, which see rows that are not those of the step."""
-        if name not in self._places or name.count(".") != 1:
-            known = ", ".join(place for place in self._places if place.count(".") == 1)
-            raise ConfigError(f"no adapter can be added to {name!r:.80}; layers are: {known:.400}")
-        owner, name_there = self._places[name]
-        setattr(owner, name_there, getattr(owner, name_there).with_adapters(state))
 
     @property
     def can_be_recorded(self) -> bool:

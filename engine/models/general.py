@@ -24,10 +24,10 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.errors import ConfigError, ModelError
+from engine.errors import ModelError
 from engine.kv.layout import KVSpec
-from engine.layers.adapted import AdapterState, Linear
 from engine.layers.batch import ForwardBatch, Hidden
+from engine.layers.interface import Linear
 from engine.layers.linear import is_cpu
 from engine.layers.packed_modules import PACKED, pack_module
 from engine.models.assemble import activation_dtype, compute_dtype
@@ -80,12 +80,6 @@ class GeneralModel:
     def linears(self) -> dict[str, Linear]:
         """None: its layers are its module's own."""
         return {}
-
-    def adapt(self, name: str, state: AdapterState) -> None:
-        raise ConfigError(
-            f"{type(self._causal).__name__} runs through its own module, whose layers take no "
-            "adapters; a native family does"
-        )
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:

@@ -8,8 +8,8 @@ from typing import Protocol
 import torch
 
 from engine.kv.layout import KVSpec
-from engine.layers.adapted import AdapterState, Linear
 from engine.layers.batch import ForwardBatch, Hidden
+from engine.layers.interface import Linear
 
 
 class Model(Protocol):
@@ -32,10 +32,6 @@ class Model(Protocol):
     def linears(self) -> Mapping[str, Linear]:
         """The linear layers by the name of their tensor, to load other weights into; none where
         the layers are not ours."""
-        ...
-
-    def adapt(self, name: str, state: AdapterState) -> None:
-        """Have adapters add to what this linear layer gives. Raises ``ConfigError``."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:

@@ -44,7 +44,7 @@ class Feature:
         return {}
 
     def attach(self, machine: Machine) -> None:
-        """The model is loaded, memory for KV not yet measured: load what is yours, adapt layers.
+        """The model is loaded, memory for KV not yet measured: load what is yours.
 
         ``machine.kv`` is empty until it is allocated. Raises ``ConfigError``.
         """
@@ -81,7 +81,7 @@ class Feature:
         return False
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
-        """Add vectors, adapters or positions to the forward pass of these rows."""
+        """Add vectors or positions to the forward pass of these rows."""
 
     def profile(self, batch: ForwardBatch) -> None:
         """As ``extend``, for the largest possible step of made-up rows, to measure its memory."""

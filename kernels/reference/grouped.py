@@ -1,4 +1,4 @@
-"""Products whose matrix each row chooses: mixtures of experts, low-rank adapters."""
+"""Products whose matrix each row chooses: mixtures of experts."""
 
 from __future__ import annotations
 
@@ -43,21 +43,3 @@ def _expert(experts: Experts, index: int, x: torch.Tensor) -> torch.Tensor:
     if isinstance(experts, Packed):
         return dequantize(unpack(experts.at(index)), torch.float32).to(wide(x).dtype)
     return wide(experts[index])
-
-
-def add_lora(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    a: torch.Tensor,
-    b: torch.Tensor,
-    adapters: torch.Tensor,
-) -> None:
-    """y[n] += b[l] @ (a[l] @ x[n]) in place, with l = adapters[n]; -1: nothing is added.
-
-    x [N, H], y [N, O], a [L, R, H], b [L, O, R] with the adapter's scaling in it; adapters [N]
-    int32. What lies between is kept in float32.
-    """
-    for row, adapter in enumerate(adapters.tolist()):
-        if adapter >= 0:
-            low = wide(a[adapter]) @ wide(x[row])
-            y[row] = (wide(y[row]) + wide(b[adapter]) @ low).to(y.dtype)

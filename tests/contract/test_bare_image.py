@@ -29,5 +29,5 @@ def test_gpu_tests_are_found_without_any_plug_in() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    for file in ("e2e/test_gpu.py", "e2e/test_gpu_quantized.py", "contract/test_lent_tensors.py"):
+    for file in ("e2e/test_gpu.py", "e2e/test_gpu_quantized.py"):
         assert f"tests/{file}::" in done.stdout

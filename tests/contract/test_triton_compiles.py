@@ -24,7 +24,6 @@ MODULES = (
     "logprobs",
     "index",
     "moe",
-    "lora",
 )
 
 

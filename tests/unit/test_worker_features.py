@@ -20,7 +20,7 @@ from engine.layers.linear import make_linear
 from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
 from engine.messages.requests import MediaItem
-from engine.messages.step import NO_ADAPTER, KVReport
+from engine.messages.step import KVReport
 from engine.mm.decide import EncoderBudget
 from engine.models.load import load_model
 from engine.sched.resource import Resource
@@ -87,24 +87,12 @@ def answers(run: Run, requests) -> dict[str, list[int]]:
 # -- adapters
 
 
-class AddedBias:
-    """Adapter l adds l + 1 to every other output of the layers that it is attached to."""
-
-    def __init__(self) -> None:
-        self.of_rows: dict[int, torch.Tensor] = {}  # by number of rows: those that a layer may see
-
-    def add(self, y: torch.Tensor, x: torch.Tensor) -> None:
-        adapters = self.of_rows.get(len(x))
-        if adapters is not None:
-            y[:, ::2] += (adapters + 1).to(y.dtype)[:, None]
-
-
 class AdapterFeature(Feature):
+    """Knows which adapters are loaded."""
+
     part = "adapters"
 
-    def __init__(self, state: AddedBias) -> None:
-        self.state = state
-        self.slot_of: dict[int, int] = {}  # worker slot -> adapter slot
+    def __init__(self) -> None:
         self.loaded: dict[int, str] = {}
 
     @property
@@ -114,44 +102,6 @@ class AdapterFeature(Feature):
     def begin(self, plan, live):
         if plan.adapters is not None:
             self.loaded |= plan.adapters.load
-            self.slot_of |= plan.adapters.used_by
-
-    def touches(self, rows):
-        return any(self.slot_of.get(slot, NO_ADAPTER) >= 0 for slot in rows.slots.tolist())
-
-    def extend(self, batch, rows):
-        of_seq = [self.slot_of.get(slot, NO_ADAPTER) for slot in rows.slots.tolist()]
-        each = torch.tensor(of_seq, dtype=torch.int32)
-        batch.adapters = each.repeat_interleave(torch.tensor(rows.counts))
-        self.state.of_rows = {len(batch.adapters): batch.adapters}
-        if batch.wanted is not None:
-            self.state.of_rows[len(batch.wanted.rows)] = batch.adapters[batch.wanted.rows]
-
-
-@modes
-def test_an_adapter_changes_the_answers_of_its_requests_alone(sizes, directory):
-    """By the real decision half, beside requests of the base model, in the same steps."""
-    plain, model, state = load(directory), load(directory), AddedBias()
-    for name in ("0.qkv", "1.gate_up", "2.down", "2.out"):
-        model.adapt(name, state)
-    with pytest.raises(ConfigError, match=r"added to '3.qkv'; layers are: 0.qkv, 0.out, 0.gate_up"):
-        model.adapt("3.qkv", state)
-    with pytest.raises(ConfigError, match="no adapter can be added to 'head'"):
-        model.adapt("head", state)
-    feature = AdapterFeature(state)
-    run = run_of(model, [feature], [AdapterSlots(2)], sizes)
-
-    def requests(adapters):
-        return [
-            make_request(str(i), [3 + i, 5, 7 + i], 6, params=GREEDY, adapter=adapter)
-            for i, adapter in enumerate(adapters)
-        ]
-
-    got = answers(run, requests([None, "A", "B", "A", None]))
-    base = answers(run_of(plain), requests([None] * 5))
-    assert got["0"] == base["0"] and got["4"] == base["4"]
-    assert all(got[name] != base[name] for name in "123")
-    assert sorted(feature.loaded.values()) == ["A", "B"]
 
 
 # -- media
@@ -395,8 +345,8 @@ def worker_of(directory: Path, *features: Feature, sizes=CPU) -> ModelWorker:
 
 @modes
 def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
-    feature, state = Reporter(), AddedBias()
-    worker = worker_of(directory, feature, AdapterFeature(state), sizes=sizes)
+    feature = Reporter()
+    worker = worker_of(directory, feature, AdapterFeature(), sizes=sizes)
     assert worker.capabilities == {"drafts", "masks", "kv_transfer", "adapters"}
     facts = worker.load()
     assert facts.vocab_size == 97 and facts.block_bytes == 3 * 2 * 16 * BLOCK * 4
@@ -474,14 +424,3 @@ def test_a_layer_with_another_weight_is_one_made_of_it(quantization, dtype, seed
     assert torch.equal(linear.rows(ids), wanted.rows(ids))
     with pytest.raises(ValueError, match=r"a weight of shape \[33, 70\], must be \[70, 33\]"):
         linear.load(second.T)
-
-
-def test_adapters_upon_adapters(seed):
-    torch.manual_seed(seed)
-    linear, state = make_linear(torch.randn(8, 4)), AddedBias()
-    state.of_rows = {2: torch.tensor([0, -1], dtype=torch.int32)}
-    x = torch.randn(2, 4)
-    plain, adapted = linear(x), linear.with_adapters(state).with_adapters(state)
-    assert torch.equal(adapted(x)[:, ::2], plain[:, ::2] + torch.tensor([[2.0], [0.0]]))
-    assert torch.equal(adapted(x)[:, 1::2], plain[:, 1::2])
-    assert torch.equal(adapted.rows(torch.tensor([1])), linear.rows(torch.tensor([1])))
