@@ -431,38 +431,6 @@ HAS_BYTE_PRODUCT = isa.has("avx512vnni")
 
 
 @intrinsic(prefer_literal=True)
-def dots(  # noqa: PLR0913
-    typing_context, a, lda, b, out, ldo, rows, vectors, lanes, size
-):
-    """out[row] = a[row] . b over vectors * lanes elements, those of b of `size` bytes: 4 or 2.
-
-    The last four are literals.
-    """
-    literals = (rows, vectors, lanes, size)
-    if not all(isinstance(given, types.Literal) for given in literals):
-        return None
-    num_rows, num_vectors, width, right_bytes = (given.literal_value for given in literals)
-
-    def build(context, builder, signature, args):
-        a, lda, b, out, ldo = args[:5]
-        vector = ir.VectorType(_F32, width)
-        right = [
-            load_floats(builder, b, _I64(v * width * right_bytes), width, right_bytes)
-            for v in range(num_vectors)
-        ]
-        for row in range(num_rows):
-            start = builder.mul(lda, _I64(row))
-            total = ir.Constant(vector, [0.0] * width)
-            for v, value in enumerate(right):
-                left = _load(builder, a, builder.add(start, _I64(v * width * 4)), vector)
-                total = fma(builder, left, value, total)
-            _store(builder, _sum(builder, total), out, builder.mul(ldo, _I64(row)))
-        return context.get_dummy_value()
-
-    return types.void(*[types.intp] * 5, *literals), build
-
-
-@intrinsic(prefer_literal=True)
 def prefetch(typing_context, address, vectors, lanes, size):
     """Start to bring vectors * lanes elements of `size` bytes to the second-level cache.
 
