@@ -25,7 +25,7 @@ def instructions_of(launch: Launch, device: Device) -> set[str]:
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
 )
-@pytest.mark.parametrize("name", ["sm_90", "sm_80"])
+@pytest.mark.parametrize("name", ["sm_90", pytest.param("sm_80", marks=pytest.mark.slow)])
 def test_few_and_many_rows_are_multiplied_by_one_instruction(name: str) -> None:
     """One row and 4,096, of narrow and wide tiles; ahead of their loads, without a spill."""
     device = DEVICES[name]

@@ -20,7 +20,13 @@ def kernels_of(every: int) -> list[Launch]:
 @pytest.mark.skipif(
     os.environ.get("TRITON_INTERPRET") == "1", reason="interpreted kernels cannot be compiled"
 )
-@pytest.mark.parametrize(("name", "every"), [("sm_90", 9), ("sm_80", 17), ("gfx942", 29)])
+@pytest.mark.parametrize(
+    ("name", "every"),
+    [
+        ("sm_90", 18),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sm_80", 17), ("gfx942", 29))),
+    ],
+)
 def test_launches_compile(name: str, every: int) -> None:
     device = DEVICES[name]
     with compiling_for(device):

@@ -18,5 +18,5 @@ LONG = ("llama", "mistral-window", "gemma2")
 )
 def test_answers_are_those_given_alone(name: str, tmp_path: Path, seed: int) -> None:
     path = BOX_MODEL if name == "box" else make_tiny_model(name, tmp_path, torch.bfloat16)
-    for num, wrong in differences(Company(str(path), 30, seed=seed)):
+    for num, wrong in differences(Company(str(path), 16, seed=seed)):
         assert num and not wrong, wrong
