@@ -74,7 +74,7 @@ class Row:
         }
 
 
-class Told(NamedTuple):
+class Turn(NamedTuple):
     """What a child says of one turn."""
 
     name: str
@@ -103,13 +103,13 @@ class Child:
             self.close()
             raise
 
-    def turn(self) -> Told | None:
+    def turn(self) -> Turn | None:
         """Let it do one thing; ``None`` when all is done."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
-        told = self._read()
-        return None if told is None else Told(*told)
+        found = self._read()
+        return None if found is None else Turn(*found)
 
     def _read(self) -> Any:
         assert self._process.stdout is not None
@@ -162,27 +162,27 @@ def step_in_turn(children: Children, rows: dict[str, Row]) -> dict[str, dict[str
     unfinished, turn = dict(children), 0
     while unfinished:
         for side, child in in_order(unfinished, turn).items():
-            told = child.turn()
-            if told is None:
+            found = child.turn()
+            if found is None:
                 unfinished = {name: each for name, each in unfinished.items() if name != side}
                 continue
-            seconds[side].setdefault(told.name, []).extend(told.seconds)
-            rows[told.name].cpu[side] += told.cpu
+            seconds[side].setdefault(found.name, []).extend(found.seconds)
+            rows[found.name].cpu[side] += found.cpu
         turn += 1
     return seconds
 
 
 def run_turns(other: Path, kind: str, name: str, rounds: int, turns: int) -> Row:
-    """Trips or loads: as many turns as asked for, in each round."""
+    """Trips or loads: `turns` turns in each round."""
     row = Row(kind, name)
     for number in range(rounds):
         with both(other, number, kind, name, "") as children:
             for turn in range(NUM_SKIPPED[kind] + turns):
-                told = {side: child.turn() for side, child in in_order(children, turn).items()}
+                found = {side: child.turn() for side, child in in_order(children, turn).items()}
                 if turn < NUM_SKIPPED[kind]:
                     continue
-                row.pairs.append(Pair(told[OTHER].seconds, told[OURS].seconds))
-                for side, each in told.items():
+                row.pairs.append(Pair(found[OTHER].seconds, found[OURS].seconds))
+                for side, each in found.items():
                     row.cpu[side] += each.cpu
         tell_progress(kind, number, rounds, [row])
     return row
@@ -229,29 +229,29 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=12, help="fresh processes of each")
     parser.add_argument("--turns", type=int, default=40, help="in each round, of trips and loads")
     parser.add_argument("--json", type=Path, help="keep the figures here")
-    asked = parser.parse_args()
-    if unknown := set(asked.trips) - set(TRIPS):
+    args = parser.parse_args()
+    if unknown := set(args.trips) - set(TRIPS):
         parser.error(f"--trips {', '.join(unknown)}: there are {', '.join(TRIPS)}")
-    if not (asked.model or asked.trips or asked.loads):
+    if not (args.model or args.trips or args.loads):
         parser.error("nothing to measure: give --model, --trips or --loads")
-    other, before = asked.other.resolve(), Usage.now()
+    other, before = args.other.resolve(), Usage.now()
     rows: list[Row] = []
-    if asked.model:
-        rows += run_workloads(other, asked.workloads, str(asked.model.resolve()), asked.rounds)
+    if args.model:
+        rows += run_workloads(other, args.workloads, str(args.model.resolve()), args.rounds)
     for kind in ("trips", "loads"):
-        for name in getattr(asked, kind):
-            rows.append(run_turns(other, kind, name, asked.rounds, asked.turns))
+        for name in getattr(args, kind):
+            rows.append(run_turns(other, kind, name, args.rounds, args.turns))
     figures = [row.figures() for row in rows]
     show(figures, commit_of(other))
-    if asked.json:
+    if args.json:
         body = {
             "machine": machine.describe(),
             "commits": {OTHER: commit_of(other), OURS: commit_of(ROOT)},
-            "model": asked.model and asked.model.name,
+            "model": args.model and args.model.name,
             "usage": Usage.now().since(before),
             "figures": figures,
         }
-        asked.json.write_text(json.dumps(body, indent=1) + "\n")
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

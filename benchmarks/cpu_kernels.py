@@ -1,10 +1,10 @@
-"""Each operation of a step on the CPU beside its floor: what memory or arithmetic allows.
+"""Each operation of a step on the CPU next to its floor: what memory or arithmetic allows.
 
     python benchmarks/cpu_kernels.py [--threads 2] [--only linears,decode,...] [--json FILE]
 
 The ceilings are measured in the same run: bytes a second of a copy or a sum of 256 MiB, and float32
 operations a second of a large product, by torch or by ours, whichever is faster; four 8-bit
-products count as one. Operations run on so many weights and caches that nothing stays in a cache
+products count as one. Operations run on enough weights and caches that nothing stays in a cache
 that would not in a real step; activations do stay, so what only passes over them may beat its
 floor. The least of the repeats is shown, and the median. On a busy machine trust the least, and on
 a very busy one only `--threads 1`, where the clock is the thread's own.
@@ -57,7 +57,7 @@ class Sizes:
     chunks: Sequences = field(default_factory=lambda: CHUNKS)
 
     def copies(self, num_bytes: float, most: int = 64) -> int:
-        """Of operands of so many bytes, so that none is read again from a cache."""
+        """Copies of operands of this size, so that none is read again from a cache."""
         return max(1, min(most, int(self.out_of_cache // num_bytes)))
 
 

@@ -1,8 +1,8 @@
-"""A GPU from its ceilings to the whole engine, each figure beside its floor; under nine minutes.
+"""A GPU from its ceilings to the whole engine, each figure next to its floor; under nine minutes.
 
     python benchmarks/device.py [--only correctness,decode,...] [--json FILE] [--dry-run]
 
-First it looks whether the results are right: kernels beside references, tokens beside
+First it looks whether the results are right: kernels against references, tokens against
 transformers'. Then it measures what the device can do at all, attention, sampler, launches, and the
 engine on random weights of two published shapes. Every section has a budget; what is found is
 written after each row, so that a run that is cut off loses nothing. Ends with status 1 if something
@@ -49,7 +49,7 @@ SECTIONS = [
     Section("pieces", 25, pieces.pieces),
     Section("products", 40, ceilings.products),
 ]
-# Only where they are asked for by name.
+# Run only if named.
 EXTRAS = [Section("tiles", 400, tiles.tiles)]
 DRY_MODELS = [Section("tiny", 60, partial(engines.of_model, "tiny"))]
 

@@ -1,10 +1,10 @@
-"""What drafts bring: a proposer that is right as often as is asked, against what steps cost.
+"""What drafts bring: a proposer that is right at a given rate, against what steps cost.
 
     python benchmarks/drafts.py MODEL_DIR [--acceptance 0.6,0.8,0.9] [--drafts 4] [--tokens 128]
                                 [--rounds 5] [--json FILE]
 
 One stream, greedy, ``batch_invariant=True``, so that the text is the same with and without drafts.
-The proposer knows the text and is wrong on purpose. Two engines in one process run in turn. Beside
+The proposer knows the text and is wrong on purpose. Two engines in one process run in turn. Next to
 the speed-up stands what the costs of steps allow: a step with d drafts brings
 1 + a + ... + a^d tokens and takes as long as such steps were measured to take in the workers of the
 same run; d is the number that brings most. At acceptance 0 both should be as fast.
@@ -37,7 +37,7 @@ PROMPT = list(range(20, 148))
 
 
 class Oracle:
-    """Knows the text behind the prompt, and how often to be right."""
+    """Knows the text after the prompt, and how often to be right."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
@@ -56,7 +56,7 @@ class Oracle:
 
 
 def engine_for(model: str, resources: tuple[Drafts, ...]) -> LLMEngine:
-    args = EngineArgs(
+    engine_args = EngineArgs(
         model=model,
         log_level="error",
         max_model_len=1024,
@@ -64,7 +64,7 @@ def engine_for(model: str, resources: tuple[Drafts, ...]) -> LLMEngine:
         enable_prefix_caching=False,
         resources=resources,
     )
-    return LLMEngine.from_engine_args(args)
+    return LLMEngine.from_engine_args(engine_args)
 
 
 class Steps:
@@ -113,9 +113,9 @@ def costs(engine: LLMEngine, oracle: Oracle, num_tokens: int) -> dict[int, float
     return {num: statistics.median(s) for num, s in steps.seconds.items() if len(s) > 3}
 
 
-def drafting_engine(asked: argparse.Namespace, oracle: Oracle) -> LLMEngine:
+def drafting_engine(args: argparse.Namespace, oracle: Oracle) -> LLMEngine:
     return engine_for(
-        asked.model, (Drafts(asked.drafts, oracle, worth=Worth(asked.drafts), payoff=Payoff()),)
+        args.model, (Drafts(args.drafts, oracle, worth=Worth(args.drafts), payoff=Payoff()),)
     )
 
 
@@ -134,26 +134,26 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="keep the figures here")
-    asked = parser.parse_args()
+    args = parser.parse_args()
     oracle, rows = Oracle(), []
-    with engine_for(asked.model, ()) as plain:
-        oracle.text, _ = generate(plain, asked.tokens)
-        with drafting_engine(asked, oracle) as engine:
-            cost = costs(engine, oracle, asked.tokens)
-        for acceptance in map(float, asked.acceptance.split(",")):
-            with drafting_engine(asked, oracle) as engine:  # which knows nothing of the last one
+    with engine_for(args.model, ()) as plain:
+        oracle.text, _ = generate(plain, args.tokens)
+        with drafting_engine(args, oracle) as engine:
+            cost = costs(engine, oracle, args.tokens)
+        for acceptance in map(float, args.acceptance.split(",")):
+            with drafting_engine(args, oracle) as engine:  # which knows nothing of the last one
                 oracle.acceptance = acceptance
-                ratios = [ratio(plain, engine, oracle, asked.tokens) for _ in range(asked.rounds)]
+                ratios = [ratio(plain, engine, oracle, args.tokens) for _ in range(args.rounds)]
             rows.append(
                 {
                     "acceptance": acceptance,
                     "speed_up": statistics.median(ratios),
                     "interval": median_interval(ratios),
-                    "allowed": allowed(acceptance, cost, asked.drafts),
+                    "allowed": allowed(acceptance, cost, args.drafts),
                 }
             )
     about = machine.describe()
-    table = Table(title=f"{Path(asked.model).name}, {about['cpu']}")
+    table = Table(title=f"{Path(args.model).name}, {about['cpu']}")
     for name in ("acceptance", "speed-up", "95 %", "steps allow", "share"):
         table.add_column(name)
     for row in rows:
@@ -167,9 +167,9 @@ def main() -> int:
         )
     Console().print(table)
     print("ms a step, by tokens:", {n: round(1e3 * s, 1) for n, s in sorted(cost.items())})
-    if asked.json:
+    if args.json:
         kept = {"machine": about, "rows": rows, "step_seconds": cost}
-        asked.json.write_text(json.dumps(kept, indent=1) + "\n")
+        args.json.write_text(json.dumps(kept, indent=1) + "\n")
     return 0
 
 

@@ -30,7 +30,7 @@ def describe() -> dict[str, Any]:
 
 
 def _system() -> str:
-    """As ``platform.platform`` says it, which starts a process to find out."""
+    """Like ``platform.platform``, which starts a process to find out."""
     system = os.uname()
     libc = "".join(platform.libc_ver())
     return f"{system.sysname}-{system.release}-{system.machine}-with-{libc}"

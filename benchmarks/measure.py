@@ -93,7 +93,7 @@ def median_interval(values: Sequence[float]) -> tuple[float, float]:
     With fewer than six values, the least and the most are returned, which hold less than that.
     """
     ordered, num = sorted(values), len(values)
-    below, rank = 0.0, 0  # chance that no more than so many values lie below the median
+    below, rank = 0.0, 0  # chance that no more than `rank` values lie below the median
     while (below := below + math.comb(num, rank) / 2**num) <= 0.025:
         rank += 1
     rank = max(0, rank - 1)

@@ -31,14 +31,14 @@ def ratio_of_sums(pairs: Sequence[Pair]) -> float:
 
 
 def ratio_of(share: float) -> Estimate:
-    """Of this quantile of each turn; the median over the turns."""
+    """This quantile of each turn; the median over the turns."""
     return lambda pairs: statistics.median(
         quantile(pair.other, share) / quantile(pair.ours, share) for pair in pairs
     )
 
 
 def ratio_to_the_end(pairs: Sequence[Pair]) -> float:
-    """Of loads that run to their end: of each step the lower quartile, summed over the steps.
+    """For loads that run to their end: the lower quartile of each step, summed over the steps.
 
     Two checkouts that plan other steps, or a load that ends elsewhere each time, cannot be
     compared by step: the sums are then.

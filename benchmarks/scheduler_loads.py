@@ -3,7 +3,7 @@
 decode_N      N requests decode; nobody comes or ends while the clock runs
 *_hooks       the same under a policy that overrides every hook (ours only)
 pressure      256 requests and blocks for half of them, to the end
-chunked       512 long prompts beside decodes, to the end
+chunked       512 long prompts next to decodes, to the end
 shared        the same, three quarters of each prompt in common
 preempting    128 requests and blocks for a third of them, to the end
 hash_*        prompts of 8192 tokens: hash and look up, absent and cached
@@ -42,7 +42,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Load:
-    """One measurement: so many requests of this size, on a scheduler of this kind."""
+    """One measurement: a number of requests of this size, on a scheduler of this kind."""
 
     kind: Kind
     setup: Setup

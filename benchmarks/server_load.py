@@ -1,4 +1,4 @@
-"""Asks a server for streams, from one thread without a framework, and notes when what came.
+"""Opens streams on a server, from one thread without a framework, and notes when what came.
 
     python benchmarks/server_load.py URL --model NAME [--rate 20] [--seconds 30] [--tokens 64]
                                      [--ttft 0.5] [--itl 0.1] [--rows FILE] [--workload W]
@@ -55,7 +55,7 @@ class Row:
     num_events: int = 0
     ended: float = 0.0
     how: str = ""
-    """Of ``ENDED``; "done": told to its end, maybe that of an error."""
+    """One of ``ENDED``; "done": it came to its end, maybe with an error."""
     tail: bytes = b""
     received: list[bytes] = field(default_factory=list)
 
@@ -70,9 +70,9 @@ class Row:
 
     @property
     def num_tokens(self) -> int:
-        """As the usage at the end says, or else the events."""
-        before, _, behind = self.tail.rpartition(b'"completion_tokens":')
-        number = behind.lstrip()[:12].split(b",")[0].split(b"}")[0] if before else b""
+        """From the usage at the end, or else the number of events."""
+        before, _, after = self.tail.rpartition(b'"completion_tokens":')
+        number = after.lstrip()[:12].split(b",")[0].split(b"}")[0] if before else b""
         return int(number) if number.strip().isdigit() else self.num_events
 
     @property
@@ -82,7 +82,7 @@ class Row:
 
     @property
     def is_failed(self) -> bool:
-        """It was told an error behind the first event."""
+        """An error came after the first event."""
         return b'data: {"error"' in self.tail
 
 
@@ -289,18 +289,18 @@ class Load:
 
 
 def _is_complete(answer: bytes) -> bool:
-    """Of an answer with a length."""
+    """Whether an answer with a length has all of it."""
     head, blank, body = answer.partition(b"\r\n\r\n")
     _, _, length = head.lower().partition(b"content-length:")
     return bool(blank) and len(body) >= int(length.split(b"\r\n")[0] or 0)
 
 
-# What is asked
+# Requests
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Of the requests."""
+    """Shape of the requests."""
 
     model: str
     num_prompt: int = 32
@@ -310,7 +310,7 @@ class Shape:
     def body(self, rng: random.Random) -> bytes:
         """Lengths vary by a half to either side."""
         prompt = [rng.randrange(10, self.vocab) for _ in range(_around(rng, self.num_prompt))]
-        asked = {
+        body = {
             "model": self.model,
             "prompt": prompt,
             "max_tokens": _around(rng, self.num_tokens),
@@ -319,7 +319,7 @@ class Shape:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        return json.dumps(asked, separators=(",", ":")).encode()
+        return json.dumps(body, separators=(",", ":")).encode()
 
 
 def _around(rng: random.Random, number: int) -> int:
@@ -328,11 +328,11 @@ def _around(rng: random.Random, number: int) -> int:
 
 def poisson(load: Load, shape: Shape, rate: float, seconds: float, seed: int) -> list[Row]:
     """Arrivals at this rate, from now on for so long."""
-    rng, asked, at = random.Random(seed), [], 0.0
+    rng, bodies, at = random.Random(seed), [], 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
-        asked.append((at, shape.body(rng)))
+        bodies.append((at, shape.body(rng)))
     start = time.perf_counter()  # making tens of thousands of them takes seconds
-    rows = [Row(start + at, body) for at, body in asked]
+    rows = [Row(start + at, body) for at, body in bodies]
     for row in rows:
         load.add(row)
     return rows
@@ -357,7 +357,7 @@ def closed_loop(
     seed: int = 0,
     tick: float = TICK_SECONDS,
 ) -> list[Row]:
-    """So many streams all the time: as one ends, the next is sent. Those that the end cuts off
+    """Keeps this many streams running: as one ends, the next is sent. Those that the end cuts off
     are not among the rows."""
     load, rng, rows = Load(*address, tick=tick), random.Random(seed), []
     until = time.perf_counter() + seconds
@@ -400,10 +400,10 @@ def quantile(values: list[float], share: float) -> float:
 
 
 def summary(rows: list[Row], promise: Promise, seconds: float) -> dict[str, Any]:
-    """Figures of a run of so many seconds."""
+    """Figures of a run of this many seconds."""
     whole = [row for row in rows if row.is_whole]
-    told = [row for row in rows if row.times]
-    ttfts, gaps = [row.ttft for row in told], [gap for row in told for gap in row.gaps]
+    begun = [row for row in rows if row.times]
+    ttfts, gaps = [row.ttft for row in begun], [gap for row in begun for gap in row.gaps]
     refusals = [row.ended - row.sent for row in rows if row.how == "refused"]
     kept = sum(map(promise.is_kept, rows))
     return {
@@ -414,8 +414,8 @@ def summary(rows: list[Row], promise: Promise, seconds: float) -> dict[str, Any]
         "kept": kept,
         "kept_share": round(kept / len(rows), 4) if rows else 0.0,
         "goodput_per_s": round(kept / seconds, 3),
-        "tokens_per_s": round(sum(row.num_tokens for row in told) / seconds, 1),
-        "events_per_s": round(sum(row.num_events for row in told) / seconds, 1),
+        "tokens_per_s": round(sum(row.num_tokens for row in begun) / seconds, 1),
+        "events_per_s": round(sum(row.num_events for row in begun) / seconds, 1),
         **_percentiles("ttft", ttfts),
         **_percentiles("itl", gaps),
         **_percentiles("refusal", refusals),
@@ -430,7 +430,7 @@ def _percentiles(name: str, values: list[float]) -> dict[str, float]:
 
 
 def settled_after(rows: list[Row], began: float, promise: Promise) -> float:
-    """Seconds from ``began`` until requests that come keep the promise, with those behind them:
+    """Seconds from ``began`` until requests that come keep the promise, with those after them:
     95 % of them, and the next ten nearly all."""
     ordered = sorted(rows, key=lambda row: row.due)
     kept = [promise.is_kept(row) for row in ordered]
@@ -466,7 +466,7 @@ def main() -> None:
         "--rate", type=float, help="requests a second; 20, or of a workload its own"
     )
     parser.add_argument("--workload", help="arrivals and lengths of this workload of the lab")
-    parser.add_argument("--streams", type=int, default=0, help="so many all the time instead")
+    parser.add_argument("--streams", type=int, default=0, help="keep this many running instead")
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--prompt", type=int, default=32, help="tokens")
     parser.add_argument("--tokens", type=int, default=64)
@@ -479,33 +479,33 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--pid", type=int, help="of the server, to say what it took of each token")
     parser.add_argument("--rows", type=Path, help="write a line for each request here")
-    asked = parser.parse_args()
-    parts = urlsplit(asked.url)
+    args = parser.parse_args()
+    parts = urlsplit(args.url)
     address = (parts.hostname or "127.0.0.1", parts.port or 80)
-    shape = Shape(asked.model, asked.prompt, asked.tokens, asked.vocab)
-    before = thread_seconds(asked.pid) if asked.pid else {}
+    shape = Shape(args.model, args.prompt, args.tokens, args.vocab)
+    before = thread_seconds(args.pid) if args.pid else {}
     cpu, began = time.process_time(), time.perf_counter()
-    if asked.workload:
+    if args.workload:
         from server_workloads import play  # it needs the engine; what stands here does not
 
-        rows = play(address, shape, asked.workload, asked.rate, asked.seconds, asked.seed)
-    elif asked.streams:
+        rows = play(address, shape, args.workload, args.rate, args.seconds, args.seed)
+    elif args.streams:
         rows = closed_loop(
-            address, shape, asked.streams, asked.seconds, seed=asked.seed, tick=asked.tick
+            address, shape, args.streams, args.seconds, seed=args.seed, tick=args.tick
         )
     else:
-        rate = 20.0 if asked.rate is None else asked.rate
-        rows = open_loop(address, shape, rate, asked.seconds, asked.seed)
+        rate = 20.0 if args.rate is None else args.rate
+        rows = open_loop(address, shape, rate, args.seconds, args.seed)
     cpu = time.process_time() - cpu
-    figures = summary(rows, Promise(asked.ttft, asked.itl), asked.seconds)
+    figures = summary(rows, Promise(args.ttft, args.itl), args.seconds)
     num_tokens = sum(row.num_tokens for row in rows if row.times)
-    if asked.pid:
-        spent = cpu_between(before, thread_seconds(asked.pid))
+    if args.pid:
+        spent = cpu_between(before, thread_seconds(args.pid))
         figures["server_us_per_token"] = round(1e6 * spent / max(1, num_tokens), 2)
     figures["own_us_per_token"] = round(1e6 * cpu / max(1, num_tokens), 2)
     print(json.dumps(figures, indent=1))
-    if asked.rows:
-        with asked.rows.open("w") as file:
+    if args.rows:
+        with args.rows.open("w") as file:
             for row in rows:
                 file.write(json.dumps(line_of(row, began)) + "\n")
 

@@ -21,7 +21,7 @@ AHEAD_SECONDS = 0.5  # a request is made so long before it is due
 def body_of(job: Job, shape: Shape) -> bytes:
     """What is posted for a job."""
     room = shape.vocab - LOWEST_TOKEN
-    asked = {
+    body = {
         "model": shape.model,
         "prompt": [LOWEST_TOKEN + (token - FIRST_TOKEN) % room for token in job.tokens()],
         "max_tokens": job.num_output,
@@ -31,10 +31,10 @@ def body_of(job: Job, shape: Shape) -> bytes:
         "stream_options": {"include_usage": True},
     }
     if job.priority:
-        asked["priority"] = job.priority
+        body["priority"] = job.priority
     if job.user:
-        asked["user"] = job.user
-    return json.dumps(asked, separators=(",", ":")).encode()
+        body["user"] = job.user
+    return json.dumps(body, separators=(",", ":")).encode()
 
 
 def play(
@@ -45,7 +45,7 @@ def play(
     seconds: float,
     seed: int = 0,
 ) -> list[Row]:
-    """The requests of a workload that come within so many seconds, ended; at this rate, or at the
+    """The requests of a workload that come within this many seconds, ended; at this rate, or at the
     workload's own."""
     source = find_workload(workload).source(seed, rate)
     rows: list[Row] = []

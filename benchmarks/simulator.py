@@ -97,8 +97,8 @@ def main() -> None:
             if turn and name == "a million requests":
                 continue
             command = [sys.executable, __file__, "--one", name]
-            told = subprocess.run(command, check=True, capture_output=True, text=True)
-            found[name].append(json.loads(told.stdout))
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            found[name].append(json.loads(done.stdout))
     kept: dict[str, Any] = {}
     for name, runs in found.items():
         kept[name] = {key: median(each[key] for each in runs) for key in runs[0]}

@@ -4,7 +4,7 @@
 
 Fresh processes, in turn: with the kernels compiled before, as a user's second start has it, and
 with an empty cache of kernels, as the first one ever. Seconds count from the start of the process.
-Memory (PSS) is measured behind the first token and after W1 and W3, and stands beside what is
+Memory (PSS) is measured after the first token and after W1 and W3, and stands next to what is
 allowed: weights in the type that is computed in, the whole KV pool, and 400 MiB. The pool is as
 small as these loads allow, since what of it is never touched takes no memory.
 """
@@ -28,26 +28,26 @@ from pairs import in_order
 from rich.console import Console
 from rich.table import Table
 
-BESIDE_MIB = 400
+OTHER_MIB = 400
 MIB = 1 << 20
 LOADS = ["W1", "W3"]
 Run = dict[str, Any]
 
 
-def runs_of(asked: Namespace) -> dict[str, list[Run]]:
+def runs_of(args: Namespace) -> dict[str, list[Run]]:
     """By whether kernels were compiled before."""
     peer = compare.Peer(
         compare.OURS,
         "peers.metronome",
         sys.executable,
-        str(asked.model),
+        str(args.model),
         LOADS,
-        options={"kv_cache_memory_bytes": asked.kv_mib * MIB},
+        options={"kv_cache_memory_bytes": args.kv_mib * MIB},
     )
-    task = Namespace(rate=1.0, kv_gib=0.0, dtype=asked.dtype)
+    task = Namespace(rate=1.0, kv_gib=0.0, dtype=args.dtype)
     compare.run_once(replace(peer, workloads=[]), 0, task)  # compiles what is not compiled yet
     found: dict[str, list[Run]] = {"warm": [], "cold": []}
-    for number in range(asked.rounds):
+    for number in range(args.rounds):
         for name, runs in in_order(found, number).items():
             with tempfile.TemporaryDirectory() as empty:
                 # A cold start is only a start: what it runs later tells nothing that a warm one
@@ -60,15 +60,15 @@ def runs_of(asked: Namespace) -> dict[str, list[Run]]:
     return found
 
 
-def allowed(asked: Namespace, run: Run) -> dict[str, float]:
-    """MiB of weights and KV pool, and with what may be beside them."""
-    model, cell = roofline.Model.of(asked.model), roofline.CELL[run["dtype"]]
+def allowed(args: Namespace, run: Run) -> dict[str, float]:
+    """MiB of weights and KV pool, and their sum with what else may be there."""
+    model, cell = roofline.Model.of(args.model), roofline.CELL[run["dtype"]]
     weights = model.num_weights * cell / MIB
     pool = run["kv_pool_tokens"] * model.kv_bytes(cell) / MIB
-    return {"weights": weights, "pool": pool, "allowed": weights + pool + BESIDE_MIB}
+    return {"weights": weights, "pool": pool, "allowed": weights + pool + OTHER_MIB}
 
 
-def figures(asked: Namespace, found: dict[str, list[Run]]) -> dict[str, float]:
+def figures(args: Namespace, found: dict[str, list[Run]]) -> dict[str, float]:
     """Medians: seconds and MiB."""
     warm = found["warm"]
 
@@ -84,10 +84,10 @@ def figures(asked: Namespace, found: dict[str, list[Run]]) -> dict[str, float]:
     return {
         "first token, kernels compiled before, s": median(warm, "startup", "first_token_s"),
         "first token, first start ever, s": median(found["cold"], "startup", "first_token_s"),
-        "memory behind the first token, MiB": median(warm, "memory_at_start", "pss_mib"),
+        "memory after the first token, MiB": median(warm, "memory_at_start", "pss_mib"),
         "memory after the load, MiB": median(warm, "memory", "pss_mib"),
         "peak resident, MiB": median(warm, "memory", "peak_rss_mib"),
-        **{f"{name}, MiB": value for name, value in allowed(asked, warm[0]).items()},
+        **{f"{name}, MiB": value for name, value in allowed(args, warm[0]).items()},
     }
 
 
@@ -98,19 +98,19 @@ def main() -> None:
     parser.add_argument("--kv-mib", type=int, default=256, help="KV pool")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="keep the figures here")
-    asked = parser.parse_args()
-    found = runs_of(asked)
-    told = figures(asked, found)
+    args = parser.parse_args()
+    found = runs_of(args)
+    shown = figures(args, found)
     dtype = found["warm"][0]["dtype"]
-    view = Table(title=f"{asked.model.name}, {dtype}, {machine.describe()['cpu']}")
+    view = Table(title=f"{args.model.name}, {dtype}, {machine.describe()['cpu']}")
     view.add_column("")
     view.add_column("", justify="right")
-    for name, value in told.items():
+    for name, value in shown.items():
         view.add_row(name, f"{value:.4g}")
     Console(width=100).print(view)
-    if asked.json:
-        body = {"machine": machine.describe(), "dtype": dtype, "figures": told, "runs": found}
-        asked.json.write_text(json.dumps(body, indent=1) + "\n")
+    if args.json:
+        body = {"machine": machine.describe(), "dtype": dtype, "figures": shown, "runs": found}
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

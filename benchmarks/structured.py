@@ -3,13 +3,13 @@
     python benchmarks/structured.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 5] [--bombs]
                                     [--multiprocess] [--json FILE]
 
-One engine, loads in turn: as many requests without a grammar as with a schema, all of so many
-tokens; half of them with and half without, where the time between tokens of those without is
+One engine, loads in turn, each request of --tokens tokens: all --num requests without a grammar,
+all with a schema, and half of them with one, where the time between tokens of the other half is
 compared with the load in which nobody has a schema; and single requests, whose first token is
 timed without a grammar, with a schema that was never seen, and with the first one of the process,
-for which the tokenizer is made ready. --bombs: instead, requests without a grammar beside the forty
-harmful or broken grammars of the tests, one every few steps, against the same requests beside as
-many others without a grammar.
+for which the tokenizer is made ready. --bombs: instead, requests without a grammar next to the
+forty harmful or broken grammars of the tests, one every few steps, against the same requests next
+to as many others without a grammar.
 Medians over the rounds with 95 % intervals of the ratios.
 """
 
@@ -100,8 +100,8 @@ def measure(engine: LLMEngine, num: int, num_tokens: int, rounds: int) -> dict[s
         rates.append({name: load.tokens_per_second for name, load in found.items()})
         ratios["throughput"].append(rates[-1]["with"] / rates[-1]["without"])
         for share, name in ((0.99, "neighbours_p99"), (0.5, "neighbours_p50")):
-            beside, alone = (quantile(found[kind].gaps, share) for kind in ("half", "without"))
-            ratios[name].append(beside / alone)
+            together, alone = (quantile(found[kind].gaps, share) for kind in ("half", "without"))
+            ratios[name].append(together / alone)
         alone = min(first_token(engine, None) for _ in range(3))
         schemas = [simple_schema(3 * turn + n + 1) for n in range(3)]
         delays.append(statistics.median(first_token(engine, s) for s in schemas) - alone)
@@ -118,7 +118,7 @@ def measure(engine: LLMEngine, num: int, num_tokens: int, rounds: int) -> dict[s
     }
 
 
-def run_beside(engine: LLMEngine, num: int, num_tokens: int, bombs: list[Any]) -> list[float]:
+def run_with(engine: LLMEngine, num: int, num_tokens: int, bombs: list[Any]) -> list[float]:
     """Seconds between tokens of requests without a grammar, while a bomb joins every few steps."""
     for index in range(num):
         engine.add_request(
@@ -157,16 +157,16 @@ def submit_bomb(engine: LLMEngine, name: str, fields: dict[str, Any] | None) -> 
 def measure_bombs(engine: LLMEngine, num: int, num_tokens: int, rounds: int) -> dict[str, Any]:
     from tests.structured.bombs import BOMBS
 
-    run_beside(engine, num, 8, [])
+    run_with(engine, num, 8, [])
     first_token(engine, simple_schema(0))
     found: dict[str, list[float]] = {"p50": [], "p99": [], "most": []}
     for turn in range(rounds):
-        loads = {"alone": [None] * len(BOMBS), "beside": list(BOMBS.values())}
+        loads = {"alone": [None] * len(BOMBS), "together": list(BOMBS.values())}
         names = list(loads) if turn % 2 == 0 else list(loads)[::-1]
-        gaps = {name: run_beside(engine, num, num_tokens, loads[name]) for name in names}
+        gaps = {name: run_with(engine, num, num_tokens, loads[name]) for name in names}
         for share, name in ((0.5, "p50"), (0.99, "p99"), (1.0, "most")):
-            beside, alone = (quantile(gaps[kind], share) for kind in ("beside", "alone"))
-            found[name].append(beside / alone)
+            together, alone = (quantile(gaps[kind], share) for kind in ("together", "alone"))
+            found[name].append(together / alone)
     return {
         name: {"median": statistics.median(values), "interval": median_interval(values)}
         for name, values in found.items()
@@ -178,7 +178,7 @@ def show_bombs(title: str, found: dict[str, Any]) -> None:
     for name, ratio in found.items():
         low, high = ratio["interval"]
         table.add_row(
-            f"between tokens, {name}, beside harmful to harmless",
+            f"between tokens, {name}, next to harmful or harmless ones",
             f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]",
         )
     Console().print(table)
@@ -193,24 +193,24 @@ def main() -> int:
     parser.add_argument("--bombs", action="store_true", help="neighbours of harmful grammars")
     parser.add_argument("--multiprocess", action="store_true", help="the core in its own process")
     parser.add_argument("--json", type=Path, help="keep the figures here")
-    asked = parser.parse_args()
-    args = EngineArgs(
-        model=asked.model,
+    args = parser.parse_args()
+    engine_args = EngineArgs(
+        model=args.model,
         log_level="error",
         max_model_len=1024,
-        max_num_seqs=asked.num,
-        multiprocess=asked.multiprocess,
+        max_num_seqs=args.num,
+        multiprocess=args.multiprocess,
     )
-    with LLMEngine.from_engine_args(args) as engine:
-        how = measure_bombs if asked.bombs else measure
-        found = how(engine, asked.num, asked.tokens, asked.rounds)
+    with LLMEngine.from_engine_args(engine_args) as engine:
+        how = measure_bombs if args.bombs else measure
+        found = how(engine, args.num, args.tokens, args.rounds)
     about = machine.describe()
-    if asked.json:
-        asked.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
-    if asked.bombs:
-        show_bombs(f"{Path(asked.model).name}, {about['cpu']}", found)
+    if args.json:
+        args.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
+    if args.bombs:
+        show_bombs(f"{Path(args.model).name}, {about['cpu']}", found)
         return 0
-    table = Table("", "", title=f"{Path(asked.model).name}, {about['cpu']}")
+    table = Table("", "", title=f"{Path(args.model).name}, {about['cpu']}")
     for name, rate in found["tokens_per_second"].items():
         table.add_row(f"tokens/s, schema: {name}", f"{rate:.1f}")
     for name, ratio in found["ratios"].items():

@@ -41,7 +41,7 @@ def main() -> int:
 
 
 def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
-    with compiling_for(device):  # how a launch is cut hangs on what it is for
+    with compiling_for(device):  # how a launch is cut depends on the device
         every = list(numbered(shipped()))
     is_held = device is DEVICES[gpu_budget.DEVICE] and not options.write_budget
     allowed = gpu_budget.budget() if is_held else {}
@@ -61,7 +61,7 @@ def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
 
 
 def numbered(launches: Iterable[Shipped]) -> Iterator[Shipped]:
-    """Those of one name are told apart by their number."""
+    """Launches, with a number added to each that repeats a name."""
     seen: dict[str, int] = defaultdict(int)
     for one in launches:
         seen[one.name] += 1

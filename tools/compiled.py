@@ -1,6 +1,6 @@
 """What a compiled kernel is made of: its loops that multiply, as assembler and Triton wrote them.
 
-Two texts tell it. Machine code: a loop is what a backward branch encloses. Triton's own form: what
+Two texts are read. Machine code: a loop is what a backward branch encloses. Triton's own form: what
 a loop copies ahead, into how many buffers, and how many copies may be under way when it waits.
 """
 
@@ -72,7 +72,7 @@ def hot_loop(loops: list[Loop]) -> Loop | None:
 
 
 def pipelines_of(ttgir: str) -> list[Pipeline]:
-    """Of each loop with a product, in order."""
+    """The pipeline of each loop with a product, in order."""
     found, lines = [], ttgir.splitlines()
     buffers: list[int] = []  # allocated since the last such loop
     place = 0

@@ -65,7 +65,7 @@ class Resources(NamedTuple):
         return all(pipeline.is_ahead for pipeline in self.pipelines)
 
     def programs(self, num_warps: int) -> int:
-        """That a processor of sm_90 holds at a time."""
+        """Programs that a processor of sm_90 holds at a time."""
         threads = 32 * num_warps
         registers = -(-self.registers // 8) * 8 * threads
         by_memory = SHARED // (self.shared + SHARED_OF_SYSTEM)
@@ -73,7 +73,7 @@ class Resources(NamedTuple):
 
 
 class _NoDriver:
-    """As much of a driver as compiling asks for."""
+    """The part of a driver that compiling needs."""
 
     def __init__(self, target: GPUTarget) -> None:
         self._target = target

@@ -298,8 +298,8 @@ def all_specs(priorities: Sequence[int]) -> list[Spec]:
 
 
 def all_scenarios(num_requests: int, priorities: Sequence[int], **engine: Any) -> list[Scenario]:
-    """Every choice of so many requests. They come in any order, so the order here does not matter,
-    nor does which of the two contents is which."""
+    """Every choice of this many requests. They come in any order, so their order here does not
+    matter, nor does which of the two contents is which."""
     chosen: dict[tuple[Spec, ...], None] = {}
     for specs in combinations_with_replacement(all_specs(priorities), num_requests):
         twins = tuple(sorted(spec._replace(token=3 - spec.token) for spec in specs))

@@ -25,7 +25,7 @@ Budget = dict[str, list[int]]
 
 
 def taken(verdict: Verdict) -> list[int]:
-    """As ``FIELDS`` says."""
+    """What a launch takes, in the order of ``FIELDS``."""
     got, loop = verdict.resources, verdict.resources.loop
     of_loop = [0, 0, 0]
     if loop is not None:
@@ -36,7 +36,7 @@ def taken(verdict: Verdict) -> list[int]:
 
 
 def budget() -> Budget:
-    """Of this version of Triton; empty for one that none was written for."""
+    """The budget for this version of Triton; empty if none was written for it."""
     found: Budget = json.loads(PLACE.read_text()).get(triton.__version__, {})
     return found
 

@@ -38,7 +38,7 @@ def table() -> str:
     """All members, one a line."""
     lines = ["| member | answer |\n", "|---|---|\n"]
     for place, cls, names in MEMBERS:
-        lines += [f"| `{_shown(place, cls, name)}` | {_said(cls, name)} |\n" for name in names]
+        lines += [f"| `{_shown(place, cls, name)}` | {_answer(cls, name)} |\n" for name in names]
     return "".join(lines)
 
 
@@ -55,7 +55,7 @@ def _shown(place: str, cls: type, name: str) -> str:
     return called.replace("[Any, int]", "[Request, int]").replace("|", "\\|")
 
 
-def _said(cls: type, name: str) -> str:
+def _answer(cls: type, name: str) -> str:
     if name == "__len__":
         return "How many lengths are known: those of the last 1000 requests that ended."
     words = inspect.getdoc(inspect.getattr_static(cls, name)) or ""

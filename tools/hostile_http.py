@@ -3,7 +3,7 @@
     python tools/hostile_http.py [--examples 500] [--connections 1000] [--seconds 60] [--seed N]
 
 Requests after its OpenAPI document (schemathesis), bytes that are nearly HTTP, slow and endless
-ones beside a healthy client, and keys that are wrong at their first or last byte. Prints a JSON
+ones next to a healthy client, and keys that are wrong at their first or last byte. Prints a JSON
 line for each; exit status 1 if the server failed, grew, or held up the healthy client.
 """
 
@@ -36,11 +36,11 @@ OPTIONS = (
     "--body-timeout", "5",
 )  # fmt: skip
 BEARER = {"Authorization": f"Bearer {KEY}"}
-ASKED = json.dumps({"model": "box", "prompt": "x", "max_tokens": 4}).encode()
-GOOD = request("/v1/completions", ASKED, **BEARER)
+BODY = json.dumps({"model": "box", "prompt": "x", "max_tokens": 4}).encode()
+GOOD = request("/v1/completions", BODY, **BEARER)
 PIECES = (b"\r\n", b"\0", b": ", b"Transfer-Encoding: chunked\r\n", b"\n", b"\xff" * 9)
 MAX_GROWN_MIB = 50
-MAX_SLOWER = 1.2  # the healthy client's p99 beside hostile ones, against alone
+MAX_SLOWER = 1.2  # the healthy client's p99 next to hostile ones, against alone
 MAX_T = 4.5
 NUM_KEYS = 20_000
 
@@ -65,9 +65,9 @@ class Healthy:
 
     def _run(self) -> None:
         while not self._stop.wait(0.02):
-            said = say(self._server.port, GOOD)
-            self.seconds.append(said.seconds)
-            self.wrong += said.status != 200
+            answer = say(self._server.port, GOOD)
+            self.seconds.append(answer.seconds)
+            self.wrong += answer.status != 200
 
     @property
     def p99(self) -> float:
@@ -106,14 +106,14 @@ def mutants(server: Served, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def slow(server: Served, num: int, seconds: float) -> dict[str, Any]:
-    """Connections that send a byte a second, beside a healthy client."""
+    """Connections that send a byte a second, next to a healthy client."""
     memory = psutil.Process(server.process.pid).memory_info
     with Healthy(server) as alone:
         time.sleep(seconds / 2)
     before, end = memory().rss, time.monotonic() + seconds / 2
     peak = before
     socks = [connect(server.port) for _ in range(num)]
-    with Healthy(server) as beside:
+    with Healthy(server) as healthy:
         while time.monotonic() < end:
             for place, sock in enumerate(socks):
                 try:
@@ -130,10 +130,10 @@ def slow(server: Served, num: int, seconds: float) -> dict[str, Any]:
         "connections": num,
         "grown_mib": round(grown, 1),
         "p99_alone_ms": round(1e3 * alone.p99, 2),
-        "p99_beside_ms": round(1e3 * beside.p99, 2),
+        "p99_meanwhile_ms": round(1e3 * healthy.p99, 2),
         "is_ok": grown < MAX_GROWN_MIB
-        and not alone.wrong + beside.wrong
-        and beside.p99 < MAX_SLOWER * alone.p99 + 0.01,  # the senders are on the same processors
+        and not alone.wrong + healthy.wrong
+        and healthy.p99 < MAX_SLOWER * alone.p99 + 0.01,  # the senders are on the same processors
     }
 
 
@@ -151,9 +151,11 @@ def endless(server: Served) -> dict[str, Any]:
         "chunks": (head + b"Transfer-Encoding: chunked\r\n\r\n", b"100000\r\n" + part + b"\r\n"),
         "a length": (head + b"Content-Length: 1073741824\r\n\r\n", part),
     }
-    told = {name: say(server.port, first, *[more] * 1024) for name, (first, more) in cases.items()}
+    answers = {
+        name: say(server.port, first, *[more] * 1024) for name, (first, more) in cases.items()
+    }
     grown = (memory().rss - before) / (1 << 20)
-    statuses = {name: said.status for name, said in told.items()}
+    statuses = {name: answer.status for name, answer in answers.items()}
     is_ok = set(statuses.values()) <= {413, 431} and grown < MAX_GROWN_MIB
     return {"statuses": statuses, "grown_mib": round(grown, 1), "is_ok": is_ok}
 
@@ -161,12 +163,12 @@ def endless(server: Served) -> dict[str, Any]:
 def key_times(server: Served, num: int) -> dict[str, Any]:
     """Whether the time of a refusal tells where a key is wrong: Welch's t of the two."""
     keys = ["x" + KEY[1:], KEY[:-1] + "x"]
-    asked = [request("/v1/models", Authorization=f"Bearer {key}") for key in keys]
+    requests = [request("/v1/models", Authorization=f"Bearer {key}") for key in keys]
     times: tuple[list[float], list[float]] = ([], [])
     with connect(server.port) as sock:
         for which in random.Random(0).choices((0, 1), k=2 * num):
             began = time.perf_counter()
-            sock.sendall(asked[which])
+            sock.sendall(requests[which])
             assert answer_of(sock, began).status == 401
             times[which].append(time.perf_counter() - began)
     cut = sorted(times[0] + times[1])[int(0.95 * 2 * num)]  # pauses of the machine say nothing
@@ -189,12 +191,12 @@ def main() -> int:
     parser.add_argument("--connections", type=int, default=1000)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
+    args = parser.parse_args()
     with served(*OPTIONS) as server:
         tests: dict[str, Callable[[], dict[str, Any]]] = {
-            "document": lambda: document(server, asked.examples, asked.seed),
-            "mutants": lambda: mutants(server, asked.seconds, asked.seed),
-            "slow": lambda: slow(server, asked.connections, asked.seconds),
+            "document": lambda: document(server, args.examples, args.seed),
+            "mutants": lambda: mutants(server, args.seconds, args.seed),
+            "slow": lambda: slow(server, args.connections, args.seconds),
             "endless": lambda: endless(server),
             "key_times": lambda: key_times(server, NUM_KEYS),
         }

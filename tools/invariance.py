@@ -64,21 +64,21 @@ def main() -> int:
     parser.add_argument("--isa", help="levels of the CPU kernels; all: those of this processor")
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--seed", type=int, default=0)
-    asked = parser.parse_args()
-    if asked.isa:
+    args = parser.parse_args()
+    if args.isa:
         levels = [level for level in isa.available() if level != "base"]
-        return int(at_each_level(levels if asked.isa == "all" else asked.isa.split(",")) > 0)
-    families = asked.families or ("" if asked.models else FAMILIES)
-    names = [*asked.models, *filter(None, families.split(","))]
+        return int(at_each_level(levels if args.isa == "all" else args.isa.split(",")) > 0)
+    families = args.families or ("" if args.models else FAMILIES)
+    names = [*args.models, *filter(None, families.split(","))]
     num_wrong = 0
     with tempfile.TemporaryDirectory() as place:
         for name in names:
             began = time.perf_counter()
             company = Company(
                 path=model_for(name, Path(place)),
-                num_texts=-(-asked.texts // len(names)),
-                threads=tuple(map(int, asked.threads.split(","))),
-                seed=asked.seed,
+                num_texts=-(-args.texts // len(names)),
+                threads=tuple(map(int, args.threads.split(","))),
+                seed=args.seed,
             )
             num, wrong = 0, []
             for answered, found in differences(company):

@@ -39,7 +39,7 @@ IDLE = 100  # rounds from this number on are those in which nothing happens
 IDLE_SECONDS = 0.6  # in which nothing happens, and what does is noted
 QUIET_SECONDS = 0.3  # from a cancelled task to when both processes have long heard of it
 SHARED = "METRONOME_JOURNEYS"  # the environment variable with the folder that processes share
-WORKER = ("worker/", "sample/", "models/", "layers/")  # not counted where a core is told something
+WORKER = ("worker/", "sample/", "models/", "layers/")  # not counted where a core gets a message
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 BUDGET = 64  # tokens a step, in the scheduler of the first journey
 

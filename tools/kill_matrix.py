@@ -37,7 +37,7 @@ FAULTS = {
     "ngram": ("SIGKILL", "SIGSTOP", "SIGTERM"),  # cores with a model, grammars and such drafts
     "draft_model": ("SIGKILL", "SIGSTOP", "SIGTERM"),
 }
-NEVER = {  # what cannot happen then: steps without work, messages of who has said nothing yet
+NEVER = {  # what cannot happen then: steps without work, messages of who has sent nothing yet
     *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
     *(
         (target, fault, "handshake")  # there is no stream yet; see tests/e2e/test_server_load.py

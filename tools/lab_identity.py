@@ -65,10 +65,10 @@ def prove(policy: str, num_steps: int, out: Path) -> bool:
         hits += log.run.totals["prefix_hits"]
         logs += 1
         path.unlink()
-    told = ", ".join(f"{name} {count} of {logs}" for name, count in red.items())
+    others = ", ".join(f"{name} {count} of {logs}" for name, count in red.items())
     print(
         f"{policy}: {steps} steps in {logs} logs, {preempted} preemptions, {hits} tokens found in "
-        f"the cache, {len(wrong)} logs differ; of other engines: {told}",
+        f"the cache, {len(wrong)} logs differ; of other engines: {others}",
         *wrong,
         sep="\n  ",
         flush=True,

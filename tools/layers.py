@@ -10,7 +10,7 @@ from pathlib import Path
 
 LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("errors", "assets", "moved"), "what all share; the model in the box; former module names"),
-    (("config", "messages"), "options, asked and decided; what crosses a border"),
+    (("config", "messages"), "options, given and decided; what crosses a border"),
     (
         ("ipc", "text", "hub", "kernels"),
         "how bytes travel; text <-> tokens; models by name; operations on tensors",
@@ -58,8 +58,8 @@ def document() -> str:
     """`docs/architecture.md` with the picture as it should be."""
     written = TARGET.read_text(encoding="utf-8")
     before, _, rest = written.partition(BEGIN)
-    _, _, behind = rest.partition(END)
-    return before + BEGIN + picture() + END + behind
+    _, _, after = rest.partition(END)
+    return before + BEGIN + picture() + END + after
 
 
 if __name__ == "__main__":

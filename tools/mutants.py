@@ -52,7 +52,7 @@ class Change(NamedTuple):
 
 
 def mutants(file: str, source: str) -> Iterator[tuple[Mutant, ast.Module]]:
-    """Each mutant of a source with its tree, which is valid until the next one is asked for."""
+    """Each mutant of a source with its tree, which is valid until the next one is made."""
     tree = ast.parse(source)
     for number, change in enumerate(list(changes(tree))):
         before = ast.unparse(change.node)

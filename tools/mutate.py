@@ -222,7 +222,7 @@ def interval(num_killed: int, num_tried: int) -> tuple[float, float]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sample", type=int, metavar="N", help="so many, chosen at random")
+    parser.add_argument("--sample", type=int, metavar="N", help="try N of them, chosen at random")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of that choice")
     parser.add_argument("--only", default="", metavar="PART", help="of the names of modules")
     parser.add_argument("--jobs", type=int, default=1, metavar="J")
@@ -232,7 +232,7 @@ def main() -> int:
     assert not any(name.startswith(("engine.sched", "engine.kv")) for name in sys.modules)
     _, status = os.waitpid(run_forked(None), 0)
     if status:
-        print("the source as it is does not pass: nothing can be told of its mutants")
+        print("the source as it is does not pass: its mutants show nothing")
         return 2
     chosen = choose(parsed.only, parsed.sample, parsed.seed)
     outcomes = try_all(chosen, parsed.jobs, parsed.ledger)

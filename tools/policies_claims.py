@@ -15,17 +15,17 @@ LOWER, HIGHER = "lower", "higher"
 
 
 class Claim(NamedTuple):
-    """That a figure differs from that of fcfs in this direction."""
+    """A claim: a figure differs from that of fcfs in this direction."""
 
     scene: str
     figure: str
     direction: str
-    said: str
+    words: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Claims:
-    """What is to be said of a policy."""
+    """What the page has on a policy besides figures."""
 
     claims: tuple[Claim, ...]
     lacks: str = ""
@@ -59,7 +59,7 @@ CLAIMS: dict[str, Claims] = {
     "conserve": Claims(
         claims=(
             Claim("tiers", "ttft of chat", LOWER, "online tail latency 2.9 times lower"),
-            Claim("tiers", "attainment", HIGHER, "online promises kept beside offline work"),
+            Claim("tiers", "attainment", HIGHER, "online promises kept next to offline work"),
         ),
     ),
     "dlpm": Claims(

@@ -1,6 +1,6 @@
 """Simulates shipped policies on the scenes of `policies_scenes`, and keeps their figures as JSON.
 
-Each policy gets the same requests as fcfs, and both count the same ones of them: those behind the
+Each policy gets the same requests as fcfs, and both count the same ones of them: those after the
 longer warm-up of the two. So a policy can be measured anew, or added, without the others.
 """
 
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 Values = dict[str, float]
 Kept = dict[str, Any]
-"""As it stands in the file: scenes, in each policies, in each figures, of each ours and theirs by
+"""The content of the file: scenes, in each policies, in each figures, of each ours and theirs by
 seed."""
 
 
@@ -62,7 +62,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """A figure of a policy beside that of fcfs, over seeds."""
+    """A figure of a policy next to that of fcfs, over seeds."""
 
     ours: float
     theirs: float
@@ -91,7 +91,7 @@ def rate_of(scene: Scene, workload: Workload, seed: int) -> float:
 
 
 def measured(part: Part) -> dict[str, Pair]:
-    """Each policy's figures beside those of fcfs."""
+    """Each policy's figures next to those of fcfs."""
     workload = workload_of(part.scene, part.num_requests)
     base = _run(BASE, part, workload)
     base_window = period_of(base)
@@ -156,11 +156,11 @@ def simulate(
     num_requests: int,
     seeds: range,
     jobs: int = 1,
-    beside: Kept | None = None,
+    had: Kept | None = None,
 ) -> Iterator[Kept]:
     """The figures of policies on all scenes, as they are kept, for one seed after the other.
 
-    Raises ``SystemExit``, before anything is simulated, if they could not stand ``beside`` those.
+    Raises ``SystemExit``, before anything is simulated, if they could not be added to ``had``.
     """
     heads, parts = {}, []
     for name, scene in scenes.items():
@@ -168,8 +168,8 @@ def simulate(
         rate = rate_of(scene, workload, 0)
         heads[name] = described(scene, workload, rate)
         parts.append(Part(scene, tuple(policies), num_requests, rate, 0))
-    if beside is not None:
-        _check(beside, {"format": FORMAT, "requests": num_requests, "scenes": heads})
+    if had is not None:
+        _check(had, {"format": FORMAT, "requests": num_requests, "scenes": heads})
     items = [part._replace(seed=seed) for seed in seeds for part in parts]
     results = iter(in_processes(measured, items, jobs))
     for _ in seeds:
@@ -234,7 +234,7 @@ def outcome(policy: dict[str, Any], figure: str) -> Outcome | None:
 
 
 def is_relative(figure: str) -> bool:
-    """Whether differences of it are told as a part of it; those of a share are not."""
+    """Whether differences of it are given as a part of it; those of a share are not."""
     return figure not in SHARES
 
 
@@ -290,7 +290,7 @@ def read(path: Path) -> Kept:
 
 
 def written(kept: Kept) -> str:
-    """As JSON with a line for each figure of a policy, so that changes can be read."""
+    """JSON with a line for each figure of a policy, so that changes can be read."""
     return "".join(_lines(kept, 0)) + "\n"
 
 

@@ -2,8 +2,8 @@
 
     python tools/policies_measure.py --jobs 2                # what is missing: half an hour
     python tools/policies_measure.py --jobs 2 --afresh       # all, whatever is kept
-    python tools/policies_measure.py --jobs 2 --seeds 20     # more seeds beside those kept
-    python tools/policies_measure.py --only my-own           # one that is new, beside the others
+    python tools/policies_measure.py --jobs 2 --seeds 20     # more seeds than those kept
+    python tools/policies_measure.py --only my-own           # one that is new, added to the others
 
 Figures are kept after each seed in `benchmarks/results/policies.json`, and what is kept is not
 simulated again. `python tools/policies_table.py` writes the page without simulating.
@@ -56,7 +56,7 @@ def simulated(
     found: Kept | None = None
     began = time.monotonic()
     for more in simulate(
-        scenes, policies, num_requests=num_requests, seeds=seeds, jobs=jobs, beside=kept
+        scenes, policies, num_requests=num_requests, seeds=seeds, jobs=jobs, had=kept
     ):
         found = more if found is None else with_seeds(found, more)
         print(f"{found['seeds']} of {len(seeds)} seeds, {time.monotonic() - began:.0f} s")

@@ -1,7 +1,7 @@
 """On what `docs/policies.md` measures the policies that ship, and what their sources claim.
 
 A claim is a figure, where it is to be seen and in which direction it is to differ from that of
-fcfs. Figures are those of `policylab.sim.figures`, and a few of `policies_figures` beside them.
+fcfs. Figures are those of `policylab.sim.figures`, and a few more of `policies_figures`.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ class Scene:
     workload: str
     engine: Engine
     load: float
-    """Of what fcfs can serve; infinite: all at once."""
+    """Share of what fcfs can serve; infinite: all at once."""
     shows: str
     """What is to be seen in it."""
     figures: tuple[str, ...] = ()
-    """To show beside the others."""
+    """To show next to the others."""
     size: float = 1.0
     """Requests, as a multiple of those of the other scenes."""
 

@@ -169,7 +169,7 @@ def _claims(kept: Kept) -> Iterator[str]:
         found = of_claim(kept, policy, claim)
         theirs = "-" if found is None else number(claim.figure, found.theirs)
         yield (
-            f"| `{policy}` | {claim.said} | `{claim.figure}` {claim.direction}, "
+            f"| `{policy}` | {claim.words} | `{claim.figure}` {claim.direction}, "
             f"`{claim.scene}` | {theirs} | {change(found)} | {verdict} |\n"
         )
 

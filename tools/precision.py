@@ -1,10 +1,10 @@
-"""How far the engine's logits are from float32's, beside those of transformers in bfloat16.
+"""How far the engine's logits are from float32's, next to those of transformers in bfloat16.
 
     python tools/precision.py [MODEL_DIR ...] [--families llama,mixtral,gpt2 | --families all]
                               [--dtype bfloat16] [--isa amx,avx512_bf16] [--positions 10000]
                               [--ways whole,chunks,decode,batched,cached,preempted] [--json FILE]
 
-Each text is computed in each way (`tests/support/watched.py`), and the logits behind every token
+Each text is computed in each way (`tests/support/watched.py`), and the logits after every token
 are compared with those of transformers in float32 and in bfloat16, from the same directory in
 bfloat16. A line for each: positions; the mean KL divergence from float32, the mean and the 99.9th
 percentile of |logit - float32's|, each as a ratio to transformers' in bfloat16, with 95 % intervals
@@ -59,7 +59,7 @@ class Model(NamedTuple):
 
 
 def texts_for(path: Path, positions: int, seed: int) -> Texts:
-    """As many as have so many positions: of documentation if the model has a tokenizer of words."""
+    """Texts of this many positions: documentation if the model has a tokenizer of words."""
     info = read_model_info(path)
     length = min(LENGTH, info.max_position_embeddings)
     num = -(-positions // (length - 1))
@@ -79,18 +79,18 @@ def written_tokens(path: Path) -> list[int]:
     return found
 
 
-def models(asked: argparse.Namespace, root: Path) -> Iterator[Model]:
+def models(args: argparse.Namespace, root: Path) -> Iterator[Model]:
     known = [*CASES, *GENERAL_CASES]
-    names = [name for part in asked.families for name in (known if part == "all" else [part])]
+    names = [name for part in args.families for name in (known if part == "all" else [part])]
     for name in names:
         if name == "box":
-            yield Model(name, BOX_MODEL, texts_for(BOX_MODEL, asked.positions, asked.seed))
+            yield Model(name, BOX_MODEL, texts_for(BOX_MODEL, args.positions, args.seed))
             continue
         make = make_tiny_model if name in CASES else make_general_model
         path = make(name, root, torch.bfloat16)
-        yield Model(name, path, texts_for(path, asked.positions, asked.seed))
-    for path in asked.directories:
-        yield Model(path.name, path, texts_for(path, asked.positions, asked.seed))
+        yield Model(name, path, texts_for(path, args.positions, args.seed))
+    for path in args.directories:
+        yield Model(path.name, path, texts_for(path, args.positions, args.seed))
 
 
 def show(name: str, ratio: Ratio) -> None:
@@ -107,17 +107,17 @@ def show(name: str, ratio: Ratio) -> None:
     )
 
 
-def run_here(asked: argparse.Namespace) -> list[dict[str, Any]]:
+def run_here(args: argparse.Namespace) -> list[dict[str, Any]]:
     """All models with the kernels that this process chose."""
-    options = {"dtype": asked.dtype}
+    options = {"dtype": args.dtype}
     rows: list[dict[str, Any]] = []
     isa = os.environ.get(ISA, "")
-    print(f"{machine.describe()['cpu']}; dtype {asked.dtype}; {isa or 'own choice of kernels'}")
+    print(f"{machine.describe()['cpu']}; dtype {args.dtype}; {isa or 'own choice of kernels'}")
     with tempfile.TemporaryDirectory() as root:
-        for model in models(asked, Path(root)):
+        for model in models(args, Path(root)):
             began = time.perf_counter()
             vocab = read_model_info(model.path).vocab_size
-            for ratio in measure(model.path, model.texts, vocab, asked.ways, **options):
+            for ratio in measure(model.path, model.texts, vocab, args.ways, **options):
                 show(model.name, ratio)
                 rows.append({"isa": isa, "model": model.name, **as_json(ratio)})
             one, other = (of_a_fresh_process(model.path, options) for _ in range(2))
@@ -136,10 +136,10 @@ def as_json(ratio: Ratio) -> dict[str, Any]:
     )
 
 
-def run_each_isa(asked: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
-    """The same command once for each, in a process that chooses it."""
+def run_each_isa(args: argparse.Namespace, arguments: list[str]) -> list[dict[str, Any]]:
+    """Runs this command once for each level, in a process that chooses it."""
     rows: list[dict[str, Any]] = []
-    for isa in asked.isa:
+    for isa in args.isa:
         with tempfile.TemporaryDirectory() as root:
             found = Path(root) / "found.json"
             command = [sys.executable, __file__, *arguments, "--isa", "", "--json", str(found)]
@@ -164,23 +164,23 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--families", type=names_in, default=[], help="of the tests' tiny models; all; box"
     )
-    parser.add_argument("--dtype", default="bfloat16", help="that the engine is asked for")
+    parser.add_argument("--dtype", default="bfloat16", help="that the engine computes in")
     parser.add_argument("--isa", type=names_in, default=[], help=f"values of {ISA}, in turn")
     parser.add_argument("--positions", type=int, default=10_000, help="of each model, at least")
     parser.add_argument("--ways", type=names_in, default=list(WAYS))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="keep the figures here")
-    asked = parser.parse_args(arguments)
-    if unknown := set(asked.ways) - set(WAYS):
+    args = parser.parse_args(arguments)
+    if unknown := set(args.ways) - set(WAYS):
         parser.error(f"--ways {', '.join(unknown)}: there are {', '.join(WAYS)}")
-    if not asked.families and not asked.directories:
-        asked.families = ["all", "box"]
+    if not args.families and not args.directories:
+        args.families = ["all", "box"]
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    rows = run_each_isa(asked, arguments) if asked.isa else run_here(asked)
-    if asked.json:
-        body = {"machine": machine.describe(), "dtype": asked.dtype, "rows": rows}
-        asked.json.write_text(json.dumps(body, indent=1) + "\n")
+    rows = run_each_isa(args, arguments) if args.isa else run_here(args)
+    if args.json:
+        body = {"machine": machine.describe(), "dtype": args.dtype, "rows": rows}
+        args.json.write_text(json.dumps(body, indent=1) + "\n")
     wrong = [row for row in rows if not is_good(row)]
     print(f"{len(rows)} rows, {len(wrong)} of them above {BAR} or not repeatable")
     return bool(wrong)

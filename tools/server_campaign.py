@@ -103,32 +103,32 @@ class Overload:
     options: tuple[str, ...] = COMMON
 
 
-def overload(asked: Overload, seed: int = 0) -> Result:
+def overload(plan: Overload, seed: int = 0) -> Result:
     """Goodput at too much load, how soon others are refused, and how soon it is over."""
-    result, promise = Result("overload"), asked.promise
+    result, promise = Result("overload"), plan.promise
     seeds = itertools.count(100 * seed)  # a prompt that comes twice would be cached
-    with served(*asked.options, "--max-queue-seconds", str(asked.queue_seconds)) as server:
+    with served(*plan.options, "--max-queue-seconds", str(plan.queue_seconds)) as server:
         address = ("127.0.0.1", server.port)
-        closed_loop(address, asked.shape, 8, 2.0, seed=next(seeds))  # warm
-        rows = closed_loop(address, asked.shape, 64, asked.measure_seconds, seed=next(seeds))
-        capacity = sum(row.is_whole for row in rows) / asked.measure_seconds
+        closed_loop(address, plan.shape, 8, 2.0, seed=next(seeds))  # warm
+        rows = closed_loop(address, plan.shape, 64, plan.measure_seconds, seed=next(seeds))
+        capacity = sum(row.is_whole for row in rows) / plan.measure_seconds
         result.figures["capacity_per_s"] = round(capacity, 2)
         goodputs = {}
         for share in (0.7, 0.9, 1.1):
             rate = share * capacity
-            rows = open_loop(address, asked.shape, rate, asked.measure_seconds, next(seeds))
+            rows = open_loop(address, plan.shape, rate, plan.measure_seconds, next(seeds))
             goodputs[str(share)] = summary(rows, promise, _span(rows))
         result.figures["below"] = goodputs
         peak = max(each["goodput_per_s"] for each in goodputs.values())
         load = Load(*address)
-        rows = poisson(load, asked.shape, asked.factor * capacity, asked.seconds, next(seeds))
-        ended = time.perf_counter() + asked.seconds
+        rows = poisson(load, plan.shape, plan.factor * capacity, plan.seconds, next(seeds))
+        ended = time.perf_counter() + plan.seconds
         load.run(ended)
         spare = 2 * MAX_RECOVERY_SECONDS
-        after = poisson(load, asked.shape, 0.5 * capacity, spare, next(seeds))
+        after = poisson(load, plan.shape, 0.5 * capacity, spare, next(seeds))
         load.run(ended + 4 * MAX_RECOVERY_SECONDS)
         load.close()
-        figures = result.figures["overload"] = summary(rows, promise, asked.seconds)
+        figures = result.figures["overload"] = summary(rows, promise, plan.seconds)
         late = result.figures["server_refusal_ms_p99"] = refusal_ms(server, 0.99)
         recovery = settled_after(after, ended, promise)
     share = figures["goodput_per_s"] / peak if peak else 0.0
@@ -177,15 +177,15 @@ class Stalled:
     )
 
 
-def stalled(asked: Stalled, seed: int = 0) -> Result:
-    """The same load twice, once with everybody reading: memory, and what the others notice."""
+def stalled(plan: Stalled, seed: int = 0) -> Result:
+    """Runs one load twice, once with everybody reading: memory, and what the others notice."""
     result = Result("stalled")
-    timeout = ("--reader-timeout", str(asked.reader_timeout))
-    with served(*asked.options, *timeout) as server:
-        closed_loop(("127.0.0.1", server.port), replace(asked.shape, num_tokens=8), 8, 1.0)
+    timeout = ("--reader-timeout", str(plan.reader_timeout))
+    with served(*plan.options, *timeout) as server:
+        closed_loop(("127.0.0.1", server.port), replace(plan.shape, num_tokens=8), 8, 1.0)
         before = rss_mib(server.process.pid)
-        all_read = _crowd(asked, server, reads=True, seed=seed)
-        none_read = _crowd(asked, server, reads=False, seed=seed)
+        all_read = _crowd(plan, server, reads=True, seed=seed)
+        none_read = _crowd(plan, server, reads=False, seed=seed)
     result.figures |= {
         "rss_mib_before": round(before, 1),
         "rss_mib_all_read": round(all_read.rss_mib, 1),
@@ -212,14 +212,14 @@ class Crowd:
     hows: Counter[str]
 
 
-def _crowd(asked: Stalled, server: Served, *, reads: bool, seed: int) -> Crowd:
+def _crowd(plan: Stalled, server: Served, *, reads: bool, seed: int) -> Crowd:
     rng = random.Random(seed)
     idlers = Load("127.0.0.1", server.port, receive_buffer=4096)
     now = time.perf_counter()
-    for _ in range(asked.stalled):
-        idlers.add(Row(now, asked.shape.body(rng), reads=reads))
+    for _ in range(plan.stalled):
+        idlers.add(Row(now, plan.shape.body(rng), reads=reads))
     is_over = threading.Event()
-    deadline = time.perf_counter() + asked.seconds
+    deadline = time.perf_counter() + plan.seconds
     thread = threading.Thread(target=lambda: idlers.run(deadline, is_over.is_set), daemon=True)
     thread.start()
     sizes: list[float] = []
@@ -227,7 +227,7 @@ def _crowd(asked: Stalled, server: Served, *, reads: bool, seed: int) -> Crowd:
 
     def others() -> None:
         address = ("127.0.0.1", server.port)
-        readers.extend(closed_loop(address, asked.shape, asked.others, asked.seconds, seed=seed))
+        readers.extend(closed_loop(address, plan.shape, plan.others, plan.seconds, seed=seed))
 
     reading = threading.Thread(target=others, daemon=True)
     reading.start()
@@ -255,22 +255,22 @@ class Drains:
     options: tuple[str, ...] = COMMON
 
 
-def drains(asked: Drains, seed: int = 0) -> Result:
-    """Every stream that was begun must be told its end, and the process end in time."""
+def drains(plan: Drains, seed: int = 0) -> Result:
+    """Every stream that was begun must get its end, and the process end in time."""
     result, hows = Result("drains"), Counter[str]()
     rng, slowest = random.Random(seed), 0.0
-    for index in range(asked.times):
-        timeout = rng.choice(asked.timeouts)
-        with served(*asked.options, "--drain-timeout", str(timeout)) as server:
-            drained = _drain(asked, server, rng)
+    for index in range(plan.times):
+        timeout = rng.choice(plan.timeouts)
+        with served(*plan.options, "--drain-timeout", str(timeout)) as server:
+            drained = _drain(plan, server, rng)
         late = drained.seconds - timeout
         slowest = max(slowest, late)
         hows.update(drained.hows)
         what = f"drain {index} of {timeout:g} s (seed {seed})"
         result.check(not drained.wrong, f"{what}: {drained.wrong}")
         result.check(drained.status == 0, f"{what}: exit status {drained.status}")
-        result.check(late <= LATE_SECONDS, f"{what}: ended {late:.1f} s behind the deadline")
-    result.figures = {"hows": dict(hows), "longest_behind_deadline_s": round(slowest, 2)}
+        result.check(late <= LATE_SECONDS, f"{what}: ended {late:.1f} s after the deadline")
+    result.figures = {"hows": dict(hows), "longest_after_deadline_s": round(slowest, 2)}
     return result
 
 
@@ -284,11 +284,11 @@ class Drained:
     seconds: float
 
 
-def _drain(asked: Drains, server: Served, rng: random.Random) -> Drained:
+def _drain(plan: Drains, server: Served, rng: random.Random) -> Drained:
     load, rows = Load("127.0.0.1", server.port), list[Row]()
     now = time.perf_counter()
-    for _ in range(asked.streams):
-        rows.append(Row(now + rng.random() * 0.5, asked.shape.body(rng)))
+    for _ in range(plan.streams):
+        rows.append(Row(now + rng.random() * 0.5, plan.shape.body(rng)))
         load.add(rows[-1])
     load.run(now + rng.random() * 1.5)
     server.process.send_signal(signal.SIGTERM)
@@ -316,12 +316,12 @@ def how_told(row: Row) -> str:
     if row.how == "cut" and not row.status and row.ended - row.sent <= UNREAD_SECONDS:
         return "unanswered"  # the process ended before it could read it
     if row.how != "done":
-        return f"wrong: {row.how} behind {row.num_events} events: {row.tail!r}"
+        return f"wrong: {row.how} after {row.num_events} events: {row.tail!r}"
     if row.is_failed:
         return "told"
-    asked = json.loads(row.body)["max_tokens"]
-    if row.num_tokens != asked:
-        return f"wrong: {row.num_tokens} tokens of {asked}"
+    wanted = json.loads(row.body)["max_tokens"]
+    if row.num_tokens != wanted:
+        return f"wrong: {row.num_tokens} tokens of {wanted}"
     return "whole"
 
 
@@ -337,22 +337,22 @@ class Disconnects:
     leaving: float = 0.3
     shape: Shape = DISCONNECTS_SHAPE
     options: tuple[str, ...] = (*COMMON[2:], "--num-kv-blocks", "16000")
-    """Of the core."""
+    """Options of the core."""
 
 
-def disconnects(asked: Disconnects, seed: int = 0) -> Result:
+def disconnects(plan: Disconnects, seed: int = 0) -> Result:
     """Nothing may be lost, and nothing be held at the end."""
     result, rng = Result("disconnects"), random.Random(seed)
     with (
-        core(*asked.options) as (address, watcher),
+        core(*plan.options) as (address, watcher),
         served("--core-address", address, "--served-model-name", NAME) as server,
     ):
-        rows, memory = _come_and_go(asked, server, rng)
+        rows, memory = _come_and_go(plan, server, rng)
         idle = wait_until(lambda: not _num_held(watcher), 10.0)
         stats = watcher.stats()
         assert stats is not None
         status = server.end()
-    steady = [point for point in memory if point[0] >= WARM_UP_SHARE * asked.seconds]
+    steady = [point for point in memory if point[0] >= WARM_UP_SHARE * plan.seconds]
     grown = round(600.0 * slope(steady), 2)
     hows = Counter(row.how for row in rows)
     result.figures = {
@@ -371,13 +371,13 @@ def disconnects(asked: Disconnects, seed: int = 0) -> Result:
     ]
     result.check(not wrong, f"{len(wrong)} streams were wrong: {wrong[:3]}")
     result.check(status == 0, f"exit status {status}")
-    if asked.seconds >= MIN_SLOPE_SECONDS:
+    if plan.seconds >= MIN_SLOPE_SECONDS:
         result.check(grown <= MAX_SLOPE, f"memory grows by {grown} MiB in ten minutes")
     return result
 
 
 def _come_and_go(
-    asked: Disconnects, server: Served, rng: random.Random
+    plan: Disconnects, server: Served, rng: random.Random
 ) -> tuple[list[Row], list[tuple[float, float]]]:
     """Streams that ended, and the server's memory by time."""
     load, rows, memory = (
@@ -388,18 +388,18 @@ def _come_and_go(
     began = time.perf_counter()
 
     def another(due: float) -> None:
-        leaves = rng.random() < asked.leaving
-        load.add(Row(due, asked.shape.body(rng), leave_after=rng.randint(1, 30) if leaves else 0))
+        leaves = rng.random() < plan.leaving
+        load.add(Row(due, plan.shape.body(rng), leave_after=rng.randint(1, 30) if leaves else 0))
 
     def again(row: Row) -> None:
         rows.append(row)
-        if time.perf_counter() < began + asked.seconds:
+        if time.perf_counter() < began + plan.seconds:
             another(time.perf_counter())
 
     load.on_end = again
-    for _ in range(asked.streams):
+    for _ in range(plan.streams):
         another(began + rng.random())
-    while load.num_pending and time.perf_counter() < began + asked.seconds + 60.0:
+    while load.num_pending and time.perf_counter() < began + plan.seconds + 60.0:
         load.run(time.perf_counter() + 1.0)
         memory.append((time.perf_counter() - began, rss_mib(server.process.pid)))
     load.close()

@@ -142,7 +142,7 @@ def shipped() -> Iterator[Shipped]:
     yield from around_the_cache()
     yield from around_parts()
     for module in OTHERS:
-        yield from map(beside_attention, module.configurations())
+        yield from map(other_than_attention, module.configurations())
 
 
 def around_the_cache() -> Iterator[Shipped]:
@@ -179,7 +179,7 @@ def around_parts() -> Iterator[Shipped]:
         yield plan(Shares(16, 128), window)
 
 
-def beside_attention(launch: Launch) -> Shipped:
+def other_than_attention(launch: Launch) -> Shipped:
     """Its settings are the same for all families; those without 8-bit floats take the others."""
     tensors = [arg for arg in launch.args.values() if isinstance(arg, torch.Tensor)]
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.int32)

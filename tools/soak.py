@@ -4,7 +4,7 @@
 
 The core's worker has no model: token n of a stream follows from the request's id and n. Prints a
 line every ten seconds and a JSON line at the end. Exit status 1 if anything was lost, doubled, out
-of order or left behind, or if the core's memory grew by more than 1 MiB in 10 minutes.
+of order or not cleaned up, or if the core's memory grew by more than 1 MiB in 10 minutes.
 """
 
 from __future__ import annotations
@@ -54,17 +54,17 @@ class Result:
     slope: float
     num_left_running: int
     kv_usage: float
-    left_behind: list[str]
+    leftovers: list[str]
 
     def failures(self) -> list[str]:
-        """What is wrong beside what the streams themselves have found."""
+        """What is wrong besides what the streams themselves have found."""
         found = []
         if self.num_left_running or self.kv_usage:
             found.append(
                 f"{self.num_left_running} requests, {self.kv_usage:.2%} of the blocks held"
             )
-        if self.left_behind:
-            found.append(f"left behind: {', '.join(self.left_behind)}")
+        if self.leftovers:
+            found.append(f"not cleaned up: {', '.join(self.leftovers)}")
         if self.seconds >= MIN_SLOPE_SECONDS and self.slope > MAX_SLOPE:
             found.append(f"memory grew by {self.slope} MiB in ten minutes")
         return found
@@ -79,7 +79,7 @@ def run(soak: Soak, *, say: bool = False) -> Result:
             result = _hold(soak, owner, say)
         finally:
             owner.shutdown()
-        result.left_behind = sorted(path.name for path in directory.iterdir())
+        result.leftovers = sorted(path.name for path in directory.iterdir())
     return result
 
 
@@ -117,7 +117,7 @@ def _hold(soak: Soak, owner: EngineCoreClient, say: bool) -> Result:
         slope=round(600.0 * slope(steady), 3),
         num_left_running=stats.num_running + stats.num_waiting + stats.num_parked,
         kv_usage=stats.kv_usage,
-        left_behind=[],
+        leftovers=[],
     )
 
 

@@ -128,7 +128,7 @@ def _row(group: str, found: Sequence[Checked]) -> tuple[str, ...]:
 
 
 def bomb_faults(options: argparse.Namespace) -> list[str]:
-    """Each bomb beside three neighbours, on one engine that must live through all of them."""
+    """Each bomb next to three neighbours, on one engine that must live through all of them."""
     found = []
     with LLMEngine.from_engine_args(_engine_args(options)) as engine:
         alone = [one.token_ids for one in finished(engine, NEIGHBOURS)]

@@ -24,7 +24,7 @@ def _queries(box: Box, shape: Shape, num_tokens: int) -> torch.Tensor:
 
 
 def layers_of(box: Box, shape: Shape, step: Step, dtype: torch.dtype) -> list[torch.Tensor]:
-    """As many layers as it takes for no cache of the device to hold them."""
+    """Layers, enough that no cache of the device holds them."""
     first = step.cache(shape.kv_heads, shape.head_dim, box.dtype).to(dtype)
     if box.is_dry:
         return [first]

@@ -1,4 +1,4 @@
-"""What the device can do at all: everything else is set beside it."""
+"""What the device can do at all: everything else is compared with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Is it right? Every kernel beside the reference in float64, and tokens beside transformers'."""
+"""Checks every kernel against the reference in float64, and tokens against transformers'."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def tokens(box: Box) -> Rows:
         model.save_pretrained(root)
         for is_eager in (False, True):
             ours = _generate(box, root, prompts, num_new, is_eager)
-            worst = max(map(lambda ids, new: behind_best(model, ids, new), prompts, ours))
+            worst = max(map(lambda ids, new: gap_to_best(model, ids, new), prompts, ours))
             name = "launched call by call" if is_eager else "recorded steps"
             yield judged("greedy tokens", name, worst, TOLERATED)
 
@@ -204,8 +204,8 @@ def _generate(
 
 
 @torch.inference_mode()
-def behind_best(model: torch.nn.Module, prompt: list[int], new: list[int]) -> float:
-    """How far the chosen tokens' logits lie behind the best, as a share of the largest."""
+def gap_to_best(model: torch.nn.Module, prompt: list[int], new: list[int]) -> float:
+    """How far the chosen tokens' logits lie below the best, as a share of the largest."""
     logits = model(torch.tensor([prompt + new])).logits[0, len(prompt) - 1 : -1]
     best, chosen = logits.max(-1).values, logits[range(len(new)), new]
     return float(((best - chosen) / logits.abs().amax(-1)).max())

@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 2560
 
 
 class Load(NamedTuple):
-    """A request: its prompt, and how many tokens are asked for."""
+    """A request: its prompt, and how many tokens it generates."""
 
     prompt: list[int]
     num_new: int
@@ -42,7 +42,7 @@ def headline(
 
 
 def step_floor(shape: Shape, num_seqs: int, num_keys: int, most: Ceilings) -> float:
-    """Seconds of a step of decodes over so many keys in all, in 16 bits."""
+    """Seconds of a step of decodes over this many keys in all, in 16 bits."""
     weights = max(2 * shape.num_read / most.bytes, 2 * shape.num_read * num_seqs / most.operations)
     attention = 4 * shape.heads * shape.head_dim * shape.layers * num_keys
     return weights + max(num_keys * shape.kv_bytes(2) / most.bytes, attention / most.operations)
@@ -64,7 +64,7 @@ def floor_of(shape: Shape, loads: Sequence[Load], most: Ceilings) -> float:
 
 @contextmanager
 def engine_of(box: Box, shape: Shape, **options: object) -> Iterator[LLM]:
-    """An engine on random weights; nothing of it is left behind."""
+    """An engine on random weights; nothing of it stays."""
     dry = {"dtype": "float32", "num_kv_blocks": 12, "max_num_seqs": 4, "max_model_len": 64}
     dry |= {"max_num_batched_tokens": 32, "block_size": 16, "cudagraph_capture_sizes": [1, 3]}
     real = {"dtype": "bfloat16", "max_num_seqs": 256, "max_model_len": MAX_MODEL_LEN}
@@ -88,7 +88,7 @@ def engine_of(box: Box, shape: Shape, **options: object) -> Iterator[LLM]:
 
 
 def run(llm: LLM, loads: Sequence[Load], temperature: float = 0.0) -> list[tuple[float, int]]:
-    """(time, tokens so far) behind every step."""
+    """(time, tokens so far) after every step."""
     total, done = 0, {}
     for index, load in enumerate(loads):
         params = SamplingParams(

@@ -26,12 +26,12 @@ KINDS = {
 
 
 def samplers(box: Box) -> Rows:
-    """Beside one pass over the logits in float32."""
+    """Samplers, next to one pass over the logits in float32."""
     for name, vocab in ({"tiny": 300} if box.is_dry else VOCABS).items():
         for num in box.sizes((1, 64, 256), (2,)):
             logits = torch.randn(num, vocab, device=box.device) * 3
-            for kind, asked in KINDS.items():
-                taken = box.time([_sample(logits, asked)]).least
+            for kind, settings in KINDS.items():
+                taken = box.time([_sample(logits, settings)]).least
                 floor = logits.nbytes / box.ceilings.bytes
                 yield {
                     "vocabulary": name,
@@ -43,13 +43,13 @@ def samplers(box: Box) -> Rows:
                 }
 
 
-def _sample(logits: torch.Tensor, asked: tuple[float, int, float]) -> Call:
+def _sample(logits: torch.Tensor, settings: tuple[float, int, float]) -> Call:
     num, device = len(logits), logits.device
 
     def column(value: float, dtype: torch.dtype) -> torch.Tensor:
         return torch.full((num,), value, dtype=dtype, device=device)
 
-    temperature, top_k, top_p = asked
+    temperature, top_k, top_p = settings
     columns = slots.Columns(
         column(temperature, torch.float64),
         column(top_k, torch.int32),

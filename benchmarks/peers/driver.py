@@ -18,7 +18,7 @@ import workloads
 
 @dataclass(frozen=True)
 class Task:
-    """What one fresh process is asked to run."""
+    """What one fresh process runs."""
 
     model: str
     workloads: list[str]

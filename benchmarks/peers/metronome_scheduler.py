@@ -25,7 +25,7 @@ from policylab.verify.fake import CountingWorker
 
 
 class EveryHook(FCFS):
-    """Decides as FCFS does, but is asked about everything."""
+    """Decides as FCFS does, but overrides every hook."""
 
     def limits(self, view: SchedView) -> Limits:
         return super().limits(view)
@@ -85,7 +85,7 @@ class Aging(Policy):
 
 
 class AgingAtOnce(Policy):
-    """The same over arrays."""
+    """Overrides the hooks that take arrays, too."""
 
     dynamic = True
 

@@ -95,8 +95,8 @@ def loads(names: list[str], model: str, repeat: int) -> Iterator[Turn]:
     yield "", []
     if load.kind == "lookup":
         while True:
-            told = scheduler_driver.measure_lookup(metronome_scheduler.Ours, load)
-            yield name, [told["miss_us"] / 1e6, told["hit_us"] / 1e6]
+            found = scheduler_driver.measure_lookup(metronome_scheduler.Ours, load)
+            yield name, [found["miss_us"] / 1e6, found["hit_us"] / 1e6]
     while True:
         if load.kind == "drain" or bench is None or not bench.is_busy():
             bench = metronome_scheduler.Ours(load.setup)
@@ -122,9 +122,9 @@ KINDS: dict[str, Callable[[list[str], str, int], Iterator[Turn]]] = {
 }
 
 
-def answer(told: object) -> bool:
+def answer(found: object) -> bool:
     """Say what a turn brought; ``False`` if no other is wanted."""
-    print("@" + json.dumps(told), flush=True)
+    print("@" + json.dumps(found), flush=True)
     return bool(sys.stdin.readline())
 
 
@@ -136,17 +136,17 @@ def main() -> None:
         before, is_wanted = time.process_time(), answer(None)
         while is_wanted:
             before = time.process_time()
-            told = next(turns, None)
-            if told is None:
+            found = next(turns, None)
+            if found is None:
                 answer(None)
                 break
-            name, times = told
+            name, times = found
             is_wanted = answer([name, times, time.process_time() - before])
     finally:
         turns.close()
 
 
 if __name__ == "__main__":
-    # The adapters of the checkout that is measured, not those beside this file.
+    # The adapters of the checkout that is measured, not those next to this file.
     sys.path[0] = os.getcwd()
     main()

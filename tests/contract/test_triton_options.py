@@ -8,7 +8,7 @@ import pytest
 from kernels.triton import invariant
 from kernels.triton.launch import Launch
 from tools.device_gate import DEVICES, Device, compiling_for, judge
-from tools.shipped import beside_attention
+from tools.shipped import other_than_attention
 
 INSTRUCTION = re.compile(r"w?g?mma\.\S*(m\d+n\d+k\d+)")
 
@@ -34,7 +34,7 @@ def test_few_and_many_rows_are_multiplied_by_one_instruction(name: str) -> None:
     for few, many in zip(launches[:4:2], launches[1:4:2], strict=True):
         assert few.args["T"].rows < many.args["T"].rows
         for launch in (few, many):
-            verdict = judge(beside_attention(launch), device)
+            verdict = judge(other_than_attention(launch), device)
             assert not verdict.faults and verdict.resources.is_ahead, verdict
             assert bool(verdict.resources.num_warpgroup_products) == device.has_warpgroups
         one = instructions_of(few, device)

@@ -7,7 +7,7 @@ import pytest
 from kernels.triton import quant
 from kernels.triton.launch import Launch
 from tools.device_gate import DEVICES, compiling_for, judge
-from tools.shipped import beside_attention
+from tools.shipped import other_than_attention
 
 
 def kernels_of(every: int) -> list[Launch]:
@@ -31,7 +31,7 @@ def test_launches_compile(name: str, every: int) -> None:
     device = DEVICES[name]
     with compiling_for(device):
         chosen = kernels_of(every)
-    for one in map(beside_attention, chosen):
+    for one in map(other_than_attention, chosen):
         if one.dtype in device.dtypes:
             verdict = judge(one, device)
             assert not verdict.faults, verdict

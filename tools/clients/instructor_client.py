@@ -71,8 +71,8 @@ def is_servers_fault(error: BaseException) -> bool:
 def chat(url: str) -> None:
     for mode in (Mode.TOOLS, Mode.ANTHROPIC_TOOLS):
         about = {"model": cells.NAME, "messages": cells.MESSAGES, "max_tokens": 8}
-        said = made(url, mode).create(response_model=None, **about)
-        assert said.usage is not None
+        answer = made(url, mode).create(response_model=None, **about)
+        assert answer.usage is not None
 
 
 def stream(url: str) -> None:

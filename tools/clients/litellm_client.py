@@ -64,10 +64,10 @@ def tool(url: str) -> None:
 
 def schema(url: str) -> None:
     for model in models(url):
-        said = litellm.completion(
+        answer = litellm.completion(
             messages=cells.MESSAGES, response_format=FORMAT, max_tokens=64, **model
         )
-        cells.check_city(litellm.json.loads(said.choices[0].message.content)["city"])
+        cells.check_city(litellm.json.loads(answer.choices[0].message.content)["city"])
 
 
 def error(url: str) -> None:

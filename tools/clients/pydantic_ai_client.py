@@ -30,8 +30,8 @@ def models(url: str) -> list[Any]:
 
 def chat(url: str) -> None:
     for model in models(url):
-        said = Agent(model, model_settings={"max_tokens": 8}).run_sync("Hello")
-        assert said.usage.output_tokens > 0
+        answer = Agent(model, model_settings={"max_tokens": 8}).run_sync("Hello")
+        assert answer.usage.output_tokens > 0
 
 
 def stream(url: str) -> None:
