@@ -8,7 +8,7 @@ import ast
 from support import house
 from support import source_tree as tree
 
-from tools import budgets, joints, layers
+from tools import layers, rules
 
 LAYERS = tuple(tuple(map(layers.module_name, names)) for names, _ in layers.LAYERS)
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
@@ -140,7 +140,7 @@ def test_the_picture_of_the_layers_is_up_to_date() -> None:
 
 def test_no_package_imports_in_a_circle() -> None:
     """Typing imports count: who needs a name to be understood needs the file to be read."""
-    assert not (found := budgets.circles(budgets.imports_inside_packages(tree.modules()))), found
+    assert not (found := rules.circles(rules.imports_inside_packages(tree.modules()))), found
 
 
 def test_no_module_imports_the_package_above_it() -> None:
@@ -171,23 +171,14 @@ def test_lazy_imports_only_where_named() -> None:
 
 
 def test_what_is_counted() -> None:
-    """Sizes, and what ties a test to the inside or to a quiet machine: shown as warnings."""
-    house.count("larger than the budgets of tools/budgets.py", list(budgets.above(tree.modules())))
-    private, patched = joints.find()
-    assert len(joints.trees("tests")) > 100, "nothing was read"
-    for rule, places in (("reads what is private", private), ("patches a constant", patched)):
-        house.count(f"a test {rule}", [f"{each.path}:{each.line} {each.text}" for each in places])
-    waits = [
-        f"{each.path}:{each.line} {each.text}"
-        for path, module in joints.trees("tests").items()
-        for each in joints.short_waits(path, module)
-    ]
-    house.count("a test waits for less than WAIT_SECONDS", waits)
+    """Sizes, and what ties a test to the inside: shown as warnings."""
+    assert len(rules.test_files()) > 100, "nothing was read"
+    house.count("larger than the budgets of tools/rules.py", list(rules.above(tree.modules())))
+    house.count("a test reads what is private", rules.private_reads())
 
 
-def test_every_test_asserts_something_and_none_is_another() -> None:
-    assert not (found := joints.without_assertion()), found
-    assert not (found := joints.twins()), found
+def test_every_test_asserts_something() -> None:
+    assert not (found := rules.without_assertion()), found
 
 
 def test_light_modules_cannot_reach_heavy_ones() -> None:
