@@ -37,7 +37,7 @@ from schema_suite import word_of  # noqa: E402
 from structured import pydantic_models, zod  # noqa: E402
 from structured.checks import Bench  # noqa: E402
 from structured.wild import CACHE, fetched, sources  # noqa: E402
-from structured.written import Asked, Outcome, compiled, walk, write  # noqa: E402
+from structured.written import Outcome, SchemaCase, compiled, walk, write  # noqa: E402
 
 from engine import EngineArgs, LLMEngine  # noqa: E402
 from engine.assets import BOX_MODEL  # noqa: E402
@@ -76,7 +76,7 @@ def check(bench: Bench, kind: str, options: argparse.Namespace) -> Checked:
     words = options.only.split(",")
     chosen = [one for one in KINDS[kind](options) if any(word in one.name for word in words)]
     written = [compiled(bench, one, form) for one in chosen]
-    walked = [Outcome(one.asked, one.refusal, one.seconds) for one in written]
+    walked = [Outcome(one.case, one.refusal, one.seconds) for one in written]
     for one in walked:
         if options.walks and not one.refusal:
             walk(bench, one, options.walks, options.max_tokens, form)
@@ -116,21 +116,21 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _wild(options: argparse.Namespace) -> Iterator[Asked]:
+def _wild(options: argparse.Namespace) -> Iterator[SchemaCase]:
     for source in sources():
-        yield Asked(source.name, json.loads(fetched(source, options.cache)))
+        yield SchemaCase(source.name, json.loads(fetched(source, options.cache)))
 
 
-def _of_folder(options: argparse.Namespace) -> Iterator[Asked]:
+def _of_folder(options: argparse.Namespace) -> Iterator[SchemaCase]:
     for path in sorted(options.folder.rglob("*.json")):
-        yield Asked(str(path.relative_to(options.folder)), json.loads(path.read_bytes()))
+        yield SchemaCase(str(path.relative_to(options.folder)), json.loads(path.read_bytes()))
 
 
-KINDS: dict[str, Callable[[argparse.Namespace], Iterable[Asked]]] = {
+KINDS: dict[str, Callable[[argparse.Namespace], Iterable[SchemaCase]]] = {
     "wild": _wild,
     "folder": _of_folder,
-    "pydantic": lambda options: pydantic_models.asked(),
-    "zod": lambda options: zod.asked(),
+    "pydantic": lambda options: pydantic_models.cases(),
+    "zod": lambda options: zod.cases(),
 }
 
 
@@ -154,9 +154,9 @@ def print_table(title: str, found: Sequence[Outcome], *, is_whole: bool) -> None
 
 
 def _row(one: Outcome) -> tuple[str, ...]:
-    size = len(json.dumps(one.asked.schema)) // 1000
+    size = len(json.dumps(one.case.schema)) // 1000
     how = "refused" if one.refusal else f"{one.seconds:.2f}"
-    return (one.asked.name, str(size), how, *map(str, _counts(one)))
+    return (one.case.name, str(size), how, *map(str, _counts(one)))
 
 
 def _counts(one: Outcome) -> tuple[int, ...]:
@@ -168,15 +168,15 @@ def print_refusals(found: Sequence[Outcome]) -> None:
     words = Counter(word_of(one.refusal) for one in refused)
     print(f"\nrefused: {len(refused)} of {len(found)}", dict(words.most_common()))
     for one in refused:
-        print(f"  {one.asked.name}: {one.refusal:.300}")
+        print(f"  {one.case.name}: {one.refusal:.300}")
 
 
 def print_faults(found: Sequence[Outcome]) -> None:
     for one in found:
         for text in one.invalid[:3]:
-            print(f"WRONG, complete and invalid: {one.asked.name}: {text:.600}")
+            print(f"WRONG, complete and invalid: {one.case.name}: {text:.600}")
         for error in one.dead_ends[:3]:
-            print(f"dead end: {one.asked.name}: {error:.600}")
+            print(f"dead end: {one.case.name}: {error:.600}")
 
 
 def is_good(checked: Checked) -> bool:
@@ -193,7 +193,7 @@ def is_good(checked: Checked) -> bool:
 
 def report(found: Sequence[Checked]) -> dict[str, Any]:
     def entry(one: Outcome) -> dict[str, Any]:
-        return {"name": one.asked.name, **{k: v for k, v in vars(one).items() if k != "asked"}}
+        return {"name": one.case.name, **{k: v for k, v in vars(one).items() if k != "case"}}
 
     return {
         one.kind: {"walked": [*map(entry, one.walked)], "written": [*map(entry, one.written)]}

@@ -299,14 +299,14 @@ def _drain(plan: Drains, server: Served, rng: random.Random) -> Drained:
     seconds = time.perf_counter() - began
     hows, wrong = Counter[str](), []
     for row in rows:
-        how = how_told(row)
+        how = outcome_of(row)
         hows[how] += 1
         if how.startswith("wrong"):
             wrong.append(how)
     return Drained(hows, wrong, status, seconds)
 
 
-def how_told(row: Row) -> str:
+def outcome_of(row: Row) -> str:
     """What became of a stream, as its client can tell."""
     if row.how == "refused":
         is_right = row.status == 503 and b"etry-" in row.tail and b"onnection: close" in row.tail
@@ -318,7 +318,7 @@ def how_told(row: Row) -> str:
     if row.how != "done":
         return f"wrong: {row.how} after {row.num_events} events: {row.tail!r}"
     if row.is_failed:
-        return "told"
+        return "error"
     wanted = json.loads(row.body)["max_tokens"]
     if row.num_tokens != wanted:
         return f"wrong: {row.num_tokens} tokens of {wanted}"
@@ -367,7 +367,7 @@ def disconnects(plan: Disconnects, seed: int = 0) -> Result:
     result.check(stats.kv_usage == 0.0, f"{stats.kv_usage:.2%} of the blocks are held")
     result.check(set(hows) <= {"done", "left"}, f"requests ended: {dict(hows)}")
     wrong = [
-        how for how in map(how_told, rows) if how not in ("whole",) and "wrong: left" not in how
+        how for how in map(outcome_of, rows) if how not in ("whole",) and "wrong: left" not in how
     ]
     result.check(not wrong, f"{len(wrong)} streams were wrong: {wrong[:3]}")
     result.check(status == 0, f"exit status {status}")

@@ -77,10 +77,8 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing raised and nothing came out wrong."""
-        ends = {found.ended for found in self.sections.values()}
-        rows = [row for found in self.sections.values() for row in found.rows]
-        return ends <= {"done", "cut off", "skipped"} and all(row.get("ok", True) for row in rows)
+        """Whether nothing raised."""
+        return {found.ended for found in self.sections.values()} <= {"done", "cut off", "skipped"}
 
 
 def show(name: str, found: Found) -> None:

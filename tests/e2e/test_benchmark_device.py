@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 MEASURED = ["decode", "prefill", "launches", "sampler", "pieces", "products"]
-SECTIONS = ["correctness", "ceilings", *MEASURED, "tiny"]
+SECTIONS = ["ceilings", *MEASURED, "tiny"]
 
 
 @pytest.mark.slow
@@ -34,7 +34,6 @@ def test_dry_run_goes_through_every_section(tmp_path: Path) -> None:
     assert list(found["sections"]) == SECTIONS
     for name, section in found["sections"].items():
         assert section["ended"] == "done" and section["rows"], name
-    assert all(row["ok"] for row in found["sections"]["correctness"]["rows"])
     steps = [row["what"] for row in found["sections"]["tiny"]["rows"]]
     assert steps[:3] == ["start", "one request alone", "256 of 100 to 1024, seed 0"]
     assert {"step, graphs", "step, call by call"} <= set(steps)

@@ -12,7 +12,7 @@ import structured
 from structured import pydantic_models, zod
 from structured.checks import Bench
 from structured.wild import sources
-from structured.written import Asked, compiled, walk
+from structured.written import SchemaCase, compiled, walk
 
 KEPT = Path(structured.__file__).with_name("kept") / "schemas.jsonl"
 NUM_WALKS = 2
@@ -24,14 +24,14 @@ def bench() -> Bench:
     return Bench()
 
 
-def kept() -> list[Asked]:
+def kept() -> list[SchemaCase]:
     lines = map(json.loads, KEPT.read_text(encoding="utf-8").splitlines())
-    return [Asked(line["name"], line["schema"]) for line in lines]
+    return [SchemaCase(line["name"], line["schema"]) for line in lines]
 
 
-def faults(asked: Asked) -> list[str]:
+def faults(case: SchemaCase) -> list[str]:
     """What a few random walks through the masks show."""
-    found = compiled(bench(), asked, {})
+    found = compiled(bench(), case, {})
     if found.refusal:
         return [f"refused: {found.refusal}"]
     walk(bench(), found, NUM_WALKS, MAX_BYTES, {})
@@ -44,9 +44,9 @@ def test_the_list_of_real_schemas_names_enough_of_many_packages() -> None:
     assert len({source.package for source in listed}) >= 40
 
 
-WHAT_OTHERS_WROTE = [*kept(), *pydantic_models.asked(), *zod.asked()[::4]]
+WHAT_OTHERS_WROTE = [*kept(), *pydantic_models.cases(), *zod.cases()[::4]]
 
 
-@pytest.mark.parametrize("asked", WHAT_OTHERS_WROTE, ids=lambda asked: asked.name)
-def test_what_others_wrote_is_followed_and_accepted_by_them(asked: Asked) -> None:
-    assert faults(asked) == []
+@pytest.mark.parametrize("case", WHAT_OTHERS_WROTE, ids=lambda case: case.name)
+def test_what_others_wrote_is_followed_and_accepted_by_them(case: SchemaCase) -> None:
+    assert faults(case) == []

@@ -17,7 +17,7 @@ from server_load import Load, Row, Shape, closed_loop
 from support.patience import SOON_SECONDS, WAIT_SECONDS
 from support.served import Served, served
 
-from tools.server_campaign import COMMON, NAME, Disconnects, Drains, disconnects, drains, how_told
+from tools.server_campaign import COMMON, NAME, Disconnects, Drains, disconnects, drains, outcome_of
 
 SHORT = Shape(NAME, num_prompt=8, num_tokens=16)
 LONG = Shape(NAME, num_prompt=8, num_tokens=600)
@@ -53,7 +53,7 @@ def test_a_full_queue_refuses_and_those_taken_are_served(server: Served, seed: i
     refused = next(row for row in rows if row.how == "refused")
     assert refused.status == 503 and b"retry-after: " in refused.tail.lower()
     assert json.loads(refused.tail.partition(b"\r\n\r\n")[2])["error"]["code"] == "queue_full"
-    assert all(how_told(row) == "whole" for row in rows if row.how == "done")
+    assert all(outcome_of(row) == "whole" for row in rows if row.how == "done")
 
 
 def test_requests_beyond_a_loads_connections_are_sent_when_others_are_done(
@@ -62,7 +62,7 @@ def test_requests_beyond_a_loads_connections_are_sent_when_others_are_done(
     with Load("127.0.0.1", server.port, most_connections=2) as load:
         rows = requests(load, SHORT, 9, seed)
         run(load)
-    assert Counter(map(how_told, rows)) == {"whole": 9}
+    assert Counter(map(outcome_of, rows)) == {"whole": 9}
     for row in rows:
         assert sum(other.sent <= row.sent < other.ended for other in rows) <= 2
 
@@ -73,7 +73,7 @@ def test_who_does_not_read_is_cut_off_and_holds_up_nobody(server: Served, seed: 
         idle.run(time.perf_counter() + 0.3)
         rows = closed_loop(("127.0.0.1", server.port), SHORT, 2, 3.5, seed=seed)
         idle.run(time.perf_counter() + WAIT_SECONDS, lambda: any(row.how == "cut" for row in stuck))
-    assert Counter(map(how_told, rows[:-2])).keys() == {"whole"} and len(rows) > 4
+    assert Counter(map(outcome_of, rows[:-2])).keys() == {"whole"} and len(rows) > 4
     assert Counter(row.how for row in stuck)["cut"] >= 1
 
 
@@ -100,7 +100,7 @@ def test_an_end_refuses_on_open_connections_and_a_second_signal_aborts(
         server.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         run(load)
-    assert Counter(map(how_told, rows)).keys() == {"told"}
+    assert Counter(map(outcome_of, rows)).keys() == {"error"}
     assert server.process.wait() == 0 and time.monotonic() - began < SOON_SECONDS
 
 
@@ -108,7 +108,7 @@ def test_an_end_refuses_on_open_connections_and_a_second_signal_aborts(
 def test_every_stream_is_told_when_the_server_ends(seed: int) -> None:
     result = drains(Drains(times=1, streams=16, timeouts=(0.3,), shape=LONG), seed)
     assert not result.failures
-    assert result.figures["hows"].get("told")
+    assert result.figures["hows"].get("error")
 
 
 def test_clients_that_leave_leave_nothing_behind(seed: int) -> None:

@@ -38,7 +38,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.dataclasses import dataclass
 from typing_extensions import TypedDict
 
-from structured.written import Asked
+from structured.written import SchemaCase
 
 T = TypeVar("T")
 K = TypeVar("K")
@@ -436,7 +436,7 @@ WIDER: dict[Any, str] = {
 }
 
 
-def asked() -> list[Asked]:
+def cases() -> list[SchemaCase]:
     """Every model as it reads, and those with fields for writing only as they are written."""
     found = []
     for model in MODELS:
@@ -447,7 +447,7 @@ def asked() -> list[Asked]:
                 continue
             is_judge = model not in WIDER and mode == "validation"
             judge = _accepted_by(adapter) if is_judge else None
-            found.append(Asked(f"{_name(model)}, {mode}", schema, judge))
+            found.append(SchemaCase(f"{_name(model)}, {mode}", schema, judge))
     return found
 
 

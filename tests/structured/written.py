@@ -27,7 +27,7 @@ Options = dict[str, Any]  # of ``StructuredOutputsParams``, besides the schema
 
 
 @dataclass(frozen=True)
-class Asked:
+class SchemaCase:
     """A schema, and what else a text of it must be accepted by."""
 
     name: str
@@ -60,7 +60,7 @@ class Asked:
 class Outcome:
     """What became of one schema."""
 
-    asked: Asked
+    case: SchemaCase
     refusal: str = ""
     seconds: float = 0.0  # for compiling
     num_texts: int = 0
@@ -74,7 +74,7 @@ class Outcome:
         self.num_texts += 1
         if reason == "stop":
             self.num_complete += 1
-            if not self.asked.judge(text):
+            if not self.case.judge(text):
                 self.invalid.append(text)
         elif reason == "length":
             self.num_cut += 1
@@ -87,11 +87,11 @@ def _read(number: str) -> float:
     return min(max(float(number), -MOST), MOST)
 
 
-def compiled(bench: Bench, asked: Asked, options: Options) -> Outcome:
-    found = Outcome(asked)
+def compiled(bench: Bench, case: SchemaCase, options: Options) -> Outcome:
+    found = Outcome(case)
     began = time.monotonic()
     try:
-        bench.compiled({"json": asked.schema, **options})
+        bench.compiled({"json": case.schema, **options})
     except (RequestError, GrammarError) as error:
         found.refusal = str(error)
     found.seconds = time.monotonic() - began
@@ -108,24 +108,24 @@ def write(
     # All texts of a schema one after the other: few grammars are compiled at a time.
     waiting = [(one, seed) for one in outcomes if not one.refusal for seed in range(num)]
     waiting.reverse()
-    asked: dict[str, Outcome] = {}
+    running: dict[str, Outcome] = {}
     num_tokens = 0
-    while waiting or asked:
+    while waiting or running:
         # Compiling has a time limit, in which a grammar waits for those before it.
-        while waiting and len(asked) < MAX_WAITING:
+        while waiting and len(running) < MAX_WAITING:
             one, seed = waiting.pop()
-            request_id = f"{one.asked.name} {seed}"
-            form = StructuredOutputsParams(json=one.asked.schema, **options)
+            request_id = f"{one.case.name} {seed}"
+            form = StructuredOutputsParams(json=one.case.schema, **options)
             params = SamplingParams(
                 temperature=1.0, seed=seed, max_tokens=max_tokens, structured_outputs=form
             )
             engine.add_request(request_id, PROMPT, params)
-            asked[request_id] = one
+            running[request_id] = one
         for output in engine.step():
             if output.finished:
                 (found,) = output.outputs
                 num_tokens += len(found.token_ids)
-                one = asked.pop(output.request_id)
+                one = running.pop(output.request_id)
                 one.note(found.finish_reason, found.text, found.error)
     return num_tokens
 
@@ -133,10 +133,10 @@ def write(
 def walk(bench: Bench, one: Outcome, num: int, max_tokens: int, options: Options) -> None:
     """Draws bytes at random, without a model, among those that the masks allow; texts that no
     model would write are among them."""
-    compilation = bench.compiled({"json": one.asked.schema, **options})
+    compilation = bench.compiled({"json": one.case.schema, **options})
     letters = byte_tokens(bench.tokenizer)
     for seed in range(num):
-        rng = Random(f"{one.asked.name} {seed}")
+        rng = Random(f"{one.case.name} {seed}")
         text, matcher = bytearray(), compilation.wait()
         reason, error = "length", None
         try:

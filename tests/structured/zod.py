@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from structured.written import Asked
+from structured.written import SchemaCase
 
 KEPT = Path(__file__).with_name("zod.jsonl")
 
 
-def asked() -> list[Asked]:
+def cases() -> list[SchemaCase]:
     lines = map(json.loads, KEPT.read_text(encoding="utf-8").splitlines())
-    return [Asked(f"{line['name']}, {line['how']}", line["schema"]) for line in lines]
+    return [SchemaCase(f"{line['name']}, {line['how']}", line["schema"]) for line in lines]
