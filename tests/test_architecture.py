@@ -4,6 +4,7 @@ Direction of imports, what stays free of torch, sizes, public names. See docs/ar
 """
 
 import ast
+from collections.abc import Iterable
 
 from support import house
 from support import source_tree as tree
@@ -12,6 +13,20 @@ from tools import layers, rules
 
 LAYERS = tuple(tuple(map(layers.module_name, names)) for names, _ in layers.LAYERS)
 LAYER_OF = {name: level for level, names in enumerate(LAYERS) for name in names}
+# The same inside `engine.sched`, the lowest first.
+SCHED = (
+    ("table",),
+    ("request",),
+    ("columns", "roster"),
+    ("step_state", "predict"),
+    ("policy", "interface", "view"),
+    ("resource",),
+    ("plugins",),
+    ("step",),
+    ("scheduler",),
+    ("policies",),
+    ("plugins.find",),  # a name to a class: the one file of its folder that knows schedulers
+)
 
 # The one module of the engine that imports the policy lab: what has moved there, for one release.
 ALIAS = "engine.verify.testing"
@@ -97,17 +112,57 @@ def test_every_module_has_a_layer() -> None:
     assert not homeless, f"add to LAYERS: {homeless}"
 
 
-def test_imports_go_down() -> None:
+def upward(level_of: dict[str, int]) -> list[str]:
+    """Imports of a place that is not below, among the packages and files that have a level."""
     wrong = []
     for name, module in tree.modules().items():
-        home = under(name, tuple(LAYER_OF))
+        home = under(name, tuple(level_of))
         for imported in module.imports:
-            target = under(imported.module, tuple(LAYER_OF))
+            target = under(imported.module, tuple(level_of))
             if home is None or target in (None, home):
                 continue
-            if LAYER_OF[target] >= LAYER_OF[home]:
+            if level_of[target] >= level_of[home]:
                 wrong.append(f"{module.where}:{imported.line} imports {imported.module}")
-    assert not wrong, "\n".join(wrong)
+    return wrong
+
+
+def test_imports_go_down() -> None:
+    assert not (wrong := upward(LAYER_OF)), "\n".join(wrong)
+
+
+def test_imports_inside_the_scheduler_go_down() -> None:
+    floors = {f"engine.sched.{n}": level for level, names in enumerate(SCHED) for n in names}
+    assert not (wrong := upward(floors)), "\n".join(wrong)
+
+
+def writes(nodes: Iterable[ast.AST], columns: tuple[str, ...]) -> list[int]:
+    """Lines that assign to places of these columns, as in ``table.slot.at[row] = 0``."""
+    stored = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    ]
+    return [
+        node.lineno
+        for node in stored
+        if isinstance(face := node.value, ast.Attribute)
+        and face.attr in ("at", "all")
+        and isinstance(face.value, ast.Attribute)
+        and face.value.attr in columns
+    ]
+
+
+def test_only_the_table_writes_what_is_known_and_computed_of_a_request() -> None:
+    columns = ("num_tokens", "num_computed", "num_pending", "in_flight")
+    sample = ast.walk(ast.parse("t.num_tokens.at[1] += 1\nt.in_flight.all[x] = y = z"))
+    assert writes(sample, columns) == [1, 2]
+    wrong = [
+        f"{module.where}:{line}"
+        for name, module in tree.modules().items()
+        if name != "engine.sched.table"
+        for line in writes(module.nodes, columns)
+    ]
+    assert not wrong, wrong
 
 
 def test_the_engine_imports_nothing_of_the_policy_lab_but_one_alias() -> None:

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.config.sched import SchedulerConfig
-from engine.sched.request import Column, FloatColumn
+from engine.sched.table import Column, FloatColumn
 
 # Nobody writes into these once they are made.
 SHARED = (

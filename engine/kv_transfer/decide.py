@@ -21,7 +21,7 @@ from engine.kv.manager import KVManager
 from engine.messages.step import KVReport, Received, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 
 FailurePolicy = Literal["recompute", "fail"]
 

@@ -6,7 +6,7 @@ from engine.errors import ConfigError
 from engine.messages.step import NO_ADAPTER, AdapterPart, StepPlan
 from engine.sched.request import Request
 from engine.sched.resource import Fit, Resource
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 
 
 class AdapterSlots(Resource):

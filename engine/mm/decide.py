@@ -21,7 +21,7 @@ from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import MediaPart, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, Resource
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 
 
 @dataclass(slots=True, eq=False)

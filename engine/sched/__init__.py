@@ -23,9 +23,10 @@ from engine.sched.policy import (
 from engine.sched.predict.cost import CostModel, LinearCost, StepShape
 from engine.sched.predict.ledger import Ledger
 from engine.sched.predict.lengths import LengthHistory, Predictor
-from engine.sched.request import Array, Request
+from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
+from engine.sched.table import Array
 
 __all__ = [
     "API_VERSION",

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sched.request import Array, FloatColumn, Request, Table
+from engine.sched.request import Request
+from engine.sched.table import Array, FloatColumn, Table
 
 Whole = NDArray[np.int64]
 Real = NDArray[np.float64]

@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 
 from engine.config.sched import SchedulerConfig
 from engine.kv.manager import KVManager
-from engine.sched.request import Array, Request
+from engine.sched.request import Request
+from engine.sched.table import Array
 
 if TYPE_CHECKING:
     from engine.sched.columns import Columns, OwnNumbers
     from engine.sched.predict.cost import CostModel, StepShape
     from engine.sched.predict.ledger import Ledger
     from engine.sched.predict.lengths import LengthHistory
-    from engine.sched.step.builder import Step
+    from engine.sched.step_state import Step
 
 API_VERSION = 1
 """Version of ``Policy``, ``Resource`` and the public parts of ``Scheduler``. Raised when a plug-in

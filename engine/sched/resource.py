@@ -12,7 +12,7 @@ from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.interface import RequestCounts
 from engine.sched.policy import API_VERSION
 from engine.sched.request import Request
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 from engine.sched.view import View
 
 

@@ -16,7 +16,8 @@ from typing import cast, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sched.request import Array, Request, Status, Table
+from engine.sched.request import Request, Status
+from engine.sched.table import Array, Table
 
 Rows = NDArray[np.intp]  # numpy indexes with intp five times faster than with int32
 NO_ROWS: Rows = np.empty(0, dtype=np.intp)

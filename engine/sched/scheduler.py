@@ -43,15 +43,17 @@ from engine.sched.plugins.hooks import (
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Admission, Policy
 from engine.sched.predict.headroom import Judgement
-from engine.sched.request import SERIAL, WATCHED, Request, end_of
+from engine.sched.request import Request, end_of
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.roster import Cause, Roster
-from engine.sched.step.builder import Step, pad_drafts, prefill_cap, room_beside_decodes, seal
+from engine.sched.step.builder import pad_drafts, prefill_cap, room_beside_decodes, seal
 from engine.sched.step.decodes import FEW, DecodeFastPath
 from engine.sched.step.intake import Intake, TimerKind
 from engine.sched.step.preempt import cut_to_blocks, promised_to_others, victims_for
 from engine.sched.step.settle import Counters, Settler
 from engine.sched.step.stats import make_stats
+from engine.sched.step_state import Step
+from engine.sched.table import SERIAL, WATCHED
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
@@ -152,11 +154,13 @@ class Scheduler(SchedulerInterface):
     def serve(self, offers: Iterable[Request], step: Step) -> None:
         """Grant each request what it can have, until the step is full."""
         plain, index = self.roster.table.plain.at, step.index
-        grant_one = self._fast_path.granter(step)
+        grant_one = None
         for req in offers:
             if step.tokens_left <= 0:
                 break
             if plain[req.row] == index:
+                if grant_one is None:
+                    grant_one = self._fast_path.granter(step)
                 grant_one(req)
                 continue
             if not step.offer(req):  # seen or evicted in this step, or admission is closed
@@ -289,13 +293,8 @@ class Scheduler(SchedulerInterface):
             self._admit(req)
             self.resources.seated(req, step)
         is_prompt = is_new or req.num_uncomputed > 1
-        upto = table.num_computed.at[row] + num_tokens
-        table.num_computed.at[row] = upto
-        table.in_flight.at[row] += 1
-        samples = upto >= table.num_tokens.at[row] + table.num_pending.at[row]
-        if samples:
-            table.num_pending.at[row] += 1
-        self.kv.commit(req, min(upto, table.num_tokens.at[row]))
+        samples = table.advance_one(row, num_tokens)
+        self.kv.commit(req, min(table.num_computed.at[row], table.num_tokens.at[row]))
         step.record(req, num_tokens, is_new=is_new, is_prompt=is_prompt, samples=samples)
         self.resources.take(req, num_tokens, step)
         if self.guard.uses_ledger:
@@ -508,7 +507,7 @@ class Scheduler(SchedulerInterface):
             history.num_cached = hit
             self.intake.on_started(now)
         history.events.append(("scheduled", now))
-        self.roster.table.num_computed.at[req.row] = hit
+        self.roster.table.start_from(req.row, hit)
         self.roster.seat(req, now)
 
 

@@ -22,7 +22,7 @@ from engine.sched.predict.lengths import LengthHistory, PredictsAll, find_predic
 from engine.sched.predict.profile import ProfileCost, read_profile
 from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 
 UNREAD = 64  # steps that are kept until the cost model is asked for
 FEW = 16  # requests up to which vectors cost more than they save
@@ -115,7 +115,7 @@ class View:
         running, table = list(self._roster.running), self._roster.table
         if len(running) <= FEW:
             return sorted(running, key=lambda req: req.num_uncomputed != 1)
-        rows = np.array([req.row for req in running], dtype=np.intp)
+        rows = self._roster.running.rows
         upto = table.num_tokens.all[rows] + table.num_pending.all[rows]
         decode = (upto - table.num_computed.all[rows] == 1) & (upto < table.limit.all[rows])
         if np.count_nonzero(decode) == len(rows):

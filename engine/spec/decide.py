@@ -30,7 +30,7 @@ from engine.messages.step import PADDING, Column, DraftPart, StepPlan, StepResul
 from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step, num_draft_places
 from engine.spec.payoff import Payoff, StepKind
 from engine.spec.worth import Worth
 
@@ -189,7 +189,7 @@ class Drafts(Resource):
         )  # rows with drafts, in this step, for the next, or asked for
         self._wishing: set[int] = set()  # rows of which the worker was asked for drafts
         self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
-        self._taken: dict[int, list[int]] = {}  # by row, in the step being planned
+        self._taken: dict[int, list[int]] = {}  # drafts by row, in the step being planned
         self._price: float | None = None  # of a draft in the step being planned
         self._has_prefill = False  # the step being planned computes a part of a prompt
 
@@ -236,12 +236,9 @@ class Drafts(Resource):
             self._payoff.load(len(self._running)).lend(1.0)
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        drafts = list(self._proposed.pop(req.row, ()))
-        # The last token that is known or being computed has no draft in its place.
-        num_places = max(0, req.num_computed - req.num_tokens - req.num_pending + 1)
+        drafts, num_places = self._proposed.pop(req.row, ()), num_draft_places(req)
         if num_places:
-            padding = [PADDING] * num_places
-            self._taken[req.row] = (drafts + padding)[:num_places]
+            self._taken[req.row] = list(drafts)[:num_places]
         self._has_prefill |= num_tokens - num_places > 1
 
     def release(self, req: Request) -> None:

@@ -15,7 +15,7 @@ from engine.messages.requests import AddRequest
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 
 WORD = 32  # tokens a word of a mask
 RECENT = 4  # tokens that a tokenizer may look back at

@@ -6,7 +6,7 @@ from engine.errors import ConfigError
 from engine.messages.step import StepPlan
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 
 
 class PipelineCadence(Resource):

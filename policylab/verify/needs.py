@@ -13,7 +13,7 @@ from engine.messages.step import DraftPart, StepPlan
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 from policylab.verify.fake import mix
 
 Answers = Callable[[str], Sequence[int]]

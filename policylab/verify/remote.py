@@ -16,7 +16,7 @@ from engine.kv.connector import Farewell, RemoteMatch
 from engine.messages.step import StepPlan
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 from policylab.verify.clients import extras_of
 from policylab.verify.fake import EMPTY_DIGEST, mix
 from policylab.verify.needs import Answers, Need

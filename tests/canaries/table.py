@@ -157,9 +157,9 @@ CANARIES = (
     ),
     Canary(
         "the wrong epoch",
-        SETTLE,
-        "        table.generation.at[row] += 1\n",
-        "",
+        "sched/table.py",
+        "        self.generation.at[row] += 1\n        self.num_computed",
+        "        self.num_computed",
     ),
     Canary(
         "use a row again while a step in flight names it",
@@ -198,13 +198,13 @@ CANARIES = (
     Canary(
         "miss one of several stop tokens",
         APPEND,
-        "                or stop_id == -2\n",
-        "",
+        "stop_id == taken[-1] or stop_id == -2:",
+        "stop_id == taken[-1]:",
     ),
     Canary(
         "stop before the least number of tokens",
         "sched/step/settle.py",
-        "if token in req.stop_ids and req.num_output >= req.params.min_tokens:",
+        "if token in req.stop_ids and num_tokens - req.num_prompt >= req.params.min_tokens:",
         "if token in req.stop_ids:",
     ),
     Canary(
@@ -222,7 +222,7 @@ CANARIES = (
     # order and progress
     Canary(
         "break the line at its head",
-        "sched/step/builder.py",
+        "sched/step_state.py",
         "        while self.admission_open and self._next < len(waiting):\n"
         "            req = waiting[self._next]\n",
         "        while self.admission_open and self._next < len(waiting):\n"
@@ -243,7 +243,7 @@ CANARIES = (
     Canary(
         "forget to compute again after a preemption",
         SETTLE,
-        "        self.roster.table.num_computed.at[req.row] = 0\n",
+        "        self.roster.table.start_from(req.row, 0)\n",
         "",
     ),
     Canary(

@@ -28,7 +28,8 @@ from engine.sched import (
     Scheduler,
 )
 from engine.sched.plugins.hooks import HOOKS
-from engine.sched.request import Request, Table
+from engine.sched.request import Request
+from engine.sched.table import Table
 
 FOREIGN = Request(make_request("foreign", [1, 2, 3]), 0, Table(), max_model_len=64)
 

@@ -18,7 +18,7 @@ from engine.sched import Policy, Request, SchedView
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.policies.sarathi import Sarathi
 from engine.sched.resource import Fit, Resource
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 
 
 def beside_a_decode(lengths: Sequence[int], **options: Any) -> Run:

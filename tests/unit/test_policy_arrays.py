@@ -14,7 +14,7 @@ from engine.sched import Policy
 from engine.sched.plugins.find import find_policy
 from engine.sched.plugins.hooks import RankCheck
 from engine.sched.policies.fcfs import FCFS
-from engine.sched.request import Users
+from engine.sched.table import Users
 from policylab.verify.testing import PolicyError, check_policy
 
 

@@ -11,8 +11,9 @@ from support.simulate import make_request, make_run
 
 from engine.sched.plugins.hooks import Last, RankCheck
 from engine.sched.policies.fcfs import FCFS
-from engine.sched.request import Request, Table
+from engine.sched.request import Request
 from engine.sched.roster import RankedQueue
+from engine.sched.table import Table
 from policylab.verify.invariants import find_leak
 
 NAN = math.nan

@@ -9,9 +9,9 @@ from support.simulate import expected, make_request, make_run, make_scheduler
 
 from engine.sched.policies import FCFS, FastServe
 from engine.sched.policy import Admission
-from engine.sched.request import SERIAL, WATCHED
 from engine.sched.resource import Fit, OnRefuse, Resource
 from engine.sched.scheduler import Scheduler
+from engine.sched.table import SERIAL, WATCHED
 from policylab.verify.fake import DigestWorker
 
 PROMPT = list(range(100, 140))

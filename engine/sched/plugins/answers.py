@@ -13,8 +13,9 @@ import numpy as np
 from engine.messages.requests import ERROR_CODES
 from engine.messages.step import Masks
 from engine.sched.policy import Admission, Defer, Limits, Refuse
-from engine.sched.request import Array, Request, Status
+from engine.sched.request import Request, Status
 from engine.sched.resource import Fit, OnRefuse
+from engine.sched.table import Array
 from engine.sched.view import MOST_COUNTED, View
 
 UNBOUNDED = 2**31 - 1

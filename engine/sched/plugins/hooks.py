@@ -37,7 +37,7 @@ from engine.sched.policy import (
 from engine.sched.predict.cost import StepShape
 from engine.sched.request import Request
 from engine.sched.roster import RankedQueue
-from engine.sched.step.builder import Step
+from engine.sched.step_state import Step
 from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")

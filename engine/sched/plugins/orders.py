@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from engine.sched.columns import Columns
-from engine.sched.request import Array
+from engine.sched.table import Array
 
 
 def newcomers_by(

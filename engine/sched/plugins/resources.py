@@ -10,11 +10,12 @@ from engine.messages.requests import AddRequest
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.sched.plugins import answers
 from engine.sched.plugins.hooks import FaultLog
-from engine.sched.request import SERIAL, WATCHED, Request, Status
+from engine.sched.request import Request, Status
 from engine.sched.resource import Fit, OnRefuse, Resource
+from engine.sched.table import SERIAL, WATCHED
 
 if TYPE_CHECKING:
-    from engine.sched.step.builder import Step
+    from engine.sched.step_state import Step
 
 
 HOOKS = (

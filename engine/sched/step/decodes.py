@@ -16,10 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.sched.plugins.hooks import Guard
-from engine.sched.request import ONE, SERIAL, WATCHED, Counts, Request
+from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, Rows, by_rank
-from engine.sched.step.builder import Step
 from engine.sched.step.settle import Settler
+from engine.sched.step_state import Step
+from engine.sched.table import ONE, SERIAL, WATCHED, Counts
 
 Mask = NDArray[np.bool_]
 
@@ -65,14 +66,18 @@ class DecodeFastPath:
         if len(self._roster.running) <= self._few and not self._asks:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
-        decode, plain, held, needs_block = self._decodes()
+        decode, plain, held, computed = self._decodes()
+        if self._asks:
+            table.plain.all[rows[plain]] = step.index
+            return False
+        needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
         promised = self._view.promised_blocks if self._roster.prompts else 0
         is_short = np.count_nonzero(needs_block) * kv.num_groups + promised > kv.num_free
         num_decodes = num_plain = np.count_nonzero(decode)
         if plain is not decode:
             num_plain = np.count_nonzero(plain)
         is_contested = is_short and (promised or num_plain < num_decodes)
-        if self._asks or num_decodes > step.tokens_left or is_contested:
+        if num_decodes > step.tokens_left or is_contested:
             table.plain.all[rows[plain]] = step.index
             return False
         held_rows = NO_ROWS if held is None else rows[held]
@@ -87,15 +92,14 @@ class DecodeFastPath:
         table.considered.all[rows] = table.considered.all[held_rows] = step.index
         step.plain_rows = rows
         step.tokens_left -= len(rows)
-        computed = self._advance(rows)
-        self._appender.commit_ends(rows, computed, table.num_tokens)
+        self._appender.commit_ends(rows, table.advance(rows), table.num_tokens)
         return True
 
-    def _decodes(self) -> tuple[Mask, Mask, Mask | None, Mask]:
+    def _decodes(self) -> tuple[Mask, Mask, Mask | None, Counts]:
         """Masks over the running requests: can have one token now; of these, those that no resource
-        watches; could have one if their last token were known (``None``: no request); and, of the
-        first, those that need a block."""
-        table, kv, columns = self._table, self._kv, self._roster.running_rows.columns
+        watches; could have one if their last token were known (``None``: no request). And how many
+        tokens of each are computed."""
+        table, columns = self._table, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
         upto = table.num_tokens.all[rows] + pending
@@ -106,8 +110,7 @@ class DecodeFastPath:
             held = decode & (flags & SERIAL != 0) & (pending > 0)
             decode = decode & ~held
             plain = decode & (flags & WATCHED == 0)
-        needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
-        return decode, plain, held, needs_block
+        return decode, plain, held, computed
 
     def _grant_few(self, step: Step) -> bool:
         """``grant_plain`` for few rows, one at a time; False if blocks are short."""
@@ -143,9 +146,8 @@ class DecodeFastPath:
     def _advance_few(self, rows: list[int], step: Step) -> None:
         table, kv = self._table, self._kv
         for row in rows:
-            table.num_computed.at[row] = upto = table.num_computed.at[row] + 1
-            table.num_pending.at[row] += 1
-            table.in_flight.at[row] += 1
+            upto = table.num_computed.at[row] + 1
+            table.advance_plain(row, upto)
             table.considered.at[row] = step.index
             if upto % kv.block_size == 0 and upto <= table.num_tokens.at[row]:
                 kv.commit(self._req(row), upto)
@@ -183,15 +185,16 @@ class DecodeFastPath:
     def granter(self, step: Step) -> Callable[[Request], None]:
         """Grants one token to a marked row, unless it was offered or evicted in this step.
 
-        Its counts are advanced by ``write_back``, if no hook looks at them before. A closure, which
+        Its counts are advanced by ``write_back``, unless a hook reads them before. A closure, which
         reads what all rows share once.
         """
         table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
-        considered, known = table.considered.at, table.num_tokens.at
-        computed, pending = table.num_computed.at, table.num_pending.at
+        considered = table.considered.at
+        known, computed = table.num_tokens.at, table.num_computed.at
         chunk = self._guard.chunks_of(1, self._view) if self._asks_chunk else None
         on_grant = self._guard.grants_of(1, self._view) if self._asks_grant else None
-        granted, secure_next = step.plain.append, self._secure_next
+        granted, advance, last = step.plain.append, table.advance_plain, size - 1
+        secure_next = self._secure_next
 
         def grant_one(req: Request) -> None:
             row = req.row
@@ -206,11 +209,10 @@ class DecodeFastPath:
                 return
             step.tokens_left -= 1
             granted(row)
-            if within == size - 1 and start < known[row]:
+            if within == last and start < known[row]:
                 kv.commit(req, start + 1)
             if on_grant is not None:  # the hook sees the counts with this grant
-                computed[row] = start + 1
-                pending[row] += 1
+                advance(row, start + 1)
                 on_grant(req)
 
         return grant_one
@@ -229,19 +231,9 @@ class DecodeFastPath:
         """Advance the counts of rows granted one by one."""
         if step.plain:
             step.plain_rows = self._roster.running_rows.sorted(step.plain)
-            if self._asks_grant:
-                self._table.in_flight.all[step.plain_rows] += ONE
-            else:
-                self._advance(step.plain_rows)
+            if not self._asks_grant:
+                self._table.advance(step.plain_rows)
             step.plain.clear()
-
-    def _advance(self, rows: Rows) -> Counts:
-        """One token each; returns how many are computed now."""
-        table = self._table
-        table.num_computed.all[rows] = computed = table.num_computed.all[rows] + ONE
-        table.num_pending.all[rows] += ONE
-        table.in_flight.all[rows] += ONE
-        return computed
 
     def rest(self, step: Step) -> list[Request]:
         """Running requests that were not granted in bulk: decodes first, then by rank."""

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from array import array
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,17 +15,9 @@ from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sched.plugins.resources import Resources
 from engine.sched.policy import Policy
 from engine.sched.predict.ledger import Ledger
-from engine.sched.request import (
-    ONE,
-    Counts,
-    End,
-    Request,
-    Status,
-    TableColumn,
-    end_of,
-    start_of,
-)
+from engine.sched.request import End, Request, Status, end_of, start_of
 from engine.sched.roster import NO_ROWS, Roster, Rows
+from engine.sched.table import Counts, TableColumn
 from engine.sched.view import View
 
 FEW = 8  # rows for which nothing is made that only later steps of the same requests would use
@@ -60,8 +50,7 @@ class Settler:
 
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
         """Outputs of one step by client index."""
-        table = self.roster.table
-        table.in_flight.all[plan.rows] -= ONE
+        self.roster.table.land(plan.rows)
         self.resources.settle(plan, result)
         outputs = OutputColumns(self.view.now, result)
         failed = self._fail(plan, result) if result.errors else ()
@@ -70,9 +59,10 @@ class Settler:
         may_have_ended = self.appender.append(plan, result, outputs)
         self.policy.on_tokens(outputs.reqs, self.view)
         for index in may_have_ended:
-            if (stop := stopped_by(outputs.reqs[index])) is not None:
-                self.view.lengths.add(outputs.reqs[index].num_output)
-                self.finish(outputs.reqs[index])
+            req = outputs.reqs[index]
+            if (stop := stopped_by(req, req.tokens[-1], req.num_tokens)) is not None:
+                self.view.lengths.add(req.num_output)
+                self.finish(req)
                 outputs.finish(index, *stop)
         for end in failed:
             outputs.end(end)
@@ -148,7 +138,7 @@ class Settler:
             self.policy.on_preempt(req, self.view)
         self.kv.release(req)
         self.resources.release(req)
-        self.roster.table.num_computed.at[req.row] = 0
+        self.roster.table.start_from(req.row, 0)
         if req.status is not Status.RUNNING:
             self.roster.holding.pop(req.row)
             return
@@ -176,7 +166,7 @@ class Settler:
         table, rows = self.roster.table, plan.rows
         rejected = num_drafts - (result.counts - 1).clip(min=0)
         current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
-        table.num_computed.all[rows] -= np.where(current & (num_drafts > 0), rejected, 0)
+        table.take_back(rows, np.where(current & (num_drafts > 0), rejected, 0))
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[End]:
         """End only the rows with an error; the blocks they wrote leave the prefix cache."""
@@ -197,10 +187,9 @@ class Settler:
 
     def restart(self, row: int) -> None:
         """Back to the queue with nothing computed; results in flight are dropped."""
-        req, table = self.roster.by_row[row], self.roster.table
+        req = self.roster.by_row[row]
         assert req is not None
-        table.generation.at[row] += 1
-        table.num_computed.at[row] = table.num_pending.at[row] = 0
+        self.roster.table.restart(row)
         if self.kv.is_loading(req):
             self._to_restart.add(req.row)
         elif req.status is Status.RUNNING or req.row in self.roster.holding:
@@ -283,17 +272,15 @@ class Appender:
             if not count or not is_current or req is None:
                 continue
             is_first, table.told.at[row] = not table.told.at[row], 1
-            taken = self._take(req, tokens[first:last])
-            table.num_pending.at[row] -= 1
+            taken = up_to_end(req, tokens[first:last])
+            num_tokens = table.append_one(row, req.tokens, taken)
+            if self._ledger is not None:
+                self._ledger.on_tokens([(req.user, len(taken))])
             table.facts.stamp_one(row, outputs.now)
-            self._kv.commit(req, min(table.num_computed.at[row], table.num_tokens.at[row]))
+            self._kv.commit(req, min(table.num_computed.at[row], num_tokens))
             index = outputs.add(req, taken, place, is_first=is_first)
             stop_id = table.stop_id.at[row]
-            if (
-                table.num_tokens.at[row] >= table.limit.at[row]
-                or stop_id == taken[-1]
-                or stop_id == -2
-            ):
+            if num_tokens >= table.limit.at[row] or stop_id == taken[-1] or stop_id == -2:
                 ended.append(index)
         return ended
 
@@ -305,13 +292,8 @@ class Appender:
         is_whole = is_whole and len(result.token_ids) == len(plan.rows)
         rows, tokens, places = self._sampled(plan, result, is_whole)
         members = self._members_of(rows, is_whole)
-        new = tokens.tolist()
-        deque(map(array.append, members.tokens, new), maxlen=0)
-        num_tokens = table.num_tokens.all[rows]
-        started = members.take_started()
-        num_tokens += ONE
-        table.num_tokens.all[rows] = num_tokens
-        table.num_pending.all[rows] -= ONE
+        new, started = tokens.tolist(), members.take_started()
+        num_tokens = table.append(rows, members.tokens, new)
         table.facts.stamp(rows, started, outputs.now)
         outputs.add_members(members, new, places, started)
         self.commit_ends(rows, num_tokens, table.num_computed)
@@ -341,37 +323,31 @@ class Appender:
             tokens = tokens[result.counts.cumsum()[places] - 1]
         return rows, tokens, places.tolist()
 
-    def _take(self, req: Request, tokens: list[int]) -> list[int]:
-        """The sampled token; or accepted drafts and the one behind them, up to one that ends the
-        request."""
-        table, row = self._roster.table, req.row
-        if len(tokens) == 1:
-            req.tokens.append(tokens[0])
-            table.num_tokens.at[row] += 1
-        else:
-            for index, token in enumerate(tokens):
-                req.tokens.append(token)
-                table.num_tokens.at[row] += 1
-                if stopped_by(req) is not None:
-                    tokens = tokens[: index + 1]
-                    break
-        if self._ledger is not None:
-            self._ledger.on_tokens([(req.user, len(tokens))])
-        return tokens
 
-
-def stopped_by(req: Request) -> tuple[FinishReason, int | None] | None:
-    """Reason and stop reason if the last known token ends the request, else ``None``.
+def stopped_by(req: Request, token: int, num_tokens: int) -> tuple[FinishReason, int | None] | None:
+    """Reason and stop reason if this token, its last of ``num_tokens``, ends the request, else
+    ``None``.
 
     End of text has no stop reason; a stop token of the user's own is its own reason. Stop tokens
     before ``min_tokens`` outputs cannot be sampled, so only a forced one could be seen here.
     """
-    token = req.tokens[-1]
-    if token in req.stop_ids and req.num_output >= req.params.min_tokens:
+    if token in req.stop_ids and num_tokens - req.num_prompt >= req.params.min_tokens:
         return "stop", None if token in req.add.eos_token_ids else token
-    if req.num_tokens >= req.max_total:
+    if num_tokens >= req.max_total:
         return "length", None
     return None
+
+
+def up_to_end(req: Request, tokens: list[int]) -> list[int]:
+    """The sampled token; or accepted drafts and the token after them, up to one that ends the
+    request."""
+    if len(tokens) == 1:
+        return tokens
+    num_known = req.num_tokens
+    for count, token in enumerate(tokens, 1):
+        if stopped_by(req, token, num_known + count) is not None:
+            return tokens[:count]
+    return tokens
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ a table grows. They end with the step before the first in which anything could b
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import count, repeat
 from typing import TypeGuard
@@ -17,11 +16,12 @@ import numpy as np
 from engine.sched.interface import PauseState, SchedulerInterface
 from engine.sched.plugins.hooks import ReentryGuard, not_reentrant
 from engine.sched.predict.cost import StepShape
-from engine.sched.request import ONE, Request
+from engine.sched.request import Request
 from engine.sched.roster import Cause, RunningColumns, WaitLedger
 from engine.sched.scheduler import Scheduler
-from engine.sched.step.builder import Step
 from engine.sched.step.settle import Members
+from engine.sched.step_state import Step
+from engine.sched.table import ONE
 from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.stable import stable_steps
 from policylab.sim.jumps.stretch import Stretch
@@ -120,8 +120,8 @@ class Stretches:
         num_more = num_planned - num_steps  # in flight
         members = settler.appender.running_members()
         known = table.num_tokens.all[rows]
-        new = array("i", [stretch.token]) * num_steps
-        deque(map(array.extend, members.tokens, repeat(new)), maxlen=0)
+        new = stretch.token if num_steps == 1 else array("i", [stretch.token]) * num_steps
+        table.append(rows, members.tokens, repeat(new), num_steps)
         stretch.growth = self._kv.repeat(
             members.reqs,
             rows,
@@ -132,11 +132,9 @@ class Stretches:
             num_steps if num_before else num_planned,  # by when a block is full and written
         )
         stretch.kv_usage = self._kv.usage
-        table.num_tokens.all[rows] = known + np.int32(num_steps)
-        table.num_computed.all[rows] = stretch.starts + np.int32(num_planned)
+        table.advance(rows, num_planned)
         if num_more:
-            table.num_pending.all[rows] += ONE
-            table.in_flight.all[rows] += ONE
+            table.launch(rows)
         table.facts.last_token.all[rows] = stretch.ends[-1]
         if settler.ledger is not None:
             settler.ledger.on_tokens((req.user, num_steps) for req in members.reqs)
