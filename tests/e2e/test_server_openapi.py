@@ -67,7 +67,7 @@ def test_the_document_names_fields_and_ranges(server: Served) -> None:
 
 
 def test_the_server_does_as_its_document_says(server: Served) -> None:
-    found = fuzz(server.url, examples=8, seed=1, seconds=100)
+    found = fuzz(server.url, examples=3, seed=1, seconds=100)
     assert found.status == 0, found.said
     assert found.num_cases > 500
 

@@ -101,6 +101,7 @@ def row(table: str, name: str) -> list[str]:
     return line.removeprefix(name).split()
 
 
+@pytest.mark.slow
 def test_a_core_at_work_is_read_beside_it(core: tuple[subprocess.Popen[str], str]) -> None:
     _, address = core
     with Work(address):

@@ -13,6 +13,7 @@ def test_lines_count_for_the_package_in_which_a_file_stands_today():
         ("engine/cli/worst.py", "a\n"),
         ("engine/cli/serve.py", "a\n"),
         ("tests/unit/test_a.py", "a\n" * 3),
+        ("tests/speech/corpus.py", "a\n" * 5),
         ("examples/a.py", "a\n"),
         ("README.md", "three words here"),
         ("docs/options.md", "written by a tool"),
@@ -20,6 +21,7 @@ def test_lines_count_for_the_package_in_which_a_file_stands_today():
     ]
     counts = count(files)
     assert (counts["policylab"], counts["engine + kernels"], counts["tests"]) == (4, 1, 3)
+    assert counts["corpora of tests"] == 5
     assert counts["words of documents"] == 6
     assert counts["words of generated tables"] == 4 + 10
 

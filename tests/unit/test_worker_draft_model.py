@@ -33,7 +33,7 @@ from engine.spec.decide import Drafts
 from engine.spec.kept import Kept, Work
 from engine.worker.platform.host import HostPlatform
 
-modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
+modes = pytest.mark.parametrize("sizes", [CPU, GRAPHS], ids=["cpu", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2])
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 K = 4

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.simulate import Run, make_request, make_scheduler
-from support.sum_model import CPU, EAGER, GRAPHS
+from support.sum_model import CPU, GRAPHS
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, read_model_info
@@ -32,7 +32,7 @@ from engine.worker.worker import ModelWorker, make_machine
 
 BLOCK, LONGEST, HIDDEN = 4, 64, 32
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
-modes = pytest.mark.parametrize("sizes", [CPU, EAGER, GRAPHS], ids=["cpu", "eager", "graphs"])
+modes = pytest.mark.parametrize("sizes", [CPU, GRAPHS], ids=["cpu", "graphs"])
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
