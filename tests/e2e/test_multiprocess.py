@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestError, SamplingParams
+from engine import LLM, AsyncLLMEngine, EngineArgs, RequestError, SamplingParams
 
 PROMPTS = ["A list comprehension", "def f(x):", "Once upon a time", "The", "for i in"] * 2
 ELSEWHERE = {
@@ -80,27 +80,6 @@ def test_a_hundred_at_once_with_the_core_in_a_process() -> None:
         await asyncio.to_thread(engine.shutdown)
 
     asyncio.run(run())
-
-
-def test_requests_are_added_stepped_and_aborted_with_the_core_in_a_process() -> None:
-    args = EngineArgs(multiprocess=True, num_threads=1)
-    with LLMEngine.from_engine_args(args) as engine:
-        engine.add_request("a", "The", SamplingParams(max_tokens=5, ignore_eos=True))
-        engine.add_request("b", "The", SamplingParams(max_tokens=500, ignore_eos=True))
-        with pytest.raises(RequestError, match="'a' is in use"):
-            engine.add_request("a", "The")
-        last: dict[str, Any] = {}
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                last[output.request_id] = output
-            if "a" in last and last["a"].finished and not last["b"].finished:
-                engine.abort_request("b")
-        assert len(last["a"].outputs[0].token_ids) == 5
-        assert last["b"].outputs[0].finish_reason == "abort"
-        metrics = last["b"].metrics
-        assert [event for event, _ in metrics.events][:2] == ["queued", "scheduled"]
-        counts = engine.stats()
-        assert counts is not None and counts.num_running == 0
 
 
 def test_the_front_end_of_a_core_elsewhere_loads_no_torch() -> None:
