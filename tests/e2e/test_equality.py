@@ -99,7 +99,7 @@ def test_same_tokens_as_transformers(case, mode, tally):
             assert engine.stats().num_preemptions > 0, "the pool was meant to be too small"
 
 
-@pytest.mark.parametrize(("case", "depth"), spread([1, 2], 2), indirect=["case"], scope="module")
+@pytest.mark.parametrize(("case", "depth"), spread([1, 2], 4), indirect=["case"], scope="module")
 def test_same_tokens_from_a_cold_a_warm_and_an_evicted_cache(case, depth, tally):
     path, reference = case
     made = reference.prompts
