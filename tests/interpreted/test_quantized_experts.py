@@ -1,4 +1,4 @@
-"""Mixtures of quantised experts: the GPU's worker, kernels interpreted, beside the CPU's."""
+"""Mixtures of quantised experts, kernels interpreted: the logits of what the experts stand for."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from e2e.paged import PagedRun
 from e2e.quantized_models import Writer, awq, fp8, gptq, write_model
 from e2e.test_forward import assert_same, load, reference_logits, tokens_of
 from e2e.test_quantized import AWQ, BLOCKS, FP8, GPTQ
 from e2e.tiny_models import CASES, Case
 
-from engine import LLM, SamplingParams
-from engine.config.env import INTERPRET_CUDA
 from engine.layers.sublayers import GroupedExperts
 from kernels.bodies import CPU_TENSORS
 
 SMALL = {"num_hidden_layers": 2, "intermediate_size": 64, "moe_intermediate_size": 64}
-LENGTHS = (6, 17, 3)
-GREEDY = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
 
 
 class Stored(NamedTuple):
@@ -62,29 +57,3 @@ def test_logits_are_those_of_what_experts_stand_for(tmp_path: Path, name: str, s
     finally:
         CPU_TENSORS.go_to_triton(False)
     assert_same(got, reference_logits(made.reference, tokens), name)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.slow] * (number % 2))
-        for number, name in enumerate(FORMS)
-    ],
-)
-def test_tokens_are_those_of_the_cpu_worker(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two steps in flight, recorded."""
-    monkeypatch.setenv(INTERPRET_CUDA, "1")
-    path, found = write(tmp_path, name).path, []
-    dice = torch.Generator().manual_seed(7)
-    prompts = [torch.randint(3, 290, (n,), generator=dice).tolist() for n in LENGTHS]
-    asked = [{"prompt_token_ids": ids} for ids in prompts]
-    sizes = {"max_model_len": 32, "num_threads": 1, "max_num_seqs": 4, "num_kv_blocks": 40}
-    sizes |= {"block_size": 8, "max_num_batched_tokens": 64, "cudagraph_capture_sizes": [3, 24]}
-    for device in ("cpu", "cuda"):
-        options = {"skip_tokenizer_init": True, "log_level": "error", "device": device}
-        with LLM(path, **sizes, **options) as llm:
-            outputs = llm.generate(asked, GREEDY, use_tqdm=False)
-        found.append([output.outputs[0].token_ids for output in outputs])
-    assert found[1] == found[0]
