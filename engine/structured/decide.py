@@ -157,6 +157,27 @@ class Tries:
         self._wait = 0
 
 
+class Progress:
+    """How far the grammar of a request is compiled, and how far its text has been followed."""
+
+    def __init__(self) -> None:
+        self.compilation: Compilation | None = None
+        self.fault = ""  # what is wrong with the grammar
+        self.matcher: Matcher | None = None
+        self.num_followed = 0  # output tokens that the matcher has gone through
+        self.tries = Tries()
+        self.is_parked = False
+
+    def has_compiled(self) -> bool:
+        """Whether the compilation has ended, successfully or not."""
+        assert self.compilation is not None
+        try:
+            self.matcher = self.compilation.poll()
+        except Exception as error:  # whatever a backend raises
+            self.fault = str(error)
+        return self.matcher is not None or bool(self.fault)
+
+
 class GrammarReadiness(Resource):
     """Compiles the grammars of requests as they come; those not ready are out of the queue.
 
@@ -174,19 +195,14 @@ class GrammarReadiness(Resource):
         self._compiler = compiler
         self._num_words = -(-vocab_size // WORD)
         self._many = vocab_size // 4  # tokens that a mask allows: what is drawn next may be right
+        self._progress: dict[str, Progress] = {}  # by request id, while it is unfinished
+        self._compiling: dict[str, Progress] = {}
         self._broken: dict[str, str] = {}  # request id -> why no mask could be made
-        self._compiling: dict[str, Compilation] = {}  # by request id
-        self._faulty: dict[str, str] = {}  # request id -> what is wrong with its grammar
-        self._matchers: dict[str, Matcher] = {}
-        self._num_followed: dict[str, int] = {}  # output tokens that its matcher has gone through
         self._allowed: dict[str, int] = {}  # tokens drawn ahead, of the step that waits for masks
-        self._tries: dict[str, Tries] = {}
         self._by_id: tuple[dict[str, Any], ...] = (
-            *(self._compiling, self._faulty, self._matchers),
-            *(self._num_followed, self._allowed, self._tries, self._broken),
+            *(self._progress, self._compiling, self._broken, self._allowed),
         )
         self._by_row: dict[int, Request] = {}
-        self._parked: set[str] = set()
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
@@ -195,39 +211,43 @@ class GrammarReadiness(Resource):
         if req.add.grammar is None:
             return
         self._by_row[req.row] = req
+        own = self._progress[req.request_id] = Progress()
         try:
-            self._compiling[req.request_id] = self._compiler.submit(
-                req.add.grammar, req.add.eos_token_ids
-            )
+            own.compilation = self._compiler.submit(req.add.grammar, req.add.eos_token_ids)
         except Exception as error:  # whatever a backend raises
-            self._faulty[req.request_id] = str(error)
+            own.fault = str(error)
+        else:
+            self._compiling[req.request_id] = own
 
     def watches(self, req: Request) -> bool:
         """Never: a request that runs has its compiled grammar."""
         return False
 
     def begin_step(self, step: Step) -> None:
-        for request_id, compilation in list(self._compiling.items()):
-            if self._is_over(request_id, compilation) and request_id in self._parked:
-                self._parked.remove(request_id)
+        for request_id, own in list(self._compiling.items()):
+            if not own.has_compiled():
+                continue
+            del self._compiling[request_id]
+            if own.is_parked:
+                own.is_parked = False
                 self._scheduler.wake(request_id)
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         if req.add.grammar is None:
             return Fit(num_tokens)
-        if what := self._faulty.get(req.request_id):
-            message = f"the grammar cannot be used: {what}"
+        own = self._progress[req.request_id]
+        if own.fault:
+            message = f"the grammar cannot be used: {own.fault}"
             return Fit(0, message, OnRefuse.FAIL, code="invalid_grammar")
-        return Fit(num_tokens if req.request_id in self._matchers else 0)
+        return Fit(0 if own.matcher is None else num_tokens)
 
     def parked(self, req: Request) -> None:
-        self._parked.add(req.request_id)
+        self._progress[req.request_id].is_parked = True
 
     def release(self, req: Request) -> None:
         """A preempted request goes on later from the tokens it has."""
         if req.is_finished:
             self._by_row.pop(req.row, None)
-            self._parked.discard(req.request_id)
             for by_id in self._by_id:
                 by_id.pop(req.request_id, None)
 
@@ -249,7 +269,7 @@ class GrammarReadiness(Resource):
             end = first + 1 + len(drafts[index])
             self._fill(req, words[first:end], drafts[index])
             if int(np.bitwise_count(words[first].view(np.uint32)).sum()) >= self._many:
-                self._tries[req.request_id].resume()
+                self._progress[req.request_id].tries.resume()
             first = end
         rows = np.array([*owners], dtype=np.int32)
         return Masks(words.reshape(-1), self._num_words, rows)
@@ -257,7 +277,7 @@ class GrammarReadiness(Resource):
     def settle(self, plan: StepPlan, result: StepResult) -> None:
         """A new token that is refused becomes the row's error. Matchers go on when the tokens
         stand: another resource may have the row computed again."""
-        if not self._matchers:
+        if not self._by_row:
             return
         ends = np.cumsum(result.counts)
         if self._broken and plan.masks is not None:
@@ -275,7 +295,7 @@ class GrammarReadiness(Resource):
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
         """How many of these drafts the request's grammar would let pass: none if that cannot be
         told, of which the mask or the next token then says why."""
-        if req.request_id not in self._matchers:
+        if not self._is_followed(req):
             return len(drafts)
         try:
             return self._caught_up(req).num_allowed(drafts)
@@ -285,7 +305,7 @@ class GrammarReadiness(Resource):
     def forced(self, req: Request, most: int) -> Sequence[int]:
         """Tokens that the request's grammar leaves no choice about, at most so many. The model may
         cut the same text into other tokens, so they are drafts."""
-        if req.request_id not in self._matchers:
+        if not self._is_followed(req):
             return ()
         try:
             return self._caught_up(req).forced(req.tokens[-RECENT:].tolist(), most)
@@ -293,6 +313,10 @@ class GrammarReadiness(Resource):
             return ()
 
     # -- helpers
+
+    def _is_followed(self, req: Request) -> bool:
+        own = self._progress.get(req.request_id)
+        return own is not None and own.matcher is not None
 
     def _own_rows(self, plan: StepPlan, counts: Column) -> list[tuple[int, Request]]:
         """Rows of requests with a grammar that draw or have drawn something, and the requests.
@@ -306,8 +330,7 @@ class GrammarReadiness(Resource):
 
     def _ahead(self, own: Sequence[tuple[int, Request]]) -> Column | None:
         """The rows to ask for a token ahead of its mask: all but those of whom few are allowed."""
-        tries = [(index, self._tries.setdefault(req.request_id, Tries())) for index, req in own]
-        found = [index for index, each in tries if each.is_due()]
+        found = [i for i, req in own if self._progress[req.request_id].tries.is_due()]
         return np.array(found, dtype=np.int32) if found else None
 
     def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
@@ -324,7 +347,7 @@ class GrammarReadiness(Resource):
                 continue
             req = found[index]
             is_allowed = self.num_allowed(req, [token]) == 1
-            self._tries[req.request_id].note(is_allowed)
+            self._progress[req.request_id].tries.note(is_allowed)
             if is_allowed:
                 self._allowed[req.request_id] = token
                 del found[index]
@@ -353,27 +376,14 @@ class GrammarReadiness(Resource):
             if req is not None and (why := self._broken.get(req.request_id)):
                 result.fail(index, why, "invalid_grammar")
 
-    def _is_over(self, request_id: str, compilation: Compilation) -> bool:
-        """Has the compilation ended, successfully or not?"""
-        try:
-            matcher = compilation.poll()
-        except Exception as error:  # whatever a backend raises
-            self._faulty[request_id] = str(error)
-        else:
-            if matcher is None:
-                return False
-            self._matchers[request_id] = matcher
-        del self._compiling[request_id]
-        return True
-
     def _caught_up(self, req: Request) -> Matcher:
-        """Its matcher, behind all tokens that are known. Raises for one that it refuses."""
-        matcher, name = self._matchers[req.request_id], req.request_id
-        followed = self._num_followed.get(name, 0)
-        if tokens := req.tokens[req.num_prompt + followed :].tolist():
-            matcher.advance(tokens)
-            self._num_followed[name] = followed + len(tokens)
-        return matcher
+        """Its matcher, after all tokens that are known. Raises for one that it refuses."""
+        own = self._progress[req.request_id]
+        assert own.matcher is not None, "nothing is drawn before the grammar is compiled"
+        if tokens := req.tokens[req.num_prompt + own.num_followed :].tolist():
+            own.matcher.advance(tokens)
+            own.num_followed += len(tokens)
+        return own.matcher
 
     def _refusal(self, req: Request, tokens: list[int]) -> str | None:
         """Why one of the tokens, up to one that may end the text, is wrong."""
