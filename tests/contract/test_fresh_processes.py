@@ -89,6 +89,25 @@ def test_an_engine_on_the_cpu_does_not_pay_for_triton() -> None:
     assert done.stdout.strip() == "False", done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "absent"),
+    [
+        (["--help"], ("policylab", "engine.cli.generate", "numpy", "rich", *HEAVY)),
+        (["generate", "--help"], ("policylab", "engine.cli.serve")),
+        (["workload", "--list"], ("policylab.cli.simulate", "engine.cli.generate", *HEAVY)),
+    ],
+)
+def test_a_command_loads_no_other(arguments: list[str], absent: tuple[str, ...]) -> None:
+    done = run_python(
+        "import sys\n"
+        "from engine.cli.main import main\n"
+        f"try: main({arguments!r})\n"
+        "except SystemExit: pass\n"
+        f"sys.exit([name for name in {absent!r} if name in sys.modules] or None)\n"
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_log_lines_have_somewhere_to_go() -> None:
     """In a program that set up no logging of its own, they go to standard error, once."""
     done = run_python(

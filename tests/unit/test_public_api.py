@@ -22,6 +22,8 @@ PUBLIC = {
     "engine.sched.plugins.checks": ("require_positive", "require_share", "wrong_hints"),
     "policylab.verify.testing": ("check_policy",),
 }
+# Former places of names, by module.
+ALIASES = {"engine.verify.testing": ("check_policy", "policylab.verify.testing")}
 
 
 def public_api() -> list[str]:
@@ -31,6 +33,7 @@ def public_api() -> list[str]:
     ]
     for module, names in PUBLIC.items():
         lines += tree.public_signatures(module, names)
+    lines += [f"{old}.{name} = {new}.{name}" for old, (name, new) in ALIASES.items()]
     return lines
 
 
