@@ -4,6 +4,7 @@ Direction of imports, what stays free of torch, sizes, public names. See docs/ar
 """
 
 import ast
+import re
 from collections.abc import Iterable
 
 from support import house
@@ -30,6 +31,7 @@ SCHED = (
 
 # The one module of the engine that imports the policy lab: what has moved there, for one release.
 ALIAS = "engine.verify.testing"
+FORMER_NAMES = "engine.moved"  # finds by name what else has moved
 # Names that hold others together and have nothing of their own.
 HOLDERS = ("engine", "engine.verify", "policylab")
 
@@ -174,6 +176,14 @@ def test_the_engine_imports_nothing_of_the_policy_lab_but_one_alias() -> None:
         if under(imported.module, ("policylab",))
     }
     assert found == {ALIAS}
+    named = {
+        name
+        for name, module in tree.modules().items()
+        if under(name, ("policylab",)) is None
+        for node in module.nodes
+        if isinstance(node, ast.Constant) and re.fullmatch(r"policylab(\.\w+)*", str(node.value))
+    }
+    assert named == {FORMER_NAMES}
 
 
 def test_only_the_assembly_names_features() -> None:

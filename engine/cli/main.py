@@ -55,14 +55,22 @@ def _commands_for(chosen: str) -> dict[str, Command]:
     if chosen in OWN:
         return own_commands()
     known, left_out = all_commands()
+    if not any(each.package == PACKAGE and each.name not in OWN for each in known.values()):
+        _warn(
+            "the commands of the policy lab are not installed, as this checkout was installed "
+            "before they were entry points; install it again: pip install -e ."
+        )
     for each in left_out:
         if chosen == each.name or chosen not in known:
-            print(
-                f"metronome: warning: command {each.name!r} of {each.package} is left out, as "
-                f"{known[each.name].package} has one of this name",
-                file=sys.stderr,
+            _warn(
+                f"command {each.name!r} of {each.package} is left out, as "
+                f"{known[each.name].package} has one of this name"
             )
     return known
+
+
+def _warn(text: str) -> None:
+    print(f"metronome: warning: {text}", file=sys.stderr)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

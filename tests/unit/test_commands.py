@@ -153,3 +153,14 @@ def test_of_two_packages_the_first_has_the_command(
     with pytest.raises(SystemExit):
         main(["generate", "--help"])
     assert "Complete prompts" in capsys.readouterr().out
+
+
+def test_a_checkout_that_has_to_be_installed_again_says_so(
+    add: Add, capsys: pytest.CaptureFixture[str]
+) -> None:
+    add("metronome_engine", {})  # as it was before there were commands in the group
+    with pytest.raises(SystemExit):
+        main(["simulate"])
+    warning, error = capsys.readouterr().err.splitlines()
+    assert "the commands of the policy lab are not installed" in warning
+    assert "pip install -e ." in warning and "unknown command 'simulate'" in error
