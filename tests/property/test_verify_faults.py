@@ -87,13 +87,14 @@ def test_each_fault_has_its_words() -> None:
     assert {*NAMED, "RefusesMost"} == {policy.__name__ for policy in (*LAB, *FURTHER)}
 
 
-@pytest.mark.parametrize("name", COMMAND)
+@pytest.mark.parametrize("name", [*COMMAND, pytest.param("PausesLongest", marks=pytest.mark.slow)])
 def test_the_command_fails(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     command = ["verify", "--policy", f"{PATH}.{name}", "--steps", "500", "--shrink-seconds", "1"]
     assert main(command) == 1
     out = capsys.readouterr().out
     wanted = NAMED.get(name, "serves 0.11 of fcfs's throughput .below 0.5.; it refused 9")
     assert "failure:" in out and re.search(wanted, out), out
+    assert ("standard load (" in out) == (name == "RefusesMost"), out
 
 
 @pytest.mark.parametrize("name", CHECKED)
