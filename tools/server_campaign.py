@@ -49,7 +49,7 @@ from server_load import (  # noqa: E402
     summary,
 )
 from speech.mutations import Mutations  # noqa: E402
-from support.live_core import rss_mib, slope, wait_until  # noqa: E402
+from support.live_core import growth, num_held, rss_mib, wait_until  # noqa: E402
 from support.served import Served, served  # noqa: E402
 
 from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
@@ -70,7 +70,6 @@ MAX_OTHERS_ITL = 1.2
 LATE_SECONDS = 2.0  # from the deadline of a drain to the end of the process
 MAX_SLOPE = 10.0  # MiB in ten minutes, of the server's memory under a steady load
 MIN_SLOPE_SECONDS = 240.0  # what is shorter says nothing of a slope
-WARM_UP_SHARE = 0.3
 MAX_WRONG = 20  # answers, after which no more are drawn
 
 
@@ -348,12 +347,11 @@ def disconnects(plan: Disconnects, seed: int = 0) -> Result:
         served("--core-address", address, "--served-model-name", NAME) as server,
     ):
         rows, memory = _come_and_go(plan, server, rng)
-        idle = wait_until(lambda: not _num_held(watcher), 10.0)
-        stats = watcher.stats()
+        idle = wait_until(lambda: not num_held(watcher), 10.0)
+        held, stats = num_held(watcher), watcher.stats()
         assert stats is not None
         status = server.end()
-    steady = [point for point in memory if point[0] >= WARM_UP_SHARE * plan.seconds]
-    grown = round(600.0 * slope(steady), 2)
+    grown = growth(memory)
     hows = Counter(row.how for row in rows)
     result.figures = {
         "hows": dict(hows),
@@ -363,7 +361,7 @@ def disconnects(plan: Disconnects, seed: int = 0) -> Result:
         "seconds_until_idle": idle,
         "kv_usage": stats.kv_usage,
     }
-    result.check(idle is not None, f"{_held(stats)} requests are held")
+    result.check(idle is not None, f"{held} requests are held")
     result.check(stats.kv_usage == 0.0, f"{stats.kv_usage:.2%} of the blocks are held")
     result.check(set(hows) <= {"done", "left"}, f"requests ended: {dict(hows)}")
     wrong = [
@@ -436,16 +434,6 @@ def core(*options: str) -> Iterator[tuple[str, EngineCoreClient]]:
             watcher.shutdown()
         finally:
             running.kill()
-
-
-def _num_held(watcher: EngineCoreClient) -> int:
-    stats = watcher.stats()
-    assert stats is not None
-    return _held(stats)
-
-
-def _held(stats: Any) -> int:
-    return int(stats.num_running + stats.num_waiting + stats.num_parked)
 
 
 def main() -> int:

@@ -22,14 +22,22 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from support.live_core import SizedBuild, own_directory, pid_of, rss_mib, slope, start, wait_until  # noqa: E402
+from support.live_core import (  # noqa: E402
+    SizedBuild,
+    growth,
+    num_held,
+    own_directory,
+    pid_of,
+    rss_mib,
+    start,
+    wait_until,
+)
 from support.streams import Counts, Streams  # noqa: E402
 
 from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 
 MAX_SLOPE = 1.0  # MiB in ten minutes
 MIN_SLOPE_SECONDS = 240.0  # what is shorter says nothing of a slope
-WARM_UP_SHARE = 0.3  # of the time, before memory counts: pools and caches fill
 BLOCKS_PER_STREAM = 8  # of 16 tokens
 
 
@@ -104,18 +112,17 @@ def _hold(soak: Soak, owner: EngineCoreClient, say: bool) -> Result:
         for future in futures:
             future.result()
     seconds = time.monotonic() - began
-    wait_until(lambda: not _num_unfinished(owner), 10.0)
+    wait_until(lambda: not num_held(owner), 10.0)
     stats = owner.stats()
     assert stats is not None
     for client in clients:
         client.shutdown()
-    steady = [point for point in memory if point[0] >= WARM_UP_SHARE * soak.seconds]
     return Result(
         counts=_total(held),
         seconds=round(seconds, 1),
         rss_mib=round(memory[-1][1], 1),
-        slope=round(600.0 * slope(steady), 3),
-        num_left_running=stats.num_running + stats.num_waiting + stats.num_parked,
+        slope=growth(memory),
+        num_left_running=num_held(owner),
         kv_usage=stats.kv_usage,
         leftovers=[],
     )
@@ -125,12 +132,6 @@ def _hold_streams(streams: Streams, is_over: threading.Event) -> None:
     while not is_over.is_set():
         streams.turn()
     streams.finish()
-
-
-def _num_unfinished(owner: EngineCoreClient) -> int:
-    stats = owner.stats()
-    assert stats is not None
-    return stats.num_running + stats.num_waiting + stats.num_parked
 
 
 def _total(held: list[Streams]) -> Counts:

@@ -30,6 +30,7 @@ from support.spawned import fake_config
 VOCAB_SIZE = 1000
 BLOCK_SIZE = 16
 MAX_MODEL_LEN = 512
+WARM_UP_SHARE = 0.3  # of a run, before its memory counts: pools and caches fill
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,13 @@ def pid_of(client: EngineCoreClient) -> int:
     return pid
 
 
+def num_held(client: EngineCoreClient) -> int:
+    """Requests that a core has: running, waiting and parked ones."""
+    stats = client.stats()
+    assert stats is not None
+    return stats.num_running + stats.num_waiting + stats.num_parked
+
+
 def rss_mib(pid: int) -> float:
     """Resident memory of a process."""
     pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -183,12 +191,17 @@ def shared_names() -> set[Path]:
     return set(Path("/dev/shm").iterdir())
 
 
-def slope(points: Iterable[tuple[float, float]]) -> float:
-    """Of the straight line through these points that fits best; 0.0 for fewer than two."""
-    known = list(points)
+def growth(memory: Iterable[tuple[float, float]]) -> float:
+    """MiB in ten minutes of (seconds, MiB): the straight line that fits best.
+
+    The first three tenths do not count, in which pools and caches fill. 0.0 for fewer than two.
+    """
+    points = list(memory)
+    known = [(x, y) for x, y in points if x >= WARM_UP_SHARE * points[-1][0]]
     if len(known) < 2:
         return 0.0
     x_mean = sum(x for x, _ in known) / len(known)
     y_mean = sum(y for _, y in known) / len(known)
     spread = sum((x - x_mean) ** 2 for x, _ in known)
-    return sum((x - x_mean) * (y - y_mean) for x, y in known) / spread if spread else 0.0
+    along = sum((x - x_mean) * (y - y_mean) for x, y in known)
+    return round(600.0 * along / spread, 3) if spread else 0.0
