@@ -1,12 +1,12 @@
-"""A GPU from its ceilings to the whole engine, each figure next to its floor; under nine minutes.
+"""Measures a GPU from its ceilings to the whole engine, in less than nine minutes.
 
     python benchmarks/device.py [--only ceilings,decode,...] [--json FILE] [--dry-run]
 
-It measures what the device can do at all, attention, sampler, launches, and the engine on random
-weights of two published shapes; `pytest -m gpu` shows whether results are right. Every section has
-a budget; what is found is written after each row, so that a run that is cut off loses nothing. Ends
-with status 1 if something raised. With --dry-run the CPU goes through all of it on tiny sizes with
-interpreted kernels: figures mean nothing then.
+Measured are what the device can do at all, attention, sampler, launches, and the engine on random
+weights of two published shapes, each figure next to its floor; `pytest -m gpu` shows whether
+results are right. Every section has a budget; what is found is written after each row, so that a
+run that is cut off loses nothing. Ends with status 1 if something raised. With --dry-run the CPU
+goes through all of it on tiny sizes with interpreted kernels: figures mean nothing then.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the same bits in any company cost on a CPU: the default next to `batch_invariant=False`.
+"""What bits that no other request changes cost on a CPU: the default and `batch_invariant=False`.
 
     python benchmarks/invariance.py MODEL_DIR [--long MODEL_DIR] [--old CHECKOUT] [--rounds 6]
 

@@ -1,4 +1,4 @@
-"""What a run took: times of tokens, processor seconds, memory, and what the host took away.
+"""What a run took: times of tokens, processor seconds, memory, and what others took of the machine.
 
 Reads /proc alone, so that it works in every engine's environment.
 """

@@ -1,4 +1,4 @@
-"""What this machine's memory and arithmetic allow a model: the floor below each phase of its work.
+"""Measures what this machine's memory and arithmetic allow a model: the floor of each phase.
 
     python benchmarks/roofline.py [MODEL_DIR] [--dtype bfloat16] [--threads 2]
                                   [--batch 32] [--context 288] [--prompt 256] [--json FILE]

@@ -1,4 +1,4 @@
-"""How fast the policy lab simulates, drawing included, on one core.
+"""Measures how fast the policy lab simulates, drawing of requests included, on one core.
 
     python benchmarks/simulator.py [--rounds 3] [--million] [--json FILE]
 

@@ -1,4 +1,4 @@
-"""What a start costs: seconds to the first token, and memory against what a model needs.
+"""Measures what a start costs: seconds to the first token, and memory against what a model needs.
 
     python benchmarks/start.py MODEL_DIR [--dtype bfloat16] [--rounds 5] [--kv-mib 256]
 

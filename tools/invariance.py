@@ -1,4 +1,4 @@
-"""Whether a request's tokens and log-probabilities depend on nothing but the request, on a CPU.
+"""Checks that a request's tokens and log-probabilities depend on the request alone, on a CPU.
 
     python tools/invariance.py [MODEL_DIR ...] [--families llama,gemma2] [--texts 2000]
                                [--isa all | --isa amx,avx512] [--threads 1,2] [--seed 0]

@@ -1,4 +1,4 @@
-"""Kills, stops and misleads each process of an engine in each phase, and looks what the others do.
+"""Kills, stops and misleads each process of an engine in each phase, and checks the others.
 
     python tools/kill_matrix.py [--restarts 100] [--only TARGET/FAULT/PHASE]
 

@@ -1,4 +1,4 @@
-"""Real runs once more through the simulator: is every plan the same, and do others differ?
+"""Simulates real runs again: every plan must be the same, and those of other engines must differ.
 
     python tools/lab_identity.py [--steps 10000] [--policies fcfs,vtc,...]
 

@@ -1,4 +1,4 @@
-"""Claims of `docs/policies.md` on seeds that the page has not seen: which keep their verdict?
+"""Measures claims of `docs/policies.md` on seeds that the page has not seen.
 
     python tools/policies_fresh.py --first 100 --seeds 8 --jobs 2
 

@@ -1,4 +1,4 @@
-"""On what `docs/policies.md` measures the policies that ship, and what their sources claim.
+"""Workloads and engines on which `docs/policies.md` measures the policies that ship.
 
 A claim is a figure, where it is to be seen and in which direction it is to differ from that of
 fcfs. Figures are those of `policylab.sim.figures`, and a few more of `policies_figures`.

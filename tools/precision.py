@@ -1,4 +1,4 @@
-"""How far the engine's logits are from float32's, next to those of transformers in bfloat16.
+"""Measures how far logits are from float32's: the engine's, and transformers' in bfloat16.
 
     python tools/precision.py [MODEL_DIR ...] [--families llama,mixtral,gpt2 | --families all]
                               [--dtype bfloat16] [--isa amx,avx512_bf16] [--positions 10000]

@@ -1,4 +1,4 @@
-"""Random schemas in which all keywords meet, followed through the compiler with random instances.
+"""Compiles random schemas in which all keywords meet, and follows random instances through them.
 
     python tools/random_schemas.py [--first 0] [--num 500] [--instances 24]
 

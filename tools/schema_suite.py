@@ -1,4 +1,4 @@
-"""The JSON-Schema-Test-Suite, followed token by token through the compiler of schemas.
+"""Follows the JSON-Schema-Test-Suite token by token through the compiler of schemas.
 
     python tools/schema_suite.py [--suite DIR] [--drafts draft7,...] [--keywords not,...] [--all]
                                  [--json FILE] [--keep DIR]

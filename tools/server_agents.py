@@ -1,4 +1,4 @@
-"""Coding agents over a running `metronome serve`: `codex` and `claude`, each with one task.
+"""Runs coding agents over `metronome serve`: `codex` and `claude`, each with one task.
 
     python tools/server_agents.py --environments DIR [--only codex|claude]
 

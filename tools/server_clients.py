@@ -1,4 +1,4 @@
-"""Clients of others over a running `metronome serve`, each in an environment of its own: a table.
+"""Runs other programs' clients over `metronome serve`, each in an environment of its own.
 
     python tools/server_clients.py --environments DIR [--model DIR] [--template NAME ...]
                                    [--only CLIENT ...] [--json FILE]

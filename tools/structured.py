@@ -1,4 +1,4 @@
-"""Structured output on a corpus of our own: 338 schemas, 100 expressions, 30 grammars, 40 bombs.
+"""Checks structured output on a corpus: 338 schemas, 100 expressions, 30 grammars, 40 bombs.
 
     python tools/structured.py [--model DIR] [--seeds 3] [--groups WORD,...] [--num 20]
 

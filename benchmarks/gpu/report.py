@@ -1,4 +1,4 @@
-"""What was found so far: on disk after every row, on the screen after every section."""
+"""Keeps what was found: on disk after every row, on the screen after every section."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What launch settings give: every tile that may be worth writing into kernels/tuning.py."""
+"""Times every tile that may be worth writing into kernels/tuning.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Does the work of one checkout turn by turn, as `benchmarks/against.py` asks for it.
+"""Does the work of one checkout turn by turn, for `benchmarks/against.py`.
 
     python .../peers/turns.py KIND NAMES MODEL ROUND
 
