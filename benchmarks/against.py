@@ -49,7 +49,7 @@ NUM_SKIPPED = {"trips": 4, "loads": 1}  # first turns of a process, in which it 
 
 @dataclass
 class Row:
-    """What was measured under one name."""
+    """Everything that was measured under one name."""
 
     kind: str
     name: str
@@ -75,7 +75,7 @@ class Row:
 
 
 class Turn(NamedTuple):
-    """What a child says of one turn."""
+    """What a child reports of one turn."""
 
     name: str
     seconds: list[float]
@@ -104,7 +104,7 @@ class Child:
             raise
 
     def turn(self) -> Turn | None:
-        """Let it do one thing; ``None`` when all is done."""
+        """Let the child do one thing; ``None`` when all is done."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -135,7 +135,7 @@ Children = dict[str, Child]
 
 @contextmanager
 def both(other: Path, number: int, *command: str) -> Iterator[Children]:
-    """A fresh process of each; which is started first, and has its turn first, alternates."""
+    """Starts a fresh process of each checkout. Which is first, here and in turns, alternates."""
     places = in_order({OTHER: other, OURS: ROOT}, number)
     with ExitStack() as stack:
         started: Children = {}
@@ -157,7 +157,7 @@ def run_workloads(other: Path, names: list[str], model: str, rounds: int) -> Ite
 
 
 def step_in_turn(children: Children, rows: dict[str, Row]) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each step, by checkout and workload; each goes on until it has done them all."""
+    """Seconds of each step, by checkout and workload, until both have done all workloads."""
     seconds: dict[str, dict[str, list[float]]] = {side: {} for side in children}
     unfinished, turn = dict(children), 0
     while unfinished:

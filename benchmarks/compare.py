@@ -108,7 +108,7 @@ class Ratio:
 
     @classmethod
     def of(cls, ours: list[float], theirs: list[float], *, is_more_better: bool) -> "Ratio | None":
-        """Both by round; ``None`` if there is nothing to divide."""
+        """Ratio of two lists of values by round; ``None`` if there is nothing to divide."""
         if not all(ours) or not all(theirs):
             return None
         pairs = [
@@ -214,14 +214,14 @@ def peers(args: argparse.Namespace) -> list[Peer]:
 
 
 def options_in(given: list[str]) -> dict[str, Any]:
-    """NAME=JSON each."""
+    """Options by name, from a list of NAME=JSON."""
     return {
         name: json.loads(value) for name, _, value in (option.partition("=") for option in given)
     }
 
 
 def vllm_environment(args: argparse.Namespace) -> dict[str, str]:
-    """All cores bound, and the allocator and OpenMP library that its documentation asks for."""
+    """vLLM with all cores bound, and the allocator and OpenMP library of its documentation."""
     cores = sorted(os.sched_getaffinity(0))
     prefix = Path(args.vllm_python).absolute().parent.parent
     preload = [
@@ -242,7 +242,7 @@ def find_library(name: str) -> str:
 
 
 def run_once(peer: Peer, repeat: int, args: argparse.Namespace) -> dict[str, Any]:
-    """One fresh process; its last line of output is the result."""
+    """Runs one fresh process; its last line of output is the result."""
     task = Task(
         model=str(Path(peer.model).absolute()),
         workloads=peer.workloads,
@@ -332,7 +332,7 @@ class Floors:
     def shares(
         self, row: Row, workload: str, metric: str, is_more_better: bool
     ) -> dict[str, float]:
-        """By engine, how near to its floor it came: 1 is as fast as can be."""
+        """How near to its floor each engine came: 1 is as fast as can be."""
         found = {}
         for name, dtype in self.dtypes.items():
             phases = roofline.phases(self.model, self.ceilings, dtype, workload)

@@ -112,12 +112,12 @@ class Timeline:
         self.tokens = [[] for _ in self.arrivals]
 
     def note(self, index: int, num_tokens: int, now: float) -> None:
-        """Request `index` has `num_tokens` tokens by now."""
+        """Note that request `index` has `num_tokens` tokens by now."""
         seen = self.tokens[index]
         seen += [now] * (num_tokens - len(seen))
 
     def check(self) -> None:
-        """An engine that stops early would look fast."""
+        """Raise ``ValueError`` for a request with too few tokens: its engine would look fast."""
         counts = [len(times) for times in self.tokens]
         wanted = [arrival.num_output for arrival in self.arrivals]
         if counts != wanted:

@@ -38,7 +38,7 @@ Chunk = tuple[int, int]
 
 
 class Model(Shapes):
-    """What the shapes of a native family's decoder make of tokens."""
+    """Bytes and operations of steps, from the shapes of a native family's decoder."""
 
     @classmethod
     def of(cls, directory: str | Path) -> Model:
@@ -118,7 +118,7 @@ def phases(model: Model, ceilings: Ceilings, dtype: str, name: str) -> Phases | 
 
 
 def both(threads: int) -> tuple[Ceilings, Ceilings]:
-    """With one thread and with all."""
+    """Ceilings with one thread and with all."""
     return measured(1), measured(threads)
 
 

@@ -53,7 +53,7 @@ class Row:
         return theirs.median / ours.median if ours and theirs else None
 
     def is_met(self, runs: Runs) -> bool | None:
-        """Is what we want so? ``None`` if nothing is wanted or it was not measured."""
+        """Whether the target is met; ``None`` if there is none or it was not measured."""
         ours, ratio = self.ours(runs), self.ratio(runs)
         if self.limit is not None and ours is not None:
             return ours.median < self.limit
@@ -134,7 +134,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_once(engine: str, python: str, loads: list[str]) -> dict[str, Any]:
-    """One fresh process; its last line of output is the result."""
+    """Runs one fresh process; its last line of output is the result."""
     environment = dict(os.environ) | {"OMP_NUM_THREADS": "1"}
     if python != sys.executable:  # modules of this environment are no business of theirs
         environment.pop("PYTHONPATH", None)
@@ -149,7 +149,7 @@ def run_once(engine: str, python: str, loads: list[str]) -> dict[str, Any]:
 
 
 def run_all(args: argparse.Namespace) -> Runs:
-    """The rounds, engines in turn."""
+    """Runs all rounds, engines in turn."""
     loads = args.loads.split(",")
     engines = {OURS: (sys.executable, loads)}
     if args.vllm_python:

@@ -146,7 +146,7 @@ def _is_ready(port: int) -> bool:
 
 @dataclass(frozen=True)
 class Base:
-    """What the promise and the rates follow from: the peer's, if there is one."""
+    """The medians and the capacity from which promise and rates follow: the peer's, if any."""
 
     ttft_p50: float
     itl_p50: float
@@ -190,8 +190,10 @@ def _costs(
 def highest_rate(
     server: Running, shape: Shape, promise: Promise, start: float, seconds: float
 ) -> float:
-    """At which ``ENOUGH`` of the requests are given the promise; 0.0 if not even at a sixteenth of
-    ``start``."""
+    """The highest rate at which ``ENOUGH`` of the requests are given the promise.
+
+    0.0 if too few are even at a sixteenth of ``start``.
+    """
 
     seeds = itertools.count(FIRST_SEARCH_SEED)
 
@@ -230,7 +232,7 @@ def shape_of(model: str, num_prompt: int, num_tokens: int) -> Shape:
 def round_of(
     engine: Engine, args: argparse.Namespace, base: Base, promise: Promise, number: int
 ) -> dict[str, Any]:
-    """All of one engine in one round."""
+    """All figures of one engine in one round."""
     shape = shape_of(args.model, args.prompt, args.tokens)
     found: dict[str, Any] = {}
     with running(engine, args.model, args.port, args.log) as server:

@@ -61,7 +61,7 @@ class Row:
 
     @property
     def ttft(self) -> float:
-        """From when it was due, not from when it could be sent."""
+        """Seconds to the first token from when the request was due, not from when it was sent."""
         return self.times[0] - self.due
 
     @property
@@ -77,12 +77,12 @@ class Row:
 
     @property
     def is_whole(self) -> bool:
-        """It has come to an end of its own, no error."""
+        """Whether it came to its own end, without an error."""
         return self.how == "done" and self.status == 200 and not self.is_failed
 
     @property
     def is_failed(self) -> bool:
-        """An error came after the first event."""
+        """Whether an error came after the first event."""
         return b'data: {"error"' in self.tail
 
 
@@ -140,7 +140,7 @@ class Load:
         return self.num_open + len(self._due)
 
     def run(self, until: float, is_over: Callable[[], bool] = lambda: False) -> None:
-        """Until that time, until it is over, or until nothing is left to do."""
+        """Run until that time, until it is over, or until nothing is left to do."""
         while self.num_pending and not is_over():
             now = time.perf_counter()
             if now >= until:
@@ -157,7 +157,7 @@ class Load:
         self.close()
 
     def close(self) -> None:
-        """Cut what is open."""
+        """Close all connections."""
         for connection in list(self._by_fd.values()):
             self._end(connection, "left")
             self._forget(connection)
@@ -327,7 +327,7 @@ def _around(rng: random.Random, number: int) -> int:
 
 
 def poisson(load: Load, shape: Shape, rate: float, seconds: float, seed: int) -> list[Row]:
-    """Arrivals at this rate, from now on for so long."""
+    """Adds arrivals at this rate for this many seconds from now on."""
     rng, bodies, at = random.Random(seed), [], 0.0
     while (at := at + rng.expovariate(rate)) < seconds:
         bodies.append((at, shape.body(rng)))
@@ -381,8 +381,7 @@ def closed_loop(
 
 @dataclass(frozen=True)
 class Promise:
-    """What a request is to be given: seconds to its first token, and between two events at its
-    99th percentile."""
+    """Promised latencies: seconds to the first token, and between two events (99th percentile)."""
 
     ttft: float = 1.0
     itl: float = 0.25
@@ -392,7 +391,7 @@ class Promise:
 
 
 def quantile(values: list[float], share: float) -> float:
-    """0.0 for none."""
+    """The quantile of some values; 0.0 without any."""
     if not values:
         return 0.0
     ordered = sorted(values)

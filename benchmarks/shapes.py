@@ -122,11 +122,11 @@ class Step:
         ]
 
     def meta(self) -> AttentionMeta:
-        """Anew: what a step's layers share is worked out again."""
+        """Metadata, made anew: what a step's layers share is worked out again."""
         starts, lens, tables, positions, slots = self._tensors
         return AttentionMeta(starts, lens, tables, positions, slots, *self._sizes)
 
     def cache(self, kv_heads: int, head_dim: int, dtype: torch.dtype) -> torch.Tensor:
-        """One layer's, of small random numbers."""
+        """One layer's cache, of small random numbers."""
         size = (self.num_blocks, 2, kv_heads, self.block, head_dim)
         return torch.empty(size, dtype=dtype, device=self.device).uniform_(-1, 1)

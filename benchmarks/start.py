@@ -35,7 +35,7 @@ Run = dict[str, Any]
 
 
 def runs_of(args: Namespace) -> dict[str, list[Run]]:
-    """By whether kernels were compiled before."""
+    """Runs of a start, by whether kernels were compiled before."""
     peer = compare.Peer(
         compare.OURS,
         "peers.metronome",
@@ -69,7 +69,7 @@ def allowed(args: Namespace, run: Run) -> dict[str, float]:
 
 
 def figures(args: Namespace, found: dict[str, list[Run]]) -> dict[str, float]:
-    """Medians: seconds and MiB."""
+    """Medians of the runs, in seconds and MiB."""
     warm = found["warm"]
 
     def median(runs: list[Run], *path: str) -> float:

@@ -46,7 +46,7 @@ NUM_KEYS = 20_000
 
 
 class Healthy:
-    """A client that asks all the time, and how long its answers took."""
+    """A client that sends requests all the time, and how long its answers took."""
 
     def __init__(self, server: Served) -> None:
         self._server = server

@@ -59,7 +59,7 @@ class Recorder:
         self._noted: set[tuple[int, str]] = set()
 
     def install(self) -> None:
-        """Watch this thread and all that are started after it."""
+        """Record calls of this thread and of all that are started after it."""
         threading.setprofile(self._look)
         sys.setprofile(self._look)
 
@@ -105,7 +105,7 @@ def files_of(notes: Iterable[str]) -> list[str]:
 
 
 def first_of(*places: str) -> Any:
-    """What is called so (`module:name`) in this tree; modules move."""
+    """The object of this name (`module:name`) in this tree; modules move."""
     for place in places:
         module, _, name = place.partition(":")
         with contextlib.suppress(ImportError, AttributeError):

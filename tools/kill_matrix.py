@@ -57,7 +57,7 @@ ONLY = (Cell("core", "hang", "add"),)  # outside a step: while a policy takes a 
 
 
 def cells() -> Iterator[Cell]:
-    """All that can happen."""
+    """All cells that can happen."""
     yield from ONLY
     for target, faults in FAULTS.items():
         for fault in faults:

@@ -42,7 +42,7 @@ def other_engines(log: Log) -> dict[str, dict[str, Any]]:
 
 
 def prove(policy: str, num_steps: int, out: Path) -> bool:
-    """All logs of one policy; prints a line."""
+    """Judges all logs of one policy, and prints a line."""
     workload = find_workload(WORKLOAD)
     steps = logs = preempted = hits = 0
     wrong = []

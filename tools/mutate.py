@@ -149,7 +149,7 @@ def test_files(parts: list[str]) -> list[str]:
 
 
 def survives(parts: list[str]) -> bool:
-    """Does neither swarm nor tests notice anything?"""
+    """Whether neither swarm nor tests notice anything."""
     from policylab.verify.swarm import Swarm, replay_corpus
 
     logging.disable(logging.CRITICAL)
@@ -163,7 +163,7 @@ def survives(parts: list[str]) -> bool:
 
 
 def key_of(mutant: Mutant) -> str:
-    """Stands for a mutant of this very source."""
+    """A key for a mutant of this very source."""
     source = hashlib.sha256((ROOT / mutant.file).read_bytes()).hexdigest()[:16]
     return f"{mutant.file}:{source}:{mutant.number}: {mutant.before} -> {mutant.after}"
 
@@ -186,7 +186,7 @@ def choose(only: str, sample: int | None, seed: int) -> list[Mutant]:
 
 
 def plant(mutant: Mutant) -> Planted:
-    """Its module is to be imported from now on."""
+    """Imports of its module give the mutant from now on."""
     source = Path(mutant.file).read_text(encoding="utf-8")
     _, tree = next(islice(mutants(mutant.file, source), mutant.number, None))
     return Planted(mutant, tree)

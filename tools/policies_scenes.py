@@ -27,9 +27,9 @@ class Scene:
     load: float
     """Share of what fcfs can serve; infinite: all at once."""
     shows: str
-    """What is to be seen in it."""
+    """What the scene shows."""
     figures: tuple[str, ...] = ()
-    """To show next to the others."""
+    """Figures to show next to the others."""
     size: float = 1.0
     """Requests, as a multiple of those of the other scenes."""
 

@@ -51,7 +51,7 @@ ISA = "METRONOME_CPU_ISA"
 
 
 class Model(NamedTuple):
-    """A directory, and what it reads."""
+    """A directory of a model, and the texts that it reads."""
 
     name: str
     path: Path
@@ -108,7 +108,7 @@ def show(name: str, ratio: Ratio) -> None:
 
 
 def run_here(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """All models with the kernels that this process chose."""
+    """Measures all models with the kernels that this process chose."""
     options = {"dtype": args.dtype}
     rows: list[dict[str, Any]] = []
     isa = os.environ.get(ISA, "")

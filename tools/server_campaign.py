@@ -103,7 +103,7 @@ class Overload:
 
 
 def overload(plan: Overload, seed: int = 0) -> Result:
-    """Goodput at too much load, how soon others are refused, and how soon it is over."""
+    """Measures goodput at too much load, how soon others are refused, and how soon it is over."""
     result, promise = Result("overload"), plan.promise
     seeds = itertools.count(100 * seed)  # a prompt that comes twice would be cached
     with served(*plan.options, "--max-queue-seconds", str(plan.queue_seconds)) as server:
@@ -204,7 +204,7 @@ def stalled(plan: Stalled, seed: int = 0) -> Result:
 
 @dataclass
 class Crowd:
-    """What came of those who read."""
+    """What the readers got."""
 
     itl_p99: float
     rss_mib: float
@@ -245,7 +245,7 @@ def _crowd(plan: Stalled, server: Served, *, reads: bool, seed: int) -> Crowd:
 
 @dataclass(frozen=True)
 class Drains:
-    """SIGTERM at any moment."""
+    """Servers that get SIGTERM at any moment."""
 
     times: int = 200
     streams: int = 64
@@ -255,7 +255,7 @@ class Drains:
 
 
 def drains(plan: Drains, seed: int = 0) -> Result:
-    """Every stream that was begun must get its end, and the process end in time."""
+    """Checks that every stream that was begun gets its end, and that the process ends in time."""
     result, hows = Result("drains"), Counter[str]()
     rng, slowest = random.Random(seed), 0.0
     for index in range(plan.times):
@@ -275,7 +275,7 @@ def drains(plan: Drains, seed: int = 0) -> Result:
 
 @dataclass
 class Drained:
-    """One end of a server."""
+    """How one server ended."""
 
     hows: Counter[str]
     wrong: list[str]
@@ -340,7 +340,7 @@ class Disconnects:
 
 
 def disconnects(plan: Disconnects, seed: int = 0) -> Result:
-    """Nothing may be lost, and nothing be held at the end."""
+    """Checks that nothing is lost, and that nothing is held at the end."""
     result, rng = Result("disconnects"), random.Random(seed)
     with (
         core(*plan.options) as (address, watcher),

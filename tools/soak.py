@@ -43,7 +43,7 @@ BLOCKS_PER_STREAM = 8  # of 16 tokens
 
 @dataclass(frozen=True)
 class Soak:
-    """What is to be held, and for how long."""
+    """How many streams are held, and for how long."""
 
     seconds: float
     num_streams: int = 1000
@@ -54,7 +54,7 @@ class Soak:
 
 @dataclass
 class Result:
-    """What came of it. ``slope`` is in MiB in ten minutes, of the core's resident memory."""
+    """Result of a soak. ``slope`` is in MiB in ten minutes, of the core's resident memory."""
 
     counts: Counts
     seconds: float
@@ -79,7 +79,7 @@ class Result:
 
 
 def run(soak: Soak, *, say: bool = False) -> Result:
-    """Raises ``AssertionError`` naming the stream if one says anything but what it must."""
+    """Holds the streams. Raises ``AssertionError`` with the stream if a token is wrong."""
     build = SizedBuild(num_blocks=BLOCKS_PER_STREAM * soak.num_streams, num_seats=soak.num_streams)
     with own_directory() as directory:
         owner = start(build)

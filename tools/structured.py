@@ -141,7 +141,7 @@ def bomb_faults(options: argparse.Namespace) -> list[str]:
 
 
 def completion_faults(checked: Sequence[Checked]) -> list[str]:
-    """By kind of entry: a text may be too long, most must not."""
+    """Texts by kind of entry: a text may be too long, most must not."""
     found = []
     for kind in ("json", "regex", "grammar"):
         of_kind = [one for one in checked if one.entry.kind == kind]

@@ -24,11 +24,11 @@ Part = Literal["hook", "worker", "memory"]  # of the engine, in which a call fai
 
 
 class Injected(Exception):
-    """A failure of our making."""
+    """A failure that the sweep injects."""
 
 
 class InjectedMemoryError(MemoryError):
-    """No memory, by our making."""
+    """A lack of memory that the sweep injects."""
 
 
 class Meter:
@@ -55,7 +55,7 @@ class Meter:
 
 
 class Swept(NamedTuple):
-    """The k-th call and what became of the run."""
+    """The k-th call, and how the run ended."""
 
     fails_at: int
     culprit: str
@@ -86,7 +86,7 @@ def sweep(case: Case, *, most: int = 100_000) -> Iterator[Swept]:
 
 
 def watch_everything(simulation: Simulation, meter: Meter) -> None:
-    """Hooks of the policy that it has of its own, hooks of resources, the worker, the pool."""
+    """Meters the hooks that the policy overrides, hooks of resources, the worker, the pool."""
     scheduler = simulation.scheduler
     policy = scheduler.policy
     for hook in HOOKS:

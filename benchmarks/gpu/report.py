@@ -43,7 +43,7 @@ class Report:
         self.sections: dict[str, Found] = {}
 
     def run(self, sections: Sequence[Section], box: Box, seconds: float) -> None:
-        """One after the other; none is begun when `seconds` have passed."""
+        """Run the sections one after the other; none begins when `seconds` have passed."""
         deadline = time.monotonic() + seconds
         for section in sections:
             found = self.sections[section.name] = Found()

@@ -37,7 +37,7 @@ class Bench(Protocol):
     """A scheduler and a worker that answers at no cost."""
 
     def add(self, name: str, prompt: list[int], num_output: int, priority: int) -> Any:
-        """Make a request of it and queue that; returns what ``lookup`` takes."""
+        """Queue a request of these tokens; returns what ``lookup`` takes."""
         ...
 
     def lookup(self, request: Any) -> int:

@@ -123,7 +123,7 @@ KINDS: dict[str, Callable[[list[str], str, int], Iterator[Turn]]] = {
 
 
 def answer(found: object) -> bool:
-    """Say what a turn brought; ``False`` if no other is wanted."""
+    """Print what a turn brought; ``False`` if no further turn is wanted."""
     print("@" + json.dumps(found), flush=True)
     return bool(sys.stdin.readline())
 
