@@ -39,7 +39,7 @@ SCENES: dict[str, Scene] = {
         workload="log-uniform",
         engine=Engine(max_num_seqs=32, num_blocks=800, length_predictor="oracle"),
         load=0.8,
-        shows="sizes of all kinds, seats and KV blocks short, lengths known beforehand",
+        shows="all sizes, few seats and KV blocks, lengths known beforehand",
         figures=("ttft.p50", "slowdown.mean", "preempted", "readers"),
         size=1.5,
     ),
@@ -52,7 +52,7 @@ SCENES: dict[str, Scene] = {
             length_predictor="history",
         ),
         load=0.55,
-        shows="seats and blocks enough: only the tokens of a step are short when many come at once",
+        shows="enough seats and blocks: only the tokens of a step run short when many come at once",
         figures=("ttft.p50",),
         size=2.0,
     ),
@@ -60,8 +60,8 @@ SCENES: dict[str, Scene] = {
         workload="tiers(arrivals='burst(every=10,seconds=2.5,times_as_many=3)')",
         engine=Engine(max_num_seqs=32, max_num_batched_tokens=1024, num_blocks=900),
         load=0.95,
-        shows="in bursts more comes than can be served: chats with promises and deadlines, of the "
-        "higher priority, beside long batch work",
+        shows="bursts of more than can be served: chats with promises, deadlines and the higher "
+        "priority, next to long batch work",
         figures=("attainment", "goodput", "ttft of chat", "ttft of batch", "readers", "refused"),
     ),
     "two-users": Scene(
@@ -75,8 +75,8 @@ SCENES: dict[str, Scene] = {
         workload="agents(num_users=4,num_systems=16)",
         engine=Engine(max_num_seqs=32, num_blocks=1000),
         load=0.9,
-        shows="programs of four users, whose prompts begin with what was said before, and a cache "
-        "too small for all of it",
+        shows="programs of four users, whose prompts begin with all earlier turns, and a cache too "
+        "small for all of them",
         figures=("prefix_hits", "programs", "gap"),
     ),
     "offline": Scene(
@@ -88,8 +88,8 @@ SCENES: dict[str, Scene] = {
             length_predictor="history",
         ),
         load=inf,
-        shows="all at once, KV blocks very short, what is preempted is computed again as a whole, "
-        "lengths guessed from those that ended",
+        shows="all at once, very few KV blocks, no prefix cache, lengths guessed from ended "
+        "requests",
         figures=("makespan", "preempted"),
         size=0.8,
     ),
