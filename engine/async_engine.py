@@ -107,7 +107,7 @@ class AsyncLLMEngine:
         chat_options: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``generate`` behind a conversation; ``chat_options`` are those of ``render_chat``."""
+        """``generate`` after a conversation; ``chat_options`` are those of ``render_chat``."""
         prompt = await self.render_chat(messages, **(chat_options or {}))
         source = self.generate(prompt, sampling_params, request_id, **options)
         async with contextlib.aclosing(source) as outputs:
@@ -340,11 +340,11 @@ class AsyncLLMEngine:
     def limit_queue(
         self, max_requests: int, max_seconds: float | None = None, *, num_seats: int = 0
     ) -> None:
-        """From now on refuse requests at once, before any work, while so many wait for a seat, or
+        """From now on refuse requests at once, before any work, while this many wait for a seat, or
         while a new one would wait longer for its first token, by the pace of late ones.
 
         num_seats: how many may run at once, if that is known. Before the first request only:
-        raises ``ConfigError`` behind it.
+        raises ``ConfigError`` after it.
         """
         if self._open:
             raise ConfigError("limit_queue is called with requests under way: call it before")
@@ -417,7 +417,7 @@ class AsyncLLMEngine:
         self._die(cause)
 
     def _take_commands(self) -> bool:
-        """Carry out what was asked; sleep if there is no other work. False: time to stop."""
+        """Carry out commands; sleep if there is no other work. False: time to stop."""
         with self._changed:
             while not (self._commands or self._is_closing or self._session.has_unfinished):
                 if not self._changed.wait(ALIVE_SECONDS):
@@ -429,7 +429,7 @@ class AsyncLLMEngine:
             if not isinstance(self._commands[0], Arrival):
                 self._submit(arrivals)
                 arrivals = []
-            command = self._commands.popleft()  # one at a time: those behind a fault are not lost
+            command = self._commands.popleft()  # one at a time: those after a fault are not lost
             if isinstance(command, Arrival):
                 arrivals.append(command)
             else:

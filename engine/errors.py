@@ -3,7 +3,7 @@
     EngineError
     ├── ConfigError (ValueError)        an option, or a combination of options, that cannot work
     │   └── ModelError                  a model directory that is missing, damaged or not supported
-    ├── RequestError (ValueError)       a request that can never be served as it was asked
+    ├── RequestError (ValueError)       a request that can never be served as it is
     │   └── RefusedError                a good request that is not taken now: try again later
     │       └── RestartingError         the core has died and is being started again
     ├── WireError (ValueError)          bytes that are no message, or a value that cannot travel
@@ -30,7 +30,7 @@ class ModelError(ConfigError):
 
 
 class RequestError(EngineError, ValueError):
-    """A request that can never be served as asked.
+    """A request that can never be served as it is.
 
     ``param`` names the field to blame, as the class of the engine that has it calls it (a field of
     ``SamplingParams`` or of ``AddRequest``, an option of a request, ``prompt``, ``messages``);

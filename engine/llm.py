@@ -164,7 +164,7 @@ class LLM:
                         finished[output.request_id] = output
                         if bar is not None:
                             bar.advance(output)
-        except BaseException:  # an interrupt too: nothing of this call stays behind
+        except BaseException:  # an interrupt too: nothing of this call is left
             session.drop(ids)
             raise
         return [finished[i] for i in ids]
@@ -245,7 +245,7 @@ def _only_final(params: SamplingParams) -> SamplingParams:
 
 
 class RequestProgress:
-    """Counts finished requests. ``tokens_per_second`` of output is shown beside the bar."""
+    """Counts finished requests. ``tokens_per_second`` of output is shown next to the bar."""
 
     def __init__(self, num_requests: int, console: Console | None = None) -> None:
         console = Console(stderr=True) if console is None else console

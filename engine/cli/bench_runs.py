@@ -86,7 +86,7 @@ def measure_latency(args: EngineArgs, workload: Workload) -> dict[str, float | i
 
 
 def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
-    """Of each request: time to its first token, to its end, and between two tokens."""
+    """Milliseconds of each request: time to its first token, to its end, and between two tokens."""
     times: dict[str, list[float]] = {"first_token": [], "next_token": [], "whole_request": []}
     for output in outputs:
         figures = times_of(output)
@@ -119,7 +119,8 @@ def _probe(encoded: str, workload: Workload) -> dict[str, float]:
 
 
 def _fetched(args: EngineArgs) -> EngineArgs:
-    """The same with the model fetched: no start waits for it, no command line shows a token."""
+    """The arguments with the model fetched: no start waits for it, no command line shows a
+    token."""
     is_here, has_text = args.core_address is None, not args.skip_tokenizer_init
     there = fetched(args.create_config().model, for_core=is_here, for_text=has_text)
     return replace(

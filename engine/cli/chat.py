@@ -19,11 +19,13 @@ from engine.errors import RequestError
 from engine.llm_engine import LLMEngine
 
 RESET = "/reset"
-HINT = f"Ctrl-C ends an answer, Ctrl-D the chat; {RESET} forgets what was said."
+HINT = f"Ctrl-C ends an answer, Ctrl-D the chat; {RESET} forgets the conversation."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--system", metavar="TEXT", help="what the model is told before you speak")
+    parser.add_argument(
+        "--system", metavar="TEXT", help="the system message, before your first one"
+    )
     add_sampling_options(parser, max_tokens=512)
     add_engine_options(parser)
 
@@ -49,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
                 engine.add_request(str(number), ids, params)
             except RequestError as error:  # for example too long: the conversation so far is kept
                 messages.pop()
-                print(f"[{error}; {RESET} forgets what was said]")
+                print(f"[{error}; {RESET} forgets the conversation]")
                 continue
             answer = stream(engine, str(number))
             messages.append({"role": "assistant", "content": answer.text})

@@ -92,7 +92,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status. A user's mistake is one line, not a trace."""
-    if os.getcwd() not in sys.path:  # where users keep policies of their own; behind all else
+    if os.getcwd() not in sys.path:  # where users keep policies of their own; after all else
         sys.path.append(os.getcwd())
     try:
         parsed = parse(argv)

@@ -81,8 +81,8 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def sampling_params(
     parsed: argparse.Namespace, recommended: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """What was asked for; ``recommended`` (``LLMEngine.session``) holds where nothing was. Raises
-    ``RequestError`` for a value out of range."""
+    """The requested parameters; ``recommended`` (``LLMEngine.session``) holds where none were
+    given. Raises ``RequestError`` for a value out of range."""
     values: dict[str, Any] = {"temperature": 0.0, "max_tokens": parsed.most_tokens}
     values |= recommended or {}
     values["max_tokens"] = min(parsed.most_tokens, values["max_tokens"])

@@ -1,4 +1,4 @@
-"""A running engine's figures: asked of its core, or read from what its server tells Prometheus."""
+"""A running engine's figures: from its core, or from its server's metrics."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OURS = "metronome_"
 
 @dataclass(frozen=True)
 class Reading:
-    """What an engine told at one moment."""
+    """An engine's figures at one moment."""
 
     time: float
     """Seconds on this process's clock when it came."""
@@ -90,7 +90,7 @@ class ServerSource:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(f"--url is {url!r}, must look like http://127.0.0.1:8000")
         path = parts.path.rstrip("/")
-        for end in ("/metrics", "/v1"):  # as clients of the server are told it
+        for end in ("/metrics", "/v1"):  # addresses that a user may have copied
             path = path.removesuffix(end)
         self._server = f"{parts.scheme}://{parts.netloc}{path}"
         self._key = key

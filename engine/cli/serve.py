@@ -60,7 +60,8 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help=f"asked of clients, repeatable; {API_KEY} is one more. Without any, nobody is asked",
+        help=f"API key that clients must send, repeatable; {API_KEY} adds one. "
+        "Without any, no key is needed",
     )
     group.add_argument(
         "--api-key-file",

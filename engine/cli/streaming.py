@@ -1,4 +1,4 @@
-"""Text on its way to the terminal, and a line of figures behind it."""
+"""Text on its way to the terminal, and a line of figures after it."""
 
 from __future__ import annotations
 

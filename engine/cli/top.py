@@ -25,7 +25,7 @@ from engine.observe.stats_log import roofline_share
 INTERVAL = 1.0
 SHORTEST_INTERVAL = 0.1
 WINDOW = 5  # intervals that rates are taken over
-SILENT = 3  # intervals without an answer after which that is said
+SILENT = 3  # intervals without an answer after which it is reported
 
 # Counters that have a line only once they have counted something.
 RARE = {
@@ -97,7 +97,7 @@ def _source(parsed: argparse.Namespace) -> Source:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """As by Ctrl-C: a terminal gets its cursor back."""
+    """End at SIGTERM as at Ctrl-C: a terminal gets its cursor back."""
     former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -209,7 +209,7 @@ class Figures(NamedTuple):
         return float(getattr(self.last.stats, name) - getattr(self.first.stats, name))
 
     def news_by_key(self, name: str) -> dict[str, float]:
-        """The same of one that counts by key; every key there is."""
+        """News of a counter that counts by key; every key there is."""
         now, before = getattr(self.last.stats, name), getattr(self.first.stats, name)
         return {key: value - before.get(key, 0) for key, value in now.items()}
 
@@ -294,11 +294,11 @@ def rows(figures: Figures) -> Iterator[Row]:
     computed = figures.rate(figures.news("num_scheduled_tokens"))
     yield "tokens computed/s", _number(computed), f"{stats.num_scheduled_tokens:,}"
     if figures.last.generated is not None:
-        told = f"{figures.last.generated:,}"
-        yield "tokens generated/s", _number(figures.rate(figures.generated)), told
+        total = f"{figures.last.generated:,}"
+        yield "tokens generated/s", _number(figures.rate(figures.generated)), total
     if figures.last.prompts is not None:
-        told = f"{figures.last.prompts:,}"
-        yield "prompt tokens/s", _number(figures.rate(figures.prompts)), told
+        total = f"{figures.last.prompts:,}"
+        yield "prompt tokens/s", _number(figures.rate(figures.prompts)), total
     yield _counted(figures, "num_preemptions", "preemptions")
     yield from (
         _counted(figures, name, word) for name, word in RARE.items() if getattr(stats, name)

@@ -65,7 +65,7 @@ def check_range(options: Any, low: float, high: float | None, *names: str) -> No
 
 @cache
 def _rules_by_field(cls: type) -> dict[str, tuple[tuple[type, ...], tuple[object, ...]]]:
-    """Of each field the classes and the choices of its values; () where all are allowed."""
+    """For each field the classes and the choices of its values; () where all are allowed."""
     hints = {option.name: get_type_hints(cls)[option.name] for option in fields(cls)}
     return {name: (kinds_of(hint), _choices_of(hint)) for name, hint in hints.items()}
 

@@ -79,7 +79,7 @@ class CoreConfig(CoreOptions):
 
     @property
     def core_addresses(self) -> list[str]:
-        """Those of ``core_address``; [] if a core is to be started."""
+        """The addresses in ``core_address``; [] if a core is to be started."""
         if self.core_address is None:
             return []
         return [address.strip() for address in self.core_address.split(",")]

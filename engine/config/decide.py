@@ -1,4 +1,4 @@
-"""Asked options + model + memory -> decided sizes. Pure: reads no machine state itself."""
+"""Requested options + model + memory -> decided sizes. Pure: reads no machine state itself."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class CpuSteps(NamedTuple):
     """Tokens of a step on a CPU."""
 
     most: int  # takes some tenths of a second: larger ones gain little and delay who decodes
-    mixed: int  # of prompts beside decodes: a step of three to five times its decodes alone
-    spread: int  # so many steps take what waits for them; more is computed at once
+    mixed: int  # prompt tokens next to decodes: a step of three to five times its decodes alone
+    spread: int  # steps over which waiting prompts are spread; more is computed at once
 
 
 Products = Literal["tiles", "wide pairs", ""]
@@ -110,7 +110,7 @@ def decide(
     measure: Callable[[], int],
     capabilities: tuple[str, ...] = (),
 ) -> Decided:
-    """What the engine runs with. ``measure`` is asked for the bytes that the KV pool may take,
+    """What the engine runs with. ``measure`` returns the bytes that the KV pool may take,
     unless they are given. Raises ``ConfigError``."""
     cache, sched = config.cache, config.scheduler
     is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
@@ -139,7 +139,7 @@ def decide(
 def decide_token_budget(
     requested: SchedulerOptions, *, is_cpu: bool, products: Products = ""
 ) -> int:
-    """Tokens of a step: as asked, or by the device, and at least one for each seat."""
+    """Tokens of a step: as requested, or by the device, and at least one for each seat."""
     if requested.max_num_batched_tokens is not None:
         return requested.max_num_batched_tokens
     is_small = is_cpu and requested.enable_chunked_prefill
@@ -147,8 +147,8 @@ def decide_token_budget(
 
 
 def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
-    """Prompt tokens of a step beside decodes, as asked or by the device. On a GPU some hundred
-    prompt tokens take hardly longer than the decodes beside them."""
+    """Prompt tokens of a step next to decodes, as requested or by the device. On a GPU some hundred
+    prompt tokens take hardly longer than the decodes next to them."""
     if requested.max_mixed_prefill_tokens is not None:
         return requested.max_mixed_prefill_tokens
     if not (is_cpu and requested.enable_chunked_prefill):
@@ -157,7 +157,7 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
 
 
 def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:
-    """Asked length, at most the model's own. Raises ``ConfigError`` naming both."""
+    """The requested length, at most the model's own. Raises ``ConfigError`` naming both."""
     own = info.max_position_embeddings
     if requested.max_model_len is None:
         return own
@@ -178,7 +178,7 @@ def decide_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
 ) -> int:
-    """Blocks of the pool: asked, or from the asked bytes, or from those that may be had.
+    """Blocks of the pool: as requested, or from the requested bytes, or from those available.
 
     Never more than all seats at full length could use. Raises ``ConfigError`` with the numbers if
     the memory does not hold one request of full length.
@@ -203,7 +203,7 @@ def decide_num_blocks(
 
 
 def cap_to_pool(sched: SchedulerConfig, block_size: int, num_blocks: int) -> SchedulerConfig:
-    """Lower the longest request to the pool, if its number of blocks was asked and is smaller."""
+    """Lower the longest request to the pool, if its number of blocks was given and is smaller."""
     room = (num_blocks - 1) * block_size + 1  # the last token needs no KV
     if sched.max_model_len <= room:
         return sched

@@ -1,4 +1,4 @@
-"""Everything asked of one engine, in one frozen object, and what is decided of it."""
+"""All options of one engine in one frozen object, and what is decided from them."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """What the user asked for. Sizes that depend on model and machine are decided from it later."""
+    """What the user requested. Sizes that depend on model and machine are decided from it later."""
 
     model: ModelConfig
     """Which model, and how it is loaded."""
@@ -110,7 +110,7 @@ class EngineConfig(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """What was asked, and what was left open in it decided for a device and a model.
+    """What was requested, with what was left open decided for a device and a model.
 
     A worker is made from it. Only the number of blocks waits for the model's memory.
     """

@@ -22,7 +22,7 @@ LOG_LEVEL = "METRONOME_LOG_LEVEL"
 """Log level of engines that were not given one."""
 
 NUM_THREADS = "OMP_NUM_THREADS"
-"""Threads of CPU kernels, for engines that were not told how many; OpenMP's own name for it."""
+"""Threads of CPU kernels, for engines without a number of their own; OpenMP's own name for it."""
 
 
 API_KEY = "METRONOME_API_KEY"
@@ -51,7 +51,7 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def visible_gpus(num: int) -> list[str]:
-    """How a child process is told of each of the ``num`` GPUs that this one sees, in order."""
+    """The variable that gives a child process each of the ``num`` GPUs this one sees, in order."""
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is None:
         return [str(index) for index in range(num)]

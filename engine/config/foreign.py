@@ -15,7 +15,7 @@ FOREIGN: dict[str, str] = {
     "wait",
     "max_num_active_seqs": "lower max_num_seqs, or let a policy say how many may run "
     "(Limits(max_seqs=...), as sarathi does)",
-    "log_stats": "statistics are made when they are asked for; disable_log_stats=True leaves the "
+    "log_stats": "statistics are made on request; disable_log_stats=True leaves the "
     "line about them out of the log",
     "survive_core_death": "set on_core_death: other cores always go on without one that has died",
     "num_gpu_blocks_override": "set num_kv_blocks",

@@ -24,11 +24,11 @@ class MemoryUse:
     of the device, gaps between tensors included."""
 
     total: int
-    """Of the device."""
+    """Memory of the device."""
     loaded: int
     """Weights and the engine's tables."""
     activations: int
-    """What the step took beside them, at its peak."""
+    """What the step took in addition to them, at its peak."""
     others: int
     """Other processes, and libraries of this one."""
 
@@ -48,7 +48,7 @@ class GraphTrial:
 
 
 def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
-    """What the graphs of so many sizes take. All of a device share the memory that the largest
+    """What the graphs of this many sizes take. All of a device share the memory that the largest
     needs; each further one adds what the driver keeps of it, and that differs little."""
     # None may show: the driver takes memory in pieces, and other processes give some back.
     further = max(0, trial.one - trial.several)

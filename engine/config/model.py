@@ -62,7 +62,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
-    """The model that a user asked for, or the one in the box."""
+    """The model that a user names, or the one in the box."""
 
     model: str
     """Directory with config.json and weights (Hugging Face layout), or the name of a repository."""

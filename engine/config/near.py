@@ -36,7 +36,7 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def near_options(name: str, known: Iterable[str]) -> list[str]:
-    """The same of options, of which a part may be known: ``policy`` is near ``scheduling_policy``
+    """Near names of options, of which a part may be known: ``policy`` is near ``scheduling_policy``
     if no other option ends so, and ``max_waiting`` is near the few that begin so."""
     known, typed = list(dict.fromkeys(known)), _words(name)
     if not typed:
@@ -59,7 +59,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def near_value(value: object, known: Iterable[str]) -> str:
-    """The same for a value that may be anything."""
+    """A near name for a value that may be anything."""
     return did_you_mean(value, known) if isinstance(value, str) else ""
 
 

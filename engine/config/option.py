@@ -1,4 +1,5 @@
-"""How options become configurations, and what a field may say beside its type, default and doc.
+"""How options become configurations, and what a field may state in addition to its type, default
+and doc.
 
 Every option is a field of one class, that of its group. ``EngineArgs`` inherits them all; ``part``
 takes those of a group out again.

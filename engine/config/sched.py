@@ -1,4 +1,4 @@
-"""Options of the scheduler: as they are asked, and as a scheduler has them."""
+"""Options of the scheduler: as users give them, and as a scheduler has them."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class SchedulerOptions:
                 )
 
     def _check_budget(self) -> None:
-        """Sizes that were asked must fit each other; those that are decided are checked again."""
+        """Requested sizes must fit each other; decided ones are checked again."""
         budget, longest = self.max_num_batched_tokens, self.max_model_len
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
@@ -160,11 +160,11 @@ class SchedulerConfig(SchedulerOptions):
     max_model_len: int = 2048
     """Longest prompt plus output, in tokens."""
     max_mixed_prefill_tokens: int = 0
-    """Prompt tokens of a step beside requests that decode, while few wait; 0 is no cap."""
+    """Prompt tokens of a step next to requests that decode, while few wait; 0 is no cap."""
     num_steps_in_flight: int = 1
     """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
     resources: tuple[Any, ...] = ()
-    """Names, classes, dotted paths or objects of resources beside those the model needs."""
+    """Names, classes, dotted paths or objects of resources in addition to those the model needs."""
     num_mixed_prefill_steps: int = 6
     """Steps of ``max_mixed_prefill_tokens`` over which prompts that wait are spread."""
 

@@ -14,8 +14,8 @@ from engine.errors import ConfigError
 
 METHODS = ("ngram", "suffix", "draft_model", "grammar")
 NGRAM = 5  # tokens, if no size of n-grams is given
-MAX_NGRAM = 64  # each size has a table of all that was said
-MAX_DRAFTS = 256  # a row: what is verified is computed, and most of so many would be wrong
+MAX_NGRAM = 64  # each size has a table of all tokens so far
+MAX_DRAFTS = 256  # a row: what is verified is computed, and most of that many would be wrong
 DEPTH, CACHED, FACTOR, CHANCE = 24, 10_000, 1.0, 0.1  # of suffixes, as vLLM has them
 MAX_CACHED = 1 << 20  # requests; what is kept of them is bounded in bytes, too
 EXAMPLE_OF_MODEL = '{"method": "draft_model", "model": "path/or/name", "num_speculative_tokens": 4}'
@@ -32,7 +32,7 @@ PREFIXES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are guessed that a decode verifies beside its own."""
+    """How tokens are drafted that a decode verifies in addition to its own."""
 
     method: str
     """ngram: what followed when the last tokens stood in the request's text before; suffix: what
@@ -60,7 +60,7 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = FACTOR
     """Drafts for each token that was the same, at most; one is always tried."""
     suffix_decoding_min_token_prob: float = CHANCE
-    """How often, at least, a draft and all before it followed in what was said before."""
+    """How often, at least, a draft and all before it followed in earlier text."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SpeculativeConfig:

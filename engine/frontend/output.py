@@ -132,11 +132,11 @@ class OutputProcessor:
                 counts.generation_tokens += len(token_ids)
                 sequence.token_ids += token_ids
                 if sequence.reader is not None and not sequence.is_lazy:
-                    told = sequence.reader.next_text(token_ids)
-                    if isinstance(told, str):
-                        sequence.text += told
+                    new_text = sequence.reader.next_text(token_ids)
+                    if isinstance(new_text, str):
+                        sequence.text += new_text
                     else:
-                        sequence.settle(told, None)
+                        sequence.settle(new_text, None)
                 if not request.is_single or sequence.end is not None:
                     self._moved(core_id, row, None, time, moved)
                 elif sequence.is_shown:
@@ -331,7 +331,7 @@ def tokens_of(batch: CoreOutputs) -> list[list[int]]:
 
 
 class RequestState:
-    """Gathers the sequences of one request into outputs of the kind its user asked for.
+    """Gathers the sequences of one request into outputs of the kind its user requested.
 
     cumulative: all n sequences so far · delta: what is new in those that moved · final: all n,
     once, when the last has finished. Sequences stand in the order of their index. Their text is
@@ -339,8 +339,8 @@ class RequestState:
     """
 
     __slots__ = (
-        "_num_running", "_told", "core_ids", "is_single", "kind", "kv_transfer_params", "metrics",
-        "num_cached_tokens", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id",
+        "_num_running", "_reports", "core_ids", "is_single", "kind", "kv_transfer_params",
+        "metrics", "num_cached_tokens", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id",
         "sequences",
     )  # fmt: skip
 
@@ -361,9 +361,9 @@ class RequestState:
             )
             for index in range(submission.params.n)
         ]
-        self.is_single = len(self.sequences) == 1  # kept, for it is asked in each step
+        self.is_single = len(self.sequences) == 1  # kept, for each step reads it
         self._num_running = len(self.sequences)
-        self._told: dict[int, Started | Finished] = {}  # of each sequence, by its index
+        self._reports: dict[int, Started | Finished] = {}  # of each sequence, by its index
         self.metrics = RequestMetrics(submission.arrival_time)
         """The metrics so far; outputs get copies."""
         self.num_cached_tokens = 0
@@ -378,10 +378,10 @@ class RequestState:
         """Another of its sequences has ended."""
         self._num_running -= 1
 
-    def note(self, index: int, told: Started | Finished) -> None:
+    def note(self, index: int, report: Started | Finished) -> None:
         """Keep the metrics of a sequence so far, in place of earlier ones."""
-        self._told[index] = told
-        metrics, every = self.metrics, self._told.values()
+        self._reports[index] = report
+        metrics, every = self.metrics, self._reports.values()
         metrics.num_preemptions = sum(each.num_preemptions for each in every)
         waits: dict[str, float] = {}
         for each in every:
@@ -476,16 +476,16 @@ class OutputSequence:
         self._num_sent_tokens = 0
 
     def take_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        """Append those of tokens, if they were asked for."""
+        """Append log-probabilities of tokens, if they were requested."""
         if self.logprobs is not None:
             self.logprobs += [position_logprobs(entry, self._tokenizer) for entry in logprobs]
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
 
     def readable(self, token_ids: list[int], end: Finished | None) -> list[int]:
-        """Those of its next tokens that are text."""
+        """The next tokens that are text."""
         is_stopped = end is not None and end.reason == "stop"
         if is_stopped and not self.params.include_stop_str_in_output:
-            return token_ids[:-1]  # the token that ended it is no text, unless asked for
+            return token_ids[:-1]  # the token that ended it is no text, unless requested
         return token_ids
 
     def read(self, token_ids: list[int], end: Finished | None) -> None:

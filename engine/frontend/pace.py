@@ -70,7 +70,7 @@ class QueuePace:
         return max(0, self.num_waiting + num_arriving - self._num_free)
 
     def estimated_wait(self, num_arriving: int = 0) -> float:
-        """Seconds until the first token of a request that came now, behind those that arrive."""
+        """Seconds until the first token of a request that came now, after those that arrive."""
         num_queued = self.num_queued(num_arriving)
         if not num_queued and self.num_seats:  # there is a seat for each
             return 0.0

@@ -74,7 +74,7 @@ class RequestOptions(TypedDict, total=False):
     timeout: float
     """Seconds after its arrival at which the request ends, with finish reason "deadline"."""
     queue_timeout: float
-    """The same, for a request that has not started by then."""
+    """The deadline of a request that has not started by then."""
     hints: dict[str, Any]
     """Handed to the policy untouched."""
 
@@ -135,7 +135,7 @@ class InputProcessor:
     ) -> Submission:
         """A request ready to be added. Raises ``RequestError`` naming value, limit and way out.
 
-        ``ahead`` is what ``texts.ahead`` of the prompt has returned, if it was asked.
+        ``ahead`` is what ``texts.ahead`` of the prompt has returned, if it was called.
         """
         if not isinstance(request_id, str):
             raise RequestTypeError(
@@ -321,7 +321,7 @@ class InputProcessor:
         )
 
     def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Each word as ids, at the start of a text and behind a space."""
+        """Each word as ids, at the start of a text and after a space."""
         if self._tokenizer is None:
             return []
         found = []
@@ -428,7 +428,7 @@ class PromptEncoder:
         if text is None or self._tokenizer is None:
             return None
         if self._pool is None and len(text) > INLINE_CHARS:
-            with suppress(RuntimeError):  # closed meanwhile, which is said elsewhere
+            with suppress(RuntimeError):  # closed meanwhile, which is reported elsewhere
                 return self._threads.submit(self._tokenizer.encode, text)
         return self._begin(text)
 

@@ -23,7 +23,7 @@ class Reader(NamedTuple):
     close_stream: Callable[[Stream], None]
 
     async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """As ``Stream.next``."""
+        """The next output, as by ``Stream.next``."""
         return await self.stream.next(sink)
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
@@ -51,7 +51,7 @@ class Stream:
     def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str, kind: OutputKind) -> None:
         self.loop = loop
         self.context = contextvars.copy_context()
-        """Of the task that reads it."""
+        """The context of the task that reads it."""
         self.request_id = request_id
         self.is_finished = False
         """The last output, or an error, has arrived."""
@@ -67,7 +67,7 @@ class Stream:
             self.loop.call_soon_threadsafe(callback)
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output behind those that wait."""
+        """Add an output after those that wait."""
         if self._error is not None:  # the reader was given up
             return
         waiting = self._waiting

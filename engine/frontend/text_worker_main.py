@@ -92,7 +92,7 @@ class TextServer:
                 reader.read(token_ids, is_last=False)
             self._readers[job.sequence] = reader
         if job.sequence not in self._readers:
-            return TextDelta()  # tokens behind a stop string
+            return TextDelta()  # tokens after a stop string
         delta = self._readers[job.sequence].read(job.token_ids, job.is_last)
         if job.is_last or delta.stop is not None or delta.error:
             del self._readers[job.sequence]

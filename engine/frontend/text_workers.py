@@ -1,4 +1,4 @@
-"""Tokenizer and detokenizer processes, as many of each as asked for.
+"""Tokenizer and detokenizer processes, as many of each as requested.
 
     any thread ── encode, render ─> Future ── queue of all tokenizers ──> thread <─> its process
     session    ── rows of text ──────────── queue of one detokenizer ──> thread <─> its process
@@ -51,15 +51,15 @@ from engine.rpc.failures import error_of
 logger = logging.getLogger(__name__)
 
 PROGRAM = "engine.frontend.text_worker_main"
-HANG_SECONDS = 30.0  # on tasks that travel together, beside what their texts take
+HANG_SECONDS = 30.0  # on tasks that travel together, in addition to what their texts take
 RETRY_SECONDS = 10.0  # until a process that did not start, or died at once, is tried again
-START_SECONDS = 60.0  # until a process that has not said it is ready is ended
+START_SECONDS = 60.0  # until a process that has not reported ready is ended
 LAST_WORDS_MS = 200  # from the end of a process's connection to its own
 MAX_DEATHS = 3  # of processes by one input
 MAX_FAILED_STARTS = 3  # in a row
 MAX_IDLE_DEATHS = 8  # in a row, of processes that had done nothing; above MAX_DEATHS
 SLOWEST = 1 << 18  # bytes of text that any tokenizer does in a second
-TASK_BYTES = 1000  # a text costs as much as so many bytes of it, beside its own
+TASK_BYTES = 1000  # a text costs as much as this many bytes, in addition to its own
 TOGETHER_BYTES = 16 * TASK_BYTES  # of tasks that travel together
 SAYS_MORE = "what it wrote to standard error says more"
 
@@ -118,7 +118,7 @@ class PromptTask(Task):
                 return unpack_ids(token_ids)
             case Render(), Rendered(text, token_ids):
                 return Rendering(text, unpack_ids(token_ids))
-        raise WireError(f"{reply!r:.80} is no answer to what was asked")
+        raise WireError(f"{reply!r:.80} is no answer to a task")
 
     def finish(self, result: Any) -> None:
         if self.is_wanted():
@@ -185,7 +185,7 @@ class TextPool:
 
     @property
     def pids(self) -> dict[str, int]:
-        """Of the processes that run, by name."""
+        """Process ids of those that run, by name."""
         running = [(worker.name, worker.process) for worker in self.workers]
         return {name: process.program.pid for name, process in running if process is not None}
 
@@ -246,7 +246,7 @@ class TaskQueue:
         self.refuse_if_down()
 
     def put_back(self, tasks: Iterable[Task]) -> None:
-        """Queue tasks again, before all others; one that a process has died of behind them."""
+        """Queue tasks again, before all others; one that a process has died of after them."""
         with self.lock:
             tasks = [*tasks, *self._tasks]
             culprit = tasks[0].owner if tasks and tasks[0].num_deaths else None
@@ -570,5 +570,5 @@ def _do_nothing() -> None: ...
 
 
 def _from_anywhere(directory: str) -> str:
-    """The same directory for a process that is started after the working directory has changed."""
+    """The directory for a process that is started after the working directory has changed."""
     return str(Path(directory).expanduser().absolute())

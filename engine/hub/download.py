@@ -2,7 +2,7 @@
 
 One file after another, in the calling thread: an interrupt acts at once, and huggingface_hub
 itself fetches the pieces of a large file side by side. A lock for each file, which the library
-keeps, lets several processes fetch it once. The revision that was asked for is tied to what was
+keeps, lets several processes fetch it once. The requested revision is tied to what was
 fetched at the very end, so the cache of an interrupted download does not count as complete.
 """
 
@@ -82,7 +82,7 @@ class Download:
         return found or False
 
     def _listing(self) -> tuple[str, dict[str, int]]:
-        """Commit of the revision that was asked for, and sizes of its files in bytes."""
+        """Commit of the requested revision, and sizes of its files in bytes."""
         info = HfApi(endpoint=self.endpoint, token=self._token).model_info(
             self.repository.name,
             revision=self.repository.revision,
@@ -161,7 +161,7 @@ class Download:
         return Path(found) if isinstance(found, str) else None
 
     def _cached(self, error: Exception | None) -> Path:
-        """What was fetched before, if complete. error: why the hub failed, if it was asked."""
+        """What was fetched before, if complete. error: why the hub failed, if it was queried."""
         places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
         place = next((place for place in places if place is not None), None)
         missing = None if place is None else self._missing(place.parent)
@@ -201,7 +201,7 @@ class Download:
 
 
 def _free_bytes(directory: Path) -> int:
-    """Of the disk on which a directory lies, or is going to."""
+    """Free bytes of the disk on which a directory lies, or is going to."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     return shutil.disk_usage(directory).free

@@ -15,7 +15,7 @@ from engine.hub.files import Repository
 
 
 def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConfig:
-    """The same model in directories of this machine, fetched where it is not there yet.
+    """The model in directories of this machine, fetched where it is not there yet.
 
     ``for_core``: configuration and weights are wanted here; ``for_text``: the tokenizer, and what
     the model's makers recommend for texts. Raises ``ConfigError`` naming the value and the way out.

@@ -30,7 +30,8 @@ VOCABULARIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository that an option names, and what is wanted of it beside its configuration."""
+    """A repository that an option names, and what is wanted of it in addition to its
+    configuration."""
 
     option: str
     name: str
@@ -51,7 +52,7 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 def weights_at_top(names: Iterable[str]) -> list[str]:
     """The files a loader takes where no index names them.
 
-    Mistral's own format (``consolidated``) lies beside the converted one in some repositories.
+    Mistral's own format (``consolidated``) lies next to the converted one in some repositories.
     """
     names = set(names)
     if SINGLE in names:

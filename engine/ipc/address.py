@@ -49,7 +49,7 @@ class Address:
 
     @property
     def control(self) -> str:
-        """Address of the control socket: beside the file, or at the next port."""
+        """Address of the control socket: next to the file, or at the next port."""
         if self.data.startswith(IPC):
             return self.data + "-control"
         host, _, port = self.data.rpartition(":")
@@ -101,7 +101,7 @@ class Directory:
 
     @classmethod
     def create(cls) -> Directory:
-        """A new one, with a token in it; removes what killed processes left behind.
+        """A new one, with a token in it; removes what killed processes have left.
 
         Raises ``ConfigError`` if there is no place for one.
         """

@@ -1,4 +1,4 @@
-"""Messages over a stream socket: those that wait travel together, behind their length."""
+"""Messages over a stream socket: those that wait travel together, after their length."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pack_frames(frames: Sequence[bytes]) -> bytes:
 
 
 def read_frames(receive: Callable[[int], bytes]) -> list[bytes]:
-    """The next messages. ``receive`` gives at most so many bytes, and none at the end.
+    """The next messages. ``receive`` gives at most that many bytes, and none at the end.
 
     Raises ``EOFError`` at the end, ``WireError`` for invalid data.
     """

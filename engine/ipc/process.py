@@ -32,7 +32,7 @@ import msgspec
 from engine.config.env import environment_for_child
 from engine.errors import ConfigError, EngineDeadError
 
-CLOSE_SECONDS = 2.0  # that a child has to end when it is asked to; it is killed then
+CLOSE_SECONDS = 2.0  # that a child has to end after a request to; then it is killed
 KILL_SECONDS = 5.0  # from SIGKILL to the end, which only the system can delay
 EXIT_SECONDS = 0.5  # from the end of a child's line to its exit code
 NOTE_SECONDS = 0.2  # from the end of a child to its exit code, if another thread has it
@@ -87,12 +87,12 @@ class Child:
                 self.pidfd = os.pidfd_open(self.pid)
                 """Readable once the process has ended; valid until ``close``."""
             failing.pop_all()
-        self._asked = Asked()
+        self._end_request = EndRequest()
         self._num_oom_kills = oom_kills()
         self._lock = threading.Lock()  # on the process: only one may wait for its end
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
         self._end = weakref.finalize(
-            self, _end, os.getpid(), self._process, self.line, self._asked, self.pidfd, at_end
+            self, _end, os.getpid(), self._process, self.line, self._end_request, self.pidfd, at_end
         )
         self._end.atexit = False
         atexit.register(self._end)
@@ -105,7 +105,7 @@ class Child:
     def wait_until_ready(self, timeout: float) -> Report:
         """What it reports of its start.
 
-        Raises ``EngineDeadError`` if it ends before, or has not said anything after ``timeout``
+        Raises ``EngineDeadError`` if it ends before, or has sent nothing after ``timeout``
         seconds; it is then ended.
         """
         sources: list[Connection | int] = [self.line, self.pidfd]
@@ -163,7 +163,7 @@ class Child:
         """Ask it to end, without waiting; ``close`` must still be called."""
         with self._lock:
             if self._end.alive:
-                self._asked.ask(self.line)
+                self._end_request.send(self.line)
 
     def kill(self) -> None:
         """Kill it at once, even if it is stopped; ``close`` must still be called."""
@@ -172,7 +172,7 @@ class Child:
                 self._process.kill()
 
     def close(self) -> None:
-        """Ask it to end, and kill it if it has not two seconds after it was first asked.
+        """Ask it to end, and kill it if it still runs two seconds after the first request.
 
         Harmless when repeated.
         """
@@ -185,17 +185,17 @@ def _end(
     owner: int,
     process: SpawnProcess,
     line: Line,
-    asked: Asked,
+    end_request: EndRequest,
     pidfd: int,
     at_end: Callable[[], object],
 ) -> None:
     if os.getpid() != owner:  # a copy of the owner, forked by its user, which owns nothing
         return
-    asked.ask(line)  # closing tells nothing where a fork of ours holds it open
+    end_request.send(line)  # closing has no effect where a fork of ours holds it open
     line.close()
     has_ended = False
     try:
-        has_ended = _has_ended(pidfd, asked.seconds_left())
+        has_ended = _has_ended(pidfd, end_request.seconds_left())
     finally:  # interrupted or not
         if not has_ended:
             process.kill()  # a stopped or hanging process would not handle a softer signal
@@ -243,13 +243,13 @@ def _dispose(process: SpawnProcess) -> None:
     process.close()
 
 
-class Asked:
-    """Whether a child was asked to end, and how long it may still take."""
+class EndRequest:
+    """Whether a child was requested to end, and how long it may still take."""
 
     def __init__(self) -> None:
         self._at: float | None = None
 
-    def ask(self, line: Line) -> None:
+    def send(self, line: Line) -> None:
         self._at = time.monotonic() if self._at is None else self._at
         with suppress(OSError):
             line.send_bytes(END)

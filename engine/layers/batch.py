@@ -39,8 +39,8 @@ class ForwardBatch:
     attn: AttentionMeta
     wanted: Wanted | None = None  # None: every row
     embeds: Embeds | None = None
-    aux_layers: tuple[int, ...] = ()  # whose outputs are wanted beside the last hidden states
-    recorder: Recorder | None = None  # repeats this step, of which nothing else is asked
+    aux_layers: tuple[int, ...] = ()  # whose outputs are wanted with the last hidden states
+    recorder: Recorder | None = None  # repeats this step, from which nothing else is wanted
 
     def move(self, positions: torch.Tensor) -> None:
         """Give the tokens other positions than their places in the sequence, of one row [N] or
@@ -57,4 +57,4 @@ class Hidden(NamedTuple):
     """Output of a forward pass."""
 
     last: torch.Tensor  # [R, H]: of the wanted rows, after the final norm
-    aux: tuple[torch.Tensor, ...] = ()  # [N, H] each: the residual stream behind each aux layer
+    aux: tuple[torch.Tensor, ...] = ()  # [N, H] each: the residual stream after each aux layer

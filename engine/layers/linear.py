@@ -31,13 +31,12 @@ def make_linear(
     """Take over `weight` [out, in] and `bias` [out]; the caller drops its own references.
 
     quantization: None, or what a plain weight becomes: "int8" (a scale per output; on the CPU
-    inputs have 8 bits too, a scale per row) or "fp8" (inputs and weights; not on the CPU).
-    A weight that is quantised already stays so on a GPU where a kernel takes it, and is dequantised
-    anywhere else. On the CPU a plain weight is packed once, in its own dtype; with float16, inputs
-    and outputs are float32. keeps_float32: outputs stay as they were summed on the CPU, in float32,
-    though the inputs are bfloat16. batch_invariant: a row's result hangs on no other row, of plain
-    weights; on a CPU it never does.
-    """
+    inputs have 8 bits too, a scale per row) or "fp8" (inputs and weights; not on the CPU). A weight
+    that is quantised already stays so on a GPU where a kernel takes it, and is dequantised anywhere
+    else. On the CPU a plain weight is packed once, in its own dtype; with float16, inputs and
+    outputs are float32. keeps_float32: outputs stay as they were summed on the CPU, in float32,
+    though the inputs are bfloat16. batch_invariant: a row's result depends on no other row, of
+    plain weights; on a CPU it never does."""
     device = torch.device(device)
     check_quantization(quantization, device)
     if is_cpu(device):
@@ -114,7 +113,7 @@ class PlainLinear:
 
 
 class InvariantLinear(PlainLinear):
-    """The product whose rows do not hang on each other; see ``kernels.invariant_linear``."""
+    """The product whose rows do not depend on each other; see ``kernels.invariant_linear``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.invariant_linear(x, self.weight, self.bias)
@@ -213,7 +212,7 @@ class Int8Linear:
 
 
 class TorchInt8Linear:
-    """The same arithmetic by torch, where the processor lacks the 8-bit dot product."""
+    """8-bit arithmetic by torch, where the processor lacks the 8-bit dot product."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False

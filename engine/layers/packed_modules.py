@@ -147,7 +147,7 @@ class PackedExperts(nn.Module):
 
     num_experts: int
     ups: list[Linear]
-    """Of each expert: the gate and up projections as one, or the latter alone."""
+    """Weights of each expert: the gate and up projections as one, or the latter alone."""
     downs: list[Linear]
 
     def forward(

@@ -20,7 +20,7 @@ class QuantizedWeight:
     quantizes_inputs: bool = False
     """The product may round its inputs to 8-bit floats; else it is of weights alone."""
     input_scale: float | None = None
-    """Of 8-bit inputs, as calibrated; ``None``: each row has its own."""
+    """Scale of 8-bit inputs, as calibrated; ``None``: each row has its own."""
 
     @property
     def shape(self) -> torch.Size:

@@ -72,7 +72,7 @@ class Reading:
     schemas: list[Schema] = field(default_factory=list)
 
     def with_one_of(self, options: list[Link]) -> list[Reading]:
-        """The same with each of these."""
+        """This reading with each of these."""
         return [Reading([*self.waiting, each], set(self.seen), [*self.schemas]) for each in options]
 
 

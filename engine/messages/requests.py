@@ -178,7 +178,7 @@ class RequestMetrics(msgspec.Struct, gc=False):
     waits: dict[str, float] = {}
     events: list[tuple[str, float]] = []  # queued, scheduled, preempted
     counters: dict[str, int] = {}
-    """Of sequences that have ended: what features counted, as ``drafts.num_draft_tokens``; of one
+    """What features counted of sequences that have ended, as ``drafts.num_draft_tokens``; of one
     that ended at a stop string, nothing."""
 
 
@@ -260,7 +260,7 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
 
 
 def with_ends(batch: CoreOutputs, ends: Iterable[tuple[str, Finished]]) -> CoreOutputs:
-    """The batch and, behind it, a row without tokens for each of these ends."""
+    """The batch and, after it, a row without tokens for each of these ends."""
     first, added = len(batch.request_ids), list(ends)
     counts = [1] * first if batch.counts is None else batch.counts
     return replace(
@@ -324,7 +324,7 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
 
 
 def in_use(request_id: str) -> RequestError:
-    """The error for an id that a request still has, as far as its client was told."""
+    """The error for an id that a request still has, as far as its client knows."""
     return RequestError(
         f"request id {request_id!r:.80} is in use; wait until it has finished or choose another",
         param="request_id",

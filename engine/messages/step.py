@@ -33,7 +33,7 @@ class NewSeq(msgspec.Struct, array_like=True):
     """A sequence that takes a worker slot: prompt and parameters travel once.
 
     A request that comes back after a preemption is simply new again; its ``token_ids`` then hold
-    what it has generated so far behind its prompt.
+    what it has generated so far after its prompt.
     """
 
     request_id: str
@@ -66,13 +66,13 @@ class MaskPart(msgspec.Struct, array_like=True):
     """Rows whose tokens are drawn among those that a mask allows.
 
     The masks come when all steps before this one are settled (``Masks``); the forward pass need
-    not wait for them. No step is launched behind one that waits.
+    not wait for them. No step is launched after one that waits.
     """
 
     rows: Column  # of the plan, ascending
     ahead: Column | None = None  # those of them whose token is wanted ahead of masks, ascending
     # What each row of ``ahead`` draws if every token is allowed; -1 where that is not known, or
-    # would be another token among fewer. Written behind the forward pass by an executor that can
+    # would be another token among fewer. Written after the forward pass by an executor that can
     # tell. A token that is allowed is then the one that would be drawn among those allowed.
     drawn: Column | None = None
 
@@ -108,7 +108,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     """What the worker computes in one step. All columns have one entry per scheduled request.
 
     ``starts[i]`` is the position of the first token computed for row i, ``counts[i]`` how many are;
-    ``samples[i]`` is 1 if a token is sampled behind the last of them. ``(rows, slots,
+    ``samples[i]`` is 1 if a token is sampled after the last of them. ``(rows, slots,
     generations)`` name the request: row in the scheduler's table, slot in the worker's, generation
     of the row. ``block_slots``/``block_indices``/``block_ids`` are the block-table deltas: entry k
     says that table index ``block_indices[k]`` of slot ``block_slots[k]`` now holds block
@@ -134,7 +134,7 @@ class StepPlan(msgspec.Struct, array_like=True):
     media: MediaPart | None = None
     kv_transfer: bytes | None = None  # what the KV source tells its half in the worker
     block_groups: Column | None = None  # KV group of each block-table delta; None: all of group 0
-    proposals: Column | None = None  # drafts that the worker may make behind each row, if it can
+    proposals: Column | None = None  # drafts that the worker may make after each row, if it can
 
     @property
     def parts(self) -> list[str]:
@@ -181,7 +181,7 @@ class StepResult(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     drafts: DraftPart | None = None  # proposed for the next step
     kv_transfer: KVReport | None = None
-    measured_seconds: float = 0.0  # of steps since this was last told, this one among them
+    measured_seconds: float = 0.0  # of steps since the last report, this one among them
     floor_seconds: float = 0.0  # that memory and arithmetic need for those at least
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; "request_failed" where there is none
 

@@ -24,7 +24,7 @@ OF_XGRAMMAR = ("json", "json_object", "grammar")  # what that library is offered
 MAX_GRAMMAR_CHARS = 1 << 20
 MAX_SCHEMA_CHARS = 4 << 20  # of schemas: those of programs have two million and more
 # Compiling an expression takes time by the square of its length, and following a long literal time
-# for each token of all that run beside it.
+# for each token of all that run next to it.
 MAX_REGEX_CHARS = 8192
 MAX_CHOICE_CHARS = 4096  # of one text
 OF_JSON = (
@@ -83,7 +83,7 @@ class StructuredOutputsParams(
         self.check()
 
     def check(self) -> None:
-        """Raise ``RequestError`` if it cannot be asked for."""
+        """Raise ``RequestError`` if it cannot be requested."""
         _text_of(self)
 
     @property
@@ -184,7 +184,7 @@ def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> Structure
 
 
 def form_of(params: StructuredOutputsParams) -> Grammar:
-    """The same as a struct. Raises what ``grammar_of`` does."""
+    """The form as a struct. Raises what ``grammar_of`` does."""
     kind, text = _text_of(params)  # checked again: it may have been changed since
     composed = params if isinstance(params, ComposedForm) else ComposedForm(grammar="-")
     parts = composed.parts
@@ -211,12 +211,13 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
 
 
 def grammar_from(text: str) -> Grammar:
-    """The same on the other side. Raises ``msgspec.DecodeError`` for anything else."""
+    """The form from its bytes, on the other side. Raises ``msgspec.DecodeError`` for anything
+    else."""
     return msgspec.json.decode(text, type=Grammar)
 
 
 def _text_of(params: StructuredOutputsParams) -> tuple[Kind, str]:
-    """What was given, and its text. Raises ``RequestError`` if it cannot be asked for."""
+    """What was given, and its text. Raises ``RequestError`` if it cannot be requested."""
     try:
         return _checked_text(params)
     except RequestError as error:
@@ -318,7 +319,7 @@ def _read_json(name: str, value: Any) -> tuple[Any, str]:
 
 
 def _read_quickly(value: Any) -> tuple[Any, str] | None:
-    """``None`` for what must be looked at closely. A large schema holds up what runs beside it."""
+    """``None`` for what must be looked at closely. A large schema holds up what runs next to it."""
     try:
         if isinstance(value, str):
             return msgspec.json.decode(value), value

@@ -87,7 +87,7 @@ class Rendered(msgspec.Struct, array_like=True, frozen=True, tag="rendered"):
 
 
 class TextDelta(msgspec.Struct, array_like=True, gc=False, tag="delta"):
-    """What tokens did to a text: ``num_dropped`` characters off its end, then ``text`` behind it.
+    """What tokens did to a text: ``num_dropped`` characters off its end, then ``text`` after it.
 
     ``stop``: a stop string that ended it, with the ``num_tokens`` the sequence then has.
     ``error``: why its tokens could not be read.

@@ -71,7 +71,7 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag="call"):
 
 
 class Credit(msgspec.Struct, array_like=True, frozen=True, tag="credit"):
-    """So many more ``Outputs`` may be sent: the client has read as many."""
+    """This many more ``Outputs`` may be sent: the client has read as many."""
 
     num_batches: int
 
@@ -155,7 +155,7 @@ class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
-    """Take nothing new, finish what there is within so many seconds, end. Answered by ``Health``.
+    """Take nothing new, finish what there is within this many seconds, end. Answered by ``Health``.
 
     ``None`` is the core's own ``drain_timeout``.
     """

@@ -6,7 +6,7 @@ and then until its room is needed.
 
 EncoderCache: what lies on the device, and for how long.
 
-absent ──add──> used ──last user gone──> idle ──room is needed──> evicted (told once)
+absent ──add──> used ──last user gone──> idle ──room is needed──> evicted (reported once)
                   ^                        │
                   └──────── used again ────┘
 """

@@ -190,7 +190,7 @@ class Assembly:
 def compute_dtype(
     config: ModelConfig, info: ModelInfo, device: str, stored: torch.dtype | None = None
 ) -> torch.dtype:
-    """The dtype asked for; auto is the checkpoint's: the one that its config.json names, or else
+    """The requested dtype; auto is the checkpoint's: the one that its config.json names, or else
     the one of most of its numbers, ``stored``."""
     named = info.dtype.removeprefix("torch.") if config.dtype == "auto" else config.dtype
     if named not in COMPUTE_DTYPES and stored in COMPUTE_DTYPES.values():

@@ -1,9 +1,8 @@
 """Safetensors files, read straight to where the numbers are wanted.
 
-Files are read, not mapped: mapped pages would count as the process's memory beside the weights they
-were copied to. The format is an 8-byte length, a JSON header, then the data
-(https://github.com/huggingface/safetensors).
-"""
+Files are read, not mapped: mapped pages would count as the process's memory in addition to the
+weights they were copied to. The format is an 8-byte length, a JSON header, then the data
+(https://github.com/huggingface/safetensors)."""
 
 from __future__ import annotations
 
@@ -91,7 +90,7 @@ class Checkpoint:
             piece.copy_(unconverted)
 
     def main_dtype(self) -> torch.dtype | None:
-        """That of most numbers of a floating type; ``None`` if there are none."""
+        """The dtype of most numbers of a floating type; ``None`` if there are none."""
         sizes = dict.fromkeys(DTYPES, 0)
         for stored in self.tensors.values():
             if stored.dtype in sizes:
@@ -148,7 +147,7 @@ def find_files(root: Path) -> list[Path]:
     elif (root / "model.safetensors").is_file():
         files = [root / "model.safetensors"]
     else:
-        # Mistral's own format lies beside the converted one in some directories.
+        # Mistral's own format lies next to the converted one in some directories.
         found = sorted(root.glob("*.safetensors"))
         files = [file for file in found if not file.name.startswith("consolidated")]
     if not files:

@@ -170,7 +170,8 @@ class Decoder:
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """Of every token: which of them are read differs between steps that are repeated."""
+        """Hidden states of every token: which of them are read differs between steps that are
+        repeated."""
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:

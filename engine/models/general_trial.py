@@ -2,7 +2,7 @@
 
 A step hands a module the tokens of many sequences in one row. That works if a token learns of the
 others through attention alone and of its place through ``position_ids`` alone. So the same tokens
-are sent through twice, first as they are, then in another order with their positions beside them
+are sent through twice, first as they are, then in another order with their positions next to them
 and one of them moved to the end of the longest sequence. With attention that answers each token
 with its own value, all but the moved one must come out the same. A convolution, a token shift,
 positions counted from the row, frequencies that follow the longest sequence of a batch: each shows.
@@ -190,7 +190,7 @@ def _by_token(heads: torch.Tensor) -> torch.Tensor:
 
 
 def is_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal but for rounding. What this is asked about goes wrong by the size of the values."""
+    """Equal but for rounding. What this is used for goes wrong by the size of the values."""
     allowed = 1e-4 if expected.dtype == torch.float32 else 5e-2
     difference = (value.float() - expected.float()).norm()
     return bool(difference <= allowed * expected.float().norm())

@@ -1,6 +1,6 @@
 """Scales of keys and values that a checkpoint brings for a cache of 8-bit floats.
 
-Tools that calibrate a cache write `k_scale` and `v_scale`, a number each a layer, beside its
+Tools that calibrate a cache write `k_scale` and `v_scale`, a number each a layer, next to its
 projections or within them, and older ones `kv_scale` for both; the cache holds x / scale. Names are
 those that compressed-tensors, AutoFP8 and ModelOpt write.
 """
@@ -28,7 +28,7 @@ def is_kv_scale(name: str) -> bool:
 
 
 def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | None]:
-    """Of each layer [2, Hkv] float32, of keys and of values; None: the checkpoint has none.
+    """Scales of each layer [2, Hkv] float32, of keys and of values; None: the checkpoint has none.
 
     Raises ``ModelError`` for scales that are not one number, or one a head, above zero.
     """

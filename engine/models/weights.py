@@ -24,7 +24,7 @@ from engine.models.targets import Part, Target
 
 # Tensors of older checkpoints that are not needed: they follow from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
-# Targets read before they are asked for: hides reading behind packing, costs little memory.
+# Targets read before they are needed: hides reading behind packing, costs little memory.
 AHEAD = 2
 OWN_PAGES_BYTES = 1 << 20
 
@@ -155,7 +155,7 @@ class StoredWeights:
 
     def _check_left_over(self, used: set[str]) -> None:
         stored = self._checkpoint.tensors
-        # An output layer beside a table it is tied to holds the same numbers: see load.py.
+        # An output layer next to a table it is tied to holds the same numbers: see load.py.
         found = [name for name in stored if name not in used and name != "lm_head.weight"]
         left_over = [name for name in found if not self._may_be_left(name)]
         if left_over:

@@ -51,7 +51,7 @@ class Shapes:
         self._each = self._dense + self._experts * self.share_of_experts(1)
 
     def kv_bytes(self, cell: int) -> int:
-        """Of one token in all layers."""
+        """Bytes of KV of one token in all layers."""
         return 2 * len(self.spec.layers) * self.spec.attention.kv_width * cell
 
     def work(
@@ -95,7 +95,8 @@ class Shapes:
         return keys, pairs
 
     def share_of_experts(self, num_tokens: int) -> float:
-        """That so many tokens use together, if routes are even and independent."""
+        """Share of the experts that this many tokens use together, if routes are even and
+        independent."""
         moe = self.spec.moe
         return 0.0 if moe is None else 1 - (1 - moe.top_k / moe.num_experts) ** num_tokens
 

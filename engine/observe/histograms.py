@@ -33,7 +33,7 @@ class Counted(NamedTuple):
 
     bounds: Sequence[float]
     counts: list[int]
-    """Values up to each bound and above the one before it; behind them, those above the last."""
+    """Values up to each bound and above the one before it; after them, those above the last."""
     total: float
     """The sum of all values."""
 
@@ -91,4 +91,4 @@ class Latencies:
         self.between_tokens = Histogram(SECONDS_BETWEEN_TOKENS)
         """Between two steps that brought a request tokens."""
         self.step_tokens = Histogram(STEP_TOKENS)
-        """Of prompts that were done in a step, and new ones."""
+        """Tokens of prompts that were done in a step, and new ones."""

@@ -20,7 +20,7 @@ class TokenCounts:
     """Totals since the engine started, as the front end counts them."""
 
     prompt_tokens: int = 0
-    """Of requests that have their first token."""
+    """Prompt tokens of requests that have their first token."""
     generation_tokens: int = 0
     """Tokens that reached a request."""
     finished: Counter[str] = field(default_factory=Counter)
@@ -146,8 +146,8 @@ def _particulars(
 
 
 def roofline_share(floor_seconds: float, seconds: float) -> float | None:
-    """Share of the machine's limits that steps of so many seconds reached. ``None`` if nothing was
-    measured, and where it would be above 1: the weights of a small model lie in the processor's
+    """Share of the machine's limits that steps of this many seconds reached. ``None`` if nothing
+    was measured, and where it would be above 1: the weights of a small model lie in the processor's
     caches, and the limit is that of memory."""
     if seconds <= 0.0 or floor_seconds > seconds:
         return None

@@ -187,7 +187,7 @@ def digest_of(plan: StepPlan) -> bytes:
         plan.freed_slots,
         [(new.slot, len(new.token_ids)) for new in plan.new],
         {name: getattr(plan, name) for name in plan.parts if name != "masks"},
-        # Whose token is wanted ahead of its mask hangs on tokens that a replay does not draw.
+        # Which rows are sampled early depends on sampled tokens, which a replay does not have.
         None if plan.masks is None else plan.masks.rows,
     )
     digest.update(msgspec.msgpack.encode(rest, enc_hook=_plain))
@@ -328,7 +328,7 @@ class StepLog:
         )
 
     def _read_frame(self, file: BinaryIO, number: int | None) -> bytes:
-        """The header, or what is behind so many records: the next one, empty at the end."""
+        """The header, or what comes after that many records: the next one, empty at the end."""
         length = file.read(LENGTH_BYTES)
         checksum = file.read(CHECKSUM_BYTES)
         data = file.read(int.from_bytes(length, "little"))
@@ -336,7 +336,7 @@ class StepLog:
         if number is not None and (not length or (not is_whole and self._allow_truncated)):
             return b""
         if not is_whole:
-            place = "within its header" if number is None else f"behind record {number}"
+            place = "within its header" if number is None else f"after record {number}"
             way_out = "allow_truncated reads the whole records there are"
             raise ConfigError(
                 f"step log {self._path!r} breaks off {place} (was its engine killed?); "

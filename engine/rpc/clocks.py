@@ -3,7 +3,7 @@
 Both are CLOCK_MONOTONIC, which counts from the start of each machine. The core tells its time in
 each ``welcome`` and ``submitted``; it was read between the question and the answer, so
 
-    told - heard  <=  core's clock - own clock  <=  told - asked
+    answered - received  <=  core's clock - own clock  <=  answered - sent
 
 A batch of outputs tells its time, too: one more lower bound. Each message narrows these bounds, and
 the drift of two clocks widens them again in between. On one machine the true difference is nothing;
@@ -44,8 +44,8 @@ class ClockOffset:
         """Requests that have started, each with the offset by which all its events are dated."""
 
     def measure(self, sent: float, answered: float, received: float) -> None:
-        """An exchange: the core's time between two of the client's. A message that was not asked
-        for was asked at minus infinity."""
+        """An exchange: the core's time between two of the client's. A message that was not
+        requested counts as sent at minus infinity."""
         widened = MAX_DRIFT * (received - self._measured_at)
         self._least = max(self._least - widened, answered - received)
         self._most = min(self._most + widened, answered - sent)

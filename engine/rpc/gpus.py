@@ -42,7 +42,7 @@ def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
 
 
 def may_have_gpu() -> bool:
-    """Whether this machine has the driver of a GPU. Where it has none, torch need not be asked."""
+    """Whether this machine has the driver of a GPU. Where it has none, torch need not look."""
     try:
         ctypes.CDLL(NVIDIA_DRIVER)
     except OSError:

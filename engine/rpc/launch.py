@@ -41,7 +41,7 @@ EXIT_SECONDS = 1.0  # from the end of a core whose parent died to that of its pr
 
 
 def open_core(config: EngineConfig) -> CoreClient:
-    """A client of the core that was asked for: here, in a process of its own, or one that runs;
+    """A client of the core that the options name: here, in a process of its own, or one that runs;
     or of several of these. Raises ``ConfigError`` for what cannot work."""
     addresses = config.core.core_addresses
     if len(addresses) > 1:
@@ -186,7 +186,8 @@ def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
     if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
         return
     raise ConfigError(
-        f"the core at {address} runs {theirs}, and this engine was not told so: give it the same "
+        f"the core at {address} runs {theirs}, and this engine has no such "
+        "option: give it the same "
         "model, which it needs for the tokenizer, or skip_tokenizer_init"
     )
 
@@ -231,7 +232,7 @@ def _serve_core(
     report_to_parent(line, Report(True))
     try:
         host.serve()
-    except EngineDeadError:  # the clients were told, and the parent sees the status
+    except EngineDeadError:  # clients have the error, and the parent sees the status
         traceback.print_exc()
         raise SystemExit(1) from None
     finally:

@@ -1,4 +1,4 @@
-"""Several cores behind one client: the same calls, each core with requests of its own."""
+"""Several cores of one client: the same calls, each core with requests of its own."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class ManyCoresClient(CoreClient):
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a utility on all cores. Returns their answers as one: the sum of statistics, all
-        traces, True if all said so; else the answer of the first core.
+        traces, True if all answer so; else the answer of the first core.
 
         Raises ``RestartingError`` while all of them are being started again."""
         self.check_alive()

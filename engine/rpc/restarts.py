@@ -134,7 +134,7 @@ class Restarts:
                 child.kill()
 
     def close(self) -> None:
-        """``stop``, and leave nothing behind."""
+        """``stop``, and leave nothing over."""
         self.stop()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)

@@ -58,7 +58,7 @@ class Pulse:
 
     num_steps: int = 0
     step_began: float | None = None
-    """When the present step began, with what clients asked before it; ``None`` while the
+    """When the present step began, with the requests of clients before it; ``None`` while the
     loop waits for work."""
     num_unfinished: int = 0
     num_clients: int = 0
@@ -101,7 +101,8 @@ class CoreLoop:
             self._step()
 
     def _take_arrivals(self) -> None:
-        """Carry out what clients asked. The step counts from here, since any of this may hang."""
+        """Carry out what clients requested. The step counts from here, since any of this may
+        hang."""
         self.pulse.step_began = self._clock()
         self.pulse.num_steps += 1
         for _ in range(MAX_ARRIVALS):

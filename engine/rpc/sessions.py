@@ -1,7 +1,7 @@
 """The sessions of a core: its clients, their requests, and the queue of what is sent to each.
 
     answers ── cost nothing; wait only while the queue towards the client is full
-    batches ── cost a credit each; wait while there are none, and behind answers that wait
+    batches ── cost a credit each; wait while there are none, and after answers that wait
 
 A client grants credits as it reads. What cannot be sent yet waits, up to ``max_backlog_bytes``; if
 more does, the requests of this client are aborted, and other clients are not affected. A client
@@ -39,7 +39,7 @@ PROBE_SECONDS = 1.0  # between two checks whether clients with requests are stil
 RETRY_SECONDS = 0.05  # between two attempts to send what had no room
 Deadlines = tuple[float, ...]
 NUM_CREDITS = 256
-FRAME_BYTES = 512  # counted for a waiting frame beside its own bytes
+FRAME_BYTES = 512  # counted for a waiting frame in addition to its own bytes
 
 
 class ClientGoneError(Exception):
@@ -179,7 +179,7 @@ class ClientSessions:
             self._give_up(session, batch.time)
 
     def grant(self, session: ClientSession, num_batches: int) -> None:
-        """Return credits: the client has read so many batches."""
+        """Return credits: the client has read this many batches."""
         self._tell(session, session.queue.grant, num_batches)
 
     def broadcast(self, last: Dead) -> None:
@@ -334,7 +334,7 @@ class SendQueue:
         self.batch_bytes += waiting.num_bytes
 
     def grant(self, num_batches: int) -> None:
-        """Return credits: the client has read so many batches."""
+        """Return credits: the client has read this many batches."""
         self.credits = min(self.credits + num_batches, self._max_credits)
         self.flush()
 

@@ -56,7 +56,7 @@ from engine.rpc.health import HealthMonitor
 STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two checks of a silent core
 WELCOME_SECONDS = 10.0
 HANG_SECONDS = 300.0
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as plain numbers, since asked at each step
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as plain numbers, since each step reads them
 LAST_WORDS_MS = 200  # from the end of a core's process to that of its connection
 MAX_SUBMIT_TOKENS = 1 << 20  # prompt tokens in one message, so that it stays far below the limit
 
@@ -84,7 +84,7 @@ class EngineCoreClient(CoreClient):
         self._protocol = ClientProtocol()
         self._child = child
         self._death: EngineDeadError | None = None
-        self._expected: dict[int, Reply | None] = {}  # answers to what was asked, by number
+        self._expected: dict[int, Reply | None] = {}  # answers to requests, by number
         self._waker = sockets.Waker()
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
         try:
@@ -329,7 +329,7 @@ class ClientProtocol:
         self.num_unfinished = 0
         """Requests that the core took and whose end was not read."""
         self.stats: SchedulerStats | None = None
-        """The latest statistics that ``ask_stats`` asked for."""
+        """The latest statistics that ``ask_stats`` requested."""
         self.offset = ClockOffset()
         self._clock = clock
         self._hello_at = 0.0  # when hello was sent
@@ -440,7 +440,7 @@ class ClientProtocol:
         self._note_never_sent(message.number)
         part = self._submits.pop(message.number, None)
         if part is None:
-            raise WireError(f"the core answers message {message.number}, which was not asked")
+            raise WireError(f"the core answers message {message.number}, which was not sent")
         _check_places([each.index for each in message.refusals], part.places)
         self.offset.measure(part.sent_at, message.time, self._clock())
         self.num_unfinished += len(part.places) - len(message.refusals)

@@ -20,7 +20,7 @@ from kernels.slots import BadWords, Edits, Rows
 
 WORD = 32  # tokens in one word of a mask
 Upload = Callable[[NDArray[np.generic]], torch.Tensor]
-"""A copy on the device, for the work that is asked for next; the values may change."""
+"""A copy on the device, for the work that is launched next; the values may change."""
 SEED_BITS = 2**64 - 1
 ALWAYS = 2**31 - 1  # no token stands at this position
 NO_PENALTIES = (1.0, 0.0, 0.0)
@@ -40,7 +40,7 @@ class SamplingSpec:
     edit_ids: list[int]
     edit_values: list[float]  # added to the logit of each; -inf forbids it
     edit_until: list[int]  # for tokens at positions before this one
-    words: list[list[int]]  # of two tokens and more: the last is forbidden behind the others
+    words: list[list[int]]  # of two tokens and more: the last is forbidden after the others
     penalties: tuple[float, float, float] | None  # repetition, presence, frequency
     # The draw.
     temperature: float  # 0: greedy
@@ -53,7 +53,7 @@ class SamplingSpec:
 
     @property
     def draws_among_some(self) -> bool:
-        """Of the tokens, which depend on the likelihood of others."""
+        """Whether top-k, top-p or min-p limits the candidates."""
         is_narrowed = self.top_k >= 1 or self.top_p < 1 or self.min_p > 0
         return self.temperature != 0 and is_narrowed
 

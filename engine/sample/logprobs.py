@@ -13,7 +13,7 @@ WHOLE_VOCABULARY = -1
 
 
 class Scored(NamedTuple):
-    """Of each row its token, then the most likely ones: [r, 1 + num] each; ranks [r]."""
+    """The token of each row, then the most likely ones: [r, 1 + num] each; ranks [r]."""
 
     ids: torch.Tensor
     logprobs: torch.Tensor
@@ -26,9 +26,9 @@ class Scored(NamedTuple):
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num: int) -> Scored:
-    """Of the model's own logits [r, V] and a token of each row, token_ids [r] int64.
+    """Score the model's own logits [r, V] and a token of each row, token_ids [r] int64.
 
-    Behind it come the `num` most likely ones (-1: all V, 0: none), which may hold it again. Rows
+    After it come the `num` most likely ones (-1: all V, 0: none), which may hold it again. Rows
     that are not finite yield NaN.
     """
     vocab_size = logits.shape[1]

@@ -16,7 +16,7 @@ a processor, called before each token of that request:
 Requests address factories through ``SamplingParams.extra_args``. ``logits`` [V] float32 is the
 request's own row, after masks, bias and penalties; a processor may change it in place or return
 another tensor of its shape. Raising, returning anything else or leaving NaN or +inf fails this
-request alone. After a preemption the factory is asked again, so keep no state that the output
+request alone. After a preemption the factory is called again, so keep no state that the output
 tokens do not give back.
 """
 

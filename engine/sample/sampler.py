@@ -28,7 +28,7 @@ from kernels.slots import Columns, Rows
 
 
 class DraftRows(NamedTuple):
-    """Drafts by row of the draws. Row j of a sequence is behind its first j drafts."""
+    """Drafts by row of the draws. Row j of a sequence comes after its first j drafts."""
 
     judged: Column  # [R]: the draft where the row's token will stand, -1: none
     before: NDArray[np.int32]  # [R, K]: the drafts of its sequence before that, -1: none
@@ -45,7 +45,7 @@ class Draws(NamedTuple):
     """The rows of logits of a step, as the host knows them: R in all."""
 
     rows: Column  # [R], of the plan
-    slots: Column  # [R], -1: padding, or no token is wanted behind this row
+    slots: Column  # [R], -1: padding, or no token is wanted after this row
     positions: Column  # [R]: where the token will stand
     drafts: DraftRows | None = None
     is_padded: bool = False  # some rows may be padding
@@ -164,7 +164,7 @@ class Sampler:
         """Everything between the model and the draw; changes logits [R, V] float32 in place.
 
         The drafts before a row must be in the history already. may_leave_masks: the draw takes
-        ``Drawing.masks``, and the host can read the logits behind it.
+        ``Drawing.masks``, and the host can read the logits after it.
         """
         if not (self._edited or self._num_logprobs or masks):
             return Drawing({}, [], [], None, None, [], set())
@@ -260,7 +260,7 @@ class Sampler:
                     process(output, logits[row])
             except ProcessorError as error:
                 errors[row] = str(error)
-                logits[row, 0] = torch.nan  # no token is drawn: behind drafts it may not stand
+                logits[row, 0] = torch.nan  # no token is drawn: after drafts none may stand
 
     def _unsound(
         self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor

@@ -1,7 +1,7 @@
 """Chat templates: Jinja in a sandbox, with the filters and names that templates expect.
 
 Renders what transformers' ``apply_chat_template`` renders. Templates are third-party code: they see
-plain data only, cannot reach Python behind it, and have bounds on time and size (``sandbox``).
+plain data only, cannot reach Python beyond it, and have bounds on time and size (``sandbox``).
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def chat_values(messages: Messages, values: dict[str, Any]) -> dict[str, Any]:
 
 def fill_template(template: str, values: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
     """The text of a template. Raises ``RequestError`` if it refuses these values, or takes longer
-    than so many seconds."""
+    than that many seconds."""
     try:
         return str(compile_template(template).render({**values, BUDGET: Budget(seconds)}))
     except Exception as error:  # third-party code: it may add None to a string, and the like

@@ -14,9 +14,9 @@ MAX_DANGLING = 4  # a character has at most four bytes
 
 
 class Detokenizer:
-    """Incremental text of one sequence behind its prompt.
+    """Incremental text of one sequence after its prompt.
 
-    The pieces joined are the decoded output in the context of the prompt: a word behind the prompt
+    The pieces joined are the decoded output in the context of the prompt: a word after the prompt
     keeps its space, a character begun in the prompt appears whole. Half a character is withheld
     until it is resolved or ``flush`` says that nothing follows.
     """
@@ -86,7 +86,7 @@ class Detokenizer:
         return text[len(before) :] if text.startswith(before) else self._decode(self._pending)
 
     def _restart(self, token_ids: list[int]) -> str:
-        """Text that is out would change (its bytes turned out to be no text): go on behind it."""
+        """Text that is out would change (its bytes turned out to be no text): go on after it."""
         self._pending += token_ids
         text = self.flush()
         context = self._pending
@@ -165,7 +165,7 @@ def wish_of(params: SamplingParams) -> TextWish:
 
 
 class TextReader:
-    """Turns tokens into text until a stop string is found or ``is_last`` was said."""
+    """Turns tokens into text until a stop string is found or ``is_last`` is given."""
 
     __slots__ = (
         "_backend", "_detokenizer", "_longest", "_min_tokens", "_num_read", "_prompt_token_ids",

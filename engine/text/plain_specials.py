@@ -2,7 +2,7 @@
 
 A chat template writes special tokens around messages. The same letters inside a message are no
 such token: who could write one would speak as the system. In messages they are broken up by a
-guard, a character that no message has, before the template is filled in; behind it the guards are
+guard, a character that no message has, before the template is filled in; after it the guards are
 taken out and what had one is tokenised as plain text.
 """
 

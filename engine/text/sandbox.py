@@ -183,7 +183,7 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def bounded_join(pieces: Iterable[str]) -> str:
-    """All of them, one behind the other."""
+    """All of them, one after the other."""
     kept, size = [], 0
     for piece in pieces:
         size += len(piece)

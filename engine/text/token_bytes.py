@@ -10,9 +10,9 @@ SPACE = "\u2581"  # which stands for a space in tokens of sentencepiece
 
 
 class TokenBytes(dict[int, bytes | None]):
-    """The bytes of a token by its id, made when first asked for; special tokens by name.
+    """The bytes of a token by its id, made at first use; special tokens by name.
 
-    ``None`` where a part of a character cannot be told from the tokenizer.
+    ``None`` where the tokenizer does not show a part of a character.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

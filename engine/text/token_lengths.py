@@ -38,7 +38,7 @@ def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _names(tokenizer: Tokenizer) -> list[str]:
-    """All tokens, asked for one by one: a large vocabulary in one go takes four times as long, and
+    """All tokens, read one by one: a large vocabulary in one go takes four times as long, and
     lets no other thread run meanwhile."""
     num = tokenizer.get_vocab_size(with_added_tokens=False)
     names = list(filter(None, map(tokenizer.model.id_to_token, range(num))))

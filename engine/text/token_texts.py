@@ -1,4 +1,4 @@
-"""The text of each token, for tokenizers whose text is that of their tokens one behind the other.
+"""The text of each token, for tokenizers whose text is that of their tokens one after the other.
 
 Text that grows by a token then grows by an entry of a table, instead of by the difference of two
 texts. Most tokenizers of language models are of this kind: those whose tokens are bytes shown as
@@ -16,7 +16,7 @@ REPLACEMENT = "\ufffd"  # stands for bytes that are not a whole character
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text a token adds behind text that is out, by its id; made when it is first asked for.
+    """The text a token adds after text that is out, by its id; made at first use.
 
     ``None`` where that takes more than the token to say: a byte. Empty where the token adds nothing
     wherever it stands: special and skipped, or beyond the tokenizer's own (rows that fill a model's

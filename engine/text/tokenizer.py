@@ -127,7 +127,7 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Bytes that one token adds to a text, special tokens by name: those of a text's tokens,
-        one behind the other, are the text. ``None`` if they are a part of a character, and the
+        one after the other, are the text. ``None`` if they are a part of a character, and the
         tokenizer does not tell which."""
         return self.backend.token_bytes(token_id)
 
@@ -324,13 +324,14 @@ class Backend(Protocol):
         """
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
-        """The same token by token, if that is enough to know."""
+        """The texts token by token, if that is enough to know."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Of one token; ``None`` if they are not known."""
+        """Bytes of one token; ``None`` if they are not known."""
 
     def as_json(self) -> str | None:
-        """As tokenizer.json has it, added tokens included; ``None`` for one in Python."""
+        """The tokenizer as tokenizer.json has it, added tokens included; ``None`` for one in
+        Python."""
 
 
 class RustBackend:

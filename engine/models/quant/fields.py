@@ -30,7 +30,7 @@ class Format(Protocol):
 
     @property
     def name(self) -> str:
-        """As quant_method calls it."""
+        """The name in quant_method."""
         ...
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:

@@ -1,7 +1,7 @@
 """8-bit floats as transformers, DeepSeek, Qwen and AutoFP8 write them.
 
 weight is float8_e4m3fn [out, in]; w = value * scale. With `weight_block_size`, weight_scale_inv
-holds a scale for each block of so many outputs and inputs, the last of which may be cut off;
+holds a scale for each block of outputs and inputs, the last of which may be cut off;
 without, there is one scale, or one an output. "static": input_scale is what inputs were calibrated
 to.
 """
