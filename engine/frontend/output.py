@@ -340,8 +340,8 @@ class RequestState:
 
     __slots__ = (
         "_num_running", "_reports", "core_ids", "is_single", "kind", "kv_transfer_params",
-        "metrics", "num_cached_tokens", "prompt", "prompt_logprobs", "prompt_token_ids", "request_id",
-        "sequences",
+        "metrics", "num_cached_tokens", "prompt", "prompt_logprobs", "prompt_token_ids",
+        "request_id", "sequences",
     )  # fmt: skip
 
     def __init__(
