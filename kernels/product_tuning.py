@@ -1,9 +1,8 @@
 """Launch settings of batch-invariant products: a table, as kernels.tuning is for attention.
 
-A row's sums must not hang on how many rows there are. So columns and inputs of a tile are chosen by
-the weight alone, and tiles of other numbers of rows multiply by the same instruction, over the
-inputs in the same order. Speed is not measured yet.
-"""
+A row's sums must not depend on how many rows there are. So columns and inputs of a tile are chosen
+by the weight alone, and tiles of other numbers of rows multiply by the same instruction, over the
+inputs in the same order. Speed is not measured yet."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ _TILES: dict[str, dict[int, dict[int, tuple[int, _Rows]]]] = {
 
 
 def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: int) -> Tile:
-    """For so many rows of numbers of `itemsize` bytes. weight: its outputs and inputs."""
+    """For this many rows of numbers of `itemsize` bytes. weight: its outputs and inputs."""
     num_outputs, num_inputs = weight
     table = _TILES[arch][itemsize]
     fills = [outputs for outputs in table if num_outputs >= outputs * PROCESSORS[arch]]

@@ -13,11 +13,12 @@ MAX_SPLITS = 16
 # Steps over the inputs that a split should have, to be worth its part of the sums.
 LEAST_STEPS = 4
 
-# Above so many rows of 16-bit numbers a weight is dequantised once and the library multiplies. That
-# writes and reads 2 bytes a weight more: 4 / 3.05e12 s on an H100. A row costs the library
-# 2 / 783e12 s a weight, and about twice that a product that unpacks: it waits for tensor cores at
-# each group, where the library does not. They are even at 510 rows (on an A100, of 1.9e12 bytes and
-# 250e12 operations a second, at 260, but there, too, steps of so many rows get by without scratch).
+# Above this many rows of 16-bit numbers a weight is dequantised once and the library multiplies.
+# That writes and reads 2 bytes a weight more: 4 / 3.05e12 s on an H100. A row costs the library 2 /
+# 783e12 s a weight, and about twice that a product that unpacks: it waits for tensor cores at each
+# group, where the library does not. They are even at 510 rows (on an A100, of 1.9e12 bytes and
+# 250e12 operations a second, at 260, but there, too, steps of this many rows get by without
+# scratch).
 _MOST_FUSED_ROWS = 512
 # Of float32, which tensor cores do not take: arithmetic is the bound from few rows on.
 _MOST_FUSED_ROWS_OF_FLOAT32 = 64
@@ -60,7 +61,7 @@ def most_fused_rows(itemsize: int) -> int:
 
 
 def product_tile(arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False) -> Tile:
-    """For so many rows of numbers of `itemsize` bytes; is_gathered: each looked up by itself."""
+    """For this many rows of numbers of `itemsize` bytes; is_gathered: each looked up by itself."""
     table = _TILES[arch][itemsize]
     if is_gathered:
         table = _GATHERED_TILES.get(arch, {}).get(itemsize, table)

@@ -73,7 +73,7 @@ class Packed(NamedTuple):
         return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
 
     def _ordered(self) -> Packed:
-        """The same, with an order that is said."""
+        """The weight with an explicit order."""
         if self.order is not None:
             return self
         own = torch.arange(self.num_inputs, dtype=torch.int32, device=self.values.device)

@@ -39,7 +39,7 @@ def why_triton_cannot_start() -> str | None:
 def missing_for_build(compiler: str | None) -> str | None:
     """What is missing to build a module of Python's in C; ``None`` if one can be built.
 
-    compiler: that is asked for (``CC``), or ``None`` for the one in ``PATH``.
+    compiler: that is requested (``CC``), or ``None`` for the one in ``PATH``.
     """
     command = compiler or next(filter(shutil.which, COMPILERS), None)
     if command is None or shutil.which(command) is None:

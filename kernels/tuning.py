@@ -137,7 +137,7 @@ _KERNELS = {"decode": _DECODE, "prefill": _PREFILL}
 
 @contextmanager
 def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
-    """Within it "decode" or "prefill" launches of up to so many rows take this tile.
+    """Within it "decode" or "prefill" launches of up to this many rows take this tile.
 
     For measuring what belongs into the tables above.
     """
@@ -198,7 +198,7 @@ def decode_tile(arch: str, kind: Kind, rows: int, *, is_lone: bool = False) -> T
 
 
 def is_lone(arch: str, num_programs: int) -> bool:
-    """Whether decodes of so many sequences times blocks of heads leave a device without work."""
+    """Whether decodes of this many sequences times blocks of heads leave a device without work."""
     return num_programs < PROGRAMS_A_PROCESSOR * PROCESSORS[arch]
 
 
@@ -249,5 +249,5 @@ def write_heads(num_tokens: int, num_kv_heads: int) -> int:
 
 
 def write_warps(num_elements: int) -> int:
-    """For so many elements a program."""
+    """For this many elements a program."""
     return max(1, min(8, num_elements // 256))

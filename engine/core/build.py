@@ -170,7 +170,7 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer | None:
-    """What makes drafts by the method that was asked for; ``None``: the worker does."""
+    """What makes drafts by the method that was requested; ``None``: the worker does."""
     if speculative.method == "draft_model":
         return None
     if speculative.method == "grammar":
@@ -204,7 +204,7 @@ def with_grammars(
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
-    """Of grammars, for a model with this tokenizer.json."""
+    """A compiler of grammars for a model with this tokenizer.json."""
     return guidance_of(read_tokenizer, vocab_size)
 
 
@@ -221,7 +221,7 @@ def following_grammars(
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:
-    """The same for a replay, which computes nothing and has no tokenizer."""
+    """Grammars for a replay, which computes nothing and has no tokenizer."""
     grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
     return chosen._replace(resources=joined_by_grammars(chosen.resources, grammars))
 
@@ -260,7 +260,7 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
 def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
-    """What the worker needs for the same features, beside what it can do itself (drafts, masks).
+    """What the worker needs for the same features, next to what it can do itself (drafts, masks).
     info: of the model; drafting: the draft model, if there is one."""
     if drafting is None:
         return []
@@ -346,7 +346,7 @@ def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[st
 def make_kv_manager(
     config: EngineConfig, decided: Decided, *, clock: Callable[[], float], failures: Failures
 ) -> KVManager:
-    """The owner of all blocks, with the hash and the listeners that were asked for."""
+    """The owner of all blocks, with the hash and the listeners that were requested."""
     cache = config.cache
     events = None
     if cache.enable_kv_events:
@@ -369,7 +369,7 @@ def make_kv_manager(
 
 
 def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:
-    """The hash of cached blocks that was asked for."""
+    """The hash of cached blocks that was requested."""
     if cache.prefix_caching_hash_algo == "fast":
         from engine.kv.fast_hash import FastHasher
 

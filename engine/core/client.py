@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what a client elsewhere imports is kept small
 
 
 class NumCores(NamedTuple):
-    """Cores behind a client that have not died, and all."""
+    """Cores of a client that have not died, and all."""
 
     alive: int
     total: int

@@ -50,7 +50,9 @@ class InprocClient(CoreClient):
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
-        self._aborted: dict[str, tuple[int, Finished]] = {}  # client and end, told by the next step
+        self._aborted: dict[
+            str, tuple[int, Finished]
+        ] = {}  # client and end, reported by the next step
         self._cause: BaseException | None = None
         self._utilities = Utilities(core.scheduler, core.executor, failures or Failures())
 
@@ -118,7 +120,7 @@ class InprocClient(CoreClient):
         return self._live().is_idle
 
     def next_work(self, num_moved: int) -> Work:
-        """What the next step would do, after one in which so many requests got tokens."""
+        """What the next step would do, after one in which this many requests got tokens."""
         counts = self._live().scheduler.get_request_counts()
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 
@@ -142,7 +144,7 @@ class InprocClient(CoreClient):
             self._core = None
 
     def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
-        """The outputs and, behind them, the ends of aborted requests."""
+        """The outputs and, after them, the ends of aborted requests."""
         ends: defaultdict[int, list[tuple[str, Finished]]] = defaultdict(list)
         for name, (client_index, end) in self._aborted.items():
             ends[client_index].append((name, end))

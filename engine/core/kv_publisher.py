@@ -25,12 +25,12 @@ from engine.messages.kv_events import KVEventBatch
 from engine.observe.guard import Failures, Guard
 
 PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a listener
-END = -1  # the sequence number behind a page
+END = -1  # the sequence number after a page
 SEQUENCE_BYTES = 8
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Where a publisher resends past batches: beside its file, or on the next port."""
+    """Where a publisher resends past batches: next to its file, or on the next port."""
     if endpoint.startswith(IPC):
         return endpoint + "-replay"
     host, _, port = endpoint.rpartition(":")
@@ -86,7 +86,7 @@ class KVEventPublisher:
         self._context.term()  # the thread's socket raises, is closed there, and this returns
         self._thread.join()
         for endpoint in (self.endpoint, replay_endpoint(self.endpoint)):
-            if endpoint.startswith(IPC):  # ZeroMQ leaves the file behind
+            if endpoint.startswith(IPC):  # ZeroMQ does not remove the file
                 Path(endpoint.removeprefix(IPC)).unlink(missing_ok=True)
         self._remove_directory()
 

@@ -23,10 +23,10 @@ class PrefixCache:
         self.version = 0  # raised whenever a hash appears or disappears
         self.num_losses = 0  # raised whenever a block can no longer be found
         self.on_loss: Callable[[bytes], None] | None = None
-        self.watch: PrefixWatch | None = None  # told of every hash that appears or disappears
+        self.watch: PrefixWatch | None = None  # called for every hash that appears or disappears
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
-        self._twins: dict[bytes, list[int]] = {}  # blocks behind the one in _block, oldest first
+        self._twins: dict[bytes, list[int]] = {}  # blocks after the one in _block, oldest first
 
     def find(self, block_hash: bytes) -> int | None:
         """The block with this content, if there is one."""
@@ -203,7 +203,7 @@ class BlockPool:
             if refs > 1:
                 continue
             num_free += 1
-            if hashes[block] is not None:  # behind the last one
+            if hashes[block] is not None:  # after the last one
                 after[last], before[block], last = block, last, block
             else:  # before the first one
                 first = after[0]

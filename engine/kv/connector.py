@@ -9,7 +9,7 @@ from engine.kv.tables import Holder
 
 
 class RemoteMatch(NamedTuple):
-    """Tokens behind the local hit whose KV the source has.
+    """Tokens after the local hit whose KV the source has.
 
     ``asynchronous``: the request waits until they are loaded, and others run meanwhile. Otherwise
     they are loaded at the start of the step that computes the request's next tokens.
@@ -34,13 +34,13 @@ class KVSource(Protocol):
     """An external store, another engine, host memory. Decides; the worker's half moves bytes."""
 
     def match(self, req: Holder, num_local_tokens: int) -> RemoteMatch:
-        """Its KV behind the local hit. Changes nothing; called again when the hit changes."""
+        """Its KV after the local hit. Changes nothing; called again when the hit changes."""
 
     def start_load(self, req: Holder, blocks: Sequence[int], num_tokens: int) -> None:
-        """Fill these blocks, which hold the ``num_tokens`` behind the local hit, in order.
+        """Fill these blocks, which hold the ``num_tokens`` after the local hit, in order.
 
         If it raises, nothing may be written into them: the load counts as failed before it began,
-        and the source is not asked again for this request.
+        and the source is not called again for this request.
         """
 
     def metadata(self) -> bytes | None:

@@ -96,8 +96,8 @@ _hash_blocks = ctypes.CFUNCTYPE(
 
 
 class FastHasher:
-    """The same in every process with the same seed. Keep the seed to yourself where users do not
-    trust each other, or use SHA-256.
+    """A hash that is the same in every process with the same seed. Keep the seed to yourself where
+    users do not trust each other, or use SHA-256.
 
     ``key``: 16 bytes in place of those that the seed stands for.
     """

@@ -2,7 +2,7 @@
 
 step 7 launched, writes a token into block 3 ──┐
 its request ends, block 3 is free              │  a request that computes into block 3 does so
-a load wants block 3 ── waits ─────────────────┤  in step 8, behind it; a load would not wait
+a load wants block 3 ── waits ─────────────────┤  in step 8, after it; a load would not wait
 step 7 settled ── the load starts              ┘
 """
 

@@ -140,7 +140,7 @@ class KVManager:
         requests: Callable[[NDArray[np.intp]], Sequence[Holder]],
     ) -> NDArray[np.int64]:
         """``cached_prefix`` of the requests in these rows, which have these numbers of arrival and
-        so many tokens. Only those whose answer may have changed are looked up."""
+        this many tokens. Only those whose answer may have changed are looked up."""
         if self.groups != (FULL,) or self.transfers is not None or not self.caching:
             return np.array([self.cached_prefix(req) for req in requests(rows)], dtype=np.int64)
         watch = self.cache.watch
@@ -183,7 +183,7 @@ class KVManager:
     def fits(
         self, req: Holder, upto: int, freeing: Sequence[Holder] = (), *, spared: int = 0
     ) -> bool:
-        """Would ``reserve`` succeed once these were released, and leave so many blocks free?"""
+        """Would ``reserve`` succeed once these were released, and leave this many blocks free?"""
         free = self.pool.num_free - spared
         if freeing:
             keep = [] if self.held(req) else self.lookup(req).tables
@@ -211,7 +211,7 @@ class KVManager:
     def reserve(self, req: Holder, upto: int) -> bool:
         """Own slots for the positions [0, upto); a request without blocks adopts its prefix hit.
 
-        For a request that has, or now gets, a seat: the worker is told of its blocks.
+        For a request that has, or now gets, a seat: the worker is notified of its blocks.
         """
         if not self.hold(req, upto):
             return False
@@ -219,7 +219,7 @@ class KVManager:
         return True
 
     def reserve_next(self, rows: Sequence[int]) -> None:
-        """One more entry for each of these rows, which decode behind their last one.
+        """One more entry for each of these rows, which decode after their last one.
 
         The caller has checked that enough blocks are free.
         """
@@ -231,10 +231,10 @@ class KVManager:
         self.num_held[rows] += 1
 
     def hold(self, req: Holder, upto: int) -> bool:
-        """``reserve`` for a request that will wait: the worker is told when it gets a seat.
+        """``reserve`` for a request that will wait: the worker is notified when it gets a seat.
 
         False, and it holds nothing, if a load within the step could not start. Then more tokens
-        must be computed than the caller asked for; ``ready`` gives the new start.
+        must be computed than the caller requested; ``ready`` gives the new start.
         """
         if self._wanted(req, upto) > self.pool.num_free:
             return False
@@ -257,7 +257,7 @@ class KVManager:
         return True
 
     def start_load(self, req: Holder) -> None:
-        """Fill what the request holds behind its hit from elsewhere, as soon as no step in flight
+        """Fill what the request holds after its hit from elsewhere, as soon as no step in flight
         writes those blocks; ``loaded`` says it is done, ``take_failed_loads`` that it cannot be
         started."""
         assert self.transfers is not None
@@ -410,7 +410,8 @@ class KVManager:
         return holding if holding is not None and holding.arrival == req.arrival else None
 
     def _holding(self, req: Holder) -> RequestBlocks:
-        """The same, made if there is none; for a request that has ended it is not kept."""
+        """Like `_found`, but made if there is none; a finished request gets one that is not
+        kept."""
         holding = self._found(req)
         if holding is None:
             holding = self._empty(req)
@@ -472,7 +473,7 @@ class KVManager:
         return holding.num_remote > 0 and not hit.asynchronous
 
     def _blocks_to_load(self, req: Holder, holding: RequestBlocks) -> list[int]:
-        """Those behind the hit that a transfer fills."""
+        """The blocks after the hit that a transfer fills."""
         first = holding.num_adopted
         blocks = holding.blocks[first : first + self._entries(holding.num_remote)]
         assert blocks, f"{req}: nothing to load"

@@ -45,10 +45,10 @@ class BlockHasher(Protocol):
     root: bytes
 
     def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
-        """Hashes of consecutive blocks of ``width`` bytes each behind ``parent``."""
+        """Hashes of consecutive blocks of ``width`` bytes each after ``parent``."""
 
     def extend_one(self, parent: bytes, data: bytes) -> bytes:
-        """Hash of the block behind ``parent`` that holds ``data``."""
+        """Hash of the block after ``parent`` that holds ``data``."""
 
     def fold(self, parent: bytes, extra: bytes) -> bytes:
         """A parent that stands for ``extra`` as well."""
@@ -183,9 +183,9 @@ class PrefixIndex:
             cache.on_loss = events.removed
 
     def find(self, req: Holder, holding: RequestBlocks, num_blocks: int) -> list[list[int]]:
-        """The longest hit of at most so many blocks, as one table for each group.
+        """The longest hit of at most this many blocks, as one table for each group.
 
-        If no content was evicted since the remembered hit, the search continues behind it.
+        If no content was evicted since the remembered hit, the search continues after it.
         """
         chain, old, cache = holding.chain, holding.hit, self._cache
         self._chains.extend(chain, req, num_blocks * self._block_size)

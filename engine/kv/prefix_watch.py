@@ -2,7 +2,7 @@
 
 Whoever orders a long queue by them asks for all in each step, while a step publishes and evicts few
 blocks. So each answer is remembered until the content that it rests on changes: a block of the hit
-is lost, or the first block behind it appears.
+is lost, or the first block after it appears.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PrefixWatch:
         self._where: dict[int, tuple[bytes | None, bytes | None]] = {}  # row -> end, awaited
 
     def stale(self, rows: Rows, arrivals: Whole, known: Whole) -> NDArray[np.bool_]:
-        """Which of these rows, with requests of these numbers of arrival and so many tokens, must
+        """Which of these rows, with requests of these numbers of arrival and this many tokens, must
         be looked up."""
         if rows.size and (missing := int(rows.max()) + 1 - len(self.tokens)) > 0:
             missing += len(self.tokens)
@@ -51,7 +51,7 @@ class PrefixWatch:
         return is_stale
 
     def note(self, row: int, arrival: int, known: int, num_tokens: int) -> None:
-        """A row was looked up: so many tokens of those known are cached."""
+        """A row was looked up: this many tokens of those known are cached."""
         self.tokens[row], self._arrival[row], self._known[row] = num_tokens, arrival, known
 
     def rest_on(self, row: int, hashes: Sequence[bytes], num_hit: int) -> None:

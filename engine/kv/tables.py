@@ -47,7 +47,7 @@ class Group:
         return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
 
     def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
-        """The most leading entries, up to ``limit``, that hold all keys of a query behind them."""
+        """The most leading entries, up to ``limit``, that hold all keys of a query after them."""
         reach = -(-(self.window - 1) // block_size) if self.window else limit
         while limit:
             needed = range(max(0, limit - reach), limit)
@@ -88,7 +88,7 @@ class Holder(Protocol):
 class PrefixHit:
     """The longest cached beginning of a sequence: ``num_tokens`` of it in ``tables``, one a group.
 
-    ``num_remote`` tokens behind it can be had from elsewhere; if ``asynchronous``, by waiting.
+    ``num_remote`` tokens after it can be had from elsewhere; if ``asynchronous``, by waiting.
     """
 
     num_tokens: int
@@ -114,7 +114,7 @@ class RequestBlocks:
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
     num_ready: int = 0  # leading tokens whose KV was there when the blocks were got
-    num_remote: int = 0  # tokens behind the adopted ones that a transfer fills, or has filled
+    num_remote: int = 0  # tokens after the adopted ones that a transfer fills, or has filled
     num_sent: int = 0  # leading entries that the worker knows
     loading: bool = False  # a transfer writes into the blocks, or waits to begin
     load_error: str = ""  # error of the source, which did not start the load; it is kept
@@ -167,13 +167,13 @@ class BlockTables:
         holding.tables = [list(table) for table in tables]
 
     def extend(self, holding: RequestBlocks, num_entries: int) -> None:
-        """Take blocks for so many entries; the caller has checked that enough are free."""
+        """Take blocks for this many entries; the caller has checked that enough are free."""
         taken = self._pool.take(num_entries * self.num_groups)
         for g, table in enumerate(holding.tables):
             table += taken[g * num_entries : (g + 1) * num_entries]
 
     def extend_each(self, rows: Sequence[int], holdings: Sequence[RequestBlocks]) -> None:
-        """One more entry for each of these requests, and the worker is told."""
+        """One more entry for each of these requests, and the worker is notified."""
         blocks = self._pool.take(len(rows) * self.num_groups)
         taken = iter(blocks)
         if self.num_groups == 1:  # most models: the hot path of decodes

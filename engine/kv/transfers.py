@@ -32,7 +32,7 @@ class Transfers:
     cannot free the blocks of the wrong transfer.
 
     If a source cannot start a load, the request keeps the blocks, which hold no valid KV, and the
-    source is not asked about that request again.
+    source is not called for that request again.
     """
 
     def __init__(self, pool: BlockPool, source: KVSource) -> None:
@@ -43,7 +43,7 @@ class Transfers:
         self._failed: dict[int, Holder] = {}  # requests whose load will not begin
 
     def match(self, req: Holder, holding: RequestBlocks, num_local_tokens: int) -> RemoteMatch:
-        """What the source has behind the local hit; the last known token is always computed."""
+        """What the source has after the local hit; the last known token is always computed."""
         if holding.load_error:
             return NOTHING
         found = self.source.match(req, num_local_tokens)
@@ -92,7 +92,7 @@ class Transfers:
         blocks = live_blocks(holding.tables)
         self._failed.pop(req.arrival, None)
         if holding.loading and self.fences.cancel(req.arrival):
-            holding.loading = False  # it had not begun, so no end of it will be told
+            holding.loading = False  # it had not begun, so no end of it will be reported
         bye = self.source.finished(req, blocks)
         if blocks and (bye.keep or holding.loading):  # what a load writes into is not free either
             loan = self.lent.setdefault(req.request_id, Loan())

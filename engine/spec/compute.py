@@ -1,7 +1,7 @@
-"""A draft model: a smaller model guesses tokens, which the next step verifies beside its own.
+"""A draft model: a smaller model guesses tokens, which the next step verifies next to its own.
 
     begin    new blocks are entered
-    follow   behind the draw: the draft model computes the tokens of the step that it lacks and the
+    follow   after the draw: the draft model computes the tokens of the step that it lacks and the
              one that was drawn, then a decode for each further token to propose
     report   the proposals go to the scheduler with the step's result
 
@@ -181,7 +181,7 @@ class DraftModel(Feature):
 
 
 class Passes:
-    """The forward passes of the draft model behind a step."""
+    """The forward passes of the draft model after a step."""
 
     def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
         """machine: the draft model's, with slots of its own; target: the model's. limit: of
@@ -193,7 +193,7 @@ class Passes:
         self._mixed: BySize[MixedGraph] = BySize()
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
-        """Record passes of so many rows, and first ones of so many tokens."""
+        """Record passes of this many rows, and first ones of this many tokens."""
         if self.machine.model.can_be_recorded:
             self._graphed = record(self.machine, sizes, self._limit)
             self._mixed = record_mixed(self.machine, mixed_sizes, self._limit)
@@ -302,7 +302,7 @@ class _Proposals:
         self._parts: list[tuple[Work, Fetched]] = []  # rows may be computed in several
 
     def wanted(self, rows: PlanRows) -> Column:
-        """Drafts wanted behind some rows of the step."""
+        """Drafts wanted after some rows of the step."""
         assert self.plan.proposals is not None
         by_slot: Column = np.zeros(int(self.plan.slots.max()) + 1, dtype=np.int32)
         by_slot[self.plan.slots] = self.plan.proposals

@@ -8,7 +8,7 @@ that remains is written there.
 
 All of a tree is one array of int32: a head, rows, an index of the rows, and the text, a ring. A row
 is known by its index in the array, 0 is none. There are two kinds. A *node* stands for all contexts
-that were in the same places. A *follower* is a token that was behind those. Contexts of several
+that were in the same places. A *follower* is a token that was after those. Contexts of several
 owners that must not meet have roots of their own.
 
 A token makes two nodes at most and, as a suffix automaton has at most three transitions for each
@@ -56,13 +56,13 @@ compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=T
 
 
 def size(length: int) -> int:
-    """Of the array of a tree over so many tokens, in int32."""
+    """Size of the array of a tree over this many tokens, in int32."""
     return HEAD + length * (ROWS_A_TOKEN * ROW + SLOTS_A_TOKEN + 1)
 
 
 def make(length: int, depth: int) -> Array:
-    """An empty tree over a ring of so many tokens, a power of two, for contexts of up to ``depth``
-    tokens. Pages that are not yet used take no memory."""
+    """An empty tree over a ring of this many tokens, a power of two, for contexts of up to
+    ``depth`` tokens. Pages that are not yet used take no memory."""
     tree: Array = np.zeros(size(length), dtype=np.int32)
     tree[INDEX] = HEAD + length * ROWS_A_TOKEN * ROW
     tree[SLOTS] = length * SLOTS_A_TOKEN
@@ -78,7 +78,7 @@ def text_of(tree: Array) -> Array:
 
 
 def grown(tree: Array) -> Array:
-    """The same with room for twice as much; nothing may ever have been forgotten in it."""
+    """A copy with room for twice as much; nothing may ever have been forgotten in it."""
     larger = make(2 * int(tree[LENGTH]), int(tree[DEPTH]))
     larger[FRESH] = fresh = int(tree[FRESH])
     larger[NEWEST], larger[LEFT] = tree[NEWEST], larger[LEFT] - (fresh - HEAD) // ROW
@@ -88,7 +88,7 @@ def grown(tree: Array) -> Array:
     return larger
 
 
-# -- rows and their index: open addressing; what is behind a free place moves up
+# -- rows and their index: open addressing; what is after a free place moves up
 
 
 @compiled  # type: ignore[untyped-decorator]
@@ -311,7 +311,7 @@ def _join(tree: Any, node: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
-    """Enter the token at index ``behind``, after ``length`` others; False if there is no room."""
+    """Enter the token at index ``position``, after ``length`` others; False if there is no room."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     place = (position - 1) & mask
     token = np.int64(tree[base + (position & mask)])
@@ -359,7 +359,7 @@ def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _draft(tree: Any, query: Any, known: Any, most: Any, limits: Any, path: Any) -> Any:
-    """Drafts behind the ``known`` tokens of ``query``: their number and expected right ones."""
+    """Drafts after the ``known`` tokens of ``query``: their number and expected right ones."""
     num, chance, expected = 0, 1.0, 0.0
     while num < most:
         end = known + num
@@ -446,7 +446,7 @@ def enter(tree: Any, span: Any, is_new: Any) -> Any:
     _ints, _ints, types.UniTuple(_long, 2), _ints, _long, _long, _floats, returns=_long
 )
 def draft(one: Any, other: Any, roots: Any, query: Any, known: Any, most: Any, limits: Any) -> Any:
-    """At most so many drafts behind the ``known`` tokens of ``query``, which are written there.
+    """At most this many drafts after the ``known`` tokens of ``query``, which are written there.
 
     They come from the tree in which more of them are expected to be right, ``one`` if as many are;
     a root 0 is none. ``limits``: drafts for each token of the context that was found, and the

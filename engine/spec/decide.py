@@ -1,7 +1,7 @@
-"""Drafts: guessed tokens that a decode verifies beside its own.
+"""Drafts: guessed tokens that a decode verifies next to its own.
 
-    settle        tokens are known: a proposer may be asked again
-    begin_step    the proposer is asked; a request with drafts is watched and serial
+    settle        tokens are known: a proposer may be called again
+    begin_step    the proposer is called; a request with drafts is watched and serial
     extra         a decode asks for as many places as it has drafts
     describe      plan.drafts
     settle        count the accepted drafts; the others are rolled back
@@ -9,7 +9,7 @@
 Where a worker proposes (``result.drafts``), it does so for all rows, and all are in one step at a
 time. A ``Proposer`` sees only tokens that are known: a request without drafts keeps as many steps
 in flight as any other. One for which it finds some while another step is in flight waits for that
-step's token, and is asked again.
+step's token, and is called again.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Proposer(Protocol):
     """Guesses what follows the known tokens of a request, from these tokens alone."""
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """At most so many token ids that may follow ``req.tokens``; empty if it has no guess."""
+        """At most this many token ids that may follow ``req.tokens``; empty if it has no guess."""
         ...
 
     def release(self, req: Request) -> None:
@@ -183,11 +183,11 @@ class Drafts(Resource):
         self._worth = worth
         self._payoff = payoff
         self._running: dict[int, Request] = {}  # by row
-        self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was asked
+        self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was called
         self._drafting: set[int] = (
             set()
-        )  # rows with drafts, in this step, for the next, or asked for
-        self._wishing: set[int] = set()  # rows of which the worker was asked for drafts
+        )  # rows with drafts, in this step, for the next, or requested
+        self._wishing: set[int] = set()  # rows whose drafts the worker is to make
         self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
         self._taken: dict[int, list[int]] = {}  # drafts by row, in the step being planned
         self._price: float | None = None  # of a draft in the step being planned
@@ -217,7 +217,7 @@ class Drafts(Resource):
     def extra(self, req: Request, step: Step) -> int:
         """A slot for each draft. Where the worker proposes, all decodes have the same shape: one
         that comes with all but a token of its prompt cached has no drafts yet and is padded to it.
-        So is a prompt of one token, beside decodes."""
+        So is a prompt of one token, next to decodes."""
         if req.num_pending:
             return 0
         room = req.max_total - req.num_tokens - 1
@@ -295,8 +295,8 @@ class Drafts(Resource):
     def _propose(self, proposer: Proposer) -> None:
         """Ask about every request that has new tokens.
 
-        One for which the proposer fails has no drafts and is asked about again when it has more.
-        Raises ``ValueError`` for the first of these, when all others have been asked about.
+        One for which the proposer fails has no drafts and is looked at again when it has more.
+        Raises ``ValueError`` for the first of these, when all others have been tried.
         """
         failed, expected, offered = "", 0.0, []
         load = None if self._payoff is None else self._payoff.load(len(self._running))
@@ -324,7 +324,7 @@ class Drafts(Resource):
 
     def _take_up(self, workers: WorkersProposals) -> None:
         """Drafts of every request that has new tokens: those that its grammar forces, or that the
-        worker has made already, as many as it was asked for."""
+        worker has made already, as many as were requested."""
         while self._moved:
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
@@ -334,7 +334,7 @@ class Drafts(Resource):
             self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
 
     def _wish(self, plan: StepPlan) -> None:
-        """Ask the worker for drafts. A row that is asked about is in no other step until then."""
+        """Ask the worker for drafts. A row that is looked at is in no other step until then."""
         plan.proposals = self.wished(plan)
         if plan.proposals is None:
             return
@@ -343,7 +343,7 @@ class Drafts(Resource):
             self._set_drafting(self._running[row], True)
 
     def wished(self, plan: StepPlan) -> Column | None:
-        """How many drafts the worker is to make behind each row of this step; ``None``: it need
+        """How many drafts the worker is to make after each row of this step; ``None``: it need
         not even compute what its drafts would follow."""
         useful = self._useful(plan)
         # A long prompt need not be gone through later.
@@ -366,11 +366,11 @@ class Drafts(Resource):
         return nothing if tries else None
 
     def _useful(self, plan: StepPlan) -> Column:
-        """Drafts that may be verified behind each row of this step: none behind the last token."""
+        """Drafts that may be verified after each row of this step: none after the last token."""
         useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))
-            # One token more is known behind it, if no draft of this step is right.
+            # One token more is known after it, if no draft of this step is right.
             left = 0 if req is None else req.max_total - req.num_tokens - req.num_pending - 1
             useful[index] = max(0, min(useful[index], left))
         return useful
@@ -398,7 +398,7 @@ class Drafts(Resource):
         return offer
 
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
-        """As many of the drafts as are worth it."""
+        """The drafts that are worth it."""
         if not drafts:
             return NO_OFFER
         if worth is None:

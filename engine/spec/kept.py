@@ -16,12 +16,12 @@ from engine.messages.step import Column, StepPlan
 
 
 class Work(NamedTuple):
-    """What the draft model computes behind a step, by row: tokens [start, start + count)."""
+    """What the draft model computes after a step, by row: tokens [start, start + count)."""
 
     slots: Column
     starts: Column
     counts: Column
-    wanted: Column  # drafts behind the last token, 0: none
+    wanted: Column  # drafts after the last token, 0: none
     stand: Column  # tokens before this position are certain to stand
 
 
@@ -56,8 +56,8 @@ class Kept:
             self._upto[seq.slot] = self._noted[seq.slot] = upto
 
     def work(self, rows: Work, limit: int, budget: int) -> Work:
-        """What to compute behind a step's rows, which are what the step computed. limit: no token
-        at this position or behind it is computed. budget: tokens. Say so once it is ``computed``.
+        """What to compute after a step's rows, which are what the step computed. limit: no token
+        at this position or after it is computed. budget: tokens. Say so once it is ``computed``.
 
         A row of which too much is missing catches up as far as the budget goes, and has no drafts.
         """
@@ -95,7 +95,7 @@ class Kept:
 
 
 class SpareBlocks:
-    """Blocks behind those of the pool: drafts reach beyond the blocks of their sequence. What is
+    """Blocks after those of the pool: drafts reach beyond the blocks of their sequence. What is
     written there is computed again once it is known to stand."""
 
     def __init__(self, num_slots: int, num_drafts: int, block_size: int) -> None:
@@ -107,8 +107,8 @@ class SpareBlocks:
         return self._num_slots * self._each
 
     def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
-        """Block tables [slots, width] of sequences that have no block of a pool of so many: as many
-        neighbours in a table as may be needed at once are different blocks."""
+        """Block tables [slots, width] of sequences that have no block of a pool of this many: as
+        many neighbours in a table as may be needed at once are different blocks."""
         slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
         turns = np.arange(width, dtype=np.int32) % self._each
         tables: NDArray[np.int32] = num_blocks + slots * self._each + turns

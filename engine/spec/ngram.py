@@ -49,7 +49,7 @@ class NgramProposer:
 
 
 class Places:
-    """Where the n-grams of one text were last, by the index of the token behind them."""
+    """Where the n-grams of one text were last, by the index of the token after them."""
 
     def __init__(self, min_size: int, max_size: int, base: int) -> None:
         self._base = base
@@ -60,7 +60,7 @@ class Places:
         self._last: tuple[int, list[int]] = (0, [])  # codes that were looked for, and of which end
 
     def enter(self, tokens: array[int]) -> None:
-        """Enter all n-grams with a token behind them."""
+        """Enter all n-grams with a token after them."""
         first, end = self._num_entered + 1, len(tokens)
         if end - first > BULK:
             self._enter_many(tokens, first, end)
@@ -74,7 +74,7 @@ class Places:
         self._num_entered = max(self._num_entered, end - 1)
 
     def find(self, tokens: array[int]) -> int | None:
-        """The index behind the longest n-gram entered that the text ends with."""
+        """The index after the longest n-gram entered that the text ends with."""
         end = len(tokens)
         codes = self._codes(tokens, end)
         self._last = end, codes
@@ -86,7 +86,8 @@ class Places:
         return None
 
     def _codes(self, tokens: array[int], end: int) -> list[int]:
-        """Of the n-grams that end before this index, from the smallest on, as far as there are."""
+        """Codes of the n-grams that end before this index, from the smallest on, as far as there
+        are."""
         code, weight, codes = 0, 1, []
         for size in range(1, min(self._max_size, end) + 1):
             code = (code + (tokens[end - size] + 1) * weight) & MASK
@@ -96,7 +97,7 @@ class Places:
         return codes
 
     def _enter_many(self, tokens: array[int], first: int, end: int) -> None:
-        """The same for the tokens [first, end) behind n-grams: one pass for each size."""
+        """Enter the tokens [first, end) after n-grams: one pass for each size."""
         start = max(0, first - self._max_size)
         values = np.array(tokens[start : end - 1], dtype=np.uint64) + np.uint64(1)
         codes, weight = np.zeros(len(values), dtype=np.uint64), 1
@@ -112,7 +113,8 @@ class Places:
 
 
 def copy(tokens: array[int], at: int, num_tokens: int) -> list[int]:
-    """So many tokens from index ``at`` on; behind the last known one the copy goes on in itself."""
+    """This many tokens from index ``at`` on; after the last known one the copy goes on in
+    itself."""
     drafts = tokens[at : at + num_tokens].tolist()
     period = len(tokens) - at
     while len(drafts) < num_tokens:

@@ -27,14 +27,14 @@ FEW = 3  # the first of them cannot overlap with the one before it, so it says t
 SHARE = 0.01  # of the tokens that may be lost by trying
 UNKNOWN_COST = 1.0  # before any was measured
 MOST_CREDIT = 3.0  # steps; whatever a cost was measured to be, so much buys a try
-MOST_WAIT = 16  # steps in which nobody is asked for drafts, after drafts that were not worth it
+MOST_WAIT = 16  # steps in which no drafts are requested, after drafts that were not worth it
 
 
 class StepKind(NamedTuple):
     """What a step had to do with drafts."""
 
     has_drafts: bool  # some were verified, or made by the worker
-    num_wished: int = 0  # made behind a row by the worker, at most
+    num_wished: int = 0  # made after a row by the worker, at most
 
 
 def usual(seconds: Sequence[float]) -> float:
@@ -50,7 +50,7 @@ class Credit:
 
 
 class Load:
-    """What steps with about so many requests running take, with drafts and without.
+    """What steps with about this many requests running take, with drafts and without.
 
     ``others``: of other numbers of requests, the nearest first.
     """
@@ -67,7 +67,7 @@ class Load:
         self.num_seqs = 1  # just now
 
     def asks(self) -> bool:
-        """May this step have drafts? To be asked once a step."""
+        """May this step have drafts? To be called once a step."""
         if self._looks:
             self._looks -= 1
             return False
@@ -81,7 +81,7 @@ class Load:
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
     def takes(self, expected: float, num_steps: int = 1) -> bool:
-        """Are drafts that bring so many tokens worth it? num_steps: that cost more, if only these
+        """Are drafts that bring this many tokens worth it? num_steps: that cost more, if only these
         few are tried."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
@@ -99,7 +99,7 @@ class Load:
         return len(self._drafting) >= ENOUGH and len(self._plain) >= FEW
 
     def cost(self) -> float:
-        """Of drafts in a step, as a share of a step without."""
+        """Cost of drafts in a step, as a share of a step without."""
         if not self.is_measured:
             known = (other for other in self._others() if other.is_measured)
             nearest = next(known, None)
@@ -108,13 +108,13 @@ class Load:
         return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
 
     def price(self) -> float:
-        """Of one draft more that the worker makes, by the same measure."""
+        """Price of one draft more that the worker makes, by the same measure."""
         if not self._wished or not self.is_measured:
             return 0.0
         return self.cost() * len(self._wished) / sum(self._wished)
 
     def lend(self, tokens: float) -> None:
-        """So many more may be lost by trying."""
+        """This many more may be lost by trying."""
         most = MOST_CREDIT * self.num_seqs
         self._credit.tokens = min(self._credit.tokens + tokens, most)
 
@@ -139,7 +139,7 @@ class Payoff:
         self._last: float | None = None  # when a step had ended and others were on their way
 
     def load(self, num_running: int) -> Load:
-        """That of so many requests."""
+        """The load of this many requests."""
         size = num_running.bit_length()
         if size not in self._loads:
             self._loads[size] = Load(self._credit, partial(self._others, size))

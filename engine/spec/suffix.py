@@ -25,19 +25,19 @@ SMALLEST = 256  # tokens for which a request's tree is made
 NO_ROOT = 0
 
 # Tokens entered in a call, that a long text delays no step by much (1.3 us each): of the request's
-# own, and of those that have ended beside twice as many as are new.
+# own, and of those that have ended next to twice as many as are new.
 OWN_PIECE, SHARED_PIECE = 2048, 64
 STRIDE = 64  # tokens that are written into the ring, or forgotten, at a time
 
 
 class SuffixProposer:
-    """Drafts behind contexts of up to ``max_depth`` tokens.
+    """Drafts after contexts of up to ``max_depth`` tokens.
 
     At most ``max_factor`` drafts (rounded down, but one) for each token of the context that is
     found, and only while the product of their relative frequencies is at least ``min_probability``.
-    What the last ``max_requests`` requests to end have said is remembered, up to ``num_shared``
-    tokens (a power of two). Of their prompts only the last ``max_depth`` tokens are, for what
-    followed them. A request has drafts from those of its own cache salt only.
+    What the last ``max_requests`` requests to end have generated is remembered, up to
+    ``num_shared`` tokens (a power of two). Of their prompts only the last ``max_depth`` tokens are,
+    for what followed them. A request has drafts from those of its own cache salt only.
 
     The cost of a step grows with its new tokens, not with the length of the texts. A tree takes 164
     bytes for each token that it has room for. A request's has room for a power of two, 256 at
@@ -141,7 +141,7 @@ class EndedTexts:
         self._oldest = self._next = 0  # indices: what is in the ring
 
     def root_of(self, salt: str | None) -> int:
-        """The root of what was said with this salt."""
+        """The root of the texts with this salt."""
         return self._roots.get(salt, (NO_ROOT, 0))[0]
 
     def add(self, req: Request) -> None:
@@ -153,7 +153,7 @@ class EndedTexts:
             del self._waiting[1]  # the first may be half entered
 
     def work(self, num_tokens: int) -> None:
-        """Enter what waits: about so many tokens, those counted that are forgotten for it."""
+        """Enter what waits: about this many tokens, those counted that are forgotten for it."""
         while self._waiting and num_tokens > 0:
             text = self._waiting[0]
             if text.begin < 0 and not self._begin(text):
@@ -223,5 +223,5 @@ class EndedTexts:
 
 
 def room_for(num_tokens: int) -> int:
-    """The power of two from which on there is room for so many."""
+    """The power of two from which on there is room for this many."""
     return 1 << (num_tokens - 1).bit_length()

@@ -7,7 +7,7 @@ goodput of Liu et al. 2024, arXiv 2406.14066, at the margin). T and c come from 
 is fitted to the engine's own steps; p_i from how often a request's drafts at place i were right,
 drawn to how often those of all requests were while it has few (the mean of a Beta posterior).
 
-A request whose drafts are not worth it rests: it is not asked about for 2, 4, ... 64 tokens, and
+A request whose drafts are not worth it rests: it has no drafts for 2, 4, ... 64 tokens, and
 then with a few drafts. What a step with drafts costs as such is up to `payoff`.
 """
 
@@ -38,7 +38,7 @@ class Rates:
         self.right = [right] * num_places
 
     def add(self, num_verified: int, num_right: int) -> None:
-        """One step: drafts behind the first wrong one say nothing."""
+        """One step: drafts after the first wrong one say nothing."""
         tried, right, keep = self.tried, self.right, self._keep
         for place in range(min(num_verified, num_right + 1)):
             tried[place] = tried[place] * keep + 1.0
@@ -53,7 +53,7 @@ class Worth:
         self._num_places = num_places
         self._all = Rates(num_places, KEEP_ALL, PRIOR, PRIOR * first)
         self._own: dict[int, Rates] = {}  # by number of the request
-        self._rest: dict[int, tuple[int, int]] = {}  # tokens at which it is asked again; last rest
+        self._rest: dict[int, tuple[int, int]] = {}  # tokens at which it is called again; last rest
 
     def rests(self, req: Request) -> bool:
         """Is it too early to ask for drafts again?"""
@@ -61,7 +61,7 @@ class Worth:
         return until is not None and req.num_tokens < until[0]
 
     def has_rested(self, req: Request) -> bool:
-        """Were its drafts not worth it when it was last asked?"""
+        """Were its drafts not worth it when it was last called?"""
         return req.arrival in self._rest
 
     def num_worth(self, req: Request, drafts: Sequence[int], price: float) -> int:
@@ -77,7 +77,8 @@ class Worth:
         return min(len(drafts), self._num_places, max(1, int(TRIED / max(price, 1e-3))))
 
     def expect(self, req: Request, most: int, price: float = -1.0) -> tuple[int, float]:
-        """How many of so many drafts bring more than the price, and tokens they bring together."""
+        """How many of this many drafts bring more than the price, and tokens they bring
+        together."""
         own, every = self._own.get(req.arrival), self._all
         weight, known = PRIOR, 0.0
         if own is not None:  # what its drafts at other places were says something of this one

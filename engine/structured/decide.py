@@ -40,21 +40,21 @@ class Matcher(Protocol):
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         """Set the bits of what may follow, and of what may follow each of the drafts up to the
         first that is not allowed. Changes nothing else. Raises if the text cannot go on; where it
-        only could not behind a draft, no bit is set there.
+        only could not after a draft, no bit is set there.
 
         masks: [1 + drafts, words] int32, all zero; bit t % 32 of word t // 32 is token t.
         """
 
     def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
-        """At most so many tokens of the text that must follow, as the tokenizer would cut it behind
-        the recent tokens; empty where there is a choice. Changes nothing."""
+        """At most this many tokens of the text that must follow, as the tokenizer would cut it
+        after the recent tokens; empty where there is a choice. Changes nothing."""
 
 
 class Compilation(Protocol):
     """A grammar that is being compiled."""
 
     def wait(self) -> Matcher:
-        """The same as ``poll``, once it is done or late."""
+        """What ``poll`` returns once it is done or late."""
 
     def poll(self) -> Matcher | None:
         """A matcher at the beginning of the grammar, ``None`` while it is being compiled.
@@ -104,7 +104,7 @@ class Compiled:
 
 
 class GrammarsRefused(Resource):
-    """Beside a plug-in that writes masks of its own, which know nothing of grammars."""
+    """Next to a plug-in that writes masks of its own, which know nothing of grammars."""
 
     name = "no grammar"
     serves = "grammar"
@@ -117,7 +117,7 @@ class GrammarsRefused(Resource):
         if not add.grammar:
             return None
         return (
-            "structured_outputs is given, but which tokens are allowed is said by the resource "
+            "structured_outputs is given, but which tokens are allowed is decided by the resource "
             f"{self._writer!r} alone: leave one of them out"
         )
 
@@ -133,16 +133,16 @@ def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tup
 
 class Tries:
     """When to ask what a request draws ahead of its mask: not for a while where that was of no use,
-    twice as long each time. A model that follows the form is asked for each token."""
+    twice as long each time. A model that follows the form is requested each token."""
 
     MOST = 16  # tokens
 
     def __init__(self) -> None:
-        self._wait = 0  # tokens, until it is asked again
+        self._wait = 0  # tokens, until it is called again
         self._next = 1  # the same, when it is of no use again
 
     def is_due(self) -> bool:
-        """Asked once a token."""
+        """Called once a token."""
         self._wait -= 1
         return self._wait < 0
 
@@ -293,8 +293,8 @@ class GrammarReadiness(Resource):
         self._compiler.shutdown()
 
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
-        """How many of these drafts the request's grammar would let pass: none if that cannot be
-        told, of which the mask or the next token then says why."""
+        """How many of these drafts the request's grammar would let pass: none if that is not
+        known; the mask or the next token then gives the reason."""
         if not self._is_followed(req):
             return len(drafts)
         try:
@@ -303,8 +303,8 @@ class GrammarReadiness(Resource):
             return 0
 
     def forced(self, req: Request, most: int) -> Sequence[int]:
-        """Tokens that the request's grammar leaves no choice about, at most so many. The model may
-        cut the same text into other tokens, so they are drafts."""
+        """Tokens that the request's grammar leaves no choice about, at most this many. The model
+        may cut the same text into other tokens, so they are drafts."""
         if not self._is_followed(req):
             return ()
         try:

@@ -194,7 +194,7 @@ class GuidanceCompiler:
             return self._vocabularies[eos]
 
     def _is_given_up(self, compilation: GuidanceCompilation) -> bool:
-        """Every request that asked for it has been told that it is late."""
+        """Every request that waits for it has the error that it is late."""
         if not compilation.is_late:
             return False
         compilation.is_void = True
@@ -270,7 +270,7 @@ class GuidanceCompilation:
         self.future: Future[Make] = Future()
         self.is_void = False  # it says nothing of the grammar: the next request is to try again
         self.library: Library = ("guidance", eos)  # that compiles it now
-        self.num_bytes = 0  # that are kept beside its text, as far as a library says it
+        self.num_bytes = 0  # that are kept next to its text, as far as a library says it
         self._ready = ready
         self._max_seconds = max_seconds
         self._since = time.monotonic()
@@ -518,7 +518,7 @@ def _refusal(form: Grammar) -> str:
 
 
 def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
-    """What it returns or raises, in such a thread. Raises ``TimeoutError`` after so many seconds;
+    """What it returns or raises, in such a thread. Raises ``TimeoutError`` after this many seconds;
     the work then goes on for nobody."""
     future: Future[str] = Future()
 
@@ -570,7 +570,7 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
 
 
 def _words(error: str) -> str:
-    """What the library says, without the trace behind it."""
+    """What the library says, without its trace."""
     if error.startswith("NoExtension"):
-        return "no text can go on from here: what is asked for cannot be met"
+        return "no text can go on from here: the request cannot be met"
     return as_given(error.strip().split("\n<state>")[0])[:2000]

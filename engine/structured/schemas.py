@@ -93,14 +93,14 @@ def types_of_value(value: Any) -> set[str]:
 def of_rust(pattern: str) -> str:
     """The pattern, whose classes mean what they do in ECMAScript, in the library's dialect.
 
-    One beside a hyphen is left: within a class it might become the end of a range, which the
+    One next to a hyphen is left: within a class it might become the end of a range, which the
     library refuses to have from a class.
     """
     parts = _without_nesting(re.findall(r"\\.|.", pattern, flags=re.S))
-    beside = zip(["", *parts], parts, [*parts[1:], ""], strict=False)
+    triples = zip(["", *parts], parts, [*parts[1:], ""], strict=False)
     return "".join(
-        part if "-" in (before, behind) else _CLASSES.get(part, part)
-        for before, part, behind in beside
+        part if "-" in (before, after) else _CLASSES.get(part, part)
+        for before, part, after in triples
     )
 
 
@@ -114,7 +114,7 @@ def _without_nesting(parts: list[str]) -> list[str]:
 
 
 def as_given(text: str) -> str:
-    """What is said of a pattern, as the user has it."""
+    """What holds for a pattern, as the user has it."""
     for given, written in _CLASSES.items():
         text = text.replace(written, given).replace(written.replace("\\", "\\\\"), given)
     return text

@@ -44,9 +44,9 @@ Named = dict[str, Any]  # a grammar with its name
 def sources_of(form: Grammar, special_of: SpecialOf = none_special) -> list[str]:
     """The form as the library reads it, in one text or in two that both hold. special_of: the
     special token that a text is. Raises ``GrammarError``."""
-    found = [_source(list(_grammars(form, "asked", special_of)))]
+    found = [_source(list(_grammars(form, "wanted", special_of)))]
     if any(each.whitespace is not None for each in (form, *form.parts)):
-        found.append(_source(list(_grammars(form, "asked", special_of, is_spacing=True))))
+        found.append(_source(list(_grammars(form, "wanted", special_of, is_spacing=True))))
     return found
 
 

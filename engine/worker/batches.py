@@ -160,15 +160,15 @@ class Batches:
         """Send these rows, and with a plan all that it changes: one copy.
 
         ``specs``: of the plan's new sequences. padded: these rows have one token each, and are made
-        up to so many with padding. mixed: they are for a graph of so many tokens; see
-        ``mixed_room``. filled: they are made up to so many tokens; those behind the last are of no
+        up to this many with padding. mixed: they are for a graph of this many tokens; see
+        ``mixed_room``. filled: they are made up to this many tokens; those after the last are of no
         sequence.
         """
         tokens = locate(rows)
         num_tokens = max(len(tokens.slots), padded, filled)
         host = self._staging.open(max(num_tokens, mixed))
         self._fill(host, rows, tokens, padded)
-        if mixed:  # sequences of no tokens; the tokens behind the last belong to none
+        if mixed:  # sequences of no tokens; the tokens after the last belong to none
             num, end = len(rows.counts), self._most_seqs(mixed)
             host.slots[num:end] = -1
             host.query_start[num + 1 : end + 1] = len(tokens.slots)
@@ -184,7 +184,8 @@ class Batches:
         return Staged(rows, tokens, room, draws, picked, changes, mixed, filled > 0)
 
     def mixed_room(self, num_tokens: int) -> Room:
-        """Of any step of so many tokens at most: as many sequences as there can be then."""
+        """The room of any step of this many tokens at most: as many sequences as there can be
+        then."""
         return self._room(self._most_seqs(num_tokens), num_tokens)
 
     def build(self, room: Room, extent: Extent) -> ForwardBatch:
@@ -328,7 +329,7 @@ def draws_of(rows: PlanRows, tokens: Tokens) -> tuple[Draws, Column, ReadColumns
     """The draws of a step, where those of each row start [S + 1], and the tokens that are read for
     them; ``None``: each token is.
 
-    A row draws behind its last known token and behind each of its drafts.
+    A row draws after its last known token and after each of its drafts.
     """
     num_seqs, ends, lengths = len(rows.counts), tokens.query_start[1:], rows.starts + rows.counts
     num_drawing = int(np.count_nonzero(rows.samples))
@@ -426,7 +427,7 @@ def _columns_of(
 
 
 ALIGNMENT = 16  # of what a kernel reads, or it is compiled a second time
-EXTRA_BYTES = 1 << 20  # beside the fixed columns
+EXTRA_BYTES = 1 << 20  # next to the fixed columns
 
 
 class HostColumns(NamedTuple):
@@ -440,7 +441,7 @@ class HostColumns(NamedTuple):
 
 
 class DeviceColumns(NamedTuple):
-    """The same on the device, at addresses that never change."""
+    """Columns on the device, at addresses that never change."""
 
     slots: torch.Tensor
     draw_slots: torch.Tensor
@@ -449,7 +450,7 @@ class DeviceColumns(NamedTuple):
     host_ids: torch.Tensor
 
     def of(self, num_seqs: int, num_tokens: int) -> DeviceColumns:
-        """Those of a step of this size."""
+        """The columns of a step of this size."""
         ends = (num_seqs, num_seqs, num_seqs + 1, num_seqs + 1, num_tokens)
         return DeviceColumns(*(column[:end] for column, end in zip(self, ends, strict=True)))
 
@@ -458,7 +459,7 @@ class Staging:
     """One pinned buffer for each step in flight, and its place on the device.
 
     Fixed columns come first, the token ids last of them; any other data of a step follows
-    right behind the ids in use. A buffer is filled again only when its last copy is done. Where
+    right after the ids in use. A buffer is filled again only when its last copy is done. Where
     host and device are one, the buffer is the place, and nothing is copied.
     """
 

@@ -23,7 +23,7 @@ LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
 def resolve_device(requested: Device) -> Device:
     """ "cpu" or "cuda"; auto takes a GPU if there is one.
 
-    Raises ``ConfigError`` if a GPU is asked for and there is none.
+    Raises ``ConfigError`` if a GPU is requested and there is none.
     """
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return "cpu"

@@ -50,23 +50,24 @@ class Feature:
         """
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes that it keeps of each KV block, beside the model's."""
+        """Bytes that it keeps of each KV block, next to the model's."""
         return 0
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that it keeps of KV beside the pool."""
+        """Bytes that it keeps of KV next to the pool."""
         return 0
 
     def allocate(self, num_blocks: int) -> None:
-        """Take memory for what it keeps of so many KV blocks; what it had is forgotten."""
+        """Take memory for what it keeps of this many KV blocks; what it had is forgotten."""
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
-        """A step of so many made-up tokens was computed: compute what would follow it, so that its
-        memory is measured."""
+        """A step of this many made-up tokens was computed: compute what would follow it, so that
+        its memory is measured."""
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
-        """Steps are being recorded, of so many rows and of so many tokens: record what follows."""
+        """Steps are being recorded, of this many rows and of this many tokens: record what
+        follows."""
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
         """A plan has arrived, maybe without rows: its part is ``getattr(plan, self.part)``.
@@ -84,7 +85,8 @@ class Feature:
         """Add vectors or positions to the forward pass of these rows."""
 
     def profile(self, batch: ForwardBatch) -> None:
-        """As ``extend``, for the largest possible step of made-up rows, to measure its memory."""
+        """Do what ``extend`` does, for the largest possible step of made-up rows, to measure its
+        memory."""
 
     def follow(self, rows: PlanRows) -> None:
         """These rows are drawn, and the slots advanced, in any step. If it raises, that is logged

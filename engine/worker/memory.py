@@ -57,9 +57,9 @@ def free_host_bytes() -> int:
 def choose_kv_dtype(
     requested: str, computed_in: torch.dtype, device: torch.device | str
 ) -> torch.dtype:
-    """Type of keys and values. asked: ``kv_cache_dtype``.
+    """Type of keys and values. requested: ``kv_cache_dtype``.
 
-    Raises ``ConfigError`` where no kernel reads what was asked for beside such activations.
+    Raises ``ConfigError`` where no kernel reads what was requested next to such activations.
     """
     if requested == "auto":
         return computed_in
@@ -86,7 +86,7 @@ def _check_fp8(requested: str, computed_in: torch.dtype, device: torch.device) -
         )
     if computed_in not in (torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"{what}, but the model is computed in {_name(computed_in)}, beside which no kernel "
+            f"{what}, but the model is computed in {_name(computed_in)}, next to which no kernel "
             'reads 8-bit floats: use dtype="bfloat16", or leave it "auto"'
         )
     tensor = torch.empty(0, device=device)
@@ -176,7 +176,7 @@ class PagesAhead:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once they are there, or asked for no more."""
+        """Return once they are there, or requested no more."""
         if self._thread.ident is not None:
             self._thread.join()
 

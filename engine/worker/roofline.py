@@ -1,8 +1,8 @@
 """How near the steps of a model on the CPU come to what memory and arithmetic allow.
 
-The machine's ceilings are measured once, in its second start, and kept beside the compiled
+The machine's ceilings are measured once, in its second start, and kept next to the compiled
 kernels. The floor of a step is the larger of its bytes / bandwidth and its operations / peak; once
-a second a result tells it, beside the seconds that the steps took (``SchedulerStats``).
+a second a result tells it, next to the seconds that the steps took (``SchedulerStats``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ SECONDS = 0.6  # of each probe, at least
 Product = tuple[int, int, int]
 """Rows, inputs, outputs."""
 PRODUCTS: tuple[Product, ...] = ((1024, 1024, 1024), (2048, 1024, 4096))
-REPORT_SECONDS = 1.0  # of steps of which the floors are told together
-REPORT_STEPS = 64  # or so many
-_QUICK = 0.05  # seconds of a probe behind a start
+REPORT_SECONDS = 1.0  # accumulate this many seconds of steps per report
+REPORT_STEPS = 64  # or this many
+_QUICK = 0.05  # seconds of a probe after a start
 _QUICK_BYTES = 128 << 20
 
 
@@ -47,7 +47,7 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine does in a second, with so many threads."""
+    """What a machine does in a second, with this many threads."""
 
     threads: int
     bytes: Positive
@@ -116,8 +116,8 @@ def make_roofline(
 
 
 def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
-    """As kept of an earlier start, else measured now, for about half a second; ``None`` where they
-    cannot be kept: no start should pay for them twice."""
+    """The ceilings kept of an earlier start, else measured now, for about half a second; ``None``
+    where they cannot be kept: no start should pay for them twice."""
     file = kept_file(f"ceilings-{threads}.json")
     if file is None:
         return None
@@ -144,7 +144,7 @@ def measured(
     size: int = READ_BYTES,
     products: Sequence[Product] = PRODUCTS,
 ) -> Ceilings:
-    """Find the ceilings by torch, with so many threads."""
+    """Find the ceilings by torch, with this many threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -174,7 +174,8 @@ def peak(dtype: torch.dtype, seconds: float, products: Sequence[Product]) -> flo
 
 
 def least_seconds(call: Callable[[], object], seconds: float = SECONDS) -> float:
-    """Of repeats for so long, and three at least; the first is not counted."""
+    """The least seconds among repeats for this long, and three at least; the first is not
+    counted."""
     call()
     found: list[float] = []
     end = time.perf_counter() + seconds

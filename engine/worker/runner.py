@@ -5,7 +5,7 @@
 
     begin    seats, samplers, features: what the plan changes
     stage    one buffer to the device
-    forward  logits of the rows behind which a token is drawn
+    forward  logits of the rows after which a token is drawn
     draw     edits, the draw, the slots advance; tokens are on their way to the host at the end
 
 A failing row does not fail the others: the driver decides what follows a failure.
@@ -59,7 +59,7 @@ class Driver:
         self.watching = Guard(failures or Failures(), "roofline", effect, stops=True)
         """Stands between the steps and what is measured of them."""
         self.roofline: Roofline | None = None  # where it is known
-        self._measured: list[Measured] = []  # of which no floor was told
+        self._measured: list[Measured] = []  # not in a report yet
         self._measured_seconds = 0.0
         self._undrawn: Forwarded | Exception | None = None  # the step that waits for masks
 
@@ -374,7 +374,7 @@ class Runner:
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int] = ()) -> None:
-        """Record decode steps of these numbers of rows, and other steps of so many tokens; larger
+        """Record decode steps of these numbers of rows, and other steps of this many tokens; larger
         ones are launched call by call."""
         with self.machine.platform.recording():
             self._graphed = record(self.machine, sizes, self._max_model_len)
@@ -384,7 +384,7 @@ class Runner:
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:
-        """A step of so many tokens, of made-up sequences that all lie in the null block.
+        """A step of this many tokens, of made-up sequences that all lie in the null block.
 
         ``context``: tokens of each that are computed already.
         """
@@ -455,7 +455,7 @@ class Runner:
         return graphed
 
     def _remember_drafts(self, staged: Staged) -> None:
-        """Drafts are part of the history for the rows behind them."""
+        """Drafts are part of the history for the rows after them."""
         drafts = staged.rows.drafts
         if drafts is None or not drafts.counts.any():
             return
@@ -482,13 +482,13 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
 
 
 def _follow(feature: Feature, rows: PlanRows) -> None:
-    """Let the feature compute behind the draw, which it cannot undo by failing."""
+    """Let the feature compute after the draw, which it cannot undo by failing."""
     try:
         feature.follow(rows)
     except torch.AcceleratorError:  # the device is lost, and with it every request
         raise
     except Exception:
-        logger.exception("%s failed behind a step, which stands", type(feature).__name__)
+        logger.exception("%s failed after a step, which stands", type(feature).__name__)
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:

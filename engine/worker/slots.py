@@ -77,8 +77,8 @@ class Slots:
         )
 
     def twin(self, platform: Platform) -> Slots:
-        """The same sequences for a second model, with lengths and blocks of its own. What was asked
-        of them and what was drawn is shared."""
+        """These sequences for a second model, with lengths and blocks of its own. What was
+        requested of them and what was drawn is shared."""
         other, state = copy(self), self.state
         lengths, tables = (
             platform.zeros(tuple(column.shape), column.dtype)
@@ -100,7 +100,7 @@ class Slots:
             on_slots.grow_block_tables(self.state.block_tables, *blocks)
 
     def remember(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Enter drafts [D] where they would stand: rows behind them are edited as if they did."""
+        """Enter drafts [D] where they would stand: rows after them are edited as if they did."""
         on_slots.remember(self.tables.history, slots, positions, tokens)
 
     def advance(self, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:

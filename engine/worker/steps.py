@@ -80,7 +80,7 @@ class EagerStep:
         self.prompt_logprobs = NO_SCORES
 
     def forward(self) -> Rows:
-        """Logits of the rows behind which a token is drawn."""
+        """Logits of the rows after which a token is drawn."""
         machine, picked, live = self._machine, self._picked, self._machine.live
         with section("forward"):
             hidden = self._forward()
@@ -168,7 +168,7 @@ class EagerStep:
 
 
 class GraphedStep:
-    """A decode step of so many rows, recorded once: up to the logits, and what follows them.
+    """A decode step of this many rows, recorded once: up to the logits, and what follows them.
 
     Between the two there is time to change logits.
     """
@@ -200,8 +200,8 @@ class GraphedStep:
 
 
 class MixedGraph:
-    """All layers but the last of any step of so many tokens at most: chunks of prompts among
-    decodes, and drafts. What is read of the last layer, and drawn, hangs on the step."""
+    """All layers but the last of any step of this many tokens at most: chunks of prompts among
+    decodes, and drafts. What is read of the last layer, and drawn, depends on the step."""
 
     def __init__(self, graph: Graph, stream: torch.Tensor) -> None:
         self._graph = graph
@@ -213,7 +213,7 @@ class MixedGraph:
         return len(self._stream)
 
     def replay(self, num_tokens: int) -> torch.Tensor:
-        """The residual stream below the last layer [N, H], of so many tokens; the next replay of
+        """The residual stream below the last layer [N, H], of this many tokens; the next replay of
         any of these graphs writes over it."""
         self._graph.replay()
         return self._stream[:num_tokens]
@@ -230,7 +230,7 @@ class BySize(Generic[G]):
         self.sizes: list[int] = [graph.num_rows for graph in self._graphs]
 
     def holding(self, num_rows: int) -> G | None:
-        """The smallest that has so many rows; ``None`` if they are too many for any."""
+        """The smallest that has this many rows; ``None`` if they are too many for any."""
         index = bisect.bisect_left(self.sizes, num_rows)
         return self._graphs[index] if index < len(self._graphs) else None
 
@@ -251,7 +251,7 @@ def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize
 
 
 def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[MixedGraph]:
-    """Record the layers below the last of steps of so many tokens, the largest first."""
+    """Record the layers below the last of steps of this many tokens, the largest first."""
     if not sizes:
         return BySize()
     graphs: list[MixedGraph] = []
@@ -348,7 +348,7 @@ def _recorded(
 
 
 def _lower_layers(machine: Machine, size: int, max_model_len: int) -> Callable[[], torch.Tensor]:
-    """A pass of so many tokens below the last layer; while it is recorded they are padding."""
+    """A pass of this many tokens below the last layer; while it is recorded they are padding."""
     machine.batches.stage(PlanRows(EMPTY, EMPTY, EMPTY, EMPTY), mixed=size)
     room = machine.batches.mixed_room(size)
     extent = Extent(0, max_query_len=size, max_seq_len=max_model_len, is_mixed=True)
@@ -397,7 +397,7 @@ def _fail(
     """Enter why rows of the draws have no token. ``sound``: were the checked ones; ``rows``: of the
     plan. A row of the plan keeps its first error.
 
-    Errors behind a rejected draft are ignored: those rows were not needed.
+    Errors after a rejected draft are ignored: those rows were not needed.
     """
     was_sound = dict(zip(part.checked, sound, strict=True))
     for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():

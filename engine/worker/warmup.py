@@ -53,7 +53,7 @@ LARGEST_SECONDS = 0.5  # that a start may take longer, so that the first prompts
 def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
     """Load the kernels of a model on the CPU in a thread, while its weights are read.
 
-    kv_dtype: ``kv_cache_dtype`` as asked for.
+    kv_dtype: ``kv_cache_dtype`` as requested.
     """
     found, kind = heads(info.hf), None
     if found is not None:

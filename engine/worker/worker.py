@@ -172,7 +172,7 @@ class ModelWorker:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Take memory for so many KV blocks, meet shapes, record decode steps."""
+        """Take memory for this many KV blocks, meet shapes, record decode steps."""
         self._make_kv(num_blocks)
         runner, config, sched = self.driver.runner, self.config, self.config.scheduler
         if self.platform.compiles:
@@ -245,7 +245,7 @@ class ModelWorker:
     # -- helpers
 
     def _block_bytes(self) -> int:
-        """Of one KV block, with what features keep of it."""
+        """Bytes of one KV block, with what features keep of it."""
         assert self._spec is not None
         size = self.config.block_size
         return self._spec.block_bytes(size) + sum(f.block_bytes(size) for f in self._features)
@@ -307,12 +307,12 @@ class ModelWorker:
 
 
 def _last(sizes: list[int], num: int) -> list[int]:
-    """At most so many."""
+    """At most this many."""
     return sizes[max(0, len(sizes) - num) :]
 
 
 def cpu_level() -> str:
-    """Which instructions the CPU's kernels use. Raises ``ConfigError`` if others were asked for."""
+    """Which instructions the CPU's kernels use. Raises ``ConfigError`` if others were requested."""
     try:
         isa.requested()
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Bodies for the CPU: compiled loops for contiguous float32 and bfloat16, else the reference's
 torch.
 
-Same signatures as :mod:`kernels.reference`. A KV cache may be bfloat16 beside float32 tokens. What
+Same signatures as :mod:`kernels.reference`. A KV cache may be bfloat16 next to float32 tokens. What
 is bfloat16 is computed in float32 and rounded once, where it is stored: the reference, like Hugging
 Face's modules, rounds between the operations, too, and is less exact for it.
 """
@@ -27,7 +27,7 @@ def _is_float32(tensor: torch.Tensor | None) -> bool:
 
 
 def _is_cache(kv_layer: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """No narrower activations than the cache: float32 beside bfloat16 is the one mixture."""
+    """No narrower activations than the cache: float32 next to bfloat16 is the one mixture."""
     is_read = kv_layer.dtype is tokens.dtype or kv_layer.dtype is torch.bfloat16
     return is_read and kv_layer.dtype in cells.DTYPES and kv_layer.is_contiguous()
 

@@ -112,7 +112,7 @@ def load(typing_context, state, tile, address, stride, soft):
 
 @intrinsic(prefer_literal=True)
 def load_once(typing_context, state, tile, address, stride, soft):
-    """As `load`, of what is not read again soon: it drives nothing out of the nearest cache."""
+    """`load` for what is not read again soon: it drives nothing out of the nearest cache."""
 
     def emit(builder, args):
         name = "llvm.x86.tileloaddt164"

@@ -1,4 +1,4 @@
-"""What compiled code needs beside other threads: atomic words, waiting, calls by address."""
+"""What compiled code needs next to other threads: atomic words, waiting, calls by address."""
 
 from __future__ import annotations
 

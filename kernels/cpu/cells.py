@@ -40,7 +40,7 @@ def narrow(value):
 
 @njit(**INLINE)
 def read_cells(source, target, cell):
-    """As many cells from an address as the float32 array `target` holds."""
+    """Read as many cells from an address as the float32 array `target` holds."""
     if cell == 4:
         floats = f32(source, target.shape)
         for i in range(target.shape[0]):

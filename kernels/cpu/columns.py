@@ -34,7 +34,7 @@ _CHAINS = 4  # of a column's maximum and sum, so that none waits for the one bef
 
 
 def _at(builder, base, offset, kind):
-    """The pointer to a `kind` that lies so many bytes behind an address."""
+    """The pointer to a `kind` that lies this many bytes after an address."""
     return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
 
 
@@ -119,7 +119,7 @@ def interleave16(typing_context, source, ld_source, target, ld_target):
     """16 rows of 32 bfloat16 to the same in pairs, 8 rows of [16 columns, 2] each in two places.
 
     Of each quarter of the columns the first four go to `target` + 64 * k, the others `ld_target`
-    behind them.
+    after them.
     """
 
     def build(context, builder, signature, args):
@@ -164,7 +164,7 @@ def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
     """scores [count, 16] *= factor; best [16] becomes the largest of each column and of itself.
 
     scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0, or of each column
-    the first row that counts [16 int32] and the one behind the last. A NaN is passed over.
+    the first row that counts [16 int32] and the one after the last. A NaN is passed over.
     """
     is_bounded = not isinstance(bounds, types.Literal)
 
@@ -235,7 +235,7 @@ def _greater(builder, one, other):
 
 
 def _between(builder, rows, bounds):
-    """Of each lane, whether its row is from the first that counts to the last."""
+    """For each lane, whether its row is from the first that counts to the last."""
     first, end = (_row(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
     is_from = builder.icmp_signed(">=", rows, first)
     return builder.and_(is_from, builder.icmp_signed("<", rows, end))
@@ -253,9 +253,9 @@ def exp2_of_all(typing_context, x):
 
 @intrinsic
 def fold_factors(typing_context, largest, added, shrink, share):
-    """Of 16 rows whose largest score was `largest`, and is `added` in what is added to them: what
-    their sums so far, and those that are added, are multiplied by. Addresses of 16 float32;
-    `largest` becomes that of both."""
+    """Factors of 16 rows whose largest score was `largest`, and is `added` in what is added to
+    them: what their sums so far, and those that are added, are multiplied by. Addresses of 16
+    float32; `largest` becomes that of both."""
 
     def build(context, builder, signature, args):
         zero = _I64(0)

@@ -180,7 +180,8 @@ class Locator:
         """Numba's interface; it is made when something is kept."""
 
     def get_source_stamp(self) -> bytes:
-        """Of the file the function stands in, wherever and whenever it was installed."""
+        """The stamp of the file that the function stands in, wherever and whenever it was
+        installed."""
         return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
 
     def get_disambiguator(self) -> str:

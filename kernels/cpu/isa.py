@@ -1,4 +1,4 @@
-"""Which instructions compiled kernels may use: this processor's by cpuid, or fewer if told so.
+"""Which instructions compiled kernels may use: this processor's by cpuid, or fewer by an option.
 
 Levels, each with the ones before it:
 
@@ -99,7 +99,7 @@ def requested() -> str | None:
 def _settle() -> str:
     """The level of this process; what lies above it is taken from Numba.
 
-    A wrong name changes nothing here: ``asked`` says what is wrong when an engine starts.
+    A wrong name changes nothing here: ``requested`` raises for it when an engine starts.
     """
     level = os.environ.get(VARIABLE, "")
     # Numba's own name for a context that is made when the first function is declared.

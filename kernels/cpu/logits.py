@@ -39,7 +39,7 @@ ONE = np.int32(1)
 def prepare() -> None:
     """Compile every loop or load it from the cache: no request has to wait for it."""
     none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    # Said of each: transformers changes what torch takes by default while it builds a model.
+    # Explicit for each: transformers changes what torch takes by default while it builds a model.
     x, table = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.float32)
     starts = torch.zeros(2, dtype=torch.int32)
@@ -105,7 +105,7 @@ def penalise_rows(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, max_chunk: int = MAX_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float32; only the logits that are asked for are normalised."""
+    """In float32; only the logits that are requested are normalised."""
     num_rows, vocab_size = logits.shape
     step = max(1, max_chunk // max(1, vocab_size))
     parts = [

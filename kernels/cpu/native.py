@@ -5,7 +5,7 @@ by Numba to machine code. Every thread of the team runs it and takes work items 
 counter in parameter 0, so a thread that the machine slows down takes fewer. Addresses instead of
 arrays keep a call at about a microsecond and each body at one compilation for all shapes.
 
-Numba's own parallel loops are not used: they bring a second OpenMP runtime beside torch's, and two
+Numba's own parallel loops are not used: they bring a second OpenMP runtime next to torch's, and two
 sets of threads that spin for each other's cores cost more than the loops save.
 """
 

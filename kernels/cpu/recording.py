@@ -10,7 +10,7 @@ such a step is made up to a multiple of that with padding, so that there are few
 
 Memory between the launches comes from one arena, in which each recording begins at the start: no
 two of them run at once. A recording is kept only if the work was nothing but launches: whatever
-else torch was asked to compute meanwhile would be missing in the next step.
+else torch was to compute meanwhile would be missing in the next step.
 """
 
 from __future__ import annotations
@@ -94,9 +94,9 @@ class Recorder:
 
     def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
         """What the work makes of an input [N, ...], which it may overwrite. It must be the same
-        each time but for N and for what attention is asked.
+        each time but for N and for what attention reads.
 
-        The result is overwritten by the next step; behind the last sequence's token it is anything.
+        The result is overwritten by the next step; after the last sequence's token it is anything.
         """
         kind = _kind_of(len(given), meta)
         recording = self._kept.get(kind)
@@ -162,7 +162,7 @@ class _Watch(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """As much of the memory was in use at once."""
+        """The most memory that was in use at once."""
         return self._arena.peak
 
     @classmethod
@@ -239,7 +239,7 @@ class Arena:
 
 
 def _address(argument: Any) -> int:
-    """Of a tensor's memory."""
+    """Address of a tensor's memory."""
     is_tensor = isinstance(argument, torch.Tensor)
     return argument.untyped_storage().data_ptr() if is_tensor else 0
 

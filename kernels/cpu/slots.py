@@ -33,7 +33,7 @@ def preparation(
         block_size,
     )
 
-    # A pointer keeps nothing alive: the tensors are held beside those that point at them.
+    # A pointer keeps nothing alive: the tensors are held next to those that point at them.
     def prepare(tensors: tuple[torch.Tensor, ...] = tensors) -> None:
         PREPARE.run(1, *arguments)
 

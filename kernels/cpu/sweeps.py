@@ -31,7 +31,7 @@ C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
 
 @njit(inline="always")
 def _key(bits):
-    """A float's bits in the order of integers. Said to be 32 bits wide, or half the lanes idle."""
+    """A float's bits in the order of integers. Declared 32 bits wide, or half the lanes idle."""
     return np.int32(bits ^ np.int32(np.int32(bits >> SIGN) & MAGNITUDE))
 
 

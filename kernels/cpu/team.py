@@ -107,7 +107,7 @@ def _launch(control, syscall, body, threads, *parameters):
 
 
 def _launch_nogil(control, syscall, body, threads, *parameters):
-    """The same, while other Python threads run; a cache on disk knows the two by their names."""
+    """Launch while other Python threads run; a cache on disk knows the two by their names."""
     _run(control, syscall, body, threads, parameters)
 
 

@@ -28,6 +28,6 @@ def num_threads() -> int:
 
 
 def leave_threads_to_kernels() -> None:
-    """Torch computes nothing large from here on: its own threads would only spin beside ours."""
+    """Torch computes nothing large from here on: its own threads would only spin next to ours."""
     TEAM.num_threads = num_threads()
     torch.set_num_threads(1)

@@ -106,7 +106,7 @@ def fma(builder, a, b, c):
 
 
 def _fence(builder, value):
-    """The same value, as it was worked out: sums with it are not regrouped."""
+    """The value as it was worked out: sums with it are not regrouped."""
     suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
     name = f"llvm.arithmetic.fence.{suffix}"
     function = builder.module.globals.get(name)
@@ -151,13 +151,13 @@ class _FloatTile:
 
 
 class _HalfTile(_FloatTile):
-    """The same with a b of bfloat16."""
+    """A tile with a b of bfloat16."""
 
     right_bytes = 2
 
 
 class _Float16Tile(_FloatTile):
-    """The same with a b of float16."""
+    """A tile with a b of float16."""
 
     right_bytes = 2
 
@@ -213,7 +213,7 @@ class _DotTile(_FloatTile):
 
 
 class _SoftDotTile(_DotTile):
-    """The same numbers without that instruction: the second of a pair is added first."""
+    """Products of pairs without that instruction: the second of a pair is added first."""
 
     @staticmethod
     def multiply(builder, pair, pairs, total):
@@ -224,7 +224,7 @@ class _SoftDotTile(_DotTile):
 
 
 class _ByteTile:
-    """The same over four bytes of the depth a step: unsigned a, signed b, 32-bit sums."""
+    """A tile over four bytes of the depth a step: unsigned a, signed b, 32-bit sums."""
 
     element = _I32
     zero = 0
@@ -260,7 +260,7 @@ class _Tile(NamedTuple):
     rows: range
     vectors: range
     lanes: int
-    ahead: Any = None  # address from which on a cache line is asked for each step
+    ahead: Any = None  # address from which on a cache line is requested each step
 
     def emit(self, depth: Any, is_fresh: bool) -> None:
         builder, vector = self.builder, ir.VectorType(self.kind.element, self.lanes)
@@ -529,7 +529,7 @@ def fused(typing_context, a, b, c):
 
 @intrinsic
 def in_order(typing_context, value):
-    """The same float32, as it was worked out: sums with it are not regrouped."""
+    """The float32 as it was worked out: sums with it are not regrouped."""
 
     def build(context, builder, signature, args):
         return _fence(builder, args[0])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 UNKNOWN = -1  # an input id that the host does not know: drawn on the device
-REJECTED = -2  # in place of a token drawn behind a draft that does not stand
+REJECTED = -2  # in place of a token drawn after a draft that does not stand
 
 
 class SlotState(NamedTuple):
@@ -109,11 +109,11 @@ def remember(
 def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
     """Advance slots [S] by what was computed and drawn for them; query_start [S + 1].
 
-    A sequence that draws has a row of ``drawn`` behind each draft that it computed, and one more.
+    A sequence that draws has a row of ``drawn`` after each draft that it computed, and one more.
     Drafts stand as long as they are what was drawn where they stand (a draft without a distribution
     is then accepted with the probability that the model gives it, and a seeded request's tokens
     are the same with drafts and without). The others are rejected: their rows become
-    ``REJECTED``. So does a row behind drafts that has no token: the next step computes it again as
+    ``REJECTED``. So does a row after drafts that has no token: the next step computes it again as
     the first of its sequence, and only a first row tells a failure, as without drafts. Tokens that
     stand are entered into the history, 0 for a first row that failed.
     """

@@ -44,7 +44,7 @@ class BadWords(NamedTuple):
 
 
 def new_penalties(num_slots: int, vocab_size: int, device: torch.device | str) -> Penalties:
-    """Of requests that have used nothing and ask for nothing."""
+    """Penalties of requests that have used nothing and want none."""
     bits = torch.zeros((num_slots, -(-vocab_size // WORD)), dtype=torch.int32, device=device)
     counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
     ones = torch.ones(num_slots, dtype=torch.float64, device=device)

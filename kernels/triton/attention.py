@@ -46,7 +46,8 @@ def launches(
     variant: Variant,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Of a step's attention, in order. What they write besides `out` all layers may write."""
+    """The launches of a step's attention, in order. What they write besides `out` all layers may
+    write."""
     if meta.batch_invariant:  # every token takes one kernel, tile and order of the keys
         chunks = replace(meta, num_decodes=0, is_mixed=False)
         return prefill_launches(q, kv_layer, chunks, variant, out)

@@ -1,7 +1,7 @@
 """Attention of sequences with many query tokens: tiles of 64 or 128 packed rows on tensor cores.
 
 Bound by arithmetic, so what counts is that a tile is large enough for the warpgroup instructions
-and that the loop over keys which all rows see has no mask. A few tokens behind a long context make
+and that the loop over keys which all rows see has no mask. A few tokens after a long context make
 too few tiles for a device: there the keys are split among programs, as those of decodes are.
 """
 
@@ -161,7 +161,7 @@ def prefill_launches(
     variant: Variant,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Of each sequence after the first num_decodes. q, out: [N, Hq, D]."""
+    """Launches for each sequence after the first num_decodes. q, out: [N, Hq, D]."""
     chunks = cut(q, kv_layer, meta, variant)
     first = meta.num_decodes if chunks.splits.num > 1 else 0
     parts = Parts.of(out[first:], chunks.splits, first_row=first)

@@ -41,7 +41,7 @@ def mass_bounds(counts, window, scale, BINS: tl.constexpr):
 def bins_of_cut(counts, total, window, scale, limits, BINS: tl.constexpr):
     """(first, last): the cut lies in one of the bins between.
 
-    total: what all tokens weigh that min-p leaves; asked: top_k, top_p, whether top_k is on.
+    total: what all tokens weigh that min-p leaves; limits: top_k, top_p, whether top_k is on.
     """
     top_k, top_p, has_top_k = limits
     bin = tl.arange(0, BINS)

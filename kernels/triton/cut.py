@@ -182,7 +182,7 @@ def count_ties(part, ids, cut, last, S: tl.constexpr):
 
 @triton.jit
 def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
-    """The id of the last of so many tokens on the cut, or one beyond all if there are no more."""
+    """The id of the last of this many tokens on the cut, or one beyond all if there are no more."""
     high = tl.full([], ids[2], tl.int32)
     low = tl.where(count_ties(part, ids, cut, high, S) <= num_ties, high, 0)
     while low < high:
@@ -199,7 +199,7 @@ def cut_candidates(part, ids, known, limits, softmax, S: tl.constexpr):
     """(cut, id of the last tie) of a row.
 
     known: how many lie above the candidates, what these weigh, what all weigh that min-p leaves;
-    asked: top_k, top_p, is top_k on, does it leave out any that may be a cut.
+    limits: top_k, top_p, is top_k on, does it leave out any that may be a cut.
     """
     num_above, mass_above, total = known
     top_k, top_p, has_top_k, cuts_top_k = limits

@@ -24,7 +24,7 @@ class Groups(NamedTuple):
     """Pairs by group, each group's padded to whole blocks of M. P pairs, B blocks at most."""
 
     pairs: torch.Tensor  # [B * M] int32: the pairs; P where a block is padded
-    block_groups: torch.Tensor  # [B] int32: the group of each block; -1 behind the last
+    block_groups: torch.Tensor  # [B] int32: the group of each block; -1 after the last
     num_pairs: int
 
     @property
@@ -56,7 +56,7 @@ def count_kernel(
 
 @triton.jit
 def counted(counts, before, num_chunks, num_groups, PAD: tl.constexpr):
-    """Of each group: its pairs, and those of the chunks before one; both [PAD]."""
+    """Counts of each group: its pairs, and those of the chunks before one; both [PAD]."""
     group = tl.arange(0, PAD)
     total, earlier = tl.zeros([PAD], tl.int32), tl.zeros([PAD], tl.int32)
     for start in range(0, num_chunks, 16):
@@ -73,7 +73,7 @@ def place_kernel(  # noqa: PLR0913
     groups, counts, pairs, block_groups, num_pairs, num_groups, chunk, num_chunks, num_blocks,
     M: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr, LABELLED: tl.constexpr,
 ):  # fmt: skip
-    """Program chunk: the places of its pairs. The programs behind: labels and padding of blocks."""
+    """Program chunk: the places of its pairs. The programs after: labels and padding of blocks."""
     program = tl.program_id(0)
     total, earlier = counted(counts, program, num_chunks, num_groups, PAD)
     blocks = (total + M - 1) // M

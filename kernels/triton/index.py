@@ -94,7 +94,7 @@ def advance_kernel(  # noqa: PLR0913
     num_right = 0
     for i in range(num):
         token = tl.load(tokens + row0 + i)
-        # Each draft before it was right; behind drafts, it has a token.
+        # Each draft before it was right; after drafts, it has a token.
         stands = (num_right == i) & ((token >= 0) | (i == 0))
         known = tl.maximum(token, 0)
         tl.store(there + i, known, mask=stands)

@@ -37,7 +37,7 @@ def invariant_kernel(  # noqa: PLR0913
     output = place // height * T.outputs + tl.arange(0, T.outputs)
     is_row = row < num_rows
     is_output = output < num_outputs
-    # Rows and outputs behind the last ones repeat them: nothing of theirs is written.
+    # Rows and outputs after the last ones repeat them: nothing of theirs is written.
     held_row = tl.where(is_row, row, 0).to(tl.int64)
     held_output = tl.where(is_output, output, 0).to(tl.int64)
     at = tl.arange(0, T.inputs)

@@ -70,7 +70,7 @@ def parameters_of(kernel: Any) -> list[tuple[str, bool]]:
 
 
 def _specialised(value: Any) -> Any:
-    """What a compiled kernel hangs on of an argument: at least what Triton looks at."""
+    """What a compiled kernel depends on of an argument: at least what Triton looks at."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
@@ -90,7 +90,8 @@ def needs_triton() -> bool:
 
 
 # Bytes of shared memory that the settings of sm_90 and of sm_80 are cut for; the latter also run on
-# 8.6, 8.9 and 12.0. Compute capabilities with as much as 9.0, where no device is there to be asked.
+# 8.6, 8.9 and 12.0. Compute capabilities with as much as 9.0, where there is no device to read them
+# from.
 MUCH_SHARED, LITTLE_SHARED = 232_448, 101_376
 WITH_MUCH = (90, 100, 103)
 

@@ -1,9 +1,8 @@
 """Mixtures of experts: pairs of token and expert, sorted into blocks of one expert (groups.py).
 
 Experts are plain or packed. Their products are in the order of the tokens, and nothing is added
-atomically: two runs of a batch give the same bits. How many pairs a program takes hangs on how many
-there are, and with that a token's last bits.
-"""
+atomically: two runs of a batch give the same bits. How many pairs a program takes depends on how
+many there are, and with that a token's last bits."""
 
 from __future__ import annotations
 
@@ -127,7 +126,7 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
 
 
 def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
-    """As many of these pairs as a program of these experts takes."""
+    """How many of these pairs a program of these experts takes."""
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 

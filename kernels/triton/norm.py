@@ -23,7 +23,7 @@ def norm_kernel(  # noqa: PLR0913
     stride_x, stride_residual, H: tl.constexpr, PAD_H: tl.constexpr, ROWS: tl.constexpr,
     ADD_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Program so many rows. residual, total: None for a norm alone."""
+    """Program this many rows. residual, total: None for a norm alone."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PAD_H)
     mask = (row < num_rows)[:, None] & (column < H)[None, :]

@@ -124,7 +124,8 @@ def weight_only_product(
 def product_launches(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor
 ) -> list[Launch]:
-    """Of one row or more; the weight is never dequantised but in registers."""
+    """Launches of a product of one row or more; the weight is never dequantised but in
+    registers."""
     tile = product_tile(arch_of(x), len(x), x.element_size())
     programs = triton.cdiv(packed.num_outputs, tile.outputs) * triton.cdiv(len(x), tile.rows)
     num_steps = triton.cdiv(packed.values.shape[1], packed.piece)

@@ -52,7 +52,7 @@ class Forms(dict[Any, Any]):
 
 
 class Moved(NamedTuple):
-    """An argument that lies within the tensor of this place in the order, so many bytes in."""
+    """An argument that lies within the tensor of this place in the order, this many bytes in."""
 
     place: int
     offset: int

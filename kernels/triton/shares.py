@@ -5,7 +5,7 @@ step on the device.
     items            1     1     61     1           (sequence, first tile, end, slot)
 
 A sequence within one share is written whole (slot -1); the parts of a longer one go to slots of
-memory, one behind the other, and are merged. How many items and slots there may be is known to the
+memory, one after the other, and are merged. How many items and slots there may be is known to the
 host, so a recorded step plans whatever sequences it meets. Idea: Stream-K's even split of work
 (Osama et al. 2023), as FlashInfer's planner cuts attention.
 """
@@ -111,8 +111,8 @@ class Plan(NamedTuple):
     def of(
         cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
     ) -> tuple[Plan, list[Launch]]:
-        """The step's plan, and what makes it if nobody has asked before. sizes: the first so many
-        sequences, with so many tokens at most; keys: of a tile."""
+        """The step's plan, and what makes it at its first use. sizes: the first this many
+        sequences, with this many tokens at most; keys: of a tile."""
         scratch_key = ("shares", shares, sizes, keys, window)
         if scratch_key in meta.scratch:
             return meta.scratch[scratch_key], []

@@ -260,7 +260,7 @@ def attend_range(  # noqa: PLR0913
 @triton.jit
 def split_of(split, bounds, num_splits, min_tiles):
     """First and end of a split's tiles, in even parts, each of min_tiles at least; an empty one
-    begins at the end or behind it. Hangs on the sequence and the number of splits alone."""
+    begins at the end or after it. Depends on the sequence and the number of splits alone."""
     num_tiles = bounds[3] - bounds[0]
     share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
     first = bounds[0] + split * share

@@ -125,7 +125,7 @@ def aim_kernel(  # noqa: PLR0913
 
 @triton.jit
 def load_maxima(maxima, num_maxima, S: tl.constexpr):
-    """Of the stretches of this program's block."""
+    """The maxima of the stretches of this program's block."""
     NUM: tl.constexpr = S.BLOCK // S.STRETCH
     row = tl.program_id(0).to(tl.int64)
     return tl.load(maxima + row * num_maxima + tl.program_id(1) * NUM + tl.arange(0, NUM))
@@ -192,7 +192,7 @@ def count_kernel(  # noqa: PLR0913
 
 @triton.jit
 def write_candidates(part, room, room_ids, place, number, S: tl.constexpr):
-    """So many of this program's block, from a place on; in steps: addresses take up registers."""
+    """This many of this program's block, from a place on; in steps: addresses take up registers."""
     STEP: tl.constexpr = S.BLOCK // 8
     source, size, bound, window, between = part
     start = tl.program_id(1) * S.BLOCK

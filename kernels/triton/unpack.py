@@ -160,7 +160,7 @@ def packed_sums(x, matrix, tables, steps, S: tl.constexpr):
     """The weights of steps[0] .. steps[1] - 1 times x: [N, M] float32.
 
     x: as of inputs_of. matrix: [N, 1] pointers to rows of bytes; tables: as of of_group, of the
-    same outputs. Scales and zeros are read once for a step, and asked for in the step before.
+    same outputs. Scales and zeros are read once for a step, and requested in the step before.
     """
     first, last = steps
     acc = tl.full([S.N, S.M], 0.0, tl.float32)

@@ -6,7 +6,7 @@
     metronome compare --worst residual-sjf,fcfs --figure e2e.p99 --seconds 120
 
 The first policy is what the others are compared with. Differences are of pairs of runs with the
-same requests; behind ± stands half of an interval that holds the true value 19 times in 20.
+same requests; after ± stands half of an interval that holds the true value 19 times in 20.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_of(parsed: argparse.Namespace) -> Workload:
-    """The workload that was asked for: by name, or a step log by its path."""
+    """The workload that was requested: by name, or a step log by its path."""
     given = {
         "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
@@ -131,7 +131,7 @@ def log_of(workload: Workload) -> Log | None:
 
 
 def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
-    """The engine that was asked for; what was not is that of the log, whose steps say what steps
+    """The engine that was requested; what was not is that of the log, whose steps say what steps
     cost unless something else does."""
     given = {
         "max_num_seqs": parsed.max_num_seqs,

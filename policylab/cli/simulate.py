@@ -170,7 +170,7 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _policy(text: str | None, log: Log | None) -> Any:
-    """What was asked for, or what served the log."""
+    """What was requested, or what served the log."""
     if text is not None:
         return lab.variant(text, "--policy")
     if log is None:

@@ -1,4 +1,4 @@
-"""``metronome compare A B --worst``: where A does worst beside B, and how to see it again."""
+"""``metronome compare A B --worst``: where A does worst next to B, and how to see it again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ PINS = {
     "users": "num_users",
     "loads": LOAD,
 }
-"""What is not turned if it was asked for, by its name on the command line."""
+"""What is not turned if it was requested, by its name on the command line."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -191,7 +191,7 @@ def _again(hunt: Hunt, case: Case) -> Iterable[str]:
 
 
 def command(parsed: argparse.Namespace, case: Case) -> str:
-    """The command line that shows this case: the second policy, and the first beside it."""
+    """The command line that shows this case: the second policy, and the first next to it."""
     words = ["metronome", "compare", *reversed(parsed.policies), "--workload", _workload(case)]
     default = Engine()
     for name, flag in ENGINE_FLAGS.items():

@@ -160,7 +160,7 @@ class Bounds:
 
 
 def work_of(requests: Requests, head: dict[str, Any]) -> Work | None:
-    """What the requests that ended well asked for; ``None`` where the cost of a step is not known.
+    """What the requests that ended well requested; ``None`` where the cost of a step is not known.
     ``head``: that of the run."""
     done, engine, charged = requests.done, head.get("engine"), head.get("step_cost")
     if not engine or not charged or not done.any():

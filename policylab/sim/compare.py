@@ -95,7 +95,7 @@ class Cell:
         return sum(each.is_overloaded for each in self.figures[place])
 
     def difference(self, place: int, figure: str, base: int = 0) -> Difference:
-        """A policy's figure beside that of another, by default the first."""
+        """A policy's figure next to that of another, by default the first."""
         ours, theirs = ([each.value(figure) for each in self.figures[p]] for p in (place, base))
         num_pairs = sum(not isnan(o - t) for o, t in zip(ours, theirs, strict=True))
         by, words = NOTHING, NO_MEANS
@@ -155,7 +155,7 @@ class Experiment:
 
 
 def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
-    """A cell for each value of the option swept and each load, simulated in so many processes.
+    """A cell for each value of the option swept and each load, simulated in this many processes.
 
     Raises ``ConfigError`` for options that cannot work, before anything is simulated, and
     ``EngineDeadError`` if a process dies.

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 LEVEL = 0.95
-NUM_BATCHES = 20  # a run's values follow from each other; the means of so many parts hardly do
+NUM_BATCHES = 20  # a run's values follow from each other; the means of this many parts hardly do
 
 
 class Estimate(NamedTuple):

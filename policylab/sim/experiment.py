@@ -22,7 +22,7 @@ from policylab.sim.workloads import Workload
 MAX_SEEDS = 10_000
 OF_POLICY = ("scheduling_policy", "policy_options")
 FLAGS = tuple(each.name for each in fields(Engine) if isinstance(each.default, bool))
-UNPAIRED_STRIDE = 100_003  # a policy's seeds begin so far behind those of the one before
+UNPAIRED_STRIDE = 100_003  # a policy's seeds begin so far after those of the one before
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -175,7 +175,7 @@ def check_rate(rate: float | None) -> None:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Names of columns: the second of two that are the same is told apart."""
+    """Names of columns: the second of two that are the same is marked."""
     found: list[str] = []
     for name in names:
         again = sum(other == name or other.startswith(f"{name} #") for other in found)

@@ -96,7 +96,7 @@ class Figures:
     num_steps: int
     bounds: Bounds | None
     mean_e2e: float
-    """Of the whole run, to stand beside its bound."""
+    """Of the whole run, to stand next to its bound."""
     counters: dict[str, Any]
     """What policy and resources counted."""
     hook_seconds: float
@@ -307,7 +307,7 @@ def _per_second(times: Floats, period: Window, counts: Floats | None = None) -> 
 
 
 def _tokens_per_second(run: Run, period: Window) -> float:
-    """First tokens, and one behind each gap."""
+    """First tokens, and one after each gap."""
     firsts = run.requests.times("first")
     others = _per_second(run.gaps[:, 0], period, run.gaps[:, 2])
     return _per_second(firsts[~np.isnan(firsts)], period) + others

@@ -1,4 +1,4 @@
-"""What happened to each request, and when: kept beside the steps of a run, if these are.
+"""What happened to each request, and when: kept next to the steps of a run, if these are.
 
 A core tells a request's events and the sums of its waits with its first output after each start,
 and at its end. What was added since it told before belongs to the stays in the queue that ended
@@ -115,7 +115,7 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
-    """Whose waits these are. All of a stay behind a preemption is charged to that one, so several
+    """Whose waits these are. All of a stay after a preemption is charged to that one, so several
     are told apart by their lengths."""
     found = []
     for place, stay in enumerate(stays):

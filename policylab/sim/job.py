@@ -45,7 +45,8 @@ class Job:
     arrival: float
     prompt: tuple[Span, ...]
     num_output: int
-    """Tokens it will generate, the one that ends it included. No policy is told, but an oracle."""
+    """Tokens it will generate, the one that ends it included. No policy knows it, but an
+    oracle."""
     user: str = ""
     priority: int = 0
     deadline: float | None = None
@@ -58,7 +59,7 @@ class Job:
     program: str = ""
     """The conversation or agent that it is a part of."""
     hints: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones for policies, beside those that ``told`` gives."""
+    """Further ones for policies, next to those that ``told`` gives."""
     max_tokens: int | None = None
     """What it asks for; ``None``: what all requests of the workload do."""
     texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -112,7 +113,8 @@ class Job:
 
 @lru_cache
 def _params(max_tokens: int) -> SamplingParams:
-    """What all requests that ask for so many tokens share: to check it takes as long as a step."""
+    """What all requests that ask for this many tokens share: to check it takes as long as a
+    step."""
     return SamplingParams(max_tokens=max_tokens)
 
 
@@ -121,7 +123,7 @@ def tokens_of(
     answers: Mapping[str, Sequence[int]] | None = None,
     texts: Mapping[str, Sequence[int]] = NOTHING,
 ) -> list[int]:
-    """The token ids of these parts of texts, one behind the other; ``texts`` are those that were
+    """The token ids of these parts of texts, one after the other; ``texts`` are those that were
     not made up. What an answer lacks, as that of a request that was refused, is filled up."""
     tokens: list[int] = []
     for text, length, start in prompt:

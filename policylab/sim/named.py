@@ -1,4 +1,4 @@
-"""``name(option=value, ...)``, as policies and workloads are asked for on a command line."""
+"""``name(option=value, ...)``, as policies and workloads are requested on a command line."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Launched(NamedTuple):
 class ForcedLengths:
     """An executor whose requests end at lengths that are given, whatever its model draws.
 
-    Neither scheduler nor policy is told: they see a request that asks for the most and stops.
+    Neither scheduler nor policy knows it: they see a request that asks for the most and stops.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class ForcedLengths:
         self.kv_peak = 0.0
         self._kv_usage = kv_usage
         self._inner = inner
-        self._lengths = lengths  # output tokens by request id, as far as a core is told it
+        self._lengths = lengths  # output tokens by request id, as far as a core knows it
         self._ends = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot, in known tokens
 
     def launch(self, plan: StepPlan) -> Launched:
         for new in plan.new:
-            shown = new.request_id.partition("/")[2]  # behind the number that the front end gave
+            shown = new.request_id.partition("/")[2]  # after the number that the front end gave
             length = self._lengths.get(shown)
             self._ends[new.slot] = 2**31 - 1 if length is None else new.num_prompt + length
         self.kv_peak = max(self.kv_peak, self._kv_usage())

@@ -1,4 +1,4 @@
-"""What is kept of a run: a row for each request, gaps between tokens, and steps if asked for."""
+"""What is kept of a run: a row for each request, gaps between tokens, and steps if requested."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ class Tokens:
     @property
     def gaps(self) -> Floats:
         """[n, 3]: when a gap ended, how long it was (seconds), and how many requests had it. To be
-        asked for once all have come: they are most of a long run's memory, so it is no copy."""
+        requested once all have come: they are most of a long run's memory, so it is no copy."""
         return np.frombuffer(self._gaps).reshape(-1, 3)
 
     def came(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:

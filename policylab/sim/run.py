@@ -55,7 +55,7 @@ STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attenti
 
 
 class Variant(NamedTuple):
-    """A policy with arguments of its constructor, to stand beside itself with others."""
+    """A policy with arguments of its constructor, to stand next to itself with others."""
 
     policy: Any
     options: dict[str, Any]
@@ -102,14 +102,14 @@ class Run:
     gaps: Floats
     """[n, 3]: when a gap between two tokens ended, its seconds, and how many requests had it."""
     steps: Floats | None
-    """[steps, 8], as ``STEP_COLUMNS`` names them, if asked for."""
+    """[steps, 8], as ``STEP_COLUMNS`` names them, if requested."""
     totals: dict[str, Any]
     """Counters of the scheduler, and ``decisions``: the hash of who computed how many tokens in
     which step."""
     hook_seconds: float = 0.0
     """Real time in hooks of the policy: the one figure that differs from run to run."""
     history: History | None = None
-    """What happened to each request, and when, if steps were asked for; of real runs always."""
+    """What happened to each request, and when, if steps were requested; of real runs always."""
 
     @property
     def policy(self) -> str:

@@ -22,11 +22,11 @@ class Timing(Protocol):
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
-        """From the result of a step of so many rows to the next plan."""
+        """From the result of a step of this many rows to the next plan."""
         ...
 
     def add_seconds(self, num_prompt: int) -> float:
-        """To take a request with a prompt of so many tokens."""
+        """To take a request with a prompt of this many tokens."""
         ...
 
 
@@ -56,7 +56,7 @@ class Noise:
 
 
 def _next_places(kinds: Sequence[str], kind: str) -> list[int]:
-    """For each place the first at or behind it, or from the start on, that has this kind."""
+    """For each place the first at or after it, or from the start on, that has this kind."""
     places, following = [0] * len(kinds), kinds.index(kind)
     for place in reversed(range(len(kinds))):
         following = place if kinds[place] == kind else following

@@ -53,7 +53,7 @@ class StepCost:
         )
 
     def seconds_each(self, shape: StepShape, num_steps: int) -> Times:
-        """How long each of so many steps takes of which this is the first; every row of a later
+        """How long each of this many steps takes of which this is the first; every row of a later
         one has a token more in the cache. Equal to ``seconds`` of each to the last bit."""
         more = np.arange(num_steps) * shape.num_seqs
         context, attention = shape.context + more, shape.attention + more
@@ -78,12 +78,12 @@ class StepCost:
         )
 
 
-TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # behind whom more come, and the last
+TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # after whom more come, and the last
 CostEach = Callable[[StepShape, int], Times]
 
 
 class Cost(Protocol):
-    """How long steps take, asked once for each in their order. One that can be asked for several
+    """How long steps take, asked once for each in their order. One that can be requested several
     at once has ``seconds_each`` as ``StepCost`` has it; its ``host_seconds`` are 0."""
 
     def seconds(self, shape: StepShape) -> float:
@@ -91,7 +91,7 @@ class Cost(Protocol):
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
-        """From the result of a step of so many rows to the next plan."""
+        """From the result of a step of this many rows to the next plan."""
         ...
 
 
@@ -119,7 +119,7 @@ class TimedWorker(FakeExecutor):
         """Seconds that its steps have taken in all."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Begin a step, behind those begun before."""
+        """Begin a step, after those begun before."""
         for new in plan.new:
             self._ends[new.slot] = new.num_prompt + self._lengths[new.request_id]
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
@@ -193,7 +193,7 @@ class TimedWorker(FakeExecutor):
         """The same for durations that can be had at once, where the host takes no time."""
         now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
-        # Few of them may come in time: more are asked for only where these are too few.
+        # Few of them may come in time: more are requested only where these are too few.
         first = self._cost.seconds(shape)
         guess = (stretch.until - now) / first if first else inf
         for tried in sorted({min(num_planned, int(min(guess, most)) + 2), num_planned}):
@@ -224,5 +224,5 @@ class TimedWorker(FakeExecutor):
 
 
 def _sums(first: float, more: Iterable[float]) -> list[float]:
-    """The first, and the sum behind each of the others, added one by one."""
+    """The first, and the sum after each of the others, added one by one."""
     return list(accumulate(more, initial=first))

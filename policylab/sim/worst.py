@@ -1,4 +1,4 @@
-"""Where one policy does worst beside another: a search over workloads and engines.
+"""Where one policy does worst next to another: a search over workloads and engines.
 
 A *case* is a choice for each *knob*: options of the workload, sizes of the engine, the load. Hill
 climbing with a seed: from a random case, knobs are turned one or two at a time, and what is no
@@ -98,7 +98,7 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Hunt:
-    """Which policy, beside which other, by which figure, from which case."""
+    """Which policy, next to which other, by which figure, from which case."""
 
     policy: Any
     beside: Any

@@ -92,7 +92,7 @@ def own_modules(policy: Policy) -> set[str]:
 
 
 def _serve(simulation: Simulation, names: Iterator[int], rng: Random, num_requests: int) -> None:
-    """So many small requests come and end; each 17th is aborted on its way."""
+    """This many small requests come and end; each 17th is aborted on its way."""
     for _ in range(num_requests):
         index = next(names)
         simulation.happen(Add(at=0, request=_small(str(index), rng, simulation.now)))

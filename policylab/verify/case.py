@@ -26,7 +26,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     that times add up without rounding.
 
     ``config.speculative_config``: drafts as they serve, and ``grammar_ticks``: grammars as they
-    serve, ready after so many plans at most; -1: none (see ``halves.py``). ``num_said``: tokens
+    serve, ready after this many plans at most; -1: none (see ``halves.py``). ``num_said``: tokens
     that the model says, the first of the vocabulary: a text of few tokens repeats itself.
     """
 
@@ -97,7 +97,7 @@ Event = Add | Abort | Reset | Pause | Jump | Wake
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """An engine and a script. ``at`` of each event is the tick before which it happens.
 
-    Behind the script nothing new comes, the engine goes on and every request must finish.
+    After the script nothing new comes, the engine goes on and every request must finish.
     """
 
     setup: Setup

@@ -163,7 +163,7 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
             assert first is None and last is None, f"{req}: token times"
         if req.status is Status.RUNNING:
             held = len(kv.held(req))
-            # What a transfer fills is held as a whole before it is computed behind.
+            # What a transfer fills is held as a whole before it is computed after.
             whole = known[row] if req.add.kv_transfer_params else 0
             most = -(-max(computed[row] + num_drafts, whole) // size)
             assert -(-computed[row] // size) <= held <= most, f"{req} holds {held} blocks"
@@ -250,7 +250,7 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
 
 
 def _spares_decodes(scheduler: Scheduler) -> bool:
-    """Are prompts held back beside decodes?"""
+    """Are prompts held back next to decodes?"""
     is_whole = scheduler.guard.overrides(*SHAPING) or type(scheduler) is not Scheduler
     return scheduler.config.max_mixed_prefill_tokens > 0 and not is_whole
 
@@ -262,7 +262,7 @@ def _is_mixed_full(scheduler: Scheduler) -> bool:
 
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Beside decodes prompts make a step no larger than so, or than what waits asks for [24]."""
+    """Next to decodes prompts make a step no larger than so, or than what waits asks for [24]."""
     config, roster, rows = scheduler.config, scheduler.roster, plan.rows
     size = config.max_mixed_prefill_tokens
     spread = config.num_mixed_prefill_steps * size

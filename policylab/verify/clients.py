@@ -27,7 +27,7 @@ class LiveRequest:
     """A request under way."""
 
     req: Request
-    extras: dict[int, int]  # what the model sees at a position beside the token
+    extras: dict[int, int]  # what the model sees at a position next to the token
     answer: list[int]
     end: tuple[str, int | None]  # reason and stop reason, if nothing comes between
     fails: bool  # will it come to a position that fails?
@@ -211,7 +211,7 @@ def check_waits(req: Request) -> None:
 
 
 def extras_of(add: AddRequest) -> dict[int, int]:
-    """What the model sees beside the tokens: salt and adapter from the start, media where they
+    """What the model sees next to the tokens: salt and adapter from the start, media where they
     begin."""
     extras = {}
     if add.cache_salt is not None or add.adapter is not None:
@@ -231,7 +231,7 @@ def answer_to(
     num_tokens_used: int = VOCAB_SIZE,
     guide: Guide | None = None,
 ) -> tuple[list[int], tuple[str, int | None]]:
-    """The tokens of the whole answer, so many at most, and how it ends."""
+    """The tokens of the whole answer, this many at most, and how it ends."""
     digest = EMPTY_DIGEST
     for position, token in enumerate(add.prompt_token_ids):
         digest = mix(digest, token + extras.get(position, 0))

@@ -199,7 +199,7 @@ class RequestMaker:
         rng = self.rng
         longest = self.longest
         if "short" in self.features and rng.random() < 0.1:
-            longest = self.most  # beside many short ones
+            longest = self.most  # next to many short ones
         if "giants" in self.features and rng.random() < 0.05:
             longest *= 3
         total = rng.randint(2, max(2, longest + 1))
@@ -273,7 +273,7 @@ class RequestMaker:
         return fields
 
     def media(self, num_prompt: int) -> list[MediaItem]:
-        """Items one behind the other; few contents, so that some are shared."""
+        """Items one after the other; few contents, so that some are shared."""
         items: list[MediaItem] = []
         offset = self.rng.randrange(4)
         while offset < num_prompt and len(items) < 3:

@@ -62,7 +62,7 @@ def with_halves(case: Case, seed: int) -> Case:
 def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
     """By one of the methods, a few or many, as many as pay or all."""
     most = config.max_num_batched_tokens - 1
-    if most < 1:  # a step must have room for a token beside its drafts
+    if most < 1:  # a step must have room for a token next to its drafts
         config, most = replace(config, max_num_batched_tokens=2), 1
     method = rng.choice(("ngram", "suffix", "draft_model", "draft_model", "grammar"))
     options: dict[str, Any] = {

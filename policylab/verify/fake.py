@@ -107,7 +107,7 @@ class Work(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A row behind its forward pass: digests behind its last known token and behind each draft."""
+    """A row after its forward pass: digests after its last known token and after each draft."""
 
     work: Work
     digests: list[int]
@@ -187,7 +187,7 @@ class DigestWorker(FakeExecutor):
     def _finish(
         self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult
     ) -> None:
-        """Draw behind the forward pass, with the masks if the plan has some."""
+        """Draw after the forward pass, with the masks if the plan has some."""
         of_row: list[list[NDArray[np.int32]]] = [[] for _ in rows]
         if plan.masks is not None:
             assert masks is not None, "the masks of a step are missing"
@@ -256,7 +256,7 @@ class DigestWorker(FakeExecutor):
             if NONE_LEFT in sampled and not error:
                 error = "no token is left: a mask, as of a grammar, allows none"
                 result.fail(index, error, "no_token_is_allowed")
-            work.seq.tokens += sampled  # a step in flight behind a failure reads them too
+            work.seq.tokens += sampled  # a step in flight after a failure reads them too
             if not error:
                 tokens += sampled
                 counts[index] = len(sampled)
@@ -283,7 +283,7 @@ class DigestWorker(FakeExecutor):
                 table[index] = block
 
     def _compute(self, seq: FakeSeq, start: int, count: int) -> int:
-        """Write the KV of known tokens; the digest behind the last."""
+        """Write the KV of known tokens; the digest after the last."""
         digest = self._attend(seq, start - 1) if start else EMPTY_DIGEST
         for position in range(start, start + count):
             digest = mix(digest, seq.tokens[position])
@@ -294,7 +294,7 @@ class DigestWorker(FakeExecutor):
         self, seq: FakeSeq, start: int, digest: int, drafts: Sequence[int]
     ) -> list[int]:
         """Write the KV of drafts, the first at position ``start``. Returns ``digest``, which is
-        that behind the last known token, and one behind each draft."""
+        that after the last known token, and one after each draft."""
         digests = [digest]
         if drafts:
             digest = self._read(seq, 0, start - 1)
@@ -337,7 +337,7 @@ def allowed(token: int, mask: NDArray[np.int32]) -> int:
 
 
 def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that stand: one, and those behind drafts that are right. Behind drafts none may be
+    """The tokens that stand: one, and those after drafts that are right. After drafts none may be
     left; the next step computes that place again, and then it is the row's own."""
     num_right = 0
     while num_right < len(drafts) and drafts[num_right] == drawn[num_right] != NONE_LEFT:

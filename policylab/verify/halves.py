@@ -119,7 +119,7 @@ class Delayed:
 
 
 class DelayedCompilation:
-    """Under way until it has been looked at so many times."""
+    """Under way until it has been looked at this many times."""
 
     def __init__(self, compilation: Any, looks: int) -> None:
         self._compilation = compilation
@@ -156,7 +156,7 @@ def is_adaptive(setup: Setup) -> bool:
 
 class WorkersDrafts:
     """What a worker proposes: the right tokens, but sometimes a wrong one among them, sometimes
-    none or too few, sometimes more than was asked for, and for a row that asked for none."""
+    none or too few, sometimes more than was wanted, and for a row that wants none."""
 
     def __init__(self, answers: Callable[[str], Sequence[int] | None]) -> None:
         """answers: what a request will hear in all; ``None``: it has ended."""
@@ -182,8 +182,8 @@ class WorkersDrafts:
 
 
 def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> None:
-    """The worker is asked for drafts of rows that sample, at most so many, and for none that no
-    step will verify: behind the last token but one of a request there is no place for any [22]."""
+    """The worker is requested drafts of rows that sample, at most this many, and for none that no
+    step will verify: after the last token but one of a request there is no place for any [22]."""
     if plan.proposals is None:
         return
     wishes = plan.proposals
@@ -191,13 +191,13 @@ def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> 
     assert (wishes >= 0).all() and (wishes <= most).all(), f"{wishes} drafts are asked for"
     assert not wishes[plan.samples == 0].any(), "drafts are asked for behind what is not drawn"
     num_drafts = 0 if plan.drafts is None else plan.drafts.counts
-    known = plan.starts + plan.counts - num_drafts + 1  # behind this step, at least
+    known = plan.starts + plan.counts - num_drafts + 1  # after this step, at least
     room = scheduler.roster.table.limit.all[plan.rows] - known - 1
     assert (wishes <= room.clip(min=0)).all(), f"{wishes} drafts are asked for, {room} have a use"
 
 
 class DraftCounts:
-    """Counts what was verified and what of it was right, beside the engine's own counters."""
+    """Counts what was verified and what of it was right, next to the engine's own counters."""
 
     def __init__(self) -> None:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0

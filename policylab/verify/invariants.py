@@ -22,9 +22,9 @@
 [19]   better ranks go first, unless the policy says otherwise         ``check_order``
 [20]   nothing is left over that a request could use                   ``check.check_spare``
 [21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
-[22]   drafts are asked of a worker only where a step can verify them  ``halves``
+[22]   drafts are called of a worker only where a step can verify them  ``halves``
 [23]   drafts are counted as they were verified                        ``halves.DraftCounts``
-[24]   beside decodes, prompts go in pieces while few wait             ``check.check_mixed``
+[24]   next to decodes, prompts go in pieces while few wait             ``check.check_mixed``
 [25]   a policy that writes ``rank`` and ``ranks`` says the same       ``check.check_ranks``
 =====  ==============================================================  ==========================
 """
@@ -64,7 +64,7 @@ class Invariants:
 
     ``every``: after how many steps the state as a whole is checked; plans, outputs and the worker's
     tables are checked each time. ``plugins``: are policy and resources held to their contracts too?
-    ``num_drafts``: of a row, at most, beside those of ``needs``.
+    ``num_drafts``: of a row, at most, next to those of ``needs``.
     """
 
     def __init__(
@@ -242,7 +242,7 @@ def check_order(scheduler: Scheduler) -> None:
 
 
 def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
-    """Statistics of an engine without requests equal what was counted beside it."""
+    """Statistics of an engine without requests equal what was counted next to it."""
     stats = scheduler.make_stats()
     assert stats.num_scheduled_tokens == num_tokens, f"{stats.num_scheduled_tokens} tokens counted"
     assert stats.num_steps == num_steps, f"{stats.num_steps} steps counted, there were {num_steps}"

@@ -46,7 +46,7 @@ class Need(Resource):
         """Does all that was taken belong to running requests?"""
 
     def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
-        """Allow only so many tokens."""
+        """Allow only this many tokens."""
         self.num_refusals += 1
         return Fit(num_tokens, self.name, on_refuse)
 
@@ -85,7 +85,7 @@ class Adapters(Need):
 
 
 class Delayed(Need):
-    """Base of what a request waits for outside the queue: it takes so many ticks to be ready."""
+    """Base of what a request waits for outside the queue: it takes this many ticks to be ready."""
 
     on_refuse = OnRefuse.PARK
 

@@ -31,7 +31,7 @@ def to_its_end(num_tries: int, best: Case) -> bool:
 
 
 class Clocked:
-    """Goes on for so many seconds from when it was made; ``tell`` is called now and then.
+    """Goes on for this many seconds from when it was made; ``tell`` is called now and then.
 
     ``tell(num_tries, best, seconds)``: how many cases were tried, the smallest so far, and the
     seconds since then. A case that is being run is run to its end, so the time may be overrun by
@@ -74,9 +74,9 @@ def shrink(
     *,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """The smallest case found with at most so many runs; ``breaks`` says whether one still does.
+    """The smallest case found with at most this many runs; ``breaks`` says whether one still does.
 
-    ``goes_on`` is asked before each run: False ends it, with the smallest case so far.
+    ``goes_on`` is called before each run: False ends it, with the smallest case so far.
     """
     tries = start = 0
     while True:

@@ -58,7 +58,7 @@ class Report:
     num_followed: int = 0  # texts that ended as their grammar says
     steps_by_policy: Counter[str] = field(default_factory=Counter)
     found: list[Found] = field(default_factory=list)
-    waited: Waited | None = None  # in an overload, if that was asked
+    waited: Waited | None = None  # in an overload, if that was called
 
     def add(self, other: Report) -> None:
         """Add the counts of another report."""
@@ -204,7 +204,7 @@ def smallest(
 ) -> Case:
     """The smallest case found that breaks the same rule, itself if it does so no more.
 
-    ``goes_on`` is asked before each run, as by ``shrink``.
+    ``goes_on`` is called before each run, as by ``shrink``.
     """
     swarm = Swarm(every=1, halves=halves)
 

@@ -37,11 +37,11 @@ class Skipped(NamedTuple):
     """The tokens that a checker passes over where it stands."""
 
     stops: Stops | None
-    """Those without any of these bytes."""
+    """Tokens without any of these bytes."""
     only: bytes
-    """Those that are only such bytes."""
+    """Tokens of such bytes alone."""
     least_quotes: int
-    """Those with fewer quotation marks."""
+    """Tokens with fewer quotation marks than this."""
 
 
 class Vocabulary:

@@ -46,7 +46,7 @@ class Source(NamedTuple):
     written: Any
     """A JSON schema, or the text of a grammar."""
     checker: Checker | None = None
-    """Of the schema, where the library enforces less of it."""
+    """A checker of the schema, where the library enforces less of it."""
 
 
 def source_of(form: Grammar) -> Source:

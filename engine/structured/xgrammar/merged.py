@@ -1,4 +1,4 @@
-"""Two JSON schemas of one value as one: no keyword stands beside a reference or a choice."""
+"""Two JSON schemas of one value as one: no keyword stands next to a reference or a choice."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """As JSON has it: 1 is 1.0 and not true."""
+    """Equality of JSON: 1 is 1.0 and not true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -95,7 +95,7 @@ def _both(key: str, one: Any, other: Any) -> Any:
         return _all_of(one, other)
     if type(one) is type(other) and one == other:
         return one
-    raise SchemaError(f"{key} is said twice of one value, which is not enforced by xgrammar")
+    raise SchemaError(f"{key} is given twice for one value, which is not enforced by xgrammar")
 
 
 def _all_of(one: Any, other: Any) -> Any:
@@ -103,7 +103,7 @@ def _all_of(one: Any, other: Any) -> Any:
 
 
 def _check_arrays(one: Schema, other: Schema) -> None:
-    """What is said of the items behind some others depends on what stands beside it."""
+    """What holds for the items after some others depends on what stands next to it."""
     keys = {"items", "prefixItems", "unevaluatedItems"}
     if (
         (one.keys() | other.keys()) & keys != {"items"}
@@ -114,18 +114,19 @@ def _check_arrays(one: Schema, other: Schema) -> None:
 
 
 def _properties(one: Schema, other: Schema, found: Schema) -> Schema:
-    """Of both: what one names and the other does not is an additional property of that."""
+    """Properties of both: what one names and the other does not is an additional property of
+    that."""
     if "unevaluatedProperties" in found and "additionalProperties" in found:
-        raise SchemaError("unevaluatedProperties beside additionalProperties is not enforced")
+        raise SchemaError("unevaluatedProperties next to additionalProperties is not enforced")
     names = {**_object(one), **_object(other)}
     properties = {}
     for name in names:
-        said = [
+        parts = [
             _object(each)[name] if name in _object(each) else each["additionalProperties"]
             for each in (one, other)
             if name in _object(each) or "additionalProperties" in each
         ]
-        properties[name] = said[0] if len(said) == 1 else _all_of(*said)
+        properties[name] = parts[0] if len(parts) == 1 else _all_of(*parts)
     return properties
 
 

@@ -1,12 +1,11 @@
 """JSON schemas as xgrammar is given them: in those of its words that it enforces.
 
 The library ignores some keywords (``not``, ``if``, ``uniqueItems``, ``contains``), and others in
-company: what stands beside a reference, ``anyOf`` or ``enum``, lengths beside a pattern, a minimum
-where no type is given. So a schema is written anew: what stands side by side is merged, ``oneOf``
-becomes ``anyOf`` (a checker next to the grammar forbids values that two of its schemas allow), and
-what is left is refused by name. But for ``oneOf``, the new schema may allow less than the old one,
-never more: an object whose properties are named has no others.
-"""
+company: what stands next to a reference, ``anyOf`` or ``enum``, lengths next to a pattern, a
+minimum where no type is given. So a schema is written anew: what stands side by side is merged,
+``oneOf`` becomes ``anyOf`` (a checker next to the grammar forbids values that two of its schemas
+allow), and what is left is refused by name. But for ``oneOf``, the new schema may allow less than
+the old one, never more: an object whose properties are named has no others."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ from engine.structured.xgrammar.patterns import of_length, of_whole_text
 Schema = dict[str, Any]
 
 # What is compiled cannot be interrupted: these keep it to seconds.
-MAX_SCHEMAS = 1_000  # within each other and beside each other, as they are written
+MAX_SCHEMAS = 1_000  # within each other and next to each other, as they are written
 MAX_DEPTH = 24  # between two references
 MAX_NAMES = 500  # properties in all
 MAX_VALUES = 2_000  # of all enums
@@ -105,15 +104,15 @@ class _Writer:
         self._spend("schemas", 1)
         if depth > MAX_DEPTH:
             raise SchemaError(f"it is nested more than {MAX_DEPTH} deep: use references")
-        asked = self._checked(schema)
-        if "$ref" in asked:
-            return self._reference(asked, depth)
+        wanted = self._checked(schema)
+        if "$ref" in wanted:
+            return self._reference(wanted, depth)
         for key, write in (("allOf", self._all), ("oneOf", self._any), ("anyOf", self._any)):
-            if key in asked:
-                return write(key, asked, depth)
-        if (values := values_of(asked)) is not None:
-            return self._values(values, asked)
-        return self._typed(asked, depth)
+            if key in wanted:
+                return write(key, wanted, depth)
+        if (values := values_of(wanted)) is not None:
+            return self._values(values, wanted)
+        return self._typed(wanted, depth)
 
     def _checked(self, schema: Any) -> Schema:
         """Without what says nothing. Raises for what is not enforced."""
@@ -150,24 +149,24 @@ class _Writer:
 
     def resolved(self, schema: Any) -> Schema:
         """The schema with what it refers to, and all of its allOf, in one."""
-        asked, seen = self._checked(schema), 0
-        while "$ref" in asked or "allOf" in asked:
+        wanted, seen = self._checked(schema), 0
+        while "$ref" in wanted or "allOf" in wanted:
             self._spend("schemas", 1)
             seen += 1
             if seen > MAX_DEPTH:
                 raise SchemaError("its references lead to each other without end")
-            if "$ref" in asked:
-                rest = {key: value for key, value in asked.items() if key != "$ref"}
-                asked = merged(rest, self._checked(self._found(asked["$ref"])))
+            if "$ref" in wanted:
+                rest = {key: value for key, value in wanted.items() if key != "$ref"}
+                wanted = merged(rest, self._checked(self._found(wanted["$ref"])))
             else:
-                rest = {key: value for key, value in asked.items() if key != "allOf"}
-                asked = reduce(merged, map(self._checked, _list("allOf", asked["allOf"])), rest)
-        return asked
+                rest = {key: value for key, value in wanted.items() if key != "allOf"}
+                wanted = reduce(merged, map(self._checked, _list("allOf", wanted["allOf"])), rest)
+        return wanted
 
-    def _reference(self, asked: Schema, depth: int) -> Schema:
-        if len(asked) > 1:
-            return self._write(self.resolved(asked), depth + 1)
-        reference = asked["$ref"]
+    def _reference(self, wanted: Schema, depth: int) -> Schema:
+        if len(wanted) > 1:
+            return self._write(self.resolved(wanted), depth + 1)
+        reference = wanted["$ref"]
         if reference not in self._names:
             found = self._found(reference)
             name = self._names[reference] = f"d{len(self._names)}"
@@ -184,12 +183,12 @@ class _Writer:
                 raise SchemaError("$ref leads back to itself, which says nothing")
             seen.add(name)
 
-    def _all(self, key: str, asked: Schema, depth: int) -> Schema:
-        return self._write(self.resolved(asked), depth + 1)
+    def _all(self, key: str, wanted: Schema, depth: int) -> Schema:
+        return self._write(self.resolved(wanted), depth + 1)
 
-    def _any(self, key: str, asked: Schema, depth: int) -> Schema:
-        rest = {name: value for name, value in asked.items() if name != key}
-        choices = _list(key, asked[key])
+    def _any(self, key: str, wanted: Schema, depth: int) -> Schema:
+        rest = {name: value for name, value in wanted.items() if name != key}
+        choices = _list(key, wanted[key])
         self._spend("schemas", len(choices))
         self.has_one_of |= key == "oneOf"
         found = []
@@ -205,11 +204,11 @@ class _Writer:
 
     # -- values and types
 
-    def _values(self, values: list[Any], asked: Schema) -> Schema:
-        beside = asked.keys() - {"enum", "const", "type"}
-        if wrong := sorted(key for keys in _OF_TYPE.values() for key in keys if key in beside):
-            raise SchemaError(f"{wrong[0]} beside enum or const is not enforced by xgrammar")
-        allowed = types_of(asked)
+    def _values(self, values: list[Any], wanted: Schema) -> Schema:
+        others = wanted.keys() - {"enum", "const", "type"}
+        if wrong := sorted(key for keys in _OF_TYPE.values() for key in keys if key in others):
+            raise SchemaError(f"{wrong[0]} next to enum or const is not enforced by xgrammar")
+        allowed = types_of(wanted)
         kept = [each for each in values if types_of_value(each) & allowed]
         self._spend("values of enum", len(kept))
         if not kept:
@@ -219,15 +218,15 @@ class _Writer:
                 raise SchemaError(f"enum has {each}, larger than what is compared exactly")
         return {"enum": kept}
 
-    def _typed(self, asked: Schema, depth: int) -> Schema:
-        if not asked.keys() & {"type", *(key for keys in _OF_TYPE.values() for key in keys)}:
+    def _typed(self, wanted: Schema, depth: int) -> Schema:
+        if not wanted.keys() & {"type", *(key for keys in _OF_TYPE.values() for key in keys)}:
             return {}
-        types = types_of(asked)
+        types = types_of(wanted)
         found = []
         for kind in (name for name in EVERY_TYPE if name in types):
             if kind == "integer" and "number" in types:
                 continue
-            own = {key: asked[key] for key in _OF_TYPE.get(kind, ()) if key in asked}
+            own = {key: wanted[key] for key in _OF_TYPE.get(kind, ()) if key in wanted}
             write = {"string": _string, "integer": _integer, "number": _number}.get(kind)
             try:
                 if write is not None:
@@ -242,7 +241,7 @@ class _Writer:
                 if len(types) == 1:
                     raise
         if not found:
-            raise NothingAllowedError(f"type is {asked.get('type')!r:.80}, which allows nothing")
+            raise NothingAllowedError(f"type is {wanted.get('type')!r:.80}, which allows nothing")
         return found[0] if len(found) == 1 else {"anyOf": found}
 
     def _array(self, own: Schema, depth: int) -> Schema:
@@ -250,7 +249,7 @@ class _Writer:
         first = _list("prefixItems", own["prefixItems"]) if "prefixItems" in own else []
         others = own.get("items", own.get("unevaluatedItems", True))
         if first and "unevaluatedItems" in own and "items" in own:
-            raise SchemaError("unevaluatedItems beside items is not enforced by xgrammar")
+            raise SchemaError("unevaluatedItems next to items is not enforced by xgrammar")
         if most is not None:
             first = first[:most]
         prefix = [self._write(each, depth + 1) for each in first]
@@ -279,7 +278,7 @@ class _Writer:
         if not named and not required:
             return self._map(own, others, (least, most), depth)
         if "propertyNames" in own:
-            raise SchemaError("propertyNames beside properties is not enforced by xgrammar")
+            raise SchemaError("propertyNames next to properties is not enforced by xgrammar")
         found: Schema = {}
         for name in [*named, *(each for each in required if each not in named)]:
             try:
@@ -319,10 +318,10 @@ class _Writer:
         return found if most is None else {**found, "maxProperties": most}
 
     def _names_of(self, schema: Any) -> Schema:
-        asked = self.resolved(schema)
-        if wrong := asked.keys() & {"anyOf", "oneOf"}:
+        wanted = self.resolved(schema)
+        if wrong := wanted.keys() & {"anyOf", "oneOf"}:
             raise SchemaError(f"{min(wrong)} in propertyNames is not enforced by xgrammar")
-        written = self._write({**asked, "type": "string"}, 0)
+        written = self._write({**wanted, "type": "string"}, 0)
         return {key: value for key, value in written.items() if key != "type"}
 
 
@@ -370,7 +369,7 @@ def _string(own: Schema) -> Schema:
     shape = [key for key in ("pattern", "format") if key in own]
     sizes = [key for key in ("minLength", "maxLength") if own.get(key)]
     if len(shape) == 2 or (shape and sizes):
-        raise SchemaError(f"{(shape + sizes)[1]} beside {shape[0]} is not enforced by xgrammar")
+        raise SchemaError(f"{(shape + sizes)[1]} next to {shape[0]} is not enforced by xgrammar")
     if not shape:
         least, most = _counts(own, "minLength", "maxLength", MAX_LENGTH)
         return {"pattern": of_length(least, most)} if least or most is not None else {}

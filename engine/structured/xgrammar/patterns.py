@@ -67,7 +67,7 @@ def of_whole_text(pattern: str, *, is_proved: bool = False) -> str:
 
 
 def of_length(least: int, most: int | None) -> str:
-    """Texts of so many characters, ``None`` for any number. The library's own way to count them
+    """Texts of this many characters, ``None`` for any number. The library's own way to count them
     lets control characters through."""
     return f"{_written(without(ALL, _ESCAPED))}{{{least},{'' if most is None else most}}}"
 
@@ -114,17 +114,17 @@ class _Reader:
 
     def _sequence(self, *, is_outermost: bool) -> _Part:
         anything = f"{_written(without(ALL, _ESCAPED))}*"
-        before = behind = anything if is_outermost else ""
+        before = after = anything if is_outermost else ""
         if is_outermost and self._takes("^"):
             before = ""
         parts = []
         while self._here() not in ("", "|", ")"):
             if is_outermost and self._here() == "$" and self._here(1) in ("", "|"):
                 self._at += 1
-                behind = ""
+                after = ""
                 break
             parts.append(self._repeated(self._atom()))
-        text = "".join([before, *(part.text for part in parts), behind])
+        text = "".join([before, *(part.text for part in parts), after])
         times = max((part.times for part in parts), default=1)
         first: Ranges = without(ALL, _ESCAPED) if before else []
         for part in parts:
@@ -132,7 +132,7 @@ class _Reader:
             if not part.may_be_empty:
                 break
         is_open = all(part.may_be_empty for part in parts)
-        return _Part(text, times, is_open, [*first, *(ALL if behind and is_open else [])])
+        return _Part(text, times, is_open, [*first, *(ALL if after and is_open else [])])
 
     def _repeated(self, atom: _Part) -> _Part:
         sign, times = self._here(), atom.times
@@ -199,7 +199,7 @@ class _Reader:
         raise self.refusal("allows only characters that JSON escapes, which are not written here")
 
     def _members(self) -> Ranges:
-        """Of a class, behind its bracket."""
+        """Of a class, after its bracket."""
         is_negated = self._takes("^")
         found: Ranges = []
         while not self._takes("]"):
@@ -239,7 +239,7 @@ class _Reader:
         raise self.refusal("is an escape that is not enforced")
 
     def _here(self, ahead: int = 0) -> str:
-        """The next character, or one behind it; nothing at the end."""
+        """The next character, or one after it; nothing at the end."""
         return self._text[self._at + ahead : self._at + ahead + 1]
 
     def _takes(self, sign: str) -> bool:

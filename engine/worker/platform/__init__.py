@@ -24,7 +24,7 @@ class Mark(Protocol):
     """A place in the order of the device's work."""
 
     def record(self) -> None:
-        """Move the mark behind all work queued so far."""
+        """Move the mark after all work queued so far."""
         ...
 
     def synchronize(self) -> None:
@@ -58,7 +58,7 @@ class Platform(Protocol):
     compiles: bool
     """Whether a kernel costs seconds when it is first launched in a new shape."""
     shares_memory: bool
-    """Whether host and device are one: nothing need be copied, and what is asked for is done at
+    """Whether host and device are one: nothing need be copied, and what is requested is done at
     once."""
 
     def current(self) -> AbstractContextManager[object]:
@@ -66,7 +66,7 @@ class Platform(Protocol):
         ...
 
     def mark(self) -> Mark:
-        """A new mark behind all work queued so far."""
+        """A new mark after all work queued so far."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -82,7 +82,7 @@ class Platform(Protocol):
         ...
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
-        """Copy to the host what these hold now, beside the work that is queued next."""
+        """Copy to the host what these hold now, next to the work that is queued next."""
         ...
 
     def graph(self) -> Graph:
@@ -103,6 +103,6 @@ class Platform(Protocol):
         ...
 
     def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
-        """Bytes that the graphs of so many sizes will take. record: capture those of so many
+        """Bytes that the graphs of this many sizes will take. record: capture those of this many
         sizes, the largest, in place of all before."""
         ...

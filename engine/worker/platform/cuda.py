@@ -1,4 +1,4 @@
-"""A CUDA device: queued work, copies beside it, recorded graphs."""
+"""A CUDA device: queued work, copies next to it, recorded graphs."""
 
 from __future__ import annotations
 

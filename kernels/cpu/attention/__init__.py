@@ -46,7 +46,8 @@ def single_kernel(
 
 @cache
 def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Of single tokens, in float32; sizes: bytes of an element of the queries, and of the cache."""
+    """The kernel of single tokens, in float32; sizes: bytes of an element of the queries, and of
+    the cache."""
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
@@ -72,7 +73,8 @@ def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
 def chunk_kernel(
     head_dim: int, group: int, sizes: tuple[int, int], paired: str | None = PAIRED
 ) -> Kernel:
-    """Of several tokens of a sequence: bfloat16 is multiplied in pairs where the processor can."""
+    """The kernel of several tokens of a sequence: bfloat16 is multiplied in pairs where the
+    processor can."""
     if sizes == (2, 2) and paired is not None:
         return paired_kernel(head_dim, group, paired)
     return widened_kernel(head_dim, group, sizes)
@@ -80,13 +82,13 @@ def chunk_kernel(
 
 @cache
 def widened_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Of chunks, in float32."""
+    """The kernel of chunks, in float32."""
     return Kernel(chunk_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
 def paired_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Of chunks, in bfloat16; how: of ``paired.HOW``."""
+    """The kernel of chunks, in bfloat16; how: of ``paired.HOW``."""
     return Kernel(paired_body(head_dim, group, HOW[how]), heavy=True)
 
 
@@ -108,7 +110,7 @@ def paged_attention(
     if plan is None:
         plan = meta.scratch[key] = _planned(meta, *key)
     out = q.new_empty((num_tokens, num_heads * head_dim))
-    if num_tokens > plan.num_rows and not is_recorded():  # else what is behind them is not read
+    if num_tokens > plan.num_rows and not is_recorded():  # else what is after them is not read
         out.zero_()
     tensors = (q.data_ptr(), kv_layer.data_ptr(), meta.block_tables.data_ptr(), out.data_ptr())
     shape = (kv_heads, meta.block_tables.stride(0), block)

@@ -130,8 +130,8 @@ def row_address(start, index, head, p, size):
 
 @njit(**INLINE)
 def key_address(p, table, head, position, size):
-    """Of the key at a position; size: bytes of one. The next of its block follow it, and its value
-    lies a half page behind it."""
+    """Address of the key at a position; size: bytes of one. The next of its block follow it, and
+    its value lies a half page after it."""
     block, kv_heads = p[7], p[5]
     page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
     return page + (head * block + position % block) * size

@@ -47,7 +47,7 @@ def fits_dots(how: str | None) -> bool:
 
 def dotted_single_body(head_dim: int, group: int, how: int):
     """A body for one head size and number of query heads per key head; how: one with dots."""
-    depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros behind the last
+    depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros after the last
     width = -(-head_dim // LANES) * LANES  # outputs of the second
     vectors, height = width // LANES, min(_MOST, group)
     more = -group % height  # rows that are summed with the last ones

@@ -59,7 +59,7 @@ from kernels.cpu.vectors import (
     pair_tile_product,
 )
 
-_SOFT_TILES, _TILES = 8, 9  # beside what `pair_tile_product` knows
+_SOFT_TILES, _TILES = 8, 9  # next to what `pair_tile_product` knows
 HOW = {"dots": DOTS, "soft dots": SOFT_DOTS, "tiles": _TILES, "soft tiles": _SOFT_TILES}
 
 _CELL = 2  # bytes of an element of queries, cache and outputs
@@ -81,7 +81,7 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
     wide = 0 if single and group <= _WIDE // 2 else 1
     step, num_rows = _WIDE if wide else LANES, group if single else tokens_an_item(group) * group
     rows = -(-num_rows // step) * step
-    depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros behind the last
+    depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros after the last
     width = -(-head_dim // _TILE) * _TILE  # outputs of the second
     vectors, height = width // LANES, min(_DOT_ROWS, num_rows)
     is_tiled, soft = int(how in (_TILES, _SOFT_TILES)), int(how != _TILES)
@@ -115,7 +115,7 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
             begin(sums)
             start = item[3] - item[3] % STRETCH
             while start < item[4]:
-                # Asked for in each round: Numba frees an array that is not named any more.
+                # Requested in each round: Numba frees an array that is not named any more.
                 own = (state.ctypes.data + LINE - 1) & -LINE
                 span = start, max(item[3] - start, 0), min(STRETCH, item[4] - start)
                 _score((p, own), (item, head, span), (q, copies, scores), head_dim, how, wide)
@@ -274,7 +274,7 @@ def gather_pairs(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """Of each row, the keys it sees, counted from key `low` of the stretch; whether all see all
+    """The keys that each row sees, counted from key `low` of the stretch; whether all see all
     of it."""
     start, first, end = span
     latest, soonest = first - low, end - low
@@ -361,7 +361,7 @@ def add_dots(arrays, num, span, vectors, height, how):
 
 @njit(inline="always")
 def _score_tiles(own, left, q, scores, soft, wide):
-    """As `_score_dots`: a tile of keys times three of rows, or times one."""
+    """What `_score_dots` does, in tiles: a tile of keys times three of rows, or times one."""
     (a, lda), width = left, q.shape[1] * 4
     if not wide:
         for v in range(scores.shape[0]):

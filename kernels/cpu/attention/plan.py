@@ -22,8 +22,8 @@ class Items(NamedTuple):
     owned: NDArray[np.int32]  # keeps the memory
 
 
-# The header: what the bodies are told of a plan, int64 addresses and numbers. A recorded step keeps
-# the place of its header, whatever is planned for the next one.
+# The header: what the bodies read of a plan, int64 addresses and numbers. A recorded step
+# keeps the place of its header, whatever is planned for the next one.
 SINGLES = 0  # address of the items, and their number
 ROOM = 2  # address of sums of singles that share rows, [items, heads, head_dim + BEHIND] float32
 # Address of [S, key heads] int64, zero between operations: items of a sequence that are done, by
@@ -34,7 +34,7 @@ CHUNKS = 5  # address of the items, and their number
 
 
 class Heads(NamedTuple):
-    """Those of one layer."""
+    """The heads of one layer."""
 
     num: int
     group: int  # query heads per key head

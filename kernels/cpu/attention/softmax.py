@@ -23,7 +23,7 @@ from kernels.cpu.vectors import LANES, fused
 from kernels.cpu.vectors import largest as largest_of
 
 STRETCH = 256  # keys whose sums start at zero, and that a thread computes
-TAIL = 2  # what lies behind a row's sums that are left: the sum of its weights, the largest score
+TAIL = 2  # what lies after a row's sums that are left: the sum of its weights, the largest score
 
 EMPTY = np.float32(-1e30)  # the largest score of no keys: finite, so that differences are too
 _ZERO, _ONE, _NAN = np.float32(0), np.float32(1), np.float32("nan")

@@ -70,7 +70,7 @@ def tiled_single_body(head_dim: int, group: int, how: int):
         state = np.empty(amx.STATE + _LINE, np.uint8)
         q = np.zeros((tiles + kv_heads, steps * _RUN, _RUN), np.int32)
         places, scores = np.empty(most // _RUN, np.int64), np.empty((most, width), np.float32)
-        # A tile's rows behind a head's own are those of the next, or left over.
+        # A tile's rows after a head's own are those of the next, or left over.
         weights = np.empty((most // _UNIT * width + _RUN, _RUN), np.int32)
         acc, outputs = (
             np.empty((heads, head_dim), np.float32),
@@ -291,7 +291,8 @@ def _leave(own, room, acc, rows, column, soft):
 
 @njit(**INLINE)
 def _order(source, target, head_dim):
-    """Of each 32 columns, `interleave16` has put the first four of each eight before the others."""
+    """The order of each 32 columns: `interleave16` has put the first four of each eight before the
+    others."""
     num = min(head_dim // _STEP, 2)
     parted, whole = f32(source, (num, 2, 4, 4)), f32(target, (num, 4, 2, 4))
     for n in range(num):

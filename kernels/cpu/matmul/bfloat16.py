@@ -45,9 +45,9 @@ _LEAST, _MOST, _BYTES = 72, 288, 3 << 18
 # The same for tiles, and bytes: with a panel and the next, what the second-level cache holds.
 _TILE_ROWS, _TILE_BYTES = 256, 5 << 18
 _PIECE = 32 * 64  # bytes of a panel that tiles take in one step: 32 inputs of 32 outputs
-_PASS = 16  # steps: that much of a panel stays in the first-level cache, beside rows and sums
+_PASS = 16  # steps: that much of a panel stays in the first-level cache, next to rows and sums
 _LEAD = 96  # rows up to which memory is what is waited for
-_AHEAD_OF_TWO, _AHEAD_OF_FOUR = 8, 4  # cache lines of the next panel that are asked for in a step
+_AHEAD_OF_TWO, _AHEAD_OF_FOUR = 8, 4  # cache lines of the next panel that are requested in a step
 _DEPTH = 128  # pairs of inputs a pass: that much of a panel stays in the first-level cache
 _ENOUGH = 65536  # multiplications worth a second thread
 _LINE = PANEL * 4  # bytes of a pair's row of a panel
@@ -153,7 +153,7 @@ class _Target(NamedTuple):
     size: int
     bias: int
     ids: int
-    gates: int = 0  # panels of gates, with as many behind them that they are multiplied with
+    gates: int = 0  # panels of gates, with as many after them that they are multiplied with
     act: int = 0
 
 
@@ -297,7 +297,7 @@ def _add_pairs(left, b, c, span, ahead, how):
 
 
 def _vector_body(how: int):
-    """Of products in vector registers: WIDENED, DOTS or SOFT_DOTS."""
+    """The body of products in vector registers: WIDENED, DOTS or SOFT_DOTS."""
     size = 4 if how == WIDENED else 2  # bytes of an element of a prepared row
 
     def body(row):
@@ -382,7 +382,7 @@ def _tile_body(soft: int):
                 _prepare(p[1] + (first + r) * num_in * 2, target, num_in, depth * 2, 2)
             rows = first, count, whole
             for panel in range(start, end):
-                # Asked for in each round: Numba frees an array that is not named any more.
+                # Requested in each round: Numba frees an array that is not named any more.
                 own, copies, has_next = (
                     (state.ctypes.data + 63) & -64,
                     copied.ctypes.data,

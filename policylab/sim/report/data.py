@@ -1,4 +1,4 @@
-"""What a report's page has in it as data: the timeline's, and the numbers behind every plot."""
+"""What a report's page has in it as data: the timeline's, and the numbers after every plot."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def hooks(found: Sequence[Subject]) -> Iterator[Chart]:
 
 
 def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Iterator[Chart]:
-    """If every promise were so many times as long."""
+    """If every promise were this many times as long."""
     series = []
     for each in found:
         needed = scale_needed(each, slo)

@@ -15,7 +15,7 @@ from policylab.sim.report.subjects import Subject
 from policylab.sim.report.svg import colour, number, svg
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What the browser is told: load nothing."""
+"""What the browser may load: nothing."""
 
 COLUMNS = {
     "TTFT mean": "ttft.mean",
@@ -226,7 +226,7 @@ just that.</p>
 
 
 def _lists(found: Sequence[Subject]) -> Iterator[str]:
-    """Those requests that are asked for most, for readers without scripts too."""
+    """The requests that are looked up most, for readers without scripts too."""
     if not found:
         return
     yield "<h2>Requests that waited longest, and that were preempted most</h2>"

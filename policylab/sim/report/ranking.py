@@ -60,7 +60,7 @@ def _ranked(here: Sequence[Point], figure: str) -> list[str]:
 
 
 def _line(alike: Sequence[Point], figure: str) -> str:
-    """Policies with the same values, and what is said of their difference from the first."""
+    """Policies with the same values, and what holds for their difference from the first."""
     names = " = ".join(point.name for point in alike)
     text = f"{names}: {interval(alike[0].values[figure])}"
     one = next((point for point in alike if not point.base), alike[0])

@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 
 def because(causes: Mapping[str, float], most: int | None = None) -> str:
-    """Causes and their seconds, the largest first; at ``most`` so many, and how many more."""
+    """Causes and their seconds, the largest first; at ``most`` this many, and how many more."""
     ordered = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
     known = [(cause, seconds) for cause, seconds in ordered if seconds > 5e-4]
     text = [f"{cause} {seconds:.3f} s" for cause, seconds in known[:most]]

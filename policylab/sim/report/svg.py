@@ -54,7 +54,7 @@ class Scale(NamedTuple):
 
 
 def labels(ticks: Sequence[float]) -> list[str]:
-    """Ticks in words, with so many digits that they differ."""
+    """Ticks in words, with this many digits that they differ."""
     found = [number(tick) for tick in ticks]
     for digits in range(4, 12):
         if len(set(found)) == len(found):

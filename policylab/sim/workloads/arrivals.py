@@ -1,7 +1,7 @@
 """When requests come, where they come whatever the engine does (an open loop).
 
 Gaps are drawn in seconds of a clock of which as many pass as real ones, but that goes faster where
-more requests come: gaps have the distribution asked for, times a curve of the rate. Another rate
+more requests come: gaps have the distribution requested, times a curve of the rate. Another rate
 stretches the gaps and keeps their sequence; periods of a curve that were given in seconds stay so.
 """
 
@@ -31,8 +31,8 @@ RAMP_STEPS = 1000
 
 
 class Curve(NamedTuple):
-    """How the rate changes over a run: at ``seconds`` [knots] so many seconds of the even clock
-    have passed, ``even`` [knots]. Behind its end both go on alike."""
+    """How the rate changes over a run: at ``seconds`` [knots] this many seconds of the even clock
+    have passed, ``even`` [knots]. After its end both go on alike."""
 
     seconds: Floats
     even: Floats
@@ -44,7 +44,7 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Floats, rates: Floats, seconds: float) -> Curve:
-        """Periods of these lengths (seconds) and rates, one behind the other, cut after so many
+        """Periods of these lengths (seconds) and rates, one after the other, cut after this many
         ``seconds``; rates are scaled so that their mean until then is 1."""
         ends = np.concatenate([[0.0], np.cumsum(lengths)])
         done = np.concatenate([[0.0], np.cumsum(lengths * rates)])
@@ -68,7 +68,7 @@ class Arrivals(ABC):
 
     def times(self, dice: Draws, rate: float, number: int) -> Iterator[float]:
         """Seconds at which requests come, ascending and without an end, at this mean rate (requests
-        a second) in a run of so many; at an infinite one all come at 0."""
+        a second) in a run of this many; at an infinite one all come at 0."""
         if rate == inf:
             return repeat(0.0)
         return self._times(dice, rate, number)
@@ -92,7 +92,7 @@ class Arrivals(ABC):
 
     @abstractmethod
     def curve(self, rng: np.random.Generator, seconds: float) -> Curve | None:
-        """How the rate changes in a run of so many seconds; ``None``: not at all."""
+        """How the rate changes in a run of this many seconds; ``None``: not at all."""
 
     def check(self, name: str, value: float, least: float, most: float = inf) -> None:
         """Raise ``ConfigError`` for an option out of its bounds."""

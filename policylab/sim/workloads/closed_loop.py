@@ -21,7 +21,7 @@ FEW = 64  # requests of one client that are drawn at once
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedLoop(Workload):
-    """So many clients with a request each: when it has ended, the next comes after a pause.
+    """This many clients with a request each: when it has ended, the next comes after a pause.
 
     Each client has its share of the requests, and asks the same whatever the order of answers."""
 

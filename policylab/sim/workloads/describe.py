@@ -116,8 +116,8 @@ class Description:
         return float(gaps.std() / gaps.mean()) if len(gaps) and gaps.any() else nan
 
     def dispersion(self, seconds: float) -> float:
-        """Variance by mean of how many came in each window of so many seconds, whole windows only;
-        1 for Poisson, NaN for fewer than two windows."""
+        """Variance by mean of how many came in each window of this many seconds, whole windows
+        only; 1 for Poisson, NaN for fewer than two windows."""
         times = np.array(self._arrivals)
         number = int(self.seconds // seconds)
         if number < 2:

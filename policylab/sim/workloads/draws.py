@@ -1,7 +1,7 @@
 """Random numbers of a run: a stream for each thing that is drawn.
 
 Another option, or another number of requests, leaves the draws of all other things as they were:
-so two runs of the same seed differ by what was asked to differ.
+so two runs of the same seed differ by what was meant to differ.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class Range(Protocol):
         """The longest there could be."""
 
     def draw(self, rng: np.random.Generator, number: int) -> Counts:
-        """So many lengths [number]."""
+        """This many lengths [number]."""
 
 
 class LogUniformRange(NamedTuple):
@@ -152,7 +152,7 @@ def fixed(prompt: int = 256, output: int = 64) -> Lengths:
 
 
 def bounds(name: str, given: tuple[int, int]) -> LogUniformRange:
-    """A range of lengths that was asked for. Raises ``ConfigError``."""
+    """A range of lengths that was requested. Raises ``ConfigError``."""
     try:
         shortest, longest = given
         is_right = 1 <= shortest <= longest <= MAX_TOKENS

@@ -22,7 +22,7 @@ TRACE = "trace"
 
 class Body(NamedTuple):
     """What a request says, and how long its answer will be; ``fields`` are further ones of a job,
-    over which tags that were asked for go."""
+    over which tags that were requested go."""
 
     prompt: tuple[Span, ...]
     num_output: int

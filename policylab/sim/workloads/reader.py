@@ -70,7 +70,7 @@ class Place(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What is known of a file once it was read to its end, or to the requests asked for."""
+    """What is known of a file once it was read to its end, or to the requests requested."""
 
     number: int
     first: float
@@ -84,7 +84,7 @@ class Reader(Workload):
     """The requests of a file, as they came.
 
     The file is read once to know its size, and again for each run. Another rate plays it faster or
-    slower. Users, tiers, deadlines and priorities that are asked for replace the file's.
+    slower. Users, tiers, deadlines and priorities that are requested replace the file's.
     """
 
     is_from_zero: ClassVar[bool] = False
@@ -95,7 +95,7 @@ class Reader(Workload):
     num_requests: int = MAX_REQUESTS
     """How many are read at most."""
     speed: float = 1.0
-    """How many times as fast it is played as it was recorded, where no rate is asked for."""
+    """How many times as fast it is played as it was recorded, where no rate is requested."""
 
     def __post_init__(self) -> None:
         Workload.__post_init__(self)

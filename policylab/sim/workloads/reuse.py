@@ -11,7 +11,7 @@ class PrefixReuse:
     """Counts tokens of prompts that earlier prompts began with, too. Two texts of different names
     count as different; an answer is known once a prompt has held it.
 
-    It remembers a number for each different part of a prompt behind the parts before it.
+    It remembers a number for each different part of a prompt after the parts before it.
     """
 
     def __init__(self, block_size: int) -> None:

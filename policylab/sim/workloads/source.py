@@ -60,7 +60,7 @@ class Source:
             yield self.take()
 
     def _draw(self) -> None:
-        """Keep one job of the iterator in the heap: those behind it come no earlier."""
+        """Keep one job of the iterator in the heap: those after it come no earlier."""
         self._newest = -1
         job = next(self._jobs, None)
         if job is not None:
@@ -80,10 +80,10 @@ class Workload(ABC):
     """
 
     kind: ClassVar[str]
-    """The name it is asked for by."""
+    """The name it is requested by."""
 
     block_size: ClassVar[int] = 16
-    """Tokens by which its prefix reuse is counted where no other number is asked for."""
+    """Tokens by which its prefix reuse is counted where no other number is requested."""
 
     num_requests: int = 1000
     """Requests in all."""
@@ -97,7 +97,7 @@ class Workload(ABC):
     """Classes of requests, as in ``chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,offline=True)``:
     ``share``, ``ttft``, ``tbt``, ``deadline`` (seconds), ``priority``, ``offline``, ``hints``."""
     deadlines: tuple[float, float] | None = None
-    """Each is to end within so many seconds, log-uniform from the first to the second."""
+    """Each is to end within this many seconds, log-uniform from the first to the second."""
     num_priorities: int = 0
     """Each has a priority from 0 to below this number, all alike."""
 
@@ -128,7 +128,7 @@ class Workload(ABC):
     @property
     @abstractmethod
     def natural_rate(self) -> float | None:
-        """Requests a second where no rate is asked for; ``None``: a rate cannot be asked for, as
+        """Requests a second where no rate is requested; ``None``: a rate cannot be requested, as
         requests come when others have ended (a closed loop)."""
 
     @property

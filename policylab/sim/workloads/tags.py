@@ -25,7 +25,7 @@ MAX_SHARE = 1e9
 
 
 class User(NamedTuple):
-    """``share`` of the requests are its, beside those of the others; ``weight`` is the share of
+    """``share`` of the requests are its, next to those of the others; ``weight`` is the share of
     service that is to be its own (an option of the engine: ``user_weights``)."""
 
     share: float = 1.0
@@ -113,7 +113,7 @@ def _check(what: str, value: Any, least: float, most: float) -> None:
 
 
 class Tags(NamedTuple):
-    """What was asked for, checked."""
+    """What was requested, checked."""
 
     users: dict[str, User]
     tiers: dict[str, Tier]

@@ -1,4 +1,4 @@
-"""Chats that were promised something beside batch work that was not."""
+"""Chats that were promised something next to batch work that was not."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers(OpenLoop):
-    """Short chats that were promised a first token and a pace beside long batch work. Each tier is
+    """Short chats that were promised a first token and a pace next to long batch work. Each tier is
     a user. A chat is due when a first token in ``ttft`` and others every ``tbt`` would have ended
     it; batch work has priority 1 and policies are told that it is offline."""
 

@@ -1,4 +1,4 @@
-"""A user who floods the engine beside one who does not."""
+"""A user who floods the engine next to one who does not."""
 
 from __future__ import annotations
 

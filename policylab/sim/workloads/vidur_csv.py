@@ -19,7 +19,7 @@ PROMPT, OUTPUT, ARRIVAL = "num_prefill_tokens", "num_decode_tokens", "arrived_at
 class VidurCSV(Reader):
     """A file of Vidur: ``num_prefill_tokens``, ``num_decode_tokens``, maybe ``arrived_at``
     (seconds). Without the last, requests come as ``arrivals`` say, one a second where no rate is
-    asked for."""
+    requested."""
 
     kind: ClassVar[str] = "vidur-csv"
 
