@@ -22,7 +22,7 @@ class SimulatedHalves:
         return Halves(resources, self._guide)
 
     def _guide(self, add: AddRequest) -> Guide:
-        """Of its own, so that no answer is judged by what made it."""
+        """A separate matcher for the checker, independent of the code under test."""
         if add.grammar is None or add.grammar == WRONG:
             return NoGuide()
         return self._compiler.submit(add.grammar, add.eos_token_ids).wait()

@@ -49,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rate", type=float, metavar="R", help="requests a second, instead")
     parser.add_argument(
-        "--seeds", type=int, default=10, metavar="N", help="so many, from --seed on; default: 10"
+        "--seeds", type=int, default=10, metavar="N", help="this many, from --seed on; default: 10"
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
     parser.add_argument(
@@ -202,7 +202,7 @@ def described(cell: Cell, shown: list[str]) -> Iterable[str]:
 
 
 def _relative(each: Difference) -> str:
-    """As a share of what it is compared with."""
+    """A difference as a share of what it is compared with."""
     scale = abs(each.theirs.value)
     if each.verdict == NO_MEANS or not scale or scale != scale:
         return "-"

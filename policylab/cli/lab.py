@@ -223,7 +223,7 @@ def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """As tables show it: seconds with three places, and what there is not as a dash."""
+    """A number as tables show it: seconds with three places, and what there is not as a dash."""
     return "-" if isnan(value) else f"{value:.{digits}f}"
 
 

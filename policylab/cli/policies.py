@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rate", type=float, metavar="R", help="requests a second, instead")
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="so many, from --seed on; default: 1"
+        "--seeds", type=int, default=1, metavar="N", help="this many, from --seed on; default: 1"
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
     parser.add_argument("--json", action="store_true", help="all figures, as JSON")
@@ -107,7 +107,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 def loads_of(load: float | None, rate: float | None, workload: Workload) -> list[float] | None:
     """At which load requests come, if a load is what says how many; those of a file come as it
-    says unless asked otherwise."""
+    says by default."""
     if load is None and (
         rate is not None or workload.natural_rate is None or isinstance(workload, Reader)
     ):

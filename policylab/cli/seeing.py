@@ -89,8 +89,8 @@ def show_cells(
     workload: Workload,
     engine: Engine,
 ) -> list[str]:
-    """The same of a comparison. Its first seed is run once more, with steps, at the highest load
-    at which the first policy is not overloaded."""
+    """Show the cells of a comparison. Its first seed is run once more, with steps, at the highest
+    load at which the first policy is not overloaded."""
     limits = slo(parsed.slo) if parsed.slo else []
     cell = _shown(cells)
     names = distinct(name_of(policy) for policy in policies)

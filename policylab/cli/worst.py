@@ -19,7 +19,7 @@ from policylab.sim.run import Engine, check, name_of
 from policylab.sim.workloads import Workload
 from policylab.sim.worst import KNOBS, LOAD, Case, Found, Hunt, choice, find_worst, rate_of
 
-NUM_REQUESTS = 100  # of a case, if not said: many cases tell more than long ones
+NUM_REQUESTS = 100  # of a case by default: many cases show more than long ones
 NUM_SEEDS = 2
 NUM_OTHERS = 5  # seeds with which a case is tried again, as those of the search were chosen by it
 CONFLICTS = {
@@ -62,8 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="A,B",
-        help="look for a workload and an engine on which policy A does worst beside B; what is "
-        "asked for stays as it is",
+        help="look for a workload and an engine on which policy A does worst next to B; what is "
+        "given stays as it is",
     )
     group.add_argument(
         "--figure", default="ttft.mean", metavar="NAME", help="by which; default: %(default)s"
@@ -82,7 +82,7 @@ def run(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> 
     hunts = [
         Hunt(
             policy=policies[0],
-            beside=policies[1],
+            other=policies[1],
             figure=parsed.figure,
             start=start,
             slo=tuple(slo(parsed.slo)) if parsed.slo else (),
@@ -102,7 +102,7 @@ def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) 
     """The case from which it begins. Raises ``ConfigError`` for options that cannot work."""
     if len(policies) != 2:
         raise ConfigError(
-            f"--worst is of two policies, the second to stand beside; there are {len(policies)}: "
+            f"--worst is of two policies, the second to compare with; there are {len(policies)}: "
             "say vtc,fcfs"
         )
     for name, why in CONFLICTS.items():
@@ -125,7 +125,7 @@ def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) 
 
 
 def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
-    """What the command line has said, and so stays."""
+    """What the command line gives, and so stays."""
     given = {knob for name, knob in PINS.items() if getattr(parsed, name) is not None}
     return frozenset(given | call(parsed.workload, "--workload", "log-uniform")[1].keys())
 
@@ -134,13 +134,13 @@ def described(
     parsed: argparse.Namespace, hunt: Hunt, worst: Found, num_tries: int
 ) -> Iterable[str]:
     """What was found, whether it is chance, and how to see it again."""
-    policy, beside = name_of(hunt.policy), name_of(hunt.beside)
+    policy, other = name_of(hunt.policy), name_of(hunt.other)
     tried = f"{num_tries} cases in {hunt.seconds:g} s"
     case, score = worst.case, worst.score
     if score.worse <= 0.0:
-        yield f"{policy} is nowhere worse than {beside} by {hunt.figure}: {tried}"
+        yield f"{policy} is nowhere worse than {other} by {hunt.figure}: {tried}"
         return
-    yield f"where {policy} does worst beside {beside} by {hunt.figure}: {tried}"
+    yield f"where {policy} does worst next to {other} by {hunt.figure}: {tried}"
     if score.worse == inf:
         yield score.why
     else:
@@ -170,7 +170,7 @@ def _again(hunt: Hunt, case: Case) -> Iterable[str]:
     first = case.seeds[-1] + 1
     [cell] = compare(
         Experiment(
-            policies=[hunt.beside, hunt.policy],
+            policies=[hunt.other, hunt.policy],
             workload=case.workload,
             engine=case.engine,
             rate=rate_of(case),

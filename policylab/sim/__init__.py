@@ -1,1 +1,1 @@
-"""The same core on a virtual clock: requests that are drawn, a worker that only takes its time."""
+"""The core on a virtual clock: requests that are drawn, a worker that only takes its time."""

@@ -46,7 +46,7 @@ class Work:
     arrival: Floats
     prompt: Counts
     cached: Counts
-    """Of the prompt, tokens that were in the cache."""
+    """Prompt tokens that were in the cache."""
     output: Counts
     cost: StepCost
     """At least this much is charged for a step."""

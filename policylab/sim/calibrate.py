@@ -107,7 +107,7 @@ class Judged:
     bias: float
     """Predicted over measured seconds in all, less 1."""
     median: float
-    """Of the absolute relative errors."""
+    """Quantiles of the absolute relative errors."""
     p95: float
 
     @classmethod

@@ -137,7 +137,8 @@ class Experiment:
     """Which policies get which requests."""
 
     policies: Sequence[Any]
-    """As given to an engine, or as a ``Variant``; in several processes by name, path or class."""
+    """Policies as given to an engine, or as ``Variant``; in several processes by name, path or
+    class."""
     workload: Workload
     engine: Engine = field(default_factory=Engine)
     loads: Sequence[float] | None = None

@@ -50,7 +50,7 @@ def mean_over(values: Sequence[float]) -> Estimate:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """Of two means of independent values, which need not be as many (Welch)."""
+    """The difference of two means of independent values, which need not be as many (Welch)."""
     if len(ours) < 2 or len(theirs) < 2:
         return Estimate(_mean(ours) - _mean(theirs), -inf, inf)
     errors = [float(np.var(v, ddof=1)) / len(v) for v in (ours, theirs)]
@@ -76,7 +76,7 @@ def quantile_of(values: Floats, share: float) -> Estimate:
 
 
 def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate:
-    """The same, of values that occurred ``weights`` times each and are one observation each."""
+    """The quantile of values that occurred ``weights`` times each and are one observation each."""
     count = len(values)
     if not count:
         return NOTHING

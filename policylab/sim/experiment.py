@@ -150,7 +150,7 @@ def _with_option(
     in_scheduler = {each.name for each in fields(SchedulerConfig)} - {*OF_POLICY}
     if name in OF_POLICY:
         raise ConfigError(
-            f"option {name!r} is the policy's own; options of a policy stand behind its name, as "
+            f"option {name!r} is the policy's own; options of a policy stand after its name, as "
             "in edf(default_deadline=5)"
         )
     if name in FLAGS and not isinstance(value, bool):
@@ -164,7 +164,7 @@ def _with_option(
     raise ConfigError(
         f"option {name!r} is neither the engine's ({', '.join(sorted(in_engine))}) nor the "
         f"workload's ({', '.join(sorted(in_workload))}) nor one of the scheduler; those of a "
-        "policy stand behind its name, as in edf(default_deadline=5)"
+        "policy stand after its name, as in edf(default_deadline=5)"
     )
 
 

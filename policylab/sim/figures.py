@@ -44,7 +44,7 @@ from policylab.sim.steady import OVERLOADED, Window, window
 KINDS = ("ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown")
 STATISTICS = {"mean": nan, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 EDGES = (0, 64, 256, 1024, 4096, 16384)
-"""Of buckets of prompts and outputs, in tokens."""
+"""Bounds of buckets of prompts and outputs, in tokens."""
 SMALLER_IS_BETTER = (*KINDS, "recomputed", "preempted", "refused", "gap", "makespan")
 MAX_RECOMPUTED = 0.25
 BACKLOG_LOAD = 3.0  # seconds of a full engine that come in each second
@@ -53,7 +53,7 @@ MIN_THROUGHPUT = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """Of the requests of one size."""
+    """Slowdown of the requests of one size."""
 
     prompt: tuple[int, int | None]
     """Tokens of their prompts, from one to below the other; ``None``: no end."""
@@ -72,7 +72,7 @@ class Figures:
     num_requests: int
     """In all."""
     num_counted: int
-    """Of these, ended as they should and came in the period."""
+    """Those that ended as they should and came in the period."""
     outcomes: dict[str, int]
     """How many of all ended in which way."""
     latency: dict[str, Estimate]
@@ -87,7 +87,7 @@ class Figures:
     kept: Kept
     service: Service | None
     recomputed: float
-    """Of all computed tokens of the whole run, the share that had been computed before."""
+    """Share of the whole run's computed tokens that had been computed before."""
     num_preemptions: int
     kv_peak: float
     """Largest share of the KV pool in use."""
@@ -96,7 +96,7 @@ class Figures:
     num_steps: int
     bounds: Bounds | None
     mean_e2e: float
-    """Of the whole run, to stand next to its bound."""
+    """Mean of the whole run, to compare with its bound."""
     counters: dict[str, Any]
     """What policy and resources counted."""
     hook_seconds: float
@@ -217,7 +217,7 @@ def _is_backlog(run: Run) -> bool:
 
 
 def recomputed(run: Run) -> float:
-    """Of all computed tokens, the share that had been computed before."""
+    """Share of computed tokens that had been computed before."""
     requests, totals = run.requests, run.totals
     done = requests.done
     needed = int((requests.counts("num_prompt") + requests.counts("num_output") - 1)[done].sum())
@@ -257,7 +257,7 @@ def _latency(
 
 
 def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
-    """Of those that ended in the period. A step's gaps are one observation: its length."""
+    """Gaps of requests that ended in the period. A step's gaps are one observation: its length."""
     inside = gaps[(gaps[:, 0] >= period.start) & (gaps[:, 0] <= period.end)]
     seconds, counts = inside[:, 1], inside[:, 2]
     found = {

@@ -1,7 +1,7 @@
 """What happened to each request, and when: kept next to the steps of a run, if these are.
 
 A core tells a request's events and the sums of its waits with its first output after each start,
-and at its end. What was added since it told before belongs to the stays in the queue that ended
+and at its end. What was added since the report before belongs to the stays in the queue that ended
 between, so each of them has its own causes.
 """
 
@@ -116,7 +116,7 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
     """Whose waits these are. All of a stay after a preemption is charged to that one, so several
-    are told apart by their lengths."""
+    are distinguished by their lengths."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]

@@ -59,7 +59,7 @@ class Job:
     program: str = ""
     """The conversation or agent that it is a part of."""
     hints: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones for policies, next to those that ``told`` gives."""
+    """Further ones for policies, next to those that ``hints_for`` gives."""
     max_tokens: int | None = None
     """What it asks for; ``None``: what all requests of the workload do."""
     texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
@@ -155,7 +155,8 @@ def _read(text: str, start: int, length: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _table() -> list[int]:
-    """As Python has numbers: the same object for the same number, and a part is a quick copy."""
+    """Numbers as Python has them: the same object for the same number, and a part is a quick
+    copy."""
     rng = np.random.Generator(np.random.PCG64(20261125))
     numbers = list(range(VOCABULARY))
     drawn: list[int] = rng.integers(FIRST_TOKEN, VOCABULARY, TABLE_LENGTH).tolist()

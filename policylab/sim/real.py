@@ -1,4 +1,5 @@
-"""The same jobs through an engine that computes, in real time: what a simulation is judged by."""
+"""Jobs of a simulation through an engine that computes, in real time: what a simulation is judged
+by."""
 
 from __future__ import annotations
 
@@ -101,7 +102,7 @@ def run_real(
 
     ``options`` are the engine's own (``model``, ``dtype``, ``num_threads``, ...); those that
     ``engine`` says too stand there. Requests come open loop, at their time, and end at the
-    lengths that were drawn, which the policy is not told. Its ``cost`` is not used. Raises
+    lengths that were drawn, which the policy does not know. Its ``cost`` is not used. Raises
     ``ConfigError``.
     """
     args = engine_args(policy, workload, engine, step_log=step_log, **options)

@@ -2,7 +2,7 @@
 
 A log has all inputs of a scheduler and all times that it read. ``read_log`` makes a run of it;
 ``resimulate`` lets a core with a simulated worker make the same calls, at the recorded times and
-with ends that are told by length alone, and compares every plan.
+with ends known by length alone, and compares every plan.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def resimulate(
 
 
 class LogReader(Replay):
-    """A replay that keeps what the outputs said."""
+    """A replay that keeps its outputs."""
 
     def __init__(self, header: Header, changes: dict[str, Any] | None = None) -> None:
         super().__init__(header, changes or {}, self._note)

@@ -218,7 +218,7 @@ class Tokens:
 
 
 class Seen:
-    """What a run's outputs have told of its jobs. ``start``: when it began, on the outputs' clock,
+    """What a run's outputs show of its jobs. ``start``: when it began, on the outputs' clock,
     in seconds; ``keeps_history``: what happened to each request, too."""
 
     def __init__(self, start: float = 0.0, *, keeps_history: bool = False) -> None:

@@ -176,7 +176,7 @@ def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Fl
 
 
 def jain_by_window(curve: Curves, window: Window) -> list[tuple[float, float, int]]:
-    """Of each fiftieth of the period through which two or more users waited: its middle (seconds),
+    """For each fiftieth of the period through which two or more users waited: its middle (seconds),
     Jain's index of what they were served in it, and how many they were."""
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     places = np.searchsorted(curve.times, edges)
@@ -208,11 +208,11 @@ class Gap(NamedTuple):
     end: float
     """Between which times (seconds) it did."""
     ahead: str
-    behind: str
+    later: str
 
 
 def widest_gap(curve: Curves) -> Gap:
-    """Of all pairs and all times through which both wait, the widest."""
+    """The widest gap of all pairs, over all times through which both wait."""
     worst = Gap(nan, nan, nan, "", "")
     for one, other in combinations(range(len(curve.waits)), 2):
         both = curve.waits[one] & curve.waits[other]

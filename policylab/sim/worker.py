@@ -83,11 +83,11 @@ CostEach = Callable[[StepShape, int], Times]
 
 
 class Cost(Protocol):
-    """How long steps take, asked once for each in their order. One that can be requested several
+    """How long steps take, called once for each in their order. One that can be called for several
     at once has ``seconds_each`` as ``StepCost`` has it; its ``host_seconds`` are 0."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Of the next step, from its plan to its result."""
+        """Seconds of the next step, from its plan to its result."""
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
@@ -133,8 +133,8 @@ class TimedWorker(FakeExecutor):
         return Launched(result, self._free_at)
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Launched]) -> list[Launched]:
-        """As many steps of a stretch as come before ``until`` and before any row ends, and launch
-        the one in which a row does."""
+        """Repeat the steps of a stretch that come before ``until`` and before any row ends, and
+        launch the one in which a row does."""
         left = int((self._ends[stretch.slots] - stretch.starts).min()) - 2
         most = min(stretch.max_steps, left)
         if most < 1:
@@ -190,7 +190,7 @@ class TimedWorker(FakeExecutor):
     def _take_together(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """The same for durations that can be had at once, where the host takes no time."""
+        """Take durations that can be had at once, where the host takes no time."""
         now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
         # Few of them may come in time: more are requested only where these are too few.

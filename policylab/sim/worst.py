@@ -101,7 +101,7 @@ class Hunt:
     """Which policy, next to which other, by which figure, from which case."""
 
     policy: Any
-    beside: Any
+    other: Any
     figure: str
     start: Case
     slo: tuple[Limit, ...] = ()
@@ -263,7 +263,7 @@ def score(hunt: Hunt, case: Case) -> Score:
             if rate is None:
                 rate = rate_of(replace(case, engine=engine))
             setting = Setting(
-                policies=(hunt.beside,),
+                policies=(hunt.other,),
                 workload=case.workload,
                 engine=engine,
                 seed=seed,
@@ -276,7 +276,7 @@ def score(hunt: Hunt, case: Case) -> Score:
         except ConfigError:
             return Score(worse=-inf)
         if isinstance(other, NoFigures):
-            raise PolicyError(f"{name_of(hunt.beside)} has no figures: {other.why}")
+            raise PolicyError(f"{name_of(hunt.other)} has no figures: {other.why}")
         if isinstance(own, NoFigures):
             return Score(worse=inf, why=f"{name_of(hunt.policy)} has no figures: {own.why}")
         ours.append(own.value(hunt.figure))

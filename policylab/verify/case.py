@@ -26,8 +26,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     that times add up without rounding.
 
     ``config.speculative_config``: drafts as they serve, and ``grammar_ticks``: grammars as they
-    serve, ready after this many plans at most; -1: none (see ``halves.py``). ``num_said``: tokens
-    that the model says, the first of the vocabulary: a text of few tokens repeats itself.
+    serve, ready after this many plans at most; -1: none (see ``halves.py``). ``num_tokens_used``:
+    tokens that the model says, the first of the vocabulary: a text of few tokens repeats itself.
     """
 
     config: SchedulerConfig

@@ -120,7 +120,7 @@ def check_members(scheduler: Scheduler) -> None:
 def check_ranks(scheduler: Scheduler) -> None:
     """A policy that writes both ``rank`` and ``ranks`` says the same in both [25]."""
     guard, view = scheduler.guard, scheduler.view
-    if not guard.writes_both or guard.faults.num_faults:  # which are told as such
+    if not guard.writes_both or guard.faults.num_faults:  # which are reported as such
         return
     for queue in (scheduler.roster.running, scheduler.roster.waiting):
         columns = as_columns(guard.inner.ranks(queue, view)) if queue else None
@@ -246,7 +246,7 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
         return
     least = 1 if config.enable_chunked_prefill else min(missing, left, cap)
     fits = scheduler.kv.fits(req, req.num_computed + least)
-    assert not fits, f"{req} got {count} tokens, is {missing} behind, and {left} are left"
+    assert not fits, f"{req} got {count} tokens, lacks {missing}, and {left} are left"
 
 
 def _spares_decodes(scheduler: Scheduler) -> bool:
@@ -277,7 +277,7 @@ def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
     begun = sum(req.num_uncomputed for req in roster.running_prompts())
     most = roster.queued_tokens + begun + int(known[is_prompt | is_new].sum()) - spread
     num_tokens = int(plan.counts[is_prompt].sum())
-    assert num_tokens <= max(size, most), f"{num_tokens} tokens of prompts beside decodes"
+    assert num_tokens <= max(size, most), f"{num_tokens} tokens of prompts next to decodes"
 
 
 def _check_head(scheduler: Scheduler, left: int) -> None:

@@ -41,8 +41,8 @@ class LiveRequest:
 class Clients:
     """Receives every output. Raises ``AssertionError`` for one that no client should get.
 
-    ``num_said``: tokens that the model says. ``guide``: follows the grammar of a request.
-    """
+    ``num_tokens_used``: tokens that the model generates. ``guide``: follows the grammar of a
+    request."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Clients:
         return self.live[request_id].answer
 
     def answer_if_alive(self, request_id: str) -> Sequence[int] | None:
-        """The same; ``None`` for one that is not under way."""
+        """The answer; ``None`` for a request that is not under way."""
         live = self.live.get(request_id)
         return None if live is None else live.answer
 
@@ -133,7 +133,7 @@ class Clients:
                 tokens = out.token_ids[place : place + count]
                 place += count
                 right = live.answer[live.num_heard : live.num_heard + count]
-                assert tokens == right, f"{name}: {tokens} behind {live.num_heard}, not {right}"
+                assert tokens == right, f"{name}: {tokens} after {live.num_heard}, not {right}"
                 check_start(live, count, starts.get(index))
                 live.num_heard += count
             self._hear_ends(out, now)
@@ -161,7 +161,7 @@ class Clients:
     def _find(self, name: str, client: int) -> LiveRequest:
         live = self.live.get(name)
         assert live is not None, f"{name}: an output, and it is not under way"
-        assert live.req.add.client_index == client, f"{name}: told the wrong client"
+        assert live.req.add.client_index == client, f"{name}: sent to the wrong client"
         return live
 
 

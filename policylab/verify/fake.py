@@ -153,7 +153,7 @@ class DigestWorker(FakeExecutor):
 
     def launch(self, plan: StepPlan) -> StepResult:
         """Compute the step; the result waits to be collected."""
-        assert self._waiting is None, "a step is launched behind one that was not drawn"
+        assert self._waiting is None, "a step is launched after one that was not drawn"
         work, result = self._work(plan), StepResult(plan.step, EMPTY, EMPTY)
         self.carry_out(plan)
         rows = self._forward(work)
@@ -164,7 +164,7 @@ class DigestWorker(FakeExecutor):
         return result
 
     def preview(self, ticket: StepResult) -> Column | None:
-        """Of every other row or so, as if the rest could not be told."""
+        """Tokens of every other row or so, as if the rest were not known."""
         assert self._waiting is not None, "nothing waits for masks"
         plan, rows = self._waiting
         assert plan.masks is not None and plan.masks.ahead is not None
@@ -279,7 +279,7 @@ class DigestWorker(FakeExecutor):
             if index == len(table):
                 table.append(block)
             else:
-                assert table[index] != block, f"slot {slot} is told of block {block} again"
+                assert table[index] != block, f"slot {slot} gets block {block} again"
                 table[index] = block
 
     def _compute(self, seq: FakeSeq, start: int, count: int) -> int:

@@ -35,14 +35,14 @@ class Guide(Protocol):
     """Follows one answer through its grammar. Either call may raise if it cannot go on."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These tokens were said."""
+        """These tokens were generated."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         """Set the bits of what may follow: [1 + drafts, words] int32, all zero."""
 
 
 class NoGuide:
-    """Of a grammar that cannot be used: nothing may be said."""
+    """The guide of a grammar that cannot be used: nothing may be generated."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """It never comes to that."""
@@ -62,7 +62,7 @@ MakeHalves = Callable[[Setup], Halves]
 
 
 def small_tokenizer() -> str:
-    """As tokenizer.json: a token for each of some characters, longer ones for some texts. The last
+    """A tokenizer.json: a token for each of some characters, longer ones for some texts. The last
     token ends texts; a text may hold any other character, which no token spells."""
     merges = [*MERGES, *PUNCTUATION]
     names = [*CHARACTERS, *(merge.replace(" ", "") for merge in merges)]
@@ -137,7 +137,7 @@ class DelayedCompilation:
 
 
 def max_drafts(setup: Setup) -> int:
-    """Of a row in a step, in an engine that drafts as the case's options say."""
+    """Drafts of a row in a step, in an engine that drafts as the case's options say."""
     speculative = setup.config.speculative_config
     return 0 if speculative is None else SpeculativeConfig.of(speculative).num_speculative_tokens
 
@@ -188,12 +188,12 @@ def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> 
         return
     wishes = plan.proposals
     assert len(wishes) == len(plan.rows), "a wish for each row"
-    assert (wishes >= 0).all() and (wishes <= most).all(), f"{wishes} drafts are asked for"
-    assert not wishes[plan.samples == 0].any(), "drafts are asked for behind what is not drawn"
+    assert (wishes >= 0).all() and (wishes <= most).all(), f"{wishes} drafts are wanted"
+    assert not wishes[plan.samples == 0].any(), "drafts are wanted after what is not drawn"
     num_drafts = 0 if plan.drafts is None else plan.drafts.counts
     known = plan.starts + plan.counts - num_drafts + 1  # after this step, at least
     room = scheduler.roster.table.limit.all[plan.rows] - known - 1
-    assert (wishes <= room.clip(min=0)).all(), f"{wishes} drafts are asked for, {room} have a use"
+    assert (wishes <= room.clip(min=0)).all(), f"{wishes} drafts are wanted, {room} have a use"
 
 
 class DraftCounts:

@@ -114,7 +114,7 @@ class Invariants:
         self._look()
 
     def ended(self, *, leaks: bool) -> None:
-        """No request is left, and the worker was told."""
+        """No request is left, and the worker knows."""
         check_empty(self.scheduler)
         assert not self.worker.seqs, f"the worker keeps {list(self.worker.seqs)}"
         for need in self.needs:

@@ -36,7 +36,7 @@ class Load(NamedTuple):
 class Store:
     """Knows the KV of every prompt. ``kv_transfer_params`` say how much of it is offered, how many
     ``ticks`` it takes (0: it is there within the step), and the ``share`` of it that arrives. With
-    a share of 0 the load cannot start at all; then it is not asked about the request again."""
+    a share of 0 the load cannot start at all; then it is not called for the request again."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size

@@ -22,7 +22,7 @@ TELL_SECONDS = 2.0  # between two words about how far it is
 
 
 GoesOn = Callable[[int, Case], bool]
-"""Told how many cases were tried and the smallest so far, it says whether to try another."""
+"""From how many cases were tried and the smallest so far: whether to try another."""
 
 
 def to_its_end(num_tries: int, best: Case) -> bool:

@@ -210,7 +210,7 @@ class Simulation:
         assert done == is_free, f"the cache was emptied: {done}; all blocks are free: {is_free}"
         if done:
             cached = [b for b in range(scheduler.kv.num_blocks) if scheduler.kv.cache.hash_of(b)]
-            assert not cached, f"blocks {cached} are cached behind a reset"
+            assert not cached, f"blocks {cached} are cached after a reset"
 
     # -- steps
 
@@ -253,7 +253,7 @@ class Simulation:
         self.invariants.settled()
 
     def step(self) -> None:
-        """As the core does it: launch up to the depth, settle the oldest."""
+        """Do what the core does: launch up to the depth, settle the oldest."""
         while len(self._flight) < self.scheduler.config.num_steps_in_flight and self.launch():
             pass
         if self._flight:

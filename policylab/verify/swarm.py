@@ -136,7 +136,8 @@ class Swarm:
 
 
 def check_same(case: Case, outcome: Outcome, halves: MakeHalves | None = None) -> None:
-    """The same case gives the same plans; jumps of the clock do not matter where none is read."""
+    """Check that the same case gives the same plans; jumps of the clock do not matter where none is
+    read."""
     again = Simulation(case, every=outcome.num_steps, halves=halves).run()
     assert again == outcome, "the same case gives other plans"
     reads_clock = case.setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(case.setup)

@@ -58,7 +58,7 @@ class Wild(Policy):
         return self.evicted
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        assert self.evicted_at == view.step.index, "was not asked whom to evict"
+        assert self.evicted_at == view.step.index, "was not called for whom to evict"
         assert all(req.is_waiting for req in self.evicted), f"{self.evicted} were to be evicted"
         named = [req for req in (*view.running, *view.waiting) if not self.odd(view)]
         if self.odd(view):

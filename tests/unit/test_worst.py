@@ -103,7 +103,7 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> N
     asked = ["compare", PLANTED, "fcfs", "--worst", "--max-num-seqs", "2", "--requests", "20"]
     assert main([*asked, "--output-tokens", "1", "8", "--seconds", "0.3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"where {PLANTED} does worst beside fcfs by ttft.mean: ")
+    assert lines[0].startswith(f"where {PLANTED} does worst next to fcfs by ttft.mean: ")
     assert " times as bad: " in lines[1] and lines[-1].startswith("metronome compare fcfs ")
     assert "--max-num-seqs 2 " in lines[-1] and "output_tokens=(1, 8)" in lines[-1]
     assert any(line.startswith("with 5 other seeds: ") for line in lines)
@@ -115,7 +115,7 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["fcfs"], "--worst is of two policies, the second to stand beside; there are 1"),
+        (["fcfs"], "--worst is of two policies, the second to compare with; there are 1"),
         (["fcfs", "lpm", "vtc", "--worst"], "there are 3"),
         ([], "there are 0: say vtc,fcfs"),
         (["--worst", "fcfs"], "there are 1: say vtc,fcfs"),

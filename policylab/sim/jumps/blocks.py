@@ -13,7 +13,7 @@ from policylab.sim.jumps.stretch import Growth
 
 
 class RepeatingKV(KVManager):
-    """The same blocks in the same order as if each step had taken and published its own."""
+    """A KV manager whose blocks and order are as if each step had taken and published its own."""
 
     def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
         """For how many steps, up to ``most``, there are blocks for one token of each row in each.

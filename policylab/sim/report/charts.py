@@ -146,5 +146,5 @@ class Gantt(Chart):
 
 
 def shown(charts: Iterable[Chart]) -> list[Chart]:
-    """Those that have something to show."""
+    """The charts that have something to show."""
     return [chart for chart in charts if not chart.is_empty]

@@ -45,7 +45,8 @@ def data_of(
 
 
 def encoded(data: dict[str, Any]) -> str:
-    """As JSON that may stand inside an element of a page: no mark can end it or begin another."""
+    """A value as JSON that may stand inside an element of a page: no mark can end it or begin
+    another."""
     text = msgspec.json.encode(data).decode()
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")

@@ -31,7 +31,7 @@ def spread(found: Sequence[Subject], slo: Sequence[Limit]) -> Iterator[Chart]:
         yield Lines(
             key=f"cdf-{kind}",
             title=f"How long: {words}",
-            caption="The height of a line is the share that took at most so many seconds; further "
+            caption="The height of a line is the share that took at most this long; further "
             "left is better. Where it crosses 0.99 is the p99. The warm-up is left out.",
             x_label=f"seconds, {kind.upper()}",
             y_label="share of gaps" if kind == "itl" else "share of requests",
@@ -58,7 +58,7 @@ def _cdf(subject: Subject, kind: str) -> Series:
 
 def cdf(values: Floats, weights: Floats) -> tuple[list[float], list[float]]:
     """Values in ascending order, and the share of all that each does not exceed; of many, some,
-    among them those by which percentiles are told."""
+    among them those that show percentiles."""
     if not len(values):
         return [], []
     order = np.argsort(values, kind="stable")
@@ -151,7 +151,7 @@ def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Itera
         key="attainment-scale",
         title="Attainment over the scale of promises",
         caption="The share of requests that would have got all that they were promised, if each "
-        "promised time were so many times as long. At 1 are the promises as they were.",
+        "promised time were this many times as long. At 1 are the promises as they were.",
         x_label="promised times, times",
         y_label="share of requests",
         series=series,

@@ -120,8 +120,8 @@ def _in_short(data: dict[str, Any]) -> Iterator[str]:
         yield "<h3>Which policy is best at which load</h3>"
         yield (
             "<p>In the order of means over all seeds, the lowest first; the order alone may be "
-            "chance. Behind ± stands half of an interval that holds the true value 19 times in "
-            "20, or in brackets its ends. Behind the semicolon stands what <code>metronome "
+            "chance. After ± stands half of an interval that holds the true value 19 times in "
+            "20, or in brackets its ends. After the semicolon stands what <code>metronome "
             "compare</code> says of the difference from the first policy, of pairs of runs with "
             "the same requests (with <code>--unpaired</code>, of means): better or worse (more "
             "than chance, but for one time in 20), undecided (it may be chance: more seeds would "
@@ -203,7 +203,7 @@ def _timeline(found: Sequence[Subject]) -> Iterator[str]:
 <p>Move the slider, or click into the curves: below stands which requests are computed in the step
 at that time and with how many tokens, and who waits, since when and for what. The causes of a wait
 are those of the whole time from coming (or being preempted) to the next start: {CAUSES}
-The address of this page with <code>#run=0&amp;time=6.5&amp;request=r17</code> behind it shows
+The address of this page with <code>#run=0&amp;time=6.5&amp;request=r17</code> after it shows
 just that.</p>
 <div class="panel">
 <label>run <select id="run">{options}</select></label>

@@ -58,7 +58,7 @@ def stays_in_queue(run: Run, place: int) -> list[Stay]:
 
 
 class States:
-    """Of the requests of one run."""
+    """States of the requests of one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run

@@ -60,7 +60,7 @@ class Point:
     """With most seeds."""
     num_seeds: int = 1
     num_overloaded: int = 0
-    """Of the seeds."""
+    """Figures of the seeds."""
     counts: Mapping[str, int] = field(default_factory=dict)
     """Seeds that have a figure, by its name, where not all of them do."""
     setting: str = ""
@@ -106,7 +106,7 @@ def subjects(
 
 
 def _where(run: Run, points: Sequence[Point]) -> str:
-    """As in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
+    """The run, as in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
     seed, rate = run.head.get("seed"), run.head.get("rate")
     mine = next((p for p in points if p.rate == rate and p.kind == kind(run)), None)
     text = "" if seed is None else f"seed {seed}"
@@ -128,7 +128,7 @@ def _where(run: Run, points: Sequence[Point]) -> str:
 
 
 def _elsewhere(run: Run, points: Sequence[Point]) -> str:
-    """As in "2 of 3 at load 0.9"."""
+    """Overloaded runs, as in "2 of 3 at load 0.9"."""
     mine = [p for p in points if p.policy in (run.policy, f"{run.policy}, {p.setting}")]
     return ", ".join(
         f"{p.num_overloaded} of {p.num_seeds} at {place_of(p)}"

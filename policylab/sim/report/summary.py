@@ -35,7 +35,7 @@ def of_run(subject: Subject) -> Iterator[str]:
 
 
 def _which(subject: Subject) -> Iterator[str]:
-    """Of a comparison a page shows some runs only; their figures are not those of the others."""
+    """A page of a comparison shows some runs only; their figures are not those of the others."""
     if not subject.where:
         return
     text = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
@@ -45,7 +45,7 @@ def _which(subject: Subject) -> Iterator[str]:
 
 
 def _period(subject: Subject) -> Iterator[str]:
-    """Of whom the figures are."""
+    """Which requests the figures are of."""
     found, window = subject.figures, subject.figures.window
     if found.is_overloaded:
         return
@@ -155,7 +155,7 @@ def _least(subject: Subject) -> Iterator[str]:
     if gap is not None and gap.value == gap.value:
         bound = f" vtc promises {service.bound:,.0f} or less." if promises(subject) else ""
         yield (
-            f"While both waited, {gap.behind!r} fell behind {gap.ahead!r} most: by "
+            f"While both waited, {gap.later!r} was served less than {gap.ahead!r}, at most by "
             f"{gap.value:,.0f} between {gap.begin:.2f} and {gap.end:.2f} s.{bound}"
         )
 

@@ -16,7 +16,7 @@ SIDE = 30  # from a picture's sides to its first and last dots
 RED = "#aa0000"
 LEGEND = 18  # of a line of names
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#8a5a00")
-"""Those of Okabe and Ito, which are told apart by nearly everyone."""
+"""The colours of Okabe and Ito, which nearly everyone can distinguish."""
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
 NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
 
@@ -89,7 +89,7 @@ def svg(chart: Chart, *, is_file: bool = False) -> str:
 
 
 def _safe(text: str) -> str:
-    """As text or an attribute of XML, which some characters cannot be a part of."""
+    """A string as text or an attribute of XML, which some characters cannot be a part of."""
     return escape("".join(c if c >= " " and c not in "\ufffe\uffff" else " " for c in text))
 
 

@@ -187,12 +187,12 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
         return
     chosen = np.unique(np.linspace(0, len(curve.times) - 1, NUM_CURVE).astype(int))
     gap = widest_gap(curve)
-    text = "No two users ever waited at the same time, so nothing can be said of fairness."
+    text = "No two users ever waited at the same time, so there is no measure of fairness."
     moments: list[Level] = []
     if gap.value == gap.value:
         text = (
             f"While both waited, {gap.ahead!r} was served {gap.value:,.0f} more than "
-            f"{gap.behind!r} at most (between {gap.begin:.2f} and {gap.end:.2f} s)."
+            f"{gap.later!r} at most (between {gap.begin:.2f} and {gap.end:.2f} s)."
         )
         if promises(subject):
             text += f" vtc promises to keep that below {found.service.bound:,.0f}."

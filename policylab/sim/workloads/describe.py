@@ -126,7 +126,8 @@ class Description:
         return float(counts.var() / counts.mean())
 
     def lengths(self) -> dict[str, Floats]:
-        """Of prompts and outputs: mean, then the quantiles at ``SHARES`` [1 + len(SHARES)]."""
+        """Lengths of prompts and outputs: mean, then the quantiles at ``SHARES`` [1 +
+        len(SHARES)]."""
         columns = {"prompt": self._prompts, "output": self._outputs}
         return {
             name: np.array([np.mean(column), *np.quantile(column, SHARES)])

@@ -101,7 +101,7 @@ class Quantiles:
 
 
 def _mean(shares: Floats, lengths: Floats) -> float:
-    """Of lengths whose logarithm goes along lines between these."""
+    """The mean of lengths whose logarithm goes along lines between these."""
     widths, low, high = np.diff(shares), lengths[:-1], lengths[1:]
     ratio = np.log(high / low)
     means = np.where(ratio > 1e-9, (high - low) / np.where(ratio > 1e-9, ratio, 1.0), low)
@@ -109,7 +109,7 @@ def _mean(shares: Floats, lengths: Floats) -> float:
 
 
 class Lengths(NamedTuple):
-    """Of prompts and of outputs, which are independent of each other."""
+    """Lengths of prompts and of outputs, independent of each other."""
 
     prompt: Range
     output: Range

@@ -35,7 +35,7 @@ class LogUniform(OpenLoop):
 
     @property
     def lengths(self) -> Lengths:
-        """Of prompts, without what they share, and outputs."""
+        """Lengths of prompts, without what they share, and outputs."""
         return Lengths(
             bounds("prompt_tokens", self.prompt_tokens),
             bounds("output_tokens", self.output_tokens),

@@ -109,7 +109,7 @@ class Reader(Workload):
 
     @property
     def natural_rate(self) -> float:
-        """As it was recorded, times the speed; 1 for a file whose requests all came at once."""
+        """The recorded rate, times the speed; 1 for a file whose requests all came at once."""
         seconds = self.size.last - self.size.first
         number = self.size.number
         return self.speed * (number - 1) / seconds if number > 1 and seconds else 1.0

@@ -17,14 +17,14 @@ class PrefixReuse:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.num_tokens = 0
-        """Of all prompts."""
+        """Tokens of all prompts."""
         self.num_found = 0
-        """Of these, those that an endless cache would have had."""
+        """Tokens that an endless cache would have had."""
         self._longest: dict[int, int] = {}  # by hash of what is before it, and of its text
 
     @property
     def share(self) -> float:
-        """Of prompt tokens, those that were found."""
+        """Share of prompt tokens that were found."""
         return self.num_found / self.num_tokens if self.num_tokens else 0.0
 
     def add(self, job: Job) -> int:
@@ -46,7 +46,7 @@ class PrefixReuse:
 
 
 def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
-    """Of its prompt. Of tokens that were given each block is a text, named by its content."""
+    """Parts of a job's prompt. Each block of given tokens is a text, named by its content."""
     if not job.texts:
         return job.prompt
     tokens = job.tokens()

@@ -1,5 +1,5 @@
 """Requests in sessions: the next comes some time after the last was answered, and begins with all
-that was said before it."""
+that came before it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Turn(NamedTuple):
     pause: float
     """Seconds since the answer before."""
     num_new: int
-    """Tokens that are said."""
+    """Tokens of a turn."""
     num_output: int
 
 
@@ -40,15 +40,15 @@ class Sessions(Workload):
     """How its sessions are called, with a number."""
 
     arrivals: str = "poisson"
-    """Of sessions: ``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(...)``,
+    """Arrivals of sessions: ``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(...)``,
     ``burst(...)``."""
     turns: float = 4.0
     """Requests of a session, geometric, of this mean."""
     think: float = 10.0
     """Seconds from an answer to the next request, exponential, of this mean."""
     lengths: str = "log-uniform(prompt=(16, 256), output=(8, 256))"
-    """Of what is new in a prompt, and of answers: ``log-uniform(...)``, ``fixed(...)`` or the name
-    of a trace."""
+    """Lengths of what is new in a prompt, and of answers: ``log-uniform(...)``, ``fixed(...)`` or
+    the name of a trace."""
     max_context: int = 4096
     """Tokens of a prompt and its answer at most: a session ends before it would need more."""
     num_systems: int = 0
@@ -103,7 +103,7 @@ class Sessions(Workload):
         return _Living(self, Draws(seed), rate or self.natural_rate).source()
 
     def sessions(self, dice: Draws) -> Iterator[list[Turn]]:
-        """What is said in each session, without an end."""
+        """The turns of each session, without an end."""
         lengths, ends = pairs(self._lengths, dice), uniform(dice.stream("turns"))
         pauses = uniform(dice.stream("think"))
         per_turn = log1p(-1.0 / self.turns) if self.turns > 1.0 else -inf
@@ -122,7 +122,7 @@ class Sessions(Workload):
 
 @dataclass(slots=True)
 class _Session:
-    """One that goes on: what was said, and what will be."""
+    """A session that goes on: its turns so far, and those to come."""
 
     name: str
     prompt: tuple[Span, ...]
@@ -136,7 +136,7 @@ class _Session:
         self.num_taken += 1
         request_id = f"{self.name}.{self.num_taken}"
         prompt = (*self.prompt, Span(f"said {request_id}", turn.num_new))
-        # The token that ends an answer is no part of what is said next.
+        # The token that ends an answer is no part of the next turn.
         answer = Span(ANSWER + request_id, turn.num_output - 1)
         self.prompt = (*prompt, answer) if answer.length else prompt
         return Job(

@@ -34,7 +34,7 @@ class StepsLog(Reader):
     kind: ClassVar[str] = "steps-log"
 
     allow_truncated: bool = False
-    """Of a log that breaks off, take what is whole."""
+    """Take what is whole of a log that breaks off."""
 
     def rows(self, dice: Draws) -> Iterator[Row]:
         last = -inf

@@ -34,7 +34,7 @@ class User(NamedTuple):
 
 class Tier(NamedTuple):
     """A class of requests. Promises in seconds: ``ttft`` to the first token, ``tbt`` between two,
-    ``deadline`` from arrival to end. ``offline``: nobody waits for it, and policies are told so."""
+    ``deadline`` from arrival to end. ``offline``: nobody waits for it, and policies see that."""
 
     share: float = 1.0
     ttft: float | None = None

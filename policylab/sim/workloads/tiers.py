@@ -17,12 +17,12 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 class Tiers(OpenLoop):
     """Short chats that were promised a first token and a pace next to long batch work. Each tier is
     a user. A chat is due when a first token in ``ttft`` and others every ``tbt`` would have ended
-    it; batch work has priority 1 and policies are told that it is offline."""
+    it; batch work has priority 1 and policies see that it is offline."""
 
     kind: ClassVar[str] = "tiers"
 
     chat_share: float = 0.7
-    """Of the requests."""
+    """Share of the requests."""
     chat_prompt: tuple[int, int] = (16, 512)
     """Tokens, log-uniform, as all these lengths are."""
     chat_output: tuple[int, int] = (16, 256)
@@ -44,7 +44,7 @@ class Tiers(OpenLoop):
 
     @cached_property
     def _lengths(self) -> tuple[Lengths, Lengths]:
-        """Of chats, of batch work."""
+        """Lengths of chats and of batch work."""
         chat, batch = (
             Lengths(*(bounds(name, getattr(self, name)) for name in names))
             for names in (("chat_prompt", "chat_output"), ("batch_prompt", "batch_output"))

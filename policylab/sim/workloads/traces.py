@@ -36,7 +36,7 @@ class LikeTrace(OpenLoop):
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Of prompts and outputs, scaled."""
+        """Lengths of prompts and outputs, scaled."""
         if self.scale == 1.0:
             return self.table
         return Lengths(*(scaled(part, self.scale) for part in self.table))

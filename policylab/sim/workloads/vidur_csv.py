@@ -24,7 +24,8 @@ class VidurCSV(Reader):
     kind: ClassVar[str] = "vidur-csv"
 
     arrivals: str = "poisson"
-    """As of other workloads: ``poisson``, ``gamma(cv=2)``, ..., for a file without arrivals."""
+    """Arrivals, as of other workloads: ``poisson``, ``gamma(cv=2)``, ..., for a file without
+    arrivals."""
 
     def __post_init__(self) -> None:
         Reader.__post_init__(self)
