@@ -1,5 +1,5 @@
-"""Each joint of the worker, used by a feature that is made up for it: adapters, media, layers,
-positions, reports, methods, other weights."""
+"""What the worker lends to a feature, used by one that is made up: layers, a request's beginning,
+reports, the life of a worker, other weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,12 @@ from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
-from engine.layers.batch import Embeds
 from engine.layers.linear import make_linear
 from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
-from engine.messages.requests import MediaItem
 from engine.messages.step import KVReport
-from engine.mm.decide import EncoderBudget
 from engine.models.load import load_model
 from engine.sched.resource import Resource
-from engine.worker.batches import locate
 from engine.worker.feature import Feature
 from engine.worker.platform.host import CpuPlatform, HostPlatform
 from engine.worker.runner import Driver, Runner
@@ -84,88 +80,7 @@ def answers(run: Run, requests) -> dict[str, list[int]]:
     return run.outputs
 
 
-# -- adapters
-
-
-class AdapterFeature(Feature):
-    """Knows which adapters are loaded."""
-
-    part = "adapters"
-
-    def __init__(self) -> None:
-        self.loaded: dict[int, str] = {}
-
-    @property
-    def methods(self):
-        return {"adapters": lambda: sorted(self.loaded.values())}
-
-    def begin(self, plan, live):
-        if plan.adapters is not None:
-            self.loaded |= plan.adapters.load
-
-
-# -- media
-
-
-class MediaFeature(Feature):
-    """The "encoder" gives one vector an item, for each of its tokens."""
-
-    part = "media"
-
-    def __init__(self) -> None:
-        self.media: dict[int, list[MediaItem]] = {}
-        self.encoded: dict[str, torch.Tensor] = {}
-
-    def begin(self, plan, live):
-        for seq in plan.new:
-            self.media.pop(seq.slot, None)
-        if plan.media is None:
-            return
-        for key in plan.media.free:
-            del self.encoded[key]
-        self.media |= plan.media.media
-        for slot, index in plan.media.encode:
-            item = self.media[slot][index]
-            generator = torch.Generator().manual_seed(len(item.hash))
-            self.encoded[item.hash] = torch.randn(item.length, HIDDEN, generator=generator)
-
-    def touches(self, rows):
-        return False  # no decode reads media
-
-    def extend(self, batch, rows):
-        tokens, places, values = locate(rows), [], []
-        for place, (slot, position) in enumerate(zip(tokens.slots, tokens.positions, strict=True)):
-            for item in self.media.get(int(slot), ()):
-                if item.offset <= position < item.offset + item.length:
-                    places.append(place)
-                    values.append(self.encoded[item.hash][position - item.offset])
-        if places:
-            batch.embeds = Embeds(torch.tensor(places), torch.stack(values))
-
-
-@modes
-def test_what_an_encoder_made_takes_the_place_of_embeddings(sizes, directory):
-    """Whatever the placeholder tokens are; another content gives another answer."""
-    model, found = load(directory), []
-    for placeholder, content in ((1, "x"), (2, "x"), (1, "xy")):
-        feature = MediaFeature()
-        run = run_of(model, [feature], [EncoderBudget(8, 16)], sizes)
-        prompt = [5, placeholder, placeholder, 9]
-        item = MediaItem(1, 2, content)
-        out = answers(
-            run,
-            [
-                make_request("m", prompt, 6, params=GREEDY, media=[item]),
-                make_request("t", [5, 1, 1, 9], 6, params=GREEDY),
-            ],
-        )
-        found.append(out["m"])
-        text = out["t"]
-    assert found[0] == found[1] != found[2]
-    assert text not in found
-
-
-# -- layers and positions
+# -- layers
 
 
 class Taps(Feature):
@@ -199,40 +114,6 @@ def test_a_feature_reads_the_outputs_of_layers_and_what_was_drawn(sizes, layers,
         if layers[-1] == 2:  # normalised, they are the hidden states
             last = model.final_norm(hidden.aux[-1][-1:], None)[0]
             torch.testing.assert_close(last, hidden.last)
-
-
-class Stretch(Feature):
-    """Every token counts for two places, in one row of positions or several."""
-
-    part = "media"
-
-    def __init__(self, num_rows: int = 0) -> None:
-        self.num_rows = num_rows
-
-    def touches(self, rows):
-        return True
-
-    def extend(self, batch, rows):
-        positions = 2 * batch.positions
-        batch.move(torch.stack([positions] * self.num_rows) if self.num_rows else positions)
-
-
-@modes
-def test_a_feature_moves_positions(sizes, directory, tmp_path):
-    """Twice as far apart: as in a model whose positions are stretched by two."""
-    stretched = CONFIG | {"rope_scaling": {"rope_type": "linear", "factor": 0.5}}
-    (tmp_path / "config.json").write_text(json.dumps(stretched))
-    requests = [make_request("a", [3, 4, 5, 6, 9, 2], 8, params=GREEDY)]
-    wanted = answers(run_of(load(tmp_path)), requests)
-    assert answers(run_of(load(directory), [Stretch()], sizes=sizes), requests) == wanted
-    assert answers(run_of(load(directory), sizes=sizes), requests) != wanted
-
-
-def test_a_model_that_counts_along_one_axis_says_so(directory):
-    run = run_of(load(directory), [Stretch(3)])
-    run.add(make_request("a", [3, 4], 3, params=GREEDY))
-    run.drain()
-    assert "positions of 3 rows, but this model counts along one" in run.ends["a"].message
 
 
 class Picky(Feature):
@@ -346,8 +227,8 @@ def worker_of(directory: Path, *features: Feature, sizes=CPU) -> ModelWorker:
 @modes
 def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
     feature = Reporter()
-    worker = worker_of(directory, feature, AdapterFeature(), sizes=sizes)
-    assert worker.capabilities == {"drafts", "masks", "kv_transfer", "adapters"}
+    worker = worker_of(directory, feature, sizes=sizes)
+    assert worker.capabilities == {"drafts", "masks", "kv_transfer"}
     facts = worker.load()
     assert facts.vocab_size == 97 and facts.block_bytes == 3 * 2 * 16 * BLOCK * 4
     assert worker.measure() > 1 << 20
@@ -365,8 +246,7 @@ def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
     assert feature.life[0] == "model of 97, 0 KV tensors" and len(feature.machine.kv) == 3
     if sizes is not CPU:
         assert "made up" in feature.life
-    assert worker.call("adapters") == []
-    with pytest.raises(ConfigError, match="'sleep' is not available; this worker has: profile, ad"):
+    with pytest.raises(ConfigError, match="'sleep' is not available; this worker has: profile"):
         worker.call("sleep")
     with pytest.raises(ConfigError, match="torch_profiler_dir is not set"):
         worker.call("profile", "start")
