@@ -62,9 +62,9 @@ NAMED = {
     "ReadsOthers": "two engines|the same case gives other plans|starves",
     "Forgets": "lets nobody run|starves",
 }
-SHORT = ("StateOfModule", "NestedBooks", "HalfSteps")
+SHORT = ("StateOfModule", "NestedBooks")
 """Of those, in every run of the tests."""
-COMMAND = ("HashOfString", "RefusesMost")
+COMMAND = ("RefusesMost",)
 CHECKED = ("DoorShut", "OrderOfSet")
 
 
@@ -213,5 +213,6 @@ def test_a_predictor_that_predicts_no_length_fails(predictor: type, message: str
     assert re.search(message, trials.failures[0].message)
 
 
+@pytest.mark.slow
 def test_a_predictor_may_answer_any_number_from_0_on() -> None:
     assert not run_trials("residual-sjf", predictor=PredictsAnything).failures
