@@ -9,6 +9,7 @@ import torch
 import transformers
 from e2e.general_models import GENERAL_CASES, REFUSED, general_config, make_general_model
 from e2e.paged import PagedRun
+from e2e.test_equality import GENERAL
 from e2e.tiny_models import VOCAB
 from transformers.utils import is_kernels_available
 
@@ -51,7 +52,13 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
     assert error < 1e-4, f"{what}: off by {error:.2e} of the largest logit"
 
 
-@pytest.mark.parametrize("name", GENERAL_CASES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in GENERAL))
+        for name in GENERAL_CASES
+    ],
+)
 def test_logits_equal_transformers(tmp_path: Path, name: str, seed: int) -> None:
     path = make_general_model(name, tmp_path)
     model, theirs = load(path), reference(path)

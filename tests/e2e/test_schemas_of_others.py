@@ -47,6 +47,12 @@ def test_the_list_of_real_schemas_names_enough_of_many_packages() -> None:
 WHAT_OTHERS_WROTE = [*kept(), *pydantic_models.cases(), *zod.cases()[::4]]
 
 
-@pytest.mark.parametrize("case", WHAT_OTHERS_WROTE, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=[pytest.mark.slow] * (place % 3 > 0), id=case.name)
+        for place, case in enumerate(WHAT_OTHERS_WROTE)
+    ],
+)
 def test_what_others_wrote_is_followed_and_accepted_by_them(case: SchemaCase) -> None:
     assert faults(case) == []
