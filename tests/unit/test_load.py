@@ -26,14 +26,14 @@ SHORT = "log-uniform(prompt_tokens=(8,100),output_tokens=(2,40),num_requests=40)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_ten_seed_bases_have_one_rate(name: str) -> None:
+def test_seed_bases_have_one_rate(name: str) -> None:
     rates = [
         compare(
             Experiment(
                 policies=["fcfs"], workload=find_workload(name), loads=[0.9], seeds=[base, base + 1]
             )
         )[0].rate
-        for base in range(0, 1000, 100)
+        for base in (0, 100, 900)
     ]
     assert len(set(rates)) == 1 and rates[0] is not None and rates[0] > 0
 

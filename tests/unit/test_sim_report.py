@@ -297,6 +297,7 @@ def test_a_comparison_has_curves_over_load(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_a_comparison_says_which_of_its_runs_are_shown_and_what_pairs_say(tmp_path: Path) -> None:
     workload, engine = find_workload("log-uniform(num_requests=100,num_users=3)"), TIGHT
     names, seeds, loads = ["fcfs", "lpm", "residual-sjf", "vtc"], range(4), [0.6, 3.0]
