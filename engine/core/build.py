@@ -88,8 +88,8 @@ def build_core(
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """For imports: what they make stays. To search it for garbage while they run takes a tenth of
-    their time, and a tenth of a second each time thereafter."""
+    """No garbage is collected during imports. What they make stays: to search it takes a tenth of
+    their time, and a tenth of a second in each later collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -116,7 +116,7 @@ def log_pool(decided: Decided, facts: ModelFacts) -> None:
 def read_ahead(path: Path) -> None:
     """Let the system fetch the weights from disk while Python still imports."""
     for file in path.glob("*.safetensors"):
-        # What cannot be opened is reported by the loader, with more to say about it.
+        # The loader reports files that cannot be opened, in more detail.
         with suppress(OSError), file.open("rb") as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
@@ -151,8 +151,8 @@ def wire(
 
 
 def choose_all(config: SchedulerOptions) -> Chosen:
-    """Policy and resources that the configuration names, and what its features ask of the
-    scheduler. Raises ``ConfigError``."""
+    """Policy and resources that the configuration names, and the resources of its features. Raises
+    ``ConfigError``."""
     chosen = choose(config)
     return chosen._replace(resources=(*features_of(config), *chosen.resources))
 
@@ -170,7 +170,7 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer | None:
-    """What makes drafts by the method that was requested; ``None``: the worker does."""
+    """What proposes drafts by the configured method; ``None`` if the worker does."""
     if speculative.method == "draft_model":
         return None
     if speculative.method == "grammar":
@@ -197,14 +197,14 @@ def with_grammars(
     compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
     if config.step_log is not None:
         compiler = CompiledAtOnce(compiler)
-    # A replay has no tokenizer, and could not tell which drafts were cut.
+    # A replay has no tokenizer, so it could not know which drafts were cut.
     may_cut = config.step_log is None
     resources = following_grammars(chosen.resources, compiler, vocab_size, may_cut=may_cut)
     return chosen._replace(resources=resources)
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
-    """A compiler of grammars for a model with this tokenizer.json."""
+    """The compiler of grammars for a model with this tokenizer.json."""
     return guidance_of(read_tokenizer, vocab_size)
 
 
@@ -221,13 +221,13 @@ def following_grammars(
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:
-    """Grammars for a replay, which computes nothing and has no tokenizer."""
+    """``with_grammars`` for a replay, which computes nothing and has no tokenizer."""
     grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
     return chosen._replace(resources=joined_by_grammars(chosen.resources, grammars))
 
 
 def tokenizer_json(config: ModelConfig) -> str | None:
-    """The tokenizer as tokenizer.json has it; ``None`` if it is none of that kind."""
+    """The contents of tokenizer.json; ``None`` for a tokenizer of another kind."""
     from engine.text.tokenizer import load_tokenizer
 
     return load_tokenizer(fetched(config, for_core=False, for_text=True)).backend.as_json()
@@ -260,7 +260,7 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
 def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
-    """What the worker needs for the same features, next to what it can do itself (drafts, masks).
+    """What the worker needs for the same features, on top of what it does itself (drafts, masks).
     info: of the model; drafting: the draft model, if there is one."""
     if drafting is None:
         return []
@@ -346,7 +346,7 @@ def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[st
 def make_kv_manager(
     config: EngineConfig, decided: Decided, *, clock: Callable[[], float], failures: Failures
 ) -> KVManager:
-    """The owner of all blocks, with the hash and the listeners that were requested."""
+    """The owner of all blocks, with the configured hash and listeners."""
     cache = config.cache
     events = None
     if cache.enable_kv_events:
@@ -369,7 +369,7 @@ def make_kv_manager(
 
 
 def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:
-    """The hash of cached blocks that was requested."""
+    """The configured hash of cached blocks."""
     if cache.prefix_caching_hash_algo == "fast":
         from engine.kv.fast_hash import FastHasher
 

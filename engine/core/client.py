@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # what a client elsewhere imports is kept small
 
 
 class NumCores(NamedTuple):
-    """Cores of a client that have not died, and all."""
+    """How many of a client's cores are alive, and how many it was given."""
 
     alive: int
     total: int
@@ -68,7 +68,7 @@ class CoreClient(Protocol):
         """Requests that were taken and whose end ``step`` has not returned yet."""
 
     def num_cores(self) -> NumCores:
-        """Any thread may ask."""
+        """Any thread may call this."""
         return NumCores(1, 1)
 
     def end_restarts(self) -> None:
@@ -81,7 +81,7 @@ class CoreClient(Protocol):
         return stats
 
     def latest_stats(self) -> SchedulerStats | None:
-        """The latest known ``stats``, without waiting; asks a core in another process for newer."""
+        """The latest known ``stats``, without waiting; requests newer ones of another process."""
 
     def call(self, name: str, *args: Any) -> Any:
         """A utility by name. Raises ``ConfigError`` for one that does not exist."""

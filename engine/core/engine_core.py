@@ -111,5 +111,5 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Is there anything to compute, to settle or to tell the worker?"""
+        """Is there anything to compute, to settle or to send to the worker?"""
         return bool(self.flight) or self.scheduler.has_requests()

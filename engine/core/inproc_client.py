@@ -50,9 +50,7 @@ class InprocClient(CoreClient):
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
-        self._aborted: dict[
-            str, tuple[int, Finished]
-        ] = {}  # client and end, reported by the next step
+        self._aborted: dict[str, tuple[int, Finished]] = {}  # client and end, for the next step
         self._cause: BaseException | None = None
         self._utilities = Utilities(core.scheduler, core.executor, failures or Failures())
 
@@ -144,7 +142,7 @@ class InprocClient(CoreClient):
             self._core = None
 
     def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
-        """The outputs and, after them, the ends of aborted requests."""
+        """The outputs, followed by the ends of aborted requests."""
         ends: defaultdict[int, list[tuple[str, Finished]]] = defaultdict(list)
         for name, (client_index, end) in self._aborted.items():
             ends[client_index].append((name, end))

@@ -30,7 +30,7 @@ SEQUENCE_BYTES = 8
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Where a publisher resends past batches: next to its file, or on the next port."""
+    """Where a publisher resends past batches: at a file next to its own, or on the next port."""
     if endpoint.startswith(IPC):
         return endpoint + "-replay"
     host, _, port = endpoint.rpartition(":")
@@ -116,7 +116,7 @@ class KVEventPublisher:
                     self._resend(router, who, frames)
                 except zmq.ContextTerminated:
                     raise
-                except Exception as error:  # the next one that asks is answered
+                except Exception as error:  # later requests are still answered
                     self._guard.fail(error)
         router.close(linger=0)
 

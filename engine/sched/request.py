@@ -114,7 +114,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """What its policy said last. Ranks given in columns are read from the table."""
+        """The last answer of its policy. Ranks given in columns are read from the table."""
         rank, row = self.own_rank, self.row
         if rank is not None:
             return rank

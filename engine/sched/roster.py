@@ -326,7 +326,7 @@ class Roster:
         self.running_rows.add(req.row)
         self.prompts[req.row] = req
         self.table.slot.at[req.row] = self._free_slots.pop()
-        self.table.told.at[req.row] = 0
+        self.table.has_output.at[req.row] = 0
 
     def unseat(self, req: Request, now: float, cause: str) -> None:
         """From its seat back to the queue, at its rank. The wait is charged to ``cause``."""

@@ -2,7 +2,7 @@
 
 There is no prefill and no decode phase. A request has ``num_computed`` tokens in the cache and
 catches up with the tokens it knows (or will know once the steps in flight are settled); a decode is
-a request that is one token behind. Each step hands out a budget of tokens, best first.
+a request with one token left. Each step hands out a budget of tokens, best first.
 
     begin_step ──> grant_plain (plain decodes, in bulk)
                 └> for each request offered: tokens_for ─> secure (seat, blocks, victims) ─> grant
@@ -91,7 +91,7 @@ class Scheduler(SchedulerInterface):
         self.roster = Roster(config.max_num_seqs)
         self.view = View(config, kv, self.roster, Random(seed))
         self.guard = Guard(policy, faults, self.view)
-        self.asked: Policy = self.guard  # the policy of this step
+        self.active_policy: Policy = self.guard  # the policy of this step
         self.settler = Settler(self.roster, kv, self.guard, self.view, self.resources)
         self.intake = Intake(config, self.settler)
         self.pause_state = PauseState.UNPAUSED
@@ -205,15 +205,15 @@ class Scheduler(SchedulerInterface):
 
     def offers(self, step: Step) -> Iterator[Request]:
         """Requests to offer tokens: the policy's order, without rows granted in bulk."""
-        asked, num_waiting = self.asked, len(self.roster.waiting)
-        contested = asked.waiting_may_preempt and num_waiting
+        policy, num_waiting = self.active_policy, len(self.roster.waiting)
+        contested = policy.waiting_may_preempt and num_waiting
         if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
             # A policy may yield a request twice; the limit stops an endless generator.
-            yield from islice(asked.order(self.view), 2 * len(self.roster.by_id))
+            yield from islice(policy.order(self.view), 2 * len(self.roster.by_id))
             return
         yield from self._fast_path.rest(step)
         for _ in range(num_waiting):
-            if not step.admission_open or (req := asked.next_waiting(self.view)) is None:
+            if not step.admission_open or (req := policy.next_waiting(self.view)) is None:
                 return
             yield req
 
@@ -223,25 +223,25 @@ class Scheduler(SchedulerInterface):
         if pending and (is_waiting or req.is_serial):
             # Preempted or serial: its sampled tokens must be known first.
             return Fit(0, Cause.BLOCKS, OnRefuse.CLOSE)
-        behind = req.num_uncomputed
+        num_left = req.num_uncomputed
         if is_waiting:
-            behind -= self.kv.ready(req)
-        if behind == 1:
+            num_left -= self.kv.ready(req)
+        if num_left == 1:
             room = min(step.tokens_left, req.max_total - req.num_tokens - pending)
             wanted = min(1 + self.resources.extra(req, step), room)
-            return self._asked_for(req, behind, wanted, step)
+            return self._allowed(req, num_left, wanted, step)
         room = step.tokens_left - step.num_kept_tokens
-        most = min(behind, room, prefill_cap(self.config, self.roster))
+        most = min(num_left, room, prefill_cap(self.config, self.roster))
         spared = min(most, self._prompt_room(step))
         if spared <= 0:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
-        fit = self._asked_for(req, behind, spared, step)
+        fit = self._allowed(req, num_left, spared, step)
         if spared == most or fit.num_tokens > 0 or fit.on_refuse in (OnRefuse.PARK, OnRefuse.FAIL):
             return fit
         # It may have to be computed whole, as a picture: uncut if it comes first, or next time.
         if step.num_prompt_tokens:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
-        return self._asked_for(req, behind, most, step)
+        return self._allowed(req, num_left, most, step)
 
     def _prompt_room(self, step: Step) -> int:
         """Tokens that prompts may still have in this step."""
@@ -249,17 +249,18 @@ class Scheduler(SchedulerInterface):
             return step.tokens_left
         return room_beside_decodes(step, self.config, self.roster)
 
-    def _asked_for(self, req: Request, behind: int, wanted: int, step: Step) -> Fit:
-        """What policy and resources allow of so many tokens, of a request so far behind."""
-        if wanted < behind and not self.config.enable_chunked_prefill:
+    def _allowed(self, req: Request, num_left: int, wanted: int, step: Step) -> Fit:
+        """How many of the ``wanted`` tokens policy and resources allow. ``num_left``: how many the
+        request has left to compute."""
+        if wanted < num_left and not self.config.enable_chunked_prefill:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
-            wanted = min(wanted, self.asked.chunk(req, wanted, self.view))
+            wanted = min(wanted, self.active_policy.chunk(req, wanted, self.view))
         if wanted <= 0:
             return Fit(0, Cause.POLICY, OnRefuse.CLOSE)
-        may_be_cut = behind == 1 or self.config.enable_chunked_prefill
+        may_be_cut = num_left == 1 or self.config.enable_chunked_prefill
         if wanted > 1 and may_be_cut and not req.is_waiting:
-            wanted = cut_to_blocks(req, wanted, self.asked, self.view)
+            wanted = cut_to_blocks(req, wanted, self.active_policy, self.view)
         return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: Step) -> bool:
@@ -271,7 +272,7 @@ class Scheduler(SchedulerInterface):
             start = self.kv.ready(req)
         elif start + num_tokens <= self.kv.num_held[req.row] * self.kv.block_size:
             return True
-        victims = victims_for(req, start + num_tokens, self.asked, self.view)
+        victims = victims_for(req, start + num_tokens, self.active_policy, self.view)
         if victims is None:
             if req.is_waiting:
                 step.close(Cause.BLOCKS if step.num_free_seats else Cause.SEATS)
@@ -321,7 +322,7 @@ class Scheduler(SchedulerInterface):
         if fit.hold:
             # A request whose blocks are being filled cannot be preempted, so it may not take
             # blocks that running prompts were promised.
-            spared = promised_to_others(req, self.asked, self.view)
+            spared = promised_to_others(req, self.active_policy, self.view)
             if not self.kv.fits(req, fit.hold, spared=spared):
                 if not self.settler.end_if_never(req, fit.hold):
                     step.close(Cause.BLOCKS)
@@ -371,17 +372,17 @@ class Scheduler(SchedulerInterface):
     @not_reentrant
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         self.view.now = self._clock()
-        if plan.num_tokens:  # else it only told the worker something
+        if plan.num_tokens:  # else it only informed the worker
             self.num_in_flight -= 1
             self.kv.step_settled()
-        asks = self.guard.overrides("on_step")
-        if plan.num_tokens or asks:
+        has_on_step = self.guard.overrides("on_step")
+        if plan.num_tokens or has_on_step:
             self.view.note(plan, result.seconds)
         if result.floor_seconds:
             self.settler.counters.step_seconds += result.measured_seconds
             self.settler.counters.floor_seconds += result.floor_seconds
         outputs = self.settler.settle(plan, result)
-        if asks:
+        if has_on_step:
             self.guard.on_step(self.view.last, self.view)
         return outputs
 
@@ -471,9 +472,9 @@ class Scheduler(SchedulerInterface):
         step.reopen(counters.num_steps, self.config.max_num_batched_tokens)
         if self.pause_state is PauseState.PAUSED_NEW:
             step.close(Cause.PAUSED)
-        self.asked = self.guard.overrule()
-        self.serve(self.asked.order(self.view), step)
-        self.asked = self.guard
+        self.active_policy = self.guard.overrule()
+        self.serve(self.active_policy.order(self.view), step)
+        self.active_policy = self.guard
 
     def _run_timers(self) -> None:
         """Wake or end requests whose timers are due."""
@@ -485,12 +486,12 @@ class Scheduler(SchedulerInterface):
 
     def _admits(self, req: Request, step: Step) -> bool:
         """May this waiting request start? After a preemption, only if it outranks every victim."""
-        asked, admission = self.asked, Admission.CLOSE
-        outranked = asked.waiting_may_preempt and all(
-            asked.outranks(req, other) for other in step.preempted
+        policy, admission = self.active_policy, Admission.CLOSE
+        outranked = policy.waiting_may_preempt and all(
+            policy.outranks(req, other) for other in step.preempted
         )
         if not step.preempted or outranked:
-            admission = asked.admit(req, self.view)
+            admission = policy.admit(req, self.view)
         cause = Cause.POLICY if self.guard.overrides("admit") else Cause.BLOCKS
         if admission is Admission.CLOSE:
             step.close(cause)
@@ -547,7 +548,7 @@ class StallDetector:
         self._counters.blocked = f"{head.request_id}: {why}"
         if self._num_idle == self._limit:
             logger.warning(
-                "no progress in %d steps: request %s and %d behind it wait for: %s",
+                "no progress in %d steps: request %s and %d after it wait for: %s",
                 self._num_idle,
                 head.request_id,
                 len(waiting) - 1,

@@ -19,7 +19,7 @@ class Step:
         self.grants: list[tuple[Request, int]] = []
         self.new: list[Request] = []
         self.preempted: list[Request] = []
-        self.num_prompts = 0  # of the grants: those that start, or go on behind their first tokens
+        self.num_prompts = 0  # grants to requests that start or are still in their prompts
         self.num_prompt_tokens = 0
         self.most_prompt_tokens: int | None = None  # see ``room_beside_decodes``
         self.silent: set[int] = set()  # rows of prompts that are not complete: no draw

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.messages.requests import AddRequest
 
-WATCHED = 1  # some resource wants to be asked in each step
+WATCHED = 1  # some resource is called for the row in each step
 SERIAL = 2  # while a token is being computed, no step computes the next one
 
 Counts = NDArray[np.int32]
@@ -83,7 +83,7 @@ class FloatColumn(Column):
 
 
 class Users:
-    """Small numbers for the users who have requests, so that vectors can tell them apart."""
+    """Small numbers for the users who have requests, so that vectors can compare them."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
@@ -167,13 +167,13 @@ class Facts:
             first[begun[np.isnan(first[begun])]] = now
 
     def stamp_one(self, row: int, now: float) -> None:
-        """The same for one row."""
+        """``stamp`` for one row that has new tokens."""
         self.last_token.at[row] = now
         if isnan(self.first_token.at[row]):
             self.first_token.at[row] = now
 
     def own_column(self, name: str, default: float) -> FloatColumn:
-        """The policy's column of this name, made when it is first asked for."""
+        """The policy's column of this name, made when it is first read."""
         if name not in self.own:
             self.own[name] = FloatColumn(len(self.arrival.at), default)
         return self.own[name]
@@ -201,7 +201,7 @@ class Table:
     Counts are in tokens. ``num_tokens`` are known (prompt and settled outputs), ``num_pending``
     sampled in steps in flight, ``num_computed`` have their KV written or being written.
     ``limit`` is the length at which the request ends. A row's generation never goes back, so a
-    result can tell whether it still belongs to the row's request.
+    result shows whether it still belongs to the row's request.
 
     Only methods of this class write ``num_tokens``, ``num_pending``, ``num_computed`` and
     ``in_flight``:
@@ -224,7 +224,7 @@ class Table:
         self.in_flight = TableColumn(num_rows)  # steps launched and not settled that hold the row
         self.client = TableColumn(num_rows)
         self.alive = TableColumn(num_rows)  # 1 from add to finish
-        self.told = TableColumn(num_rows)  # 0 from a seat to the first output from there
+        self.has_output = TableColumn(num_rows)  # 0 from a seat to the first output from there
         self.flags = TableColumn(num_rows)  # what resources want: WATCHED, SERIAL
         self.plain = LongColumn(num_rows)  # the last step in which the row was marked as plain
         self.considered = LongColumn(num_rows)  # the last step in which the request was offered

@@ -1,4 +1,4 @@
-"""A worker that computes nothing and takes the time a linear model says."""
+"""A worker that computes nothing and takes the time that a linear model predicts."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StepCost:
         )
 
 
-TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # after whom more come, and the last
+TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # one that others follow, and the last
 CostEach = Callable[[StepShape, int], Times]
 
 
@@ -193,7 +193,7 @@ class TimedWorker(FakeExecutor):
         """Take durations that can be had at once, where the host takes no time."""
         now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
-        # Few of them may come in time: more are requested only where these are too few.
+        # Few of them may come in time: more are computed only where these are too few.
         first = self._cost.seconds(shape)
         guess = (stretch.until - now) / first if first else inf
         for tried in sorted({min(num_planned, int(min(guess, most)) + 2), num_planned}):

@@ -109,8 +109,8 @@ CANARIES = (
     Canary(
         "one token too many",
         SCHEDULER,
-        "most = min(behind, room, prefill_cap(",
-        "most = min(behind, room + 1, prefill_cap(",
+        "most = min(num_left, room, prefill_cap(",
+        "most = min(num_left, room + 1, prefill_cap(",
     ),
     Canary(
         "let all prompts join those that decode",
@@ -186,8 +186,8 @@ CANARIES = (
     Canary(
         "tell no start but the first",
         ROSTER,
-        "        self.table.told.at[req.row] = 0\n",
-        "        self.table.told.at[req.row] = req.num_output > 0\n",
+        "        self.table.has_output.at[req.row] = 0\n",
+        "        self.table.has_output.at[req.row] = req.num_output > 0\n",
     ),
     Canary(
         "tell an end twice",
@@ -329,8 +329,8 @@ CANARIES = (
     Canary(
         "keep blocks for a load that has not begun",
         "kv/transfers.py",
-        "            holding.loading = False  # it had not begun, so no end of it will be told\n",
-        "            pass\n",
+        "            holding.loading = False  # it had not begun,",
+        "            pass  #",
     ),
     Canary(
         "keep blocks for a load that could not start",

@@ -212,7 +212,7 @@ def state_of(scheduler: Scheduler, clock: VirtualClock) -> str:
 
 COLUMNS = (
     *("num_prompt", "num_tokens", "num_computed", "num_pending", "limit", "generation", "slot"),
-    *("in_flight", "client", "alive", "told", "flags", "considered", "stop_id"),
+    *("in_flight", "client", "alive", "has_output", "flags", "considered", "stop_id"),
 )
 
 

@@ -153,7 +153,7 @@ def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> 
     """Tokens that prompts may still have in this step for the sake of its decodes.
 
     Whoever decodes waits for the whole step, and a prompt of moderate length takes it several times
-    as long as its decodes alone. So beside decodes prompts go in small pieces while few tokens
+    as long as its decodes alone. So next to decodes prompts go in small pieces while few tokens
     wait: some steps later they are done. What waits beyond that is computed at once, since larger
     steps end a long queue sooner for everybody. Tokens that a cache holds count as any that wait.
     """

@@ -1,8 +1,8 @@
 """Fast path for decode rows that no policy hook or resource needs to see.
 
-A row is plain if it is one token behind its known tokens and no resource watches it. A serial one
-whose last token is still being computed is passed over. While all decodes fit into the budget and
-the free blocks, and the policy overrides no hook that asks about rows, plain rows are granted as
+A row is plain if it has one token left to compute and no resource watches it. A serial one whose
+last token is still being computed is passed over. While all decodes fit into the budget and
+the free blocks, and the policy overrides no hook that is called by row, plain rows are granted as
 one block of columns; otherwise each is granted in its turn, and their counts are written back
 together. The plans are equal to those of the general path; only the cost differs.
 """
@@ -26,8 +26,8 @@ Mask = NDArray[np.bool_]
 
 FEW = 8  # running requests up to which a loop is quicker; alone, by a fifth of schedule and settle
 
-# A policy that overrides one of these is asked about every request, one by one.
-ASKING_HOOKS = ("order", "chunk", "evict", "on_grant")
+# A policy that overrides one of these is called for every request, one by one.
+ROW_HOOKS = ("order", "chunk", "evict", "on_grant")
 
 
 class DecodeFastPath:
@@ -53,21 +53,21 @@ class DecodeFastPath:
         self._view = settler.view
         self._guard = guard
         self._secure = secure
-        self._asks = guard.overrides(*ASKING_HOOKS)
-        self._asks_chunk = guard.overrides("chunk")
-        self._asks_grant = guard.overrides("on_grant")
+        self._has_row_hooks = guard.overrides(*ROW_HOOKS)
+        self._has_chunk = guard.overrides("chunk")
+        self._has_on_grant = guard.overrides("on_grant")
 
     def grant_plain(self, step: Step) -> bool:
         """Grant all plain rows if every running decode fits budget and free blocks.
 
-        The order among them does then not matter. If they do not fit, or the policy wants to be
-        asked, they are marked instead: ``granter`` is enough for a marked row in this step.
+        The order among them does then not matter. If they do not fit, or the policy has
+        hooks by row, they are marked instead: ``granter`` is enough for a marked row in this step.
         """
-        if len(self._roster.running) <= self._few and not self._asks:
+        if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
         table, kv, rows = self._table, self._kv, self._roster.running_rows.columns.rows
         decode, plain, held, computed = self._decodes()
-        if self._asks:
+        if self._has_row_hooks:
             table.plain.all[rows[plain]] = step.index
             return False
         needs_block = decode & (computed >= kv.num_held[rows] * self._block_size)
@@ -191,8 +191,8 @@ class DecodeFastPath:
         table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
         considered = table.considered.at
         known, computed = table.num_tokens.at, table.num_computed.at
-        chunk = self._guard.chunks_of(1, self._view) if self._asks_chunk else None
-        on_grant = self._guard.grants_of(1, self._view) if self._asks_grant else None
+        chunk = self._guard.chunks_of(1, self._view) if self._has_chunk else None
+        on_grant = self._guard.grants_of(1, self._view) if self._has_on_grant else None
         granted, advance, last = step.plain.append, table.advance_plain, size - 1
         secure_next = self._secure_next
 
@@ -231,7 +231,7 @@ class DecodeFastPath:
         """Advance the counts of rows granted one by one."""
         if step.plain:
             step.plain_rows = self._roster.running_rows.sorted(step.plain)
-            if not self._asks_grant:
+            if not self._has_on_grant:
                 self._table.advance(step.plain_rows)
             step.plain.clear()
 

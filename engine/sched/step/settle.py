@@ -78,7 +78,7 @@ class Settler:
 
     @property
     def has_ended(self) -> bool:
-        """Have requests ended of which no client was told yet?"""
+        """Have requests ended whose ends were in no output yet?"""
         return bool(self._ended)
 
     def end(
@@ -106,8 +106,8 @@ class Settler:
         self.policy.on_finish(req, self.view)
 
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
-        """Blocks for so many tokens are not free. If the whole pool is too small for them, the
-        request ends: it would wait for ever, and block the queue behind it."""
+        """Blocks for this many tokens are not free. If the whole pool is too small for them, the
+        request ends: it would wait for ever, and so would the queue after it."""
         needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
         if needed <= self.kv.num_usable:
             return False
@@ -271,7 +271,7 @@ class Appender:
             req = self._roster.by_row[row]
             if not count or not is_current or req is None:
                 continue
-            is_first, table.told.at[row] = not table.told.at[row], 1
+            is_first, table.has_output.at[row] = not table.has_output.at[row], 1
             taken = up_to_end(req, tokens[first:last])
             num_tokens = table.append_one(row, req.tokens, taken)
             if self._ledger is not None:
@@ -380,7 +380,7 @@ class Counters:
 
 
 class Members:
-    """The requests behind the rows of a plan, and their constants. While no request starts or
+    """The requests in the rows of a plan, and their constants. While no request starts or
     ends, plans share their rows, and this is made once for all of them."""
 
     def __init__(self, rows: Rows, roster: Roster) -> None:
@@ -389,7 +389,7 @@ class Members:
         self.ids = [req.request_id for req in self.reqs]
         self.tokens = [req.tokens for req in self.reqs]
         self._rows = rows
-        self._told = table.told
+        self._has_output = table.has_output
         self._limits = table.limit.all[rows]
         self._stop_ids = table.stop_id.all[rows]
         self._may_stop = bool((self._stop_ids != -1).any())
@@ -405,12 +405,12 @@ class Members:
         if self._have_started:
             return []
         self._have_started = True
-        indices: list[int] = (self._told.all[self._rows] == 0).nonzero()[0].tolist()
-        self._told.all[self._rows] = 1
+        indices: list[int] = (self._has_output.all[self._rows] == 0).nonzero()[0].tolist()
+        self._has_output.all[self._rows] = 1
         return indices
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
-        """Requests that may end with this token, at so many tokens."""
+        """Requests that may end with this token, with which each has ``num_tokens``."""
         ended = num_tokens >= self._limits
         if self._may_stop:
             ended |= self._stop_ids == tokens
@@ -538,6 +538,6 @@ class OutputColumns:
             out.finished.append(finished)
         if at in result.logprobs:
             num = 1 if self._counts is None else self._counts[i]
-            out.logprobs[index] = result.logprobs[at][:num]  # drafts may stand behind a stop token
+            out.logprobs[index] = result.logprobs[at][:num]  # drafts may follow a stop token
         if at in result.prompt_logprobs:
             out.prompt_logprobs[index] = result.prompt_logprobs[at]

@@ -1,4 +1,4 @@
-"""What a scheduler says of itself at one moment."""
+"""The statistics of a scheduler at one moment."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def make_stats(
 ) -> SchedulerStats:
     """Current gauges and the counters."""
     kv, of_policy = view.kv, {f"policy.{name}": count for name, count in view.counters.items()}
-    of_resources = resources.counters()  # asked first: what goes wrong in it counts as a fault
+    of_resources = resources.counters()  # first, as what goes wrong in it counts as a fault
     first, num_faults = [*faults.messages[:1], counters.rescued_from], faults.num_faults
     if isinstance(view.predictor, GuardedPredictor):
         first.append(view.predictor.first_failure)

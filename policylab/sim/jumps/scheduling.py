@@ -89,7 +89,7 @@ class Stretches:
         starts, known = table.num_computed.all[rows], table.num_tokens.all[rows]
         pending = table.num_pending.all[rows]
         others = (pending != len(in_flight)) | (known + pending != starts + ONE)
-        others |= table.told.all[rows] == 0
+        others |= table.has_output.all[rows] == 0
         if members.only_client is None or np.count_nonzero(others):
             return None
         left = int(np.minimum.reduce(columns.limits - known))  # tokens until a request ends
