@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 import kernels
 from engine.errors import ConfigError
-from engine.layers.interface import Linear, check_shape
+from engine.layers.interface import Linear
 from engine.layers.quantized import QuantizedWeight, Weight, plain
 from engine.layers.quantized_linear import device_linear
 from kernels.bodies import CPU_TENSORS
@@ -107,10 +107,6 @@ class PlainLinear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return F.embedding(ids, self.weight)
 
-    def load(self, weight: torch.Tensor) -> None:
-        check_shape(self, weight)
-        self.weight.copy_(weight)
-
 
 class InvariantLinear(PlainLinear):
     """The product whose rows do not depend on each other; see ``kernels.invariant_linear``."""
@@ -137,10 +133,6 @@ class Float32Linear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.packed[ids // float32.PANEL, :, ids % float32.PANEL]
-
-    def load(self, weight: torch.Tensor) -> None:
-        check_shape(self, weight)
-        self.packed.copy_(float32.pack(weight.to(self.packed.dtype)))
 
 
 class BFloat16Linear:
@@ -180,10 +172,6 @@ class BFloat16Linear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return bfloat16.unpack_rows(self.packed, ids, self.in_features)
 
-    def load(self, weight: torch.Tensor) -> None:
-        check_shape(self, weight)
-        self.packed.copy_(bfloat16.pack(weight.to(self.packed.dtype)))
-
 
 class Int8Linear:
     """Compiled product of 8-bit weights and activations; see kernels.cpu.matmul.int8."""
@@ -205,11 +193,6 @@ class Int8Linear:
         integers = packed[ids // float32.PANEL, :, ids % float32.PANEL]
         return integers.flatten(1)[:, : self.in_features] * scales[ids, None]
 
-    def load(self, weight: torch.Tensor) -> None:
-        check_shape(self, weight)
-        for mine, new in zip(self.weight, int8.quantize(weight), strict=True):
-            mine.copy_(new)
-
 
 class TorchInt8Linear:
     """8-bit arithmetic by torch, where the processor lacks the 8-bit dot product."""
@@ -218,7 +201,9 @@ class TorchInt8Linear:
         self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
     ) -> None:
         self._keeps_float32 = keeps_float32
-        self.integers, self.scales = self._quantized(weight)
+        # Integers [out, in] and scales [out, 1].
+        self.scales = weight.abs().amax(dim=1, keepdim=True).float().div_(127).clamp_(min=1e-30)
+        self.integers = (weight.float() / self.scales).round_().to(torch.int8)
         self.bias = bias
         self.out_features, self.in_features = weight.shape
 
@@ -231,14 +216,3 @@ class TorchInt8Linear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return self.integers[ids] * self.scales[ids]
-
-    def load(self, weight: torch.Tensor) -> None:
-        check_shape(self, weight)
-        for mine, new in zip((self.integers, self.scales), self._quantized(weight), strict=True):
-            mine.copy_(new)
-
-    @staticmethod
-    def _quantized(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Integers [out, in] and scales [out, 1]."""
-        scales = weight.abs().amax(dim=1, keepdim=True).float().div_(127).clamp_(min=1e-30)
-        return (weight.float() / scales).round_().to(torch.int8), scales

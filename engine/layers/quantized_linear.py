@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from engine.errors import ConfigError
-from engine.layers.interface import Linear, check_shape
+from engine.layers.interface import Linear
 from engine.layers.quantized import QuantizedWeight
 from kernels import quant
 from kernels.quantized import Packed, Quantized, can_pack, pack, unpack
-from kernels.reference.quant import dequantize, quantize_fp8
+from kernels.reference.quant import dequantize
 
 FP8_ALIGNMENT = 16  # inputs and outputs of torch's product of 8-bit floats
 FP8_CAPABILITY = (8, 9)
@@ -29,12 +28,6 @@ class WeightOnlyLinear:
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         return dequantize(unpack(self.packed.of_outputs(ids)), self.dtype)
-
-    def load(self, weight: torch.Tensor) -> None:
-        raise ConfigError(
-            f"a weight of {self.packed.bits} bits, quantised in groups, cannot be replaced by "
-            "another one: start the engine with the plain model"
-        )
 
 
 class Fp8Linear:
@@ -76,12 +69,6 @@ class Fp8Linear:
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         values = self.values.view(torch.uint8)[ids].view(self.values.dtype)
         return (values.float() * self.scales[0, ids, None]).to(self.dtype)
-
-    def load(self, weight: torch.Tensor) -> None:
-        check_shape(self, weight)
-        matrix = quantize_fp8(weight.to(self.values.device))
-        self.values.copy_(matrix.values)
-        self.scales.copy_(matrix.scales.float().T)
 
 
 def device_linear(

@@ -24,7 +24,7 @@ from engine.layers.sublayers import (
     ResidualNorm,
     RMSNorm,
 )
-from engine.models.decoder import Block, Decoder, Place, Sublayer
+from engine.models.decoder import Block, Decoder, Sublayer
 from engine.models.spec import DecoderSpec
 from engine.models.weights import Weights
 
@@ -54,21 +54,18 @@ class Assembly:
         self.weights = weights
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
-        self.places: dict[str, Place] = {}  # of linear layers, by the name of their tensor
 
     def decoder(self) -> Decoder:
         spec = self.spec
         embedding, head = self.embedding_and_head()
         blocks = [self.block(index) for index in range(len(spec.layers))]
         output = OutputLayer(head, spec.logit_multiplier, spec.logit_softcap)
-        self.places["embed" if spec.tied else "head"] = (output, "linear")
         return Decoder(
             embedding,
             blocks,
             ResidualNorm(self.norm("norm")),
             output,
             self.kv_spec(embedding.dtype),
-            self.places,
         )
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
@@ -114,19 +111,13 @@ class Assembly:
             "norm_add_one": spec.norm.add_one,
         }
         attend = {"scale": a.scale, "window": layer.window, "softcap": a.softcap}
-        attention = Attention(qkv, out, write, attend)
-        self.places[f"{index}.qkv"] = (attention, "qkv")
-        self.places[f"{index}.out"] = (attention, "out")
-        return attention
+        return Attention(qkv, out, write, attend)
 
     def mlp(self, prefix: str) -> GatedMLP:
         bias = self.spec.mlp.bias
         gate_up = self.linear(f"{prefix}gate_up", bias)
         down = self.linear(f"{prefix}down", bias)
-        mlp = GatedMLP(gate_up, down, self.spec.mlp.activation)
-        self.places[f"{prefix}gate_up"] = (mlp, "gate_up")
-        self.places[f"{prefix}down"] = (mlp, "down")
-        return mlp
+        return GatedMLP(gate_up, down, self.spec.mlp.activation)
 
     def experts(self, index: int) -> MixtureOfExperts:
         moe = self.spec.moe

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -10,7 +10,6 @@ import torch
 
 from engine.kv.layout import KVSpec
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
-from engine.layers.interface import Linear
 from engine.layers.sublayers import (
     Attention,
     Embedding,
@@ -22,9 +21,6 @@ from engine.layers.sublayers import (
     can_be_grouped,
 )
 from kernels.meta import AttentionMeta
-
-Place = tuple[object, str]
-"""The layer that uses a linear layer, and under which name."""
 
 
 class Sublayer:
@@ -89,9 +85,7 @@ class Decoder:
         final_norm: ResidualNorm,
         output: OutputLayer,
         kv_spec: KVSpec,
-        places: Mapping[str, Place],
     ) -> None:
-        """places: where each linear layer is, by the name of its tensor in ``targets``."""
         self.embedding = embedding
         self.blocks = blocks
         self.final_norm = final_norm
@@ -102,14 +96,6 @@ class Decoder:
         self.weight_dtype = embedding.dtype  # in memory, unless they are quantised
         # Of each layer [2, Hkv], for a cache of 8-bit floats; see ``scale_cache``.
         self.kv_scales: Sequence[torch.Tensor | None] = ()
-        self._places = dict(places)
-
-    @property
-    def linears(self) -> dict[str, Linear]:
-        """The linear layers by the name of their tensor in ``targets``, to load other weights."""
-        return {
-            name: getattr(owner, name_there) for name, (owner, name_there) in self._places.items()
-        }
 
     @property
     def can_be_recorded(self) -> bool:
@@ -120,13 +106,7 @@ class Decoder:
         """Put each layer's experts into one tensor, as a GPU likes them, where that is possible."""
         for block in self.blocks:
             if isinstance(block.mlp, MixtureOfExperts) and can_be_grouped(block.mlp):
-                experts = set(map(id, block.mlp.experts))
                 block.mlp = GroupedExperts(block.mlp)
-                self._places = {
-                    name: place
-                    for name, place in self._places.items()
-                    if id(place[0]) not in experts
-                }
 
     def scale_cache(self, device: torch.device) -> int:
         """Keep keys and values divided by the checkpoint's scales, as 8-bit floats have to be.

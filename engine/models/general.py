@@ -27,7 +27,6 @@ from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
 from engine.kv.layout import KVSpec
 from engine.layers.batch import ForwardBatch, Hidden
-from engine.layers.interface import Linear
 from engine.layers.linear import is_cpu
 from engine.layers.packed_modules import PACKED, pack_module
 from engine.models.assemble import activation_dtype, compute_dtype
@@ -75,11 +74,6 @@ class GeneralModel:
         causal.set_attn_implementation(PAGED)
         for layer in findings.layers:
             setattr(layer.module, STATE, self._state)
-
-    @property
-    def linears(self) -> dict[str, Linear]:
-        """None: its layers are its module's own."""
-        return {}
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Protocol
 
 import torch
 
 from engine.kv.layout import KVSpec
 from engine.layers.batch import ForwardBatch, Hidden
-from engine.layers.interface import Linear
 
 
 class Model(Protocol):
@@ -26,12 +24,6 @@ class Model(Protocol):
     @property
     def can_be_recorded(self) -> bool:
         """Whether a pass of single tokens launches the same work each time and waits for none."""
-        ...
-
-    @property
-    def linears(self) -> Mapping[str, Linear]:
-        """The linear layers by the name of their tensor, to load other weights into; none where
-        the layers are not ours."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:

@@ -1,5 +1,5 @@
 """What the worker lends to a feature, used by one that is made up: layers, a request's beginning,
-reports, the life of a worker, other weights."""
+reports, the life of a worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
-from engine.layers.linear import make_linear
 from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
 from engine.messages.step import KVReport
@@ -266,41 +265,3 @@ def test_a_plan_with_an_unread_part_fails_its_step_loudly(directory):
     with pytest.raises(RuntimeError, match=r"step 1 has adapters.*computes drafts, masks"):
         worker.launch(scheduler.schedule())
     worker.shutdown()
-
-
-# -- other weights
-
-
-def test_layers_are_known_by_their_names_and_take_other_weights(directory):
-    model, other = load(directory), load(directory)
-    assert {"0.qkv", "0.out", "2.gate_up", "2.down", "head"} < set(model.linears)
-    requests = [make_request("a", [3, 4, 5], 6, params=GREEDY)]
-    before = answers(run_of(model), requests)
-    generator = torch.Generator().manual_seed(1)
-    new = {
-        name: torch.randn(linear.out_features, linear.in_features, generator=generator) * 0.1
-        for name, linear in model.linears.items()
-    }
-    addresses = [linear.packed.data_ptr() for linear in model.linears.values()]
-    for linears in (model.linears, other.linears):
-        for name, weight in new.items():
-            linears[name].load(weight)
-    assert [linear.packed.data_ptr() for linear in model.linears.values()] == addresses
-    after = answers(run_of(model), requests)
-    assert after != before and after == answers(run_of(other), requests)
-
-
-@pytest.mark.parametrize("quantization", [None, "int8"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_layer_with_another_weight_is_one_made_of_it(quantization, dtype, seed):
-    torch.manual_seed(seed)
-    first, second = (torch.randn(70, 33).to(dtype) for _ in range(2))
-    x = torch.randn(5, 33).to(dtype)
-    linear = make_linear(first.clone(), quantization=quantization)
-    wanted = make_linear(second.clone(), quantization=quantization)
-    linear.load(second)
-    assert torch.equal(linear(x), wanted(x))
-    ids = torch.tensor([0, 69, 3])
-    assert torch.equal(linear.rows(ids), wanted.rows(ids))
-    with pytest.raises(ValueError, match=r"a weight of shape \[33, 70\], must be \[70, 33\]"):
-        linear.load(second.T)
