@@ -109,7 +109,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "a schema by property": ({"dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
     "patterns of names": ({"patternProperties": {"^a": {}}}, "patternProperties is"),
     "a format": ({"type": "string", "format": "uri"}, "format is 'uri'"),
-    "lengths beside a pattern": ({"pattern": "^a+$", "maxLength": 3}, "maxLength beside pattern"),
+    "lengths beside a pattern": ({"pattern": "^a+$", "maxLength": 3}, "maxLength next to pattern"),
     "look-around": ({"pattern": "^(?!a).*$"}, "look-around"),
     "a word's end": ({"pattern": "a\\b"}, "not enforced"),
     "ways that begin alike": ({"pattern": "^(a[ab]?|a)$"}, "may begin alike"),
