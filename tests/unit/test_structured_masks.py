@@ -133,6 +133,19 @@ def test_no_name_is_written_twice() -> None:
     assert not accepts({"type": "object", "properties": {"x": {}}}, '{"x":[{"a":1,"a":2}]}')
 
 
+NEVER_RIGHT = ['{"a": 1e99999}', '{"a": [1.5E-123456, 2]}', '{"a": "\\ud800"}', '{"\\udc00": 1}']
+
+
+@pytest.mark.parametrize("text", NEVER_RIGHT)
+@pytest.mark.parametrize("schema", [{"type": "object"}, {"type": "object", "properties": {}}])
+def test_masks_forbid_what_is_never_right(schema: dict[str, Any], text: str) -> None:
+    """Where any JSON may be written, too: a token that a mask lets pass may follow."""
+    forms: list[dict[str, Any]] = [{"json": schema}, {"json_object": True}]
+    for fields in forms:
+        for tokens in bench().tokenisations(text):
+            assert bench().num_accepted(bench().compiled(fields).wait(), tokens) < len(tokens)
+
+
 IDLE: dict[str, dict[str, Any]] = {
     "uniqueItems": {"type": "array", "uniqueItems": False},
     "unevaluatedProperties": {"type": "object", "unevaluatedProperties": True},

@@ -16,6 +16,7 @@ import msgspec
 from engine.structured.checked.ahead import Ahead, verdict_of
 from engine.structured.checked.demands import UNKNOWN
 from engine.structured.checked.exact import (
+    HUGE,
     LITERALS,
     NUMBER,
     NUMBER_PREFIX,
@@ -30,7 +31,6 @@ from engine.structured.checked.vocabulary import SPACES, SPECIAL, Stops
 _SPACES = re.compile(rb"[ \t\r\n]*")
 _SPECIAL = re.compile(rb'[\x00-\x1f"\\\xff]')
 _NUMBER_END = re.compile(rb"[^0-9eE.+-]")
-_HUGE = re.compile(rb"[eE][+-]?[0-9]{5}")  # no program reads such a number
 _FRACTION = re.compile(rb"[.eE]")
 _ESCAPES = b'"\\/bfnrtu'
 _DIGITS = b"0123456789abcdefABCDEF"
@@ -46,7 +46,8 @@ class Checker:
     def __init__(self, schema: Any) -> None:
         """Raises ``SchemaError`` for what cannot be checked."""
         self.is_only_of_names = schema is True
-        """Whether nothing is wrong but a name that is written twice."""
+        """Whether nothing is wrong but a name that is written twice, and what is never right: a
+        huge number, and half a character."""
         self.places = Places()
         outermost = Rule()
         outermost.elements = Elements()
@@ -102,9 +103,11 @@ class State:
         """The quotation marks that a text has at least which may not follow."""
         if not self.checker.is_only_of_names:
             return 0
-        if self.mode == STRING:
+        if self.mode == NUMERAL and b"e" in self.buffer.lower():
+            return 0  # with further digits it may be huge
+        if self.mode == STRING and b"\\" not in self.buffer:
             return 3  # of the string, and of a name after it
-        return 1 if self.mode == NAME and self.buffer else 2
+        return 1 if self.buffer and self.mode in (NAME, STRING) else 2
 
     @property
     def pressing(self) -> list[bytes]:
@@ -267,7 +270,7 @@ class State:
         found = _NUMBER_END.search(data, at)
         end = found.start() if found is not None else len(data)
         self.buffer += data[at:end]
-        if NUMBER_PREFIX.fullmatch(self.buffer) is None or _HUGE.search(self.buffer):
+        if NUMBER_PREFIX.fullmatch(self.buffer) is None or HUGE.search(self.buffer):
             return self._fail(SYNTAX)
         if found is None:
             return end if self._fits() else -1

@@ -18,6 +18,7 @@ NULL, TRUE, FALSE = ("null",), ("true",), ("false",)
 LITERALS: dict[bytes, Exact] = {b"null": NULL, b"true": TRUE, b"false": FALSE}
 _KINDS = {"null": "null", "true": "boolean", "false": "boolean", "array": "array"}
 MOST_DIGITS = 4_000  # of a whole number that is one for Python
+HUGE = re.compile(rb"[eE][+-]?[0-9]{5}")  # no program reads such a number
 NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 NUMBER_PREFIX = re.compile(
     rb"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE](?:[+-]?[0-9]*)?)?)?|[eE](?:[+-]?[0-9]*)?)?)?"

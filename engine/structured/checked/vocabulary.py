@@ -10,10 +10,12 @@ from typing import NamedTuple
 import numpy as np
 
 from engine.messages.step import Column
+from engine.structured.checked.exact import HUGE
 
 SPACES = b" \t\r\n"
 MOST_KEPT = 256  # lists of candidates
 MOST_CANDIDATES = 16_384  # in a list that is kept
+_ODD = re.compile(HUGE.pattern + rb"|\\u")  # or an escape that may be half a character
 SPECIAL = b"\xff"
 """What the bytes of a token that no text spells begin with: no text has this byte."""
 
@@ -41,7 +43,7 @@ class Skipped(NamedTuple):
     only: bytes
     """Tokens of such bytes alone."""
     least_quotes: int
-    """Tokens with fewer quotation marks than this."""
+    """Tokens with fewer quotation marks than this, unless a checker may refuse them in any JSON."""
 
 
 class Vocabulary:
@@ -58,6 +60,8 @@ class Vocabulary:
         self.ranks[self.tokens] = np.arange(len(texts), dtype=np.int32)
         self.num_quotes: Column = np.array([text.count(b'"') for text in self.in_order])
         """By rank, the quotation marks in it."""
+        self.is_odd = np.array([_ODD.search(text) is not None for text in self.in_order], np.bool_)
+        """By rank, whether it may be wrong in any JSON."""
         self._candidates: dict[tuple[bytes, tuple[int, ...], Skipped], Column] = {}
         self._tails: dict[bytes, Column] = {}
         self._last_stops: dict[frozenset[int], Column] = {}
@@ -94,7 +98,8 @@ class Vocabulary:
         is_allowed[[*without]] = False
         ranks: Column = np.sort(self.ranks[is_allowed[: len(self.ranks)].nonzero()[0]])
         if skipped.least_quotes:
-            ranks = ranks[self.num_quotes[ranks] >= skipped.least_quotes]
+            has_quotes = self.num_quotes[ranks] >= skipped.least_quotes
+            ranks = ranks[has_quotes | self.is_odd[ranks]]
         if skipped.stops is not None:
             return ranks[self.last_stops(skipped.stops)[ranks] >= 0]
         return ranks[self.tails(skipped.only)[ranks] > 0] if skipped.only else ranks
