@@ -43,7 +43,7 @@ lengths in tokens. `metronome policies --policies fcfs,edf,...` compares them on
 [policy-guide.md](policy-guide.md) shows how to write another.
 
 `python tools/policies_table.py` writes this page from docstrings and from the figures that
-`python tools/policies_measure.py --jobs 2` keeps.
+`python tools/policies_measure.py --jobs 2` saves.
 
 | name | what it does | source | options and defaults |
 |---|---|---|---|

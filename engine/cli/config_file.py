@@ -54,7 +54,7 @@ def apply(parser: Parser, parsed: argparse.Namespace, arguments: Sequence[str]) 
         if action is None:
             raise ConfigError(f"{entry.place}: {parser.unknown_option(name)}")
         if action.dest in seen:
-            raise ConfigError(f"{entry.place}: {entry.key} is there twice, as {seen[action.dest]}")
+            raise ConfigError(f"{entry.place}: {entry.key} is given twice, as {seen[action.dest]}")
         seen[action.dest] = entry.key
         if entry.value is not None:
             value = _value(parser, action, entry)

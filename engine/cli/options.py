@@ -48,7 +48,7 @@ def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> Engin
 
 
 def take_model(parsed: argparse.Namespace) -> None:
-    """The model that is named without an option. Raises ``ConfigError`` for two."""
+    """Take the model given as a positional argument. Raises ``ConfigError`` for two models."""
     if parsed.model_tag is None:
         return
     if getattr(parsed, "model", parsed.model_tag) != parsed.model_tag:

@@ -58,9 +58,9 @@ class CacheConfig:
         if found is None or not 0 < int(found[1] or 1) <= MAX_EVENTS_PORT:
             raise ConfigError(
                 f"kv_events_endpoint is {endpoint!r}, must be ipc://PATH or tcp://HOST:PORT with a "
-                f"port in 1..{MAX_EVENTS_PORT} (the next one answers for the past)"
+                f"port in 1..{MAX_EVENTS_PORT} (the next port replays past events)"
             )
         if self.enable_kv_events and not self.enable_prefix_caching:
             raise ConfigError(
-                "enable_kv_events needs enable_prefix_caching: without it there is nothing to tell"
+                "enable_kv_events needs enable_prefix_caching: without it there are no events"
             )

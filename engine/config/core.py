@@ -67,7 +67,7 @@ class CoreConfig(CoreOptions):
             )
         if self.on_core_death == "restart" and not self.multiprocess:
             raise ConfigError(
-                "on_core_death is 'restart', which takes cores in processes that this engine "
+                "on_core_death is 'restart', which needs cores in processes that this engine "
                 "starts: set multiprocess=True without core_address, or choose 'exit' or 'stay'"
             )
         addresses = self.core_addresses

@@ -196,7 +196,7 @@ def decide_num_blocks(
         raise ConfigError(
             f"one request of max_model_len {max_model_len} needs "
             f"{(per_request + 1) * block_bytes / GIB:.2f} GiB of KV cache, {budget / GIB:.2f} "
-            f"GiB are to be had; {shorter}give more memory "
+            f"GiB are available; {shorter}give more memory "
             "(kv_cache_memory_bytes, memory_utilization)"
         )
     return int(blocks)

@@ -17,7 +17,7 @@ def load_dotted(path: str, option: str) -> Any:
     """
     module, _, name = path.rpartition(".")
     if not (module and name) or module.startswith("."):
-        raise ConfigError(f"{option}: {path!r} is no dotted path, as package.module.Name is")
+        raise ConfigError(f"{option}: {path!r} is no dotted path like package.module.Name")
     try:
         return getattr(import_module(module), name)
     except (Exception, SystemExit) as error:  # importing third-party code may raise anything

@@ -261,7 +261,7 @@ def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
     """What the worker needs for the same features, on top of what it does itself (drafts, masks).
-    info: of the model; drafting: the draft model, if there is one."""
+    info: that of the model; drafting: the draft model, if there is one."""
     if drafting is None:
         return []
     from engine.spec.compute import DraftModel

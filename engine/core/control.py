@@ -84,7 +84,7 @@ class Utilities:
         try:
             self._scheduler.set_pause_state(state)
         except NotImplementedError as error:
-            raise ConfigError(f"the scheduler of this engine knows no pause: {error}") from error
+            raise ConfigError(f"the scheduler of this engine cannot pause: {error}") from error
 
     def stats(self) -> SchedulerStats | None:
         """What the scheduler counts, and how often observers in this process have failed."""

@@ -46,7 +46,7 @@ class InprocClient(CoreClient):
         clock: Callable[[], float] = time.monotonic,
         failures: Failures | None = None,
     ) -> None:
-        """failures: of what watches this core, to be reported with its statistics."""
+        """failures: those of this core's observers, to be reported with its statistics."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock

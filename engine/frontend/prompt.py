@@ -135,7 +135,7 @@ class InputProcessor:
     ) -> Submission:
         """A request ready to be added. Raises ``RequestError`` naming value, limit and way out.
 
-        ``ahead`` is what ``texts.ahead`` of the prompt has returned, if it was called.
+        ``ahead``: the result of ``texts.ahead`` for the prompt, if it was called.
         """
         if not isinstance(request_id, str):
             raise RequestTypeError(

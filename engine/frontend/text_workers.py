@@ -506,7 +506,7 @@ class TextProcess:
     def wait_until_ready(self, seconds: float) -> None:
         """Raises what ``exchange`` does."""
         if self._read(1, time.monotonic() + seconds) != [Ready()]:
-            raise WireError("its first message is not that it is ready")
+            raise WireError("its first message does not say that it is ready")
         self.is_ready = True
 
     def exchange(self, frames: list[bytes], seconds: float) -> list[Reply]:

@@ -64,7 +64,7 @@ class Download:
                 raise self._explained(error) from error
             if root.name == commit:
                 return root
-        raise ModelError(f"{self._where()} changes while it is fetched; give the revision you mean")
+        raise ModelError(f"{self._where()} changed while it was fetched; give a revision")
 
     def _token_to_send(self) -> str | bool:
         """The token itself; False for requests without one."""

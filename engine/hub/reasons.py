@@ -113,7 +113,7 @@ def _of_system(error: OSError, where: str, cache: Path, message: str) -> ModelEr
 
 
 def not_cached(where: str, cache: Path, missing: list[str] | None) -> ModelError:
-    """Offline, and not all is there. missing: of what was found, if anything was."""
+    """Offline, and files are missing. missing: their names; ``None`` if all are."""
     if missing is None:
         has = f"{cache} does not have it: unset it for one start, which fetches it"
     else:

@@ -42,13 +42,13 @@ def _check_columns(message: Any, prefix: str) -> None:
                 _check_columns(value, f"{prefix}{name}.")
         elif value is not None and (value.dtype != dtype or value.ndim != 1):
             raise TypeError(
-                f"{prefix}{name} is a column of {value.dtype} of {value.ndim} dimensions, must be "
-                f"{dtype} of one"
+                f"{prefix}{name} is a column of {value.dtype} with {value.ndim} dimensions, must "
+                f"be of {dtype} with one dimension"
             )
 
 
 def _columns_of(kind: Any) -> dict[str, np.dtype[Any] | None]:
-    """The type of each column of a message; ``None`` for what has columns itself."""
+    """The type of each column of a message; ``None`` for a field that has columns itself."""
     found: dict[str, np.dtype[Any] | None] = {}
     for name, hint in get_type_hints(kind).items():
         for option in get_args(hint) or (hint,):

@@ -293,7 +293,7 @@ def _has_ended(pidfd: int, seconds: float) -> bool:
 
 
 class ParentWatch:
-    """A thread that calls ``on_death`` when the parent process has gone, or asks for the end."""
+    """A thread that calls ``on_death`` when the parent process has died or asks this one to end."""
 
     def __init__(self, line: Line, on_death: Callable[[], object]) -> None:
         self.on_death = on_death

@@ -31,7 +31,7 @@ class Farewell(NamedTuple):
 
 
 class KVSource(Protocol):
-    """An external store, another engine, host memory. Decides; the worker's half moves bytes."""
+    """A store, another engine or host memory. This half decides, the worker's moves bytes."""
 
     def match(self, req: Holder, num_local_tokens: int) -> RemoteMatch:
         """Its KV after the local hit. Changes nothing; called again when the hit changes."""

@@ -55,7 +55,9 @@ class KVManager:
     ) -> None:
         windows = [group.window for group in groups]
         if source is not None and windows != [0]:
-            raise ConfigError(f"a KV source needs one window of 0 (all), this model has {windows}")
+            raise ConfigError(
+                f"a KV source needs full attention (windows [0]), not windows {windows}"
+            )
         self.block_size = block_size
         self.groups = tuple(groups)
         self.num_groups = len(self.groups)  # blocks that one more table entry takes

@@ -30,7 +30,7 @@ class RemoteKV(Resource):
     """Parks requests while their KV is loaded, for a ``KVManager`` that has a source.
 
     The end of a transfer is reported with ``received`` and ``sent``, or in a step result.
-    ``kv_load_failure_policy``: what becomes of a request whose load failed.
+    ``kv_load_failure_policy``: what happens to a request whose load failed.
     """
 
     name = "remote KV"

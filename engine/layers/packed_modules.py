@@ -32,7 +32,7 @@ def pack_module(
     """Have a module's products of bfloat16 and float16 weights on the CPU computed by ours, layer
     by layer. What the layers keep for torch is copied, so that no file stays mapped for it.
 
-    dtype: of what flows between layers; what stays torch's and is float16 becomes that. head: the
+    dtype: that of values between layers; what stays torch's and is float16 becomes that. head: the
     layer of the scores, which stay as they were summed, in float32. transposed: the class of linear
     layers whose weight is [in, out].
     """

@@ -214,7 +214,7 @@ def _is_open(way: Way, with_value: set[Place]) -> bool:
 
 
 def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
-    """A place without a value that comes back to itself, or where the search for one ends."""
+    """A place without a value that leads back to itself, or where the search for one ends."""
     place, seen = start, set[Place]()
     while place not in seen:
         seen.add(place)
@@ -280,8 +280,8 @@ class Places:
     def _meanings(self, place: Place) -> Iterator[list[Schema]]:
         """What schemas say together without references, ``allOf`` and choices, for each choice.
 
-        One that leads back to itself without a value in between says nothing that could be
-        satisfied, and a choice that does is none.
+        One that leads back to itself with no value in between cannot be satisfied, and is left out
+        of the choices.
         """
         readings = [Reading([Link(number) for number in place])]
         while readings:

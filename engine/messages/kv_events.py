@@ -6,7 +6,7 @@ import msgspec
 
 
 class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
-    """Consecutive blocks became shareable. ``parent_hash``: of the block before them, if any."""
+    """Consecutive blocks became shareable. ``parent_hash``: that of the one before, if any."""
 
     block_hashes: list[bytes]
     parent_hash: bytes | None

@@ -186,7 +186,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoReturn:
-    """what: of the field is wrong, "an entry of" say."""
+    """what: the part of the field that is wrong, as "an entry of"."""
     raise RequestTypeError(
         f"{what} {field} is {value!r} ({type(value).__name__}), must be {wanted}".lstrip(),
         param=field,

@@ -310,7 +310,7 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
     for name, part in FEATURES.items():
         if getattr(request, name) and part not in capabilities:
             raise RequestError(
-                f"{name} is {getattr(request, name)!r:.80}, which takes the capability {part!r}; "
+                f"{name} is {getattr(request, name)!r:.80}, which needs the capability {part!r}; "
                 f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave it out",
                 param=name,
             )
@@ -387,10 +387,10 @@ def check_plain(name: str, value: Any, depth: int = 0) -> None:
             "None, booleans, numbers, strings, bytes, lists and dicts can be handed over"
         )
     elif type(value) is int and not -(2**63) <= value < 2**64:
-        raise RequestTypeError(f"an argument of utility {name!r:.80} is no number of 64 bits")
+        raise RequestTypeError(f"an argument of utility {name!r:.80} does not fit into 64 bits")
     elif type(value) is str and not _is_unicode(value):
         raise RequestTypeError(
-            f"an argument of utility {name!r:.80} is {value!r:.80}, which has half a character"
+            f"an argument of utility {name!r:.80} is {value!r:.80}, which has half a surrogate pair"
         )
 
 

@@ -403,8 +403,8 @@ def _tag_text(value: Any) -> str:
     tags, text = _read_json("structural_tag", value)
     if isinstance(tags, dict) and "format" in tags and "structures" not in tags:
         raise RequestError(
-            "the structural_tag of structured_outputs has a format, which is not offered; say it "
-            f"by structures and triggers, as {TAG_EXAMPLE}"
+            "the structural_tag of structured_outputs has a format, which is not offered; use "
+            f"structures and triggers, as {TAG_EXAMPLE}"
         )
     if not isinstance(tags, dict) or not {"structures", "triggers"} <= tags.keys():
         raise RequestError(

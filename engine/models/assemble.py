@@ -135,7 +135,7 @@ class Assembly:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
 
     def head_of(self, weight: Weight) -> Linear:
-        """Never in 8-bit floats: their product takes 8-bit inputs, too coarse for scores."""
+        """The output head; never in 8-bit floats, whose products round inputs too coarsely."""
         requested = self.placement.quantization
         return make_linear(
             weight,

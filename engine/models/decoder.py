@@ -122,7 +122,7 @@ class Decoder:
         """Hidden states [R, H] of the wanted rows after the final norm; writes all K and V."""
         if batch.positions.dim() != 1:
             raise ValueError(
-                f"positions of {len(batch.positions)} rows, but this model counts along one"
+                f"positions have {len(batch.positions)} rows, but this model takes one"
             )
         x = self.embedding(batch.input_ids, batch.embeds)
         if batch.recorder is not None:

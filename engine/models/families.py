@@ -206,7 +206,7 @@ def gemma3(hf: HF) -> DecoderSpec:
 
 
 def alternating(hf: HF, every: int) -> list[str]:
-    """Each ``every``-th layer sees everything, those between a window."""
+    """Full attention in each ``every``-th layer, a sliding window in the others."""
     return [
         "full_attention" if (i + 1) % every == 0 else "sliding_attention"
         for i in range(count(hf, "num_hidden_layers"))

@@ -144,7 +144,7 @@ def load_general(
     except Exception as error:
         if TRIAL in str(error):
             raise refusal(
-                info, "a part of it takes none but transformers' own attention"
+                info, "a part of it works only with transformers' own attention"
             ) from error
         raise ModelError(f"transformers cannot load {info.path}: {error}") from error
     causal.eval().requires_grad_(False).to(device)

@@ -101,7 +101,7 @@ def listen(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Note the call. Each token gets its own value back, so none depends on another."""
+    """Record the call. Each token's output is its own value, so none depends on another."""
     getattr(module, STATE).append(Call(module, query, key, value, attention_mask, scaling, given))
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None

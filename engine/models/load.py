@@ -94,13 +94,13 @@ def check_invariant(
         method = quantization if form is None else form.name
         raise ConfigError(
             f"batch_invariant=True needs plain weights on a GPU, and these are quantized by "
-            f"{method!r}: such products are cut by the number of rows; give a plain model, or "
+            f"{method!r}: such products depend on the number of rows; give a plain model, or "
             "device='cpu'"
         )
     if spec.moe is not None:
         raise ConfigError(
             f"batch_invariant=True on a GPU is for models without experts, and {info.architecture} "
-            "has some, whose products are cut by the number of rows; use device='cpu'"
+            "has some, whose products depend on the number of rows; use device='cpu'"
         )
 
 
@@ -122,7 +122,9 @@ def quantization_of(
         return None
     if requested == "int8" and is_cpu(torch.device(device)):
         return requested
-    raise ConfigError(f"{stored}, quantization={requested!r} would do it again; leave it out")
+    raise ConfigError(
+        f"{stored}, quantization={requested!r} would quantize them again; leave it out"
+    )
 
 
 def native_spec(info: ModelInfo) -> DecoderSpec | None:

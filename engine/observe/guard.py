@@ -53,8 +53,8 @@ def with_failures(stats: SchedulerStats | None, failures: Failures) -> Scheduler
 class Guard:
     """Stands between one observer and what it watches.
 
-    name: in the counters. effect: what its failure means, for the log, as ``"it is dropped"``.
-    stops: after a failure it is not called again.
+    name: that of the observer in the counters. effect: what its failure leads to, for the log, as
+    ``"it is dropped"``. stops: after a failure it is not called again.
     """
 
     def __init__(self, failures: Failures, name: str, effect: str, *, stops: bool = False) -> None:

@@ -54,7 +54,7 @@ ORPHANED = 70  # exit status of a core whose parent died, and that could not end
 class EngineCoreHost:
     """Serves ``core`` at ``address`` until it is requested to end. Close it when done.
 
-    ``directory``: of the socket files, removed at the end. Raises ``ConfigError`` if the host
+    ``directory``: that of the socket files, removed at the end. Raises ``ConfigError`` if the host
     cannot listen at the address.
     """
 

@@ -117,7 +117,7 @@ class ClientSessions:
             self.leave(former)
         self._probe(self)
         if len(self) >= self._max_clients:
-            raise WireError(f"{self._max_clients} clients are there already, try again later")
+            raise WireError(f"{self._max_clients} clients are connected already, try again later")
         self._farewells.pop(identity, None)
         shown = "".join(c if c.isprintable() else "?" for c in name[:MAX_NAME])
         queue = SendQueue(lambda frame: self._send(identity, frame), self.num_credits)

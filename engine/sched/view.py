@@ -107,7 +107,7 @@ class View:
                 f"count({name!r:.80}, {value!r:.80}) needs a str and a whole number from 0 on"
             )
         if name not in self.counters and len(self.counters) >= MAX_COUNTERS:
-            raise ValueError(f"count({name!r:.80}) would be counter {MAX_COUNTERS + 1}; count less")
+            raise ValueError(f"count({name!r:.80}): the limit is {MAX_COUNTERS} names; use fewer")
         self.counters[name] = min(MOST_COUNTED, known + int(value))
 
     def decodes_first(self) -> list[Request]:

@@ -50,7 +50,7 @@ class Counted:
     def add(
         self, place: int, output: RequestOutput, completions: Sequence[CompletionOutput]
     ) -> None:
-        """place: of the prompt; completions: those of the output that were not counted yet."""
+        """place: that of the prompt; completions: the output's that were not counted yet."""
         self._prompts[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
         self.num_written += sum(len(each.token_ids) for each in completions)
 

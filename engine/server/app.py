@@ -198,8 +198,8 @@ class Api:
         return stream
 
     def _without_server_tools(self, name: str, left_out: Sequence[str]) -> dict[str, str]:
-        """Headers that say which tools were left out; name: of the request. Raises ``ApiError``
-        where they are refused."""
+        """Headers that say which tools were left out; name: that of the request. Raises
+        ``ApiError`` where they are refused."""
         if not left_out:
             return {}
         kinds = ", ".join(dict.fromkeys(left_out))

@@ -289,7 +289,7 @@ def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
 
 
 def _no_json(body: bytes, why: str) -> ApiError:
-    """The error for bytes that are no JSON, which names a field whose value is none."""
+    """The error for bytes that are no JSON. It names the field with the wrong value, if known."""
     if not body.strip():
         return ApiError(400, "the body is empty, must be a JSON object")
     half = HALF.search(body)

@@ -46,7 +46,7 @@ class Chat(OpenAIAnswer):
     """One request for an answer, or for ``n``."""
 
     def __init__(self, voice: Voice, body: ChatRequest, name: str) -> None:
-        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
+        """name: that of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
         requested."""
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, kind, "chatcmpl", name)
@@ -193,8 +193,8 @@ def call_deltas(
 ) -> list[dict[str, Any]]:
     """What is new of tool calls, an entry for each.
 
-    num_calls: those that began before; custom: tools whose input is a text; readers: of the inputs,
-    by number of the call.
+    num_calls: those that began before; custom: tools whose input is a text; readers: those of the
+    inputs, by number of the call.
     """
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:

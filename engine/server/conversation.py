@@ -121,8 +121,8 @@ def text_of(part: dict[str, Any], name: str, param: str) -> str:
 
 
 def joined_turns(messages: Iterable[Message], *, whoever: bool = False) -> list[Message]:
-    """Consecutive turns of the user, or of the assistant, as one; whoever: of users of different
-    names too."""
+    """Consecutive turns of the user, or of the assistant, as one; whoever: even if their users have
+    different names."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None

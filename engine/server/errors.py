@@ -87,7 +87,7 @@ class ApiError(Exception):
 
     @property
     def shown(self) -> str:
-        """The message as clients read it: of our own faults without addresses and paths."""
+        """The message as clients read it; without addresses and paths if the fault is ours."""
         return INSIDE.sub("...", self.message) if self.status >= 500 else self.message
 
     @property
@@ -177,7 +177,7 @@ def log_unforeseen(error: BaseException) -> None:
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """path: of the request; Anthropic's have errors in their own form."""
+    """path: that of the request; Anthropic's have errors in their own form."""
     note_error(error.code or error.type, error.param)
     headers = {}
     if error.retry_after is not None:

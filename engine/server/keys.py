@@ -77,7 +77,7 @@ class KeyRing:
     ) -> None:
         """Raises ``ConfigError`` for an empty key, and for a file that cannot be used."""
         if not all((*keys, admin is None or admin)):
-            raise ConfigError("a key is empty: it would let in all who show none")
+            raise ConfigError("a key is empty: it would let in clients without a key")
         self._digests = [digest_of(key.encode()) for key in keys]
         self._file = None if file is None else KeyFile(file)
         self._admin = None if admin is None else digest_of(admin.encode())

@@ -61,7 +61,7 @@ class TextLogprobs:
     """Log-probabilities in the form of completions, of one text as it grows."""
 
     def __init__(self, num: int, names: TokenNames, offsets: TextOffsets) -> None:
-        """num: of the most likely tokens; offsets: of the tokens that are generated."""
+        """num: how many likely tokens to show; offsets: those of the generated tokens."""
         self._num = num
         self._names = names
         self._offsets = offsets
@@ -77,7 +77,7 @@ class TextLogprobs:
         *,
         may_be_cut: bool = False,
     ) -> None:
-        """The text begins with this prompt; may_be_cut: to the end that these tokens are."""
+        """The text begins with this prompt; may_be_cut: these tokens may be only its end."""
         tokenizer = self._names.tokenizer
         begins = [0] * len(token_ids)
         if tokenizer is not None:

@@ -26,7 +26,7 @@ class Messages(BlockAnswer):
     """One request for a message."""
 
     def __init__(self, voice: Voice, body: MessagesRequest, name: str) -> None:
-        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
+        """name: that of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
         requested."""
         if body.max_tokens is None:
             raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")

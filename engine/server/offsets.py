@@ -36,7 +36,7 @@ class TextOffsets:
     def __init__(
         self, tokenizer: Tokenizer | None, *, skips_special: bool = False, begin: int = 0
     ) -> None:
-        """skips_special: no special token is in the text; begin: of the text in a longer one."""
+        """skips_special: no special token is in the text; begin: its offset in a longer text."""
         added = {} if tokenizer is None else tokenizer.added_tokens
         self._special = {each.token_id for each in added.values() if each.special}
         self._skips_special = skips_special
@@ -68,7 +68,8 @@ class TextOffsets:
             self._close(is_special)
 
     def take(self, *, is_last: bool = False) -> list[int]:
-        """Offsets of the next tokens: of those whose text is there, or of all if it ``is_last``."""
+        """Offsets of the next tokens whose text is there, or of all that are left if it
+        ``is_last``."""
         if is_last and self._open:
             self._close()
         offsets: list[int] = []

@@ -60,7 +60,7 @@ class Operations:
         ]
 
     async def health(self, request: Request) -> ASGIApp:
-        """Whether the cores go on: they answer between two steps. Some may have died."""
+        """Whether the cores still answer, which they do between steps. Some may have died."""
         await self._check_health()
         cores = self._engine.num_cores
         return _json({"cores": cores.total, "cores_alive": cores.alive})
@@ -68,7 +68,7 @@ class Operations:
     async def ready(self, request: Request) -> ASGIApp:
         """200 if a request that came now would be served."""
         if self._engine.paused is not None:
-            raise _unready("the engine is paused: POST /resume goes on", "paused")
+            raise _unready("the engine is paused: resume it by POST /resume", "paused")
         await self._check_health()
         return Response(b"", 200)
 
@@ -120,7 +120,7 @@ class Operations:
         if not await self._soon(self._engine.reset_prefix_cache(value == "true")):
             raise ApiError(
                 409,
-                "requests use cached prefixes: ask again later, or with "
+                "requests use cached prefixes: try again later, or with "
                 "?reset_running_requests=true, which has them computed again",
             )
         return _json({"status": "reset"})

@@ -88,8 +88,8 @@ class RequestLog:
             record.add(finished)
 
     def refused(self, error: ApiError, scope: Scope | None) -> None:
-        """The connection itself has answered with an error; ``scope``: of the request, if it has
-        come to the application, which then ends it."""
+        """The connection itself has answered with an error; ``scope``: that of the request, if it
+        has reached the application, which then ends it."""
         code = error.code or error.type
         if scope is None:
             self._write(RequestRecord("-", "-", "-", 0.0, error.status, code))

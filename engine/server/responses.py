@@ -86,7 +86,7 @@ class Responses(BlockAnswer):
         store: ResponseStore,
         owner: str,
     ) -> None:
-        """name: of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
+        """name: that of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
         requested."""
         self._body, self._store, self._owner = body, store, owner
         before: list[Message] = []

@@ -35,8 +35,7 @@ LEFT_OUT = (
 
 
 def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
-    """Items as messages: the model's text between two others is one message. Raises
-    ``ApiError``."""
+    """Items as messages; consecutive items of the model become one. Raises ``ApiError``."""
     if given is None:
         return []
     if isinstance(given, str):

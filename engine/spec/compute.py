@@ -63,8 +63,8 @@ class DraftModel(Feature):
     def __init__(
         self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig, num_drafts: int
     ) -> None:
-        """model, info: the draft model, in a directory. config: of the worker. num_drafts: of a
-        row, at most."""
+        """model, info: the draft model, in a directory. config: the worker's. num_drafts: most
+        drafts of a row."""
         self._config = config
         self._info = info
         self._model_config = model
@@ -247,7 +247,7 @@ class Passes:
         return machine.model.forward(batch, machine.kv).last
 
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
-        """A decode for each token more. rows: of one token each; drafts [R]: the first."""
+        """A decode for each further token. rows: one token each; drafts [R]: the first."""
         machine, target = self.machine, self._target
         graph = self._graphed.holding(len(drafts))
         padded = len(drafts) if graph is None else graph.num_rows
@@ -267,7 +267,7 @@ class Passes:
         return more
 
     def _decode(self, room: Room, longest: int) -> torch.Tensor:
-        """One decode, launched call by call. longest: of the sequences with it, at most."""
+        """One decode, launched call by call. longest: most tokens of a sequence after it."""
         machine, num = self.machine, room.num_seqs
         batch = machine.batches.build(room, Extent(num, max_query_len=1, max_seq_len=longest))
         batch.recorder = machine.recorder

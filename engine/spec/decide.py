@@ -6,10 +6,10 @@
     describe      plan.drafts
     settle        count the accepted drafts; the others are rolled back
 
-Where a worker proposes (``result.drafts``), it does so for all rows, and all are in one step at a
+Where a worker proposes (``result.drafts``), it does so for all rows, and none is in two steps at a
 time. A ``Proposer`` sees only tokens that are known: a request without drafts keeps as many steps
-in flight as any other. One for which it finds some while another step is in flight waits for that
-step's token, and is called again.
+in flight as any other. If it finds drafts while a step of the request is in flight, the request
+waits for that step's token, and the proposer is called again.
 """
 
 from __future__ import annotations
@@ -215,9 +215,9 @@ class Drafts(Resource):
             self._propose(self._proposer)
 
     def extra(self, req: Request, step: Step) -> int:
-        """A slot for each draft. Where the worker proposes, all decodes have the same shape: one
-        that comes with all but a token of its prompt cached has no drafts yet and is padded to it.
-        So is a prompt of one token, next to decodes."""
+        """A slot for each draft. Where the worker proposes, all decodes have the same shape: a new
+        request with all but one token of its prompt cached has no drafts yet and is padded to that
+        shape. So is a prompt of one token, next to decodes."""
         if req.num_pending:
             return 0
         room = req.max_total - req.num_tokens - 1

@@ -52,7 +52,7 @@ class Credit:
 class Load:
     """What steps with about this many requests running take, with drafts and without.
 
-    ``others``: of other numbers of requests, the nearest first.
+    ``others``: loads of other numbers of requests, the nearest first.
     """
 
     def __init__(self, credit: Credit, others: Callable[[], Iterable[Load]]) -> None:

@@ -570,7 +570,7 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
 
 
 def _words(error: str) -> str:
-    """What the library says, without its trace."""
+    """The library's message, without its trace."""
     if error.startswith("NoExtension"):
         return "no text can go on from here: the request cannot be met"
     return as_given(error.strip().split("\n<state>")[0])[:2000]

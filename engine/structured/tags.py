@@ -21,10 +21,9 @@ def none_special(text: str) -> int | None:
 
 
 def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> str:
-    """Lark's notation; the schema of the n-th structure is the grammar ``of_n`` next to it, if this
-    is the name.
+    """The tags as a Lark grammar, which refers to the schema of the n-th structure as ``@name_n``.
 
-    special_of: the special token that a text is, if it is one: then a model writes that token.
+    special_of: the special token that has a text, if any: a model then writes that token.
     """
     structures = tags["structures"]
     rules = []

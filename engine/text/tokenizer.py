@@ -164,7 +164,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> ChatInputs:
-        """What ``apply_chat_template`` fills in, and where. Raises what it does."""
+        """The template and values of ``apply_chat_template``. Raises the same errors."""
         template = self._template(chat_template, has_tools=tools is not None)
         values = {
             **self.special_tokens,

@@ -159,11 +159,10 @@ class Batches:
     ) -> Staged:
         """Send these rows, and with a plan all that it changes: one copy.
 
-        ``specs``: of the plan's new sequences. padded: these rows have one token each, and are made
-        up to this many with padding. mixed: they are for a graph of this many tokens; see
-        ``mixed_room``. filled: they are made up to this many tokens; those after the last are of no
-        sequence.
-        """
+        ``specs``: those of the plan's new sequences. padded: these rows have one token each, and
+        are padded to this many. mixed: they are for a graph of this many tokens; see
+        ``mixed_room``. filled: they are padded to this many tokens; those after the last belong to
+        no sequence."""
         tokens = locate(rows)
         num_tokens = max(len(tokens.slots), padded, filled)
         host = self._staging.open(max(num_tokens, mixed))
@@ -392,8 +391,8 @@ class Changes(NamedTuple):
 
 
 def stage_changes(plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging) -> Changes:
-    """Pack what a plan changes; a new sequence begins where its first row does.
-    ``specs``: of the new sequences."""
+    """Pack what a plan changes; a new sequence begins where its first row does. ``specs``: those of
+    the new sequences."""
     newcomers, blocks = [], []
     if plan.new:
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))

@@ -74,7 +74,7 @@ def make_platform(device: Device) -> Platform:
 def _check_triton() -> None:
     why = why_triton_cannot_start()
     if why is not None:
-        raise ConfigError(f"a GPU computes with Triton. {why}; or use device='cpu'")
+        raise ConfigError(f"a GPU needs Triton. {why}; or use device='cpu'")
 
 
 def _check_capability() -> None:

@@ -86,7 +86,7 @@ def _check_fp8(requested: str, computed_in: torch.dtype, device: torch.device) -
         )
     if computed_in not in (torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"{what}, but the model is computed in {_name(computed_in)}, next to which no kernel "
+            f"{what}, but the model is computed in {_name(computed_in)}, with which no kernel "
             'reads 8-bit floats: use dtype="bfloat16", or leave it "auto"'
         )
     tensor = torch.empty(0, device=device)
@@ -166,7 +166,7 @@ class PagesAhead:
     """
 
     def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PAGES_AHEAD) -> None:
-        """kv: tensors of ``lazy_zeros``; num_bytes: of all of them together."""
+        """kv: tensors of ``lazy_zeros``; num_bytes: size of all of them together."""
         self._kv = list(kv)
         self._share = num_bytes // max(len(kv), 1)
         self._stopped = threading.Event()

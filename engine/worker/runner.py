@@ -422,7 +422,7 @@ class Runner:
         return 0 if graph is None else graph.num_rows
 
     def _filled_size_for(self, rows: PlanRows) -> int:
-        """Tokens that a step with chunks is made up to, to be repeated on a CPU; 0: it is not."""
+        """Tokens to which a step with chunks is padded for replay on a CPU; 0: no replay."""
         machine = self.machine
         if machine.recorder is None or rows.drafts is not None:
             return 0

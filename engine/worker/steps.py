@@ -394,8 +394,8 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
 def _fail(
     part: Homebound, drawn: Column, sound: list[bool], rows: Column, result: StepResult
 ) -> None:
-    """Enter why rows of the draws have no token. ``sound``: were the checked ones; ``rows``: of the
-    plan. A row of the plan keeps its first error.
+    """Enter why rows of the draws have no token. ``sound``: whether each checked draw was;
+    ``rows``: those of the plan. A row of the plan keeps its first error.
 
     Errors after a rejected draft are ignored: those rows were not needed.
     """

@@ -74,7 +74,7 @@ def _over_rows(builder, rows, carried, step):
 @intrinsic
 def pair_rows(typing_context, address, stride, count, target):
     """Rows of 16 float32 two by two: target[k] = pairs of bfloat16, rounded to the nearest, ties to
-    even, of rows 2 * k and 2 * k + 1. count: of pairs."""
+    even, of rows 2 * k and 2 * k + 1. count: number of pairs."""
 
     def build(context, builder, signature, args):
         address, stride, count, target = args
@@ -272,7 +272,7 @@ def fold_factors(typing_context, largest, added, shrink, share):
 @intrinsic
 def soften_row(typing_context, scores, count, best, first, end):
     """Scores at an address become 2 ** (score - best), and zero but for [first, end); returns their
-    sum. count: of vectors of 16. They are added in the order of `soften_columns`."""
+    sum. count: vectors of 16. They are added in the order of `soften_columns`."""
 
     def build(context, builder, signature, args):
         scores, count, best, *limits = args
@@ -302,8 +302,8 @@ def soften_row(typing_context, scores, count, best, first, end):
 
 @intrinsic
 def cap_scores(typing_context, scores, count, softcap, factor):
-    """Scores at an address become softcap * tanh(score / softcap) * factor. count: of vectors of
-    16 float32."""
+    """Scores at an address become softcap * tanh(score / softcap) * factor. count: vectors of 16
+    float32."""
 
     def build(context, builder, signature, args):
         scores, count, *numbers = args

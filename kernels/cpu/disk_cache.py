@@ -76,7 +76,7 @@ class Places:
             self.refusals.append(f"{home or 'a home directory'} is not there")
 
     def complain(self, error: OSError | None = None) -> None:
-        """Something was compiled and cannot be kept. The first time, log why and what helps."""
+        """Compiled code cannot be kept: log the reason and the remedy, once."""
         with _PLACES:
             is_first, self._is_reported = not self._is_reported, True
         if is_first:

@@ -85,7 +85,7 @@ def requested() -> str | None:
         raise ValueError(f"{VARIABLE} is {name!r:.80}, must be one of: {', '.join(LEVELS)}")
     if name and name not in available():
         raise ValueError(
-            f"{VARIABLE} is {name!r}, which this processor has not; it has: "
+            f"{VARIABLE} is {name!r}, which this processor lacks; it has: "
             f"{', '.join(available())}. Unset it to use all of them"
         )
     if name and name != LEVEL:

@@ -46,7 +46,7 @@ def prepare(
     """Load what every decoder with weights of this dtype needs; for a thread, while they are read.
 
     The first operation of a process would pay for it otherwise: most of a second, Numba's own.
-    kind: of the attention, if it is known. tell: called with a line before something takes
+    kind: that of the attention, if it is known. tell: called with a line before something takes
     long.
     """
     size = 2 if dtype is torch.bfloat16 else 4

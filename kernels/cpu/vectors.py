@@ -169,7 +169,7 @@ class _Float16Tile(_FloatTile):
 
 
 class _PairTile(_FloatTile):
-    """Two inputs a step: floats of a, and of b a lane of two bfloat16, widened in registers."""
+    """Two inputs a step: a has floats, each lane of b two bfloat16, widened in registers."""
 
     left_bytes = 8
 
@@ -224,7 +224,7 @@ class _SoftDotTile(_DotTile):
 
 
 class _ByteTile:
-    """A tile over four bytes of the depth a step: unsigned a, signed b, 32-bit sums."""
+    """Four inputs a step, bytes: unsigned a, signed b, 32-bit sums."""
 
     element = _I32
     zero = 0

@@ -108,7 +108,8 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
 
 
 class Chunks(NamedTuple):
-    """How chunks are cut: a program's tile and query heads, items of work, parts of the keys."""
+    """How chunks are divided: a program's tile and query heads, items of work, splits of the
+    keys."""
 
     tile: tuning.Tile
     heads: int
@@ -117,7 +118,7 @@ class Chunks(NamedTuple):
 
 
 def cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant) -> Chunks:
-    """All layers of a step share it that have or lack what takes registers."""
+    """One division for the layers of a step with a window, softcap or ALiBi, one for the others."""
     is_bare = not variant.window and not variant.softcap and variant.alibi is None
     key = ("chunks", q.shape[1:], kv_layer.dtype, is_bare)
     if key not in meta.scratch:

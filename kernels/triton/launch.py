@@ -138,6 +138,6 @@ def family_of(capability: int, max_shared: int) -> str:
     if max_shared < LITTLE_SHARED:
         raise ValueError(
             f"a program has {max_shared} bytes of shared memory on this device (compute capability "
-            f"{capability / 10}): kernels are cut for {LITTLE_SHARED} at least"
+            f"{capability / 10}): kernels need {LITTLE_SHARED} at least"
         )
     return "sm_90" if capability >= 90 and max_shared >= MUCH_SHARED else "sm_80"

@@ -61,7 +61,7 @@ class Cuts(NamedTuple):
 
 @triton.jit
 def race(row, x, ids, key, heat, S: tl.constexpr):
-    """(score, id) of the best of a block; x: -inf for what was cut, at least one is not."""
+    """(score, id) of the best of a block; x: logits, -inf where cut, at least one is not."""
     peak = tl.max(x)
     per_unit = tl.minimum(1.0 / heat, 1e30).to(tl.float32)
     rough = (x - peak) * per_unit + rough_gumbel(steps_of(key, ids))

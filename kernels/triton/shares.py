@@ -112,7 +112,7 @@ class Plan(NamedTuple):
         cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
     ) -> tuple[Plan, list[Launch]]:
         """The step's plan, and what makes it at its first use. sizes: the first this many
-        sequences, with this many tokens at most; keys: of a tile."""
+        sequences, with this many tokens at most; keys: number in a tile."""
         scratch_key = ("shares", shares, sizes, keys, window)
         if scratch_key in meta.scratch:
             return meta.scratch[scratch_key], []

@@ -89,7 +89,7 @@ def head_rows(first_head, num_tokens, S: tl.constexpr):
 
 @triton.jit
 def places_of(first_token, first_head, S: tl.constexpr):
-    """Index of every row in what is [token, query head]; first_token: of row 0.
+    """Index of every row in what is [token, query head]; first_token: that of row 0.
 
     Worked out from there and not from what queries were read by: that would be kept through the
     loops, in registers that they need.

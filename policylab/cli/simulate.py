@@ -157,7 +157,7 @@ def _check(parsed: argparse.Namespace) -> None:
     if parsed.out is not None and parsed.out.is_dir():
         raise ConfigError(f"--out {str(parsed.out)!r} is a directory, must be a file")
     if parsed.real and parsed.steps:
-        raise ConfigError("--steps is of simulated runs; --real has --step-log")
+        raise ConfigError("--steps is for simulated runs; with --real use --step-log")
     if parsed.real and parsed.rate is None and parsed.profile is None:
         raise ConfigError(
             "--real needs to know how many requests come: give --rate, or the --profile by which "
@@ -166,7 +166,9 @@ def _check(parsed: argparse.Namespace) -> None:
     if not parsed.real:
         for name in ("model", "num_threads", "step_log"):
             if getattr(parsed, name) is not None:
-                raise ConfigError(f"--{name.replace('_', '-')} is of runs in real time; add --real")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} is for runs in real time; add --real"
+                )
 
 
 def _policy(text: str | None, log: Log | None) -> Any:
@@ -202,7 +204,7 @@ def _rate(text: str | None) -> float | None:
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigError(f"--rate is {text!r}, must be a number above 0, or own") from error
+        raise ConfigError(f"--rate is {text!r}, must be a number above 0, or 'own'") from error
 
 
 def as_data(run: Run, found: Figures) -> dict[str, Any]:

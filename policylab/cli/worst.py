@@ -99,7 +99,7 @@ def run(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> 
 
 
 def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> Case:
-    """The case from which it begins. Raises ``ConfigError`` for options that cannot work."""
+    """The case to start from. Raises ``ConfigError`` for options that cannot work."""
     if len(policies) != 2:
         raise ConfigError(
             f"--worst is of two policies, the second to compare with; there are {len(policies)}: "

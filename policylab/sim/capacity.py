@@ -64,8 +64,7 @@ def limits_of(text: str) -> list[Limit]:
             )
         if limit.figure not in NAMES:
             raise ConfigError(
-                f"figure {limit.figure!r} is not known, as --capacity asks for it; there are: "
-                f"{', '.join(NAMES)}"
+                f"figure {limit.figure!r} of --capacity is not known; there are: {', '.join(NAMES)}"
             )
     return found
 
@@ -159,8 +158,8 @@ def capacities(
     """
     if len(what.seeds) < MIN_SEEDS:
         raise ConfigError(
-            f"--seeds is {len(what.seeds)}, must be {MIN_SEEDS} or more for --capacity: of fewer "
-            "there is no interval to speak of"
+            f"--seeds is {len(what.seeds)}, must be {MIN_SEEDS} or more for --capacity: fewer "
+            "give no useful interval"
         )
     settings = variations(what)
     searches = [

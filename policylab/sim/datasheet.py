@@ -69,7 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
 def from_datasheet(text: str) -> Profile:
     """``MODEL@DEVICE``, as in ``llama-8b@h100`` or ``path/to/config.json@4xh100``.
 
-    Several devices share weights and cache evenly; what they say to each other is not counted.
+    Several devices split weights and cache evenly; communication between them is not counted.
     Raises ``ConfigError``.
     """
     model, _, device = text.rpartition("@")
@@ -97,7 +97,9 @@ def _config(model: str) -> dict[str, Any]:
         ) from error
     missing = [name for name in MODELS["llama-8b"] if name not in config]
     if missing:
-        raise ConfigError(f"{path} has no {missing[0]!r}, which its weights are counted by")
+        raise ConfigError(
+            f"{path} has no {missing[0]!r}, which the number of its weights depends on"
+        )
     return config
 
 

@@ -62,8 +62,8 @@ class History:
     def report(
         self, place: int, events: Sequence[Event], waits: Mapping[str, float], start: float
     ) -> None:
-        """All that has happened to a request, and its waits; ``start``: of the run, on the clock
-        that events have."""
+        """All that has happened to a request, and its waits; ``start``: that of the run, on the
+        clock of the events."""
         num_known, before = self._known.get(place, (0, {}))
         own = self.events[place]
         own += [(name, time - start) for name, time in events[num_known:]]
@@ -115,8 +115,8 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
-    """Whose waits these are. All of a stay after a preemption is charged to that one, so several
-    are distinguished by their lengths."""
+    """The stays with their causes. A stay after a preemption is charged to that preemption alone;
+    among several, the length tells which."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]

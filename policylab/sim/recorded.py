@@ -51,13 +51,13 @@ class Log:
 
 
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
-    """What came of each request, from a replay of the log. Raises ``ConfigError``."""
+    """The outcome of each request, from a replay of the log. Raises ``ConfigError``."""
     log = StepLog(path, allow_truncated=allow_truncated)
     reader = LogReader(log.header)
     outcome = reader.run(log)
     if outcome.difference is not None:
         raise ConfigError(
-            f"{path} cannot be read with its own policy: {outcome}; is the policy's code another?"
+            f"{path} cannot be read with its own policy: {outcome}; has the policy's code changed?"
         )
     return Log(
         path=Path(path), header=log.header, run=reader.result(outcome, path), ends=reader.ends
@@ -68,7 +68,7 @@ def resimulate(
     path: str | Path, log: Log | None = None, *, allow_truncated: bool = False, **changes: Any
 ) -> tuple[Replayed, Run]:
     """The log's inputs once more, through a core whose worker only takes time: the first plan that
-    differs, if any does, and what came of the requests.
+    differs, if any does, and the outcomes of the requests.
 
     ``changes`` are fields of ``SchedulerConfig``, and ``num_blocks``: with them plans should
     differ. Raises ``ConfigError``.

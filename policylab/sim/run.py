@@ -94,7 +94,7 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What came of a run. Times are seconds on its clock."""
+    """The results of a run. Times are seconds on its clock."""
 
     head: dict[str, Any]
     """Versions, seeds and options."""
@@ -241,7 +241,8 @@ def rate_at(
         raise ConfigError(f"load is {load}, must be above 0, and at most {MAX_LOAD:g}")
     if workload.natural_rate is None:
         raise ConfigError(
-            f"{workload} comes as others end, so it has no load; leave --load and --rate out"
+            f"{workload} sends a request when another ends, so it has no load; leave "
+            "--load and --rate out"
         )
     return load * (capacity or capacity_of(workload, engine))
 

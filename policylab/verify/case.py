@@ -18,16 +18,16 @@ VOCAB_SIZE = 61
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What the simulated engine is made of.
 
-    ``windows``: of each group of layers, 0 for full attention.
+    ``windows``: one for each group of layers, 0 for full attention.
     ``needs``: resources by name (see ``needs.py`` and ``remote.py``) and the size of each. ``seed``
     throws the scheduler's dice and sets the pace: a steady engine launches and settles as the core
     does, any other in every order that is allowed. If it is odd the worker computes a step only
     when its result is collected. ``tick``: seconds between two plans, a binary fraction, so
     that times add up without rounding.
 
-    ``config.speculative_config``: drafts as they serve, and ``grammar_ticks``: grammars as they
-    serve, ready after this many plans at most; -1: none (see ``halves.py``). ``num_tokens_used``:
-    tokens that the model says, the first of the vocabulary: a text of few tokens repeats itself.
+    ``config.speculative_config``: the engine's own drafts, and ``grammar_ticks``: its own grammars,
+    ready after this many plans at most; -1: none (see ``halves.py``). ``num_tokens_used``: tokens
+    that the model says, the first of the vocabulary: a text of few tokens repeats itself.
     """
 
     config: SchedulerConfig

@@ -117,14 +117,14 @@ class Computed(NamedTuple):
 class DigestWorker(FakeExecutor):
     """An executor whose next token proves that the right KV was read.
 
-    ``windows``: of each group of layers, 0 for full attention. A group with a window is read at
-    both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
-    each known position, where that is more than the token (salts, adapters, media).
-    ``fail(seq, upto)`` says why a row fails that computes the positions before ``upto``; such a row
-    leaves garbage in its KV. ``carry_out`` does what the parts of a plan ask for, just before its
-    rows are computed; ``offer`` makes drafts for their next step, if the worker has any to offer.
-    A mask lets the next token pass that it allows, from the drawn one on.
-    Subclasses extend ``apply``, what a plan changes before its rows are computed, and ``draw``.
+    ``windows``: one for each group of layers, 0 for full attention. A group with a window is read
+    at both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
+    each known position, where that is more than the token (salts, adapters, media). ``fail(seq,
+    upto)`` says why a row fails that computes the positions before ``upto``; such a row leaves
+    garbage in its KV. ``carry_out`` does what the parts of a plan ask for, just before its rows are
+    computed; ``offer`` makes drafts for their next step, if the worker has any to offer. A mask
+    lets the next token pass that it allows, from the drawn one on. Subclasses extend ``apply``,
+    what a plan changes before its rows are computed, and ``draw``.
     """
 
     capabilities = frozenset(PARTS)

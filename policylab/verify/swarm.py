@@ -73,13 +73,13 @@ class Report:
 
 
 class Swarm:
-    """Another engine and workload for every seed, with every check on.
+    """A different engine and workload for every seed, with every check on.
 
     ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, and
-    its ``options`` (``None`` draws them). ``every``: after how many steps the state as a whole is
-    checked, and in how many runs one is searched for requests that are still remembered; plans,
+    its ``options`` (``None`` draws them). ``every``: the whole state is checked once in this many
+    steps, and one run in this many is searched for requests that are still remembered; plans,
     outputs, tables and the end of each run are always checked. ``halves``: makes the deciding
-    halves of features; without it no case has drafts or grammars as they serve.
+    halves of features; without it no case has the engine's own drafts or grammars.
     """
 
     def __init__(

@@ -80,9 +80,9 @@ def run_trials(
     """All trials of a policy.
 
     ``max_wait``: steps in which a request must be served though better ones keep coming; ``None``:
-    the policy may starve requests. ``predictor``: of lengths, in place of "history". ``goes_on``:
-    how long what breaks is made smaller, see ``shrink``. Raises ``ConfigError`` for statements that
-    mean nothing.
+    the policy may starve requests. ``predictor``: of lengths, in place of "history".
+    ``goes_on``: how long what breaks is made smaller, see ``shrink``. Raises ``ConfigError`` for
+    statements that mean nothing.
     """
     stated = statements(find_policy(policy, options or {}))
     trials = Trials()
@@ -120,7 +120,9 @@ def statements(policy: Policy) -> dict[str, str]:
     """What the policy states to be by design. Raises ``ConfigError`` for what means nothing."""
     name, stated = type(policy).__name__, policy.by_design
     if not hasattr(stated, "items"):
-        raise ConfigError(f"by_design of {name} is {stated!r}, must be a dict of what and why")
+        raise ConfigError(
+            f"by_design of {name} is {stated!r}, must be a dict, as {{'starvation': 'why'}}"
+        )
     for what, why in stated.items():
         if what not in EXCUSES:
             raise ConfigError(

@@ -89,7 +89,7 @@ def test_what_a_scheduler_of_ones_own_raises_is_told_with_the_utility(
     kind: str, opened: Any
 ) -> None:
     client = opened(kind, FakeBuild(options={"scheduler_cls": Restless}))
-    told = r"^Call to pause method failed: the scheduler of this engine knows no pause: no rest$"
+    told = r"^Call to pause method failed: the scheduler of this engine cannot pause: no rest$"
     with pytest.raises(ConfigError, match=told):
         client.call("pause", "all")
     told = r"^Call to reset_prefix_cache method failed: ZeroDivisionError: of nothing$"
@@ -201,10 +201,10 @@ def nested(levels: int) -> list[Any]:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        (2**64, "is no number of 64 bits"),
-        ([{"a": -(2**63) - 1}], "is no number of 64 bits"),
-        ("half \ud800", "has half a character"),
-        ({"\udfff": 1}, "has half a character"),
+        (2**64, "does not fit into 64 bits"),
+        ([{"a": -(2**63) - 1}], "does not fit into 64 bits"),
+        ("half \ud800", "has half a surrogate pair"),
+        ({"\udfff": 1}, "has half a surrogate pair"),
         (nested(65), "has more than 64 levels"),
         (nested(5000), "has more than 64 levels"),
     ],

@@ -119,8 +119,8 @@ def test_what_another_policy_would_have_done_to_served_traffic(
     [
         (["--durations", "recorded"], "needs a step log as its workload, not 'log-uniform'"),
         (["--real"], "--real needs to know how many requests come: give --rate"),
-        (["--model", "x"], "--model is of runs in real time; add --real"),
-        (["--real", "--rate", "1", "--steps"], "--steps is of simulated runs"),
+        (["--model", "x"], "--model is for runs in real time; add --real"),
+        (["--real", "--rate", "1", "--steps"], "--steps is for simulated runs"),
         (["--workload", "nowhere.log"], "workload 'nowhere.log' is not known"),
     ],
 )

@@ -297,13 +297,13 @@ def test_a_tensor_that_is_missing_is_named(
         ("fp8-blocks", {"weight_block_size": [64, 64]}, r"weight_scale_inv .*\(4, 4\).*\(2, 1\)"),
         ("fp8", {"weight_block_size": [0, 64]}, r"weight_block_size \[0, 64\], must be at least 1"),
         ("gptq", {"group_size": 0}, r"group_size 0, must be -1 or at least 1"),
-        ("gptq", {"bits": 3}, r"bits 3, read is 4, 8"),
-        ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format 'marlin', read is gptq"),
+        ("gptq", {"bits": 3}, r"bits 3, supported: 4, 8"),
+        ("gptq", {"checkpoint_format": "marlin"}, r"checkpoint_format 'marlin', supported: gptq"),
         ("gptq", {"dynamic": {"+:.*down.*": {"bits": 8}}}, r"dynamic"),
-        ("awq", {"version": "gemv"}, r"version 'gemv', read is gemm"),
-        ("awq", {"bits": 8}, r"bits 8, read is 4"),
+        ("awq", {"version": "gemv"}, r"version 'gemv', supported: gemm"),
+        ("awq", {"bits": 8}, r"bits 8, supported: 4"),
         ("fp8", {"scale_fmt": "ue8m0"}, r"scale_fmt 'ue8m0'"),
-        ("ct-w4a16", {"format": "marlin-24"}, r"format 'marlin-24', read is"),
+        ("ct-w4a16", {"format": "marlin-24"}, r"format 'marlin-24', supported:"),
         ("ct-w4a16", {"config_groups": {}}, r"names no config_groups"),
         ("ct-w4a16", {"sparsity_config": {"format": "sparse-24-bitmask"}}, r"sparse-24-bitmask"),
         ("ct-fp8-channel", {"format": "nvfp4-pack-quantized"}, r"nvfp4"),
@@ -356,7 +356,7 @@ def test_options_that_make_no_sense_with_a_quantized_directory(tmp_path: Path) -
     with pytest.raises(ConfigError, match=r"quantized by 'fp8'.*load_format=\"dummy\""):
         load(path, load_format="dummy")
     awq_path = written(tmp_path, "awq").path
-    with pytest.raises(ConfigError, match=r"'awq', quantization='fp8' would do it again"):
+    with pytest.raises(ConfigError, match=r"'awq', quantization='fp8' would quantize them again"):
         load(awq_path, quantization="fp8")
 
 

@@ -299,7 +299,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a long expression": ({"regex": "[a-z]?" * 2000}, "12000 characters, the limit is 8192"),
     "a long text": ({"choice": ["a" * 5000]}, "5000 characters, the limit is 4096"),
     "a tag of nothing": ({"structural_tag": "{}"}, "must have structures and triggers, as {"),
-    "a newer tag": ({"structural_tag": {"format": {}}}, "say it by structures and triggers"),
+    "a newer tag": ({"structural_tag": {"format": {}}}, "use structures and triggers"),
     "a tag without a trigger": (
         {"structural_tag": {"structures": [TAG], "triggers": ["[f"]}},
         "is '<f=a>', must start with one of the triggers: '[f'",

@@ -181,9 +181,7 @@ def test_what_no_kernel_reads_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     """Before weights are read: there are none."""
     one = made(tmp_path, scaled=False)
     (one.path / "model.safetensors").unlink()
-    with pytest.raises(
-        ConfigError, match="computed in float32, next to which no kernel reads 8-bit"
-    ):
+    with pytest.raises(ConfigError, match="computed in float32, with which no kernel reads 8-bit"):
         engine_for(str(one.path), **{**GPU, "dtype": "float32"}, kv_cache_dtype="fp8")
     monkeypatch.setattr(attention, "arch_of", lambda x: "sm_80")
     with pytest.raises(ConfigError, match=r'no kernels for 8-bit floats on .* use "auto"'):

@@ -105,7 +105,7 @@ BOMBS: dict[str, dict[str, Any]] = {
     },
     "a reference to nothing": {"json": {"$ref": "#/$defs/missing"}},
     "a reference to a file": {"json": {"$ref": "file:///etc/passwd"}},
-    "nothing is right": {"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}},
+    "no value is valid": {"json": {"allOf": [{"type": "string"}, {"type": "integer"}]}},
     "a broken type": {"json": {"type": {"a": 1}}},
     "half a character in a name": {
         "json": '{"properties": {"\\ud800": {}}, "required": ["\\ud800"]}'

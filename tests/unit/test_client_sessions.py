@@ -107,7 +107,7 @@ def test_the_dead_do_not_count_among_those_who_are_there(router: Router, ended: 
     peers = ClientSessions(router, ended.extend, max_clients=2)
     with_requests(peers, b"a")
     with_requests(peers, b"b")
-    with pytest.raises(WireError, match="2 clients are there already"):
+    with pytest.raises(WireError, match="2 clients are connected already"):
         peers.welcome(b"c", "")
     router.gone.add(b"a")
     peers.welcome(b"c", "")

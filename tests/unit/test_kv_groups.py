@@ -259,7 +259,7 @@ def test_too_little_memory_says_how_much_and_what_would_fit():
 
 
 def test_a_length_of_nothing_is_no_advice():
-    with pytest.raises(ConfigError, match="GiB are to be had; give more memory"):
+    with pytest.raises(ConfigError, match="GiB are available; give more memory"):
         blocks_in(1000, 16384)
 
 

@@ -143,7 +143,7 @@ def test_a_scheduler_that_knows_no_pause_says_so() -> None:
         get_request_counts = has_finished_requests = None  # type: ignore
 
     client = InprocClient(EngineCore(Own(), CountingWorker()), FakeDecided())  # type: ignore
-    with pytest.raises(ConfigError, match="knows no pause: Own cannot be paused"):
+    with pytest.raises(ConfigError, match="cannot pause: Own cannot be paused"):
         client.call("pause")
 
 

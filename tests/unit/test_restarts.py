@@ -74,7 +74,7 @@ def test_nothing_is_started_once_the_engine_ends() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"core_address": "ipc:///x/core"}])
 def test_only_cores_in_processes_of_our_own_can_be_started_again(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match="on_core_death is 'restart', which takes cores"):
+    with pytest.raises(ConfigError, match="on_core_death is 'restart', which needs cores"):
         EngineArgs(on_core_death="restart", **options).create_config()
 
 

@@ -127,7 +127,7 @@ def test_a_file_that_is_no_run(
         (["--policy", ""], "policy"),
         (["--load", "0.5", "--rate", "3"], "--load and --rate both say"),
         (["--load", "0"], "load is 0.0, must be above 0"),
-        (["--rate", "fast"], "--rate is 'fast', must be a number above 0, or own"),
+        (["--rate", "fast"], "--rate is 'fast', must be a number above 0, or 'own'"),
         (["--rate", "-1"], "--rate is -1, must be above 0"),
         (["--read", "no.jsonl"], "no.jsonl cannot be read"),
         (["--read", "."], "cannot be read"),

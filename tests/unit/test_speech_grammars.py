@@ -145,7 +145,7 @@ WILD: dict[str, Any] = {
     "a keyword that the library has not, and a file": {"$ref": "https://example.org/other.json"},
     "a reference to nothing": {"properties": {"x": {"$ref": "#/$defs/none"}}},
     "a type that is none": {"properties": {"x": {"type": "any"}}},
-    "nothing is right": {"properties": {"x": False}, "required": ["x"]},
+    "no value is valid": {"properties": {"x": False}, "required": ["x"]},
     "an empty enum": {"properties": {"x": {"enum": []}}, "required": ["x"]},
     "no end": {"properties": {"x": {"$ref": "#"}}, "required": ["x"]},
     "no end in a list": {

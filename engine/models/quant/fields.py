@@ -57,7 +57,7 @@ def choose(what: str, value: Any, choices: Sequence[Any]) -> Any:
     """The value, if it is one that is read."""
     if value not in choices:
         allowed = ", ".join(map(str, choices))
-        raise ModelError(f"its quantization has {what} {value!r}, read is {allowed}")
+        raise ModelError(f"its quantization has {what} {value!r}, supported: {allowed}")
     return value
 
 

@@ -50,7 +50,7 @@ class Gptq:
         rules = field_of(config, "dynamic", default={})
         if any(not str(rule).startswith("-:") for rule in rules):
             raise ModelError(
-                "its quantization has `dynamic` rules, bits of their own for some modules"
+                "its quantization has `dynamic` rules, with other bits for some modules"
             )
         return cls(
             bits=bits,

@@ -102,8 +102,8 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
     """A shipped policy or an installed one by name, any other by dotted path, class or object."""
     if isinstance(name, Policy) and options:
         raise ConfigError(
-            f"policy_options {options} are for a policy that is yet to be made, and "
-            f"scheduling_policy is an object of {type(name).__name__}; give its class instead"
+            f"policy_options {options} are given, but scheduling_policy is an object of "
+            f"{type(name).__name__}, which exists already; give its class instead"
         )
     if isinstance(name, Policy):
         _check_class(type(name), Policy, "scheduling_policy")
@@ -125,7 +125,7 @@ def find_resource(name: Any) -> Resource:
     try:
         return _make(cls, {}, "options")
     except ConfigError as error:
-        raise ConfigError(f"{error}; a resource that wants some is given as an object") from error
+        raise ConfigError(f"{error}; give a resource with options as an object") from error
 
 
 def find_scheduler(name: Any) -> type[Scheduler]:

@@ -54,7 +54,7 @@ class LengthHistory:
         return self._sorted[first + rng.randrange(count)] if count else None
 
     def quantile(self, q: float, above: int = 0) -> int | None:
-        """The smallest length that at least the share ``q`` (0 to 1) does not exceed."""
+        """The ``q``-quantile (``q`` 0 to 1) of the lengths above ``above``."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         if not count:

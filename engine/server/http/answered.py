@@ -68,6 +68,6 @@ def refuse_other_sites(request: Request) -> None:
     if is_asking and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise ApiError(
             403,
-            "a page of another site asks, which no --allowed-origins of the server names",
+            "the page is of another site, which --allowed-origins of the server does not name",
             code="foreign_origin",
         )

@@ -41,8 +41,8 @@ class Bodies:
         if self._total > TOTAL_BODIES * self._most:
             raise ApiError(
                 503,
-                f"bodies of over {TOTAL_BODIES * self._most} bytes are being read, the limit: try "
-                "again",
+                f"bodies being read have over {TOTAL_BODIES * self._most} bytes, the limit: "
+                "try again",
                 code="too_many_bodies",
             )
 

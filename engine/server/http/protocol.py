@@ -102,7 +102,7 @@ class BoundedProtocol(WritingProtocol):
             self._watch()
 
     def _watch(self) -> None:
-        """Whoever is slow has a deadline: of a head, or of a body."""
+        """Set a deadline for a slow client: one for headers, another for a body."""
         is_idle = self.cycle is None or self.cycle.response_complete
         if not self._is_in_body and not is_idle:
             self._forget_deadline()

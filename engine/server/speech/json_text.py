@@ -114,7 +114,7 @@ class JsonText:
         yield '"'
 
     def text(self, *, is_key: bool) -> Generator[None, None, str | None]:
-        """The string that stands here as it is meant; ``None`` if it has no end."""
+        """The string at this place, with its escapes resolved; ``None`` if it has no end."""
         parts = []
         for piece in self.string(is_key=is_key):
             if piece is None:
@@ -329,7 +329,7 @@ class JsonText:
 
 
 def decoded(text: str) -> str:
-    """The inside of a JSON string as it is meant."""
+    """The inside of a JSON string, with its escapes resolved."""
     return str(json.loads(f'"{text}"'))
 
 

@@ -239,7 +239,7 @@ def _expand(rules: dict[str, Node], name: str, space: str, inside: dict[str, int
     inner = {**inside, name: inside.get(name, 0) + 1}
     found = _expression(rules, rules[name], "" if is_terminal else space, inner)
     if found is not None and len(found) > MAX_CHARS:
-        raise LarkError("it is too large once its rules stand in one another")
+        raise LarkError("it is too large once its rules are expanded")
     return f"{space}{found}" if is_terminal and found is not None else found
 
 

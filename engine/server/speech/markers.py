@@ -50,7 +50,7 @@ class Markers:
         return text in self._signs
 
     def read(self, text: str) -> str:
-        """A text with all that looks like a marker as one: of a chat template, which means it."""
+        """A chat template's text, where whatever looks like a marker is one."""
         for marker, sign in self._signs.items():
             text = text.replace(marker, sign)
         return text

@@ -33,8 +33,8 @@ class Tags:
         *,
         has_lines: bool,
     ) -> None:
-        """end: of a value, where one of ``follow`` or nothing follows; others: what ends a value
-        too; has_lines: a value stands on lines of its own."""
+        """end: the tag that ends a value, if one of ``follow`` or nothing comes after it; others:
+        what ends a value too; has_lines: a value stands on lines of its own."""
         self.end = end
         self.follow = follow
         self.others = others

@@ -36,7 +36,7 @@ def searcher(pattern: str) -> Callable[[str], bool]:
             return found.search(text, timeout=MAX_SECONDS) is not None
         except TimeoutError as error:
             raise SchemaError(
-                f"pattern is {pattern!r:.80}, which takes too long to be looked for: write it "
+                f"pattern is {pattern!r:.80}, which takes too long to search for: write it "
                 "without repeats of repeats"
             ) from error
 
@@ -44,7 +44,7 @@ def searcher(pattern: str) -> Callable[[str], bool]:
 
 
 def is_expression(pattern: str) -> bool:
-    """Whether it is one, by ECMAScript's stricter rules."""
+    """Whether this is a regular expression, by ECMAScript's stricter rules."""
     bare = _ESCAPED_OR_CLASS.sub(_kept_repeat, pattern)
     if _LOOSE.search(bare) or _NO_ESCAPE.search(pattern.replace("\\\\", "")):
         return False

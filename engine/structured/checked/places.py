@@ -31,8 +31,8 @@ class Member:
     """What holds for a property of some name, or an item at some place."""
 
     def __init__(self, place: Place, demands: Sequence[tuple[int, str, Rule]]) -> None:
-        """place: of the value. demands: rules of the value by the number of the rule that has them,
-        with the keyword."""
+        """place: that of the value. demands: rules of the value by the number of the rule that has
+        them, with the keyword."""
         self.place = place
         slots = {rule: slot for slot, rule in enumerate(place.roots)}
         found = [(number, keyword, slots[rule]) for number, keyword, rule in demands]
@@ -52,7 +52,7 @@ class Place:
     def __init__(
         self, roots: tuple[Rule, ...], places: Places, musts: tuple[bool, ...] = ()
     ) -> None:
-        """musts: of each root, whether the text is wrong if it does not hold."""
+        """musts: for each root, whether the text is wrong if it does not hold."""
         self.roots = roots
         self.is_must = all(musts) and bool(musts)
         self.places = places
@@ -269,7 +269,7 @@ class Places:
         self._places: dict[tuple[tuple[Rule, ...], tuple[bool, ...]], Place] = {}
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
-        """musts: of each root, whether the text is wrong if it does not hold."""
+        """musts: for each root, whether the text is wrong if it does not hold."""
         key = roots, musts
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)

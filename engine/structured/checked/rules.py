@@ -110,9 +110,9 @@ class Rule:
 
 
 def num_values(rule: Rule, depth: int = 0) -> int:
-    """How many values satisfy a rule, up to ``MANY``, as far as is seen at a glance: not fewer.
+    """How many values satisfy a rule, up to ``MANY``: an upper bound that is quick to find.
 
-    depth: of the rule within others that were looked at.
+    depth: how deep the rule is within others that were looked at.
     """
     if rule.is_false or depth > MAX_DEPTH:
         return 0 if rule.is_false else MANY
@@ -141,7 +141,7 @@ def _num_objects(rule: Rule, depth: int) -> int:
 
 def rules_of(schema: Any) -> Rule:
     """The rule of a whole document. Raises ``SchemaError`` for a reference to another file, or one
-    that comes back to itself without a value between."""
+    that leads back to itself with no value in between."""
     reader = _Reader(Document(schema))
     root = reader.rule(schema)
     reader.read_all()
@@ -251,7 +251,7 @@ def _check_cycles(rules: Sequence[Rule]) -> None:
                 done.add(rule)
                 continue
             if rule in on_path:
-                raise SchemaError("$ref comes back to itself without a property or an item between")
+                raise SchemaError("$ref leads back to itself with no property or item in between")
             if rule in done:
                 continue
             path.append(rule)

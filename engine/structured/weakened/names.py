@@ -18,7 +18,7 @@ LAST = 1 << 30  # after all that is written in a schema
 
 @dataclass
 class Group:
-    """What holds for properties that no schema of a group names."""
+    """The schema of properties that no schema of a group names."""
 
     others: Any
     speaks_of_all: bool = False
@@ -100,7 +100,7 @@ def close(reading: Reading) -> Schema | None:
 
 
 def _group(others: Any, number: int, parts: Sequence[Part]) -> Group:
-    """number: of the schema that speaks of what is not evaluated."""
+    """number: that of the schema whose ``unevaluatedProperties`` holds."""
     found = Group(others)
     for part in parts:
         if number not in part.holders or part.is_silent:

@@ -146,8 +146,8 @@ class Objects:
         return found
 
     def _apart(self, names: Names) -> Names:
-        """The library puts a property and the pattern that its name matches together, which it
-        cannot do for what comes back to itself: such a property is one of the pattern."""
+        """The library merges a property with a pattern that its name matches, but not where both
+        may be recursive: such a property is left to the pattern."""
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue
@@ -244,7 +244,7 @@ def _written(names: Names) -> Schema:
 
 
 def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) -> Schema:
-    """A schema in which these are the first properties that need not be there."""
+    """The schema of objects whose first optional properties are these."""
     last = optional.index(first[-1])
     left = {name for name in optional[:last] if name not in first}
     properties = {name: each for name, each in written["properties"].items() if name not in left}

@@ -120,8 +120,8 @@ class Reader:
         return done
 
     def targets(self, schema: Schema, keys: Sequence[str] = REFERENCES) -> list[Any]:
-        """What it refers to: of a reference that depends on how it was reached, all that it may
-        mean. Raises ``SchemaError`` for another file."""
+        """What a schema refers to; for a dynamic reference, all that it may mean. Raises
+        ``SchemaError`` for another file."""
         found: list[Any] = []
         for key in keys:
             if key not in schema:

@@ -101,7 +101,7 @@ def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[
 
 
 def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
-    """The values that a keyword has in them, each once."""
+    """The values of a keyword in these schemas, without repeats."""
     found: list[Any] = []
     found += (each[key] for each in schemas if key in each and each[key] not in found)
     return list(dict.fromkeys(found))

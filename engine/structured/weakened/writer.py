@@ -116,7 +116,7 @@ class _Writer:
         if root is True:
             root = {}
         elif root is False or self._at(root) is False:
-            raise SchemaError("nothing is right: the schema contradicts itself")
+            raise SchemaError("no value is valid: the schema contradicts itself")
         if self._definitions:
             root = {**root, "$defs": shared(self._definitions)}
         return Written(root, self._is_loose, self._may_repeat)
@@ -190,7 +190,7 @@ class _Writer:
         return {"$ref": f"#/$defs/{name}"}
 
     def _union(self, schema: Any) -> list[list[Any]] | None:
-        """The ways of a schema that is nothing but a choice, each a place of its own."""
+        """The alternatives of a schema that is only an ``anyOf`` or ``oneOf``; else ``None``."""
         schema = self._followed(schema)
         is_closed = False
         if isinstance(schema, dict) and _is_closing(schema) and len(schema["allOf"]) == 1:

@@ -80,7 +80,7 @@ def _both(key: str, one: Any, other: Any) -> Any:
     if key == "type":
         types = types_of({key: one}) & types_of({key: other})
         if not types:
-            raise NothingAllowedError(f"type is {one!r:.80} and {other!r:.80}, which is nothing")
+            raise NothingAllowedError(f"no value has both type {one!r:.80} and type {other!r:.80}")
         return sorted(types)
     if key in ("properties", "additionalProperties"):
         return other if key == "properties" else _all_of(one, other)
@@ -110,7 +110,9 @@ def _check_arrays(one: Schema, other: Schema) -> None:
         and one.keys() & keys
         and other.keys() & keys
     ):
-        raise SchemaError("prefixItems or unevaluatedItems of one value in two schemas")
+        raise SchemaError(
+            "prefixItems or unevaluatedItems with items of another schema is not enforced"
+        )
 
 
 def _properties(one: Schema, other: Schema, found: Schema) -> Schema:

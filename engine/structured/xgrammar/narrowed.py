@@ -180,7 +180,7 @@ class _Writer:
         while "$ref" in self._written[name]:
             name = self._written[name]["$ref"].rpartition("/")[2]
             if name in seen:
-                raise SchemaError("$ref leads back to itself, which says nothing")
+                raise SchemaError("$ref leads back to itself with no schema in between")
             seen.add(name)
 
     def _all(self, key: str, wanted: Schema, depth: int) -> Schema:
@@ -212,7 +212,7 @@ class _Writer:
         kept = [each for each in values if types_of_value(each) & allowed]
         self._spend("values of enum", len(kept))
         if not kept:
-            raise NothingAllowedError(f"enum is {values!r:.80}, of which type allows nothing")
+            raise NothingAllowedError(f"enum is {values!r:.80}, none of which type allows")
         for each in _leaves(kept):
             if isinstance(each, int | float) and abs(each) > EXACT:
                 raise SchemaError(f"enum has {each}, larger than what is compared exactly")
@@ -304,7 +304,7 @@ class _Writer:
             values = False
         if values is False or most == 0:
             if least:
-                raise NothingAllowedError(f"minProperties is {least}, of no properties")
+                raise NothingAllowedError(f"minProperties is {least}, but none are allowed")
             return {"additionalProperties": False}
         if least > 1:
             raise SchemaError(
@@ -409,7 +409,7 @@ def _integer(own: Schema) -> Schema:
     lows += [up] if "exclusiveMinimum" in bounds else []
     highs += [down - 1] if "exclusiveMaximum" in bounds else []
     if lows and highs and max(lows) > min(highs):
-        raise NothingAllowedError(f"minimum is {max(lows)} and maximum {min(highs)}")
+        raise NothingAllowedError(f"minimum {max(lows)} is above maximum {min(highs)}")
     found: Schema = {"minimum": max(lows)} if lows else {}
     found |= {"maximum": min(highs)} if highs else {}
     step = bounds.get("multipleOf")

@@ -102,8 +102,8 @@ class _Reader:
             found.append(self._sequence(is_outermost=is_outermost))
         if len(found) > 1 and not self._is_proved and _are_alike(found):
             raise self.refusal(
-                "ends ways that may begin alike or be empty, which is not enforced: write what "
-                "they share before the bracket"
+                "ends alternatives that may begin alike or be empty, which is not enforced: write "
+                "what they share before the bracket"
             )
         return _Part(
             "|".join(f"(?:{way.text})" for way in found),

@@ -197,8 +197,8 @@ def _turn(source, keys, cell):
 @njit(**INLINE)
 def _weigh(p, item, group, span, softcap, scores, sums):
     """Scores become weights, zero where the row's token does not see the key. span: where the
-    stretch starts, and the item's first key and end of keys in it; sums: of weights by row, and
-    largest scores."""
+    stretch starts, and the item's first key and end of keys in it; sums: each row's sum of weights,
+    and its largest score."""
     window, before = p[12], item[4] - item[2]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
@@ -212,8 +212,8 @@ def _weigh(p, item, group, span, softcap, scores, sums):
 @njit(**EXACT)
 def soften(scores, span, softcap, sums, r):
     """Scores of a row and a stretch become weights. span: the first key that the row sees, the end
-    of those, and of the keys that have a weight; sums: of weights by row, and largest scores, which
-    are written."""
+    of those, and the end of the keys that have a weight. Writes the row's sum of weights and
+    largest score to sums."""
     (first, end, high), (total, largest) = span, sums
     count, address = (high + LANES - 1) // LANES, scores.ctypes.data
     if softcap > 0:

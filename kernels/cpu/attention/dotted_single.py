@@ -129,7 +129,8 @@ def _score(q, keys, scores, base, high, group, how):
 
 @njit(**EXACT)
 def _weigh(row, span, scores, weights, sums):
-    """Scores become weights, rounded to bfloat16; sums: of weights by row, and largest scores."""
+    """Scores become weights, rounded to bfloat16; sums: each row's sum of weights, and its largest
+    score."""
     real, (before, after) = f64(row, (NUM_PARAMETERS + 1,)), whole_units(span)
     softcap = np.float32(real[10])
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)

@@ -76,8 +76,8 @@ def chosen() -> str | None:
 
 
 def paired_body(head_dim: int, group: int, how: int, single: int = 0):
-    """A body for one head size and number of query heads per key head; how: of HOW; single: 1 for
-    items of single tokens, 0 for those of several."""
+    """A body for one head size and number of query heads per key head; how: one of HOW; single: 1
+    for items of single tokens, 0 for those of several."""
     wide = 0 if single and group <= _WIDE // 2 else 1
     step, num_rows = _WIDE if wide else LANES, group if single else tokens_an_item(group) * group
     rows = -(-num_rows // step) * step
@@ -190,8 +190,8 @@ def _score(given, place, arrays, head_dim, how, wide):
 
 @njit(inline="always")
 def _weigh(row, span, positions, room, is_tiled):
-    """Weights of a stretch's keys; row: of the body; span: as of `_score`. Where there are tiles
-    they lie as those take them: [rows / 16, units, 16, 32]."""
+    """Weights of a stretch's keys; row: that of the body; span: as in `_score`. Where there are
+    tiles, the weights are laid out for them: [rows / 16, units, 16, 32]."""
     p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     scores, weights, bounds, total, largest = room
     softcap, (before, after) = np.float32(real[10]), whole_units(span)
@@ -290,8 +290,8 @@ def _see(positions, span, low, window, bounds):
 
 @njit(**EXACT)
 def _soften(scores, factor, sums, bounds, all_seen):
-    """Scores of 16 rows become weights relative to each row's largest; sums: of weights by row, and
-    largest scores, which are written."""
+    """Scores of 16 rows become weights relative to each row's largest. Writes each row's sum of
+    weights and largest score to sums."""
     total, largest = sums
     fill(largest, EMPTY)
     fill(total, _ZERO)

@@ -133,7 +133,7 @@ def _place(p, item, places, head_dim):
 
 @njit(inline="always")
 def _score(own, arrays, places, end, heads, shape, soft):
-    """scores[key, query head] of the runs up to key `end`; arrays: q, scores; heads: of keys, and
+    """scores[key, query head] of the runs up to key `end`; arrays: q, scores; heads: key heads, and
     keys of a block; the last is a literal. Meanwhile the next keys are fetched ahead, or the first
     values."""
     q, scores = arrays
@@ -279,7 +279,7 @@ def _keep(source, low, high, edge):
 
 @njit(inline="always")
 def _leave(own, room, acc, rows, column, soft):
-    """Sums of 64 columns to acc[rows[0] + ...], rows[1] of them, in the order of the columns."""
+    """Store sums of 64 columns, in their order, to rows[1] rows of acc from rows[0] on."""
     line = 4 * _LINE
     amx.store(own, 0, room, line, soft)
     amx.store(own, 1, room + _LINE, line, soft)

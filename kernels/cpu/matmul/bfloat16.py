@@ -209,7 +209,7 @@ def _evenly(num: int, most: int) -> int:
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """What becomes of a panel's sums; p: the body's parameters."""
+    """Write a panel's sums, or keep each row's largest; p: the body's parameters."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:

@@ -17,12 +17,13 @@ class Repeats(Executor[Any], Protocol):
     """An executor that knows how long steps take without computing them, and when rows end."""
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
-        """Take as many steps of a stretch as come before ``until`` and before any row ends.
+        """Take the steps of a stretch that come before ``until`` and before any row ends.
 
-        ``tickets``: of the steps in flight, oldest first; each repeated step is launched after
-        them and before the oldest is collected. Fills in what ``Stretch`` leaves to it, sets the
-        clock to ``next_begin``, and returns the tickets of the steps that are then in flight: as
-        many, or one more, which is planned at ``next_begin``. Without a step, nothing changes.
+        ``tickets``: those of the steps in flight, oldest first; each repeated step is launched
+        after them and before the oldest is collected. Fills in what ``Stretch`` leaves to it, sets
+        the clock to ``next_begin``, and returns the tickets of the steps that are then in flight:
+        as many, or one more, which is planned at ``next_begin``. If there is no such step, nothing
+        changes.
         """
         ...
 

@@ -153,7 +153,7 @@ class Stretches:
     # -- helpers
 
     def _is_contested(self) -> bool:
-        """Could a request that waits be offered a seat? The usual answer, before all is known."""
+        """Could a waiting request be offered a seat? A cheap check, before the exact ones."""
         roster, config = self._roster, self._scheduler.config
         if not (len(roster.waiting) and roster.num_free_seats):
             return False

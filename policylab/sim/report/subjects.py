@@ -46,7 +46,7 @@ class Subject:
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """What came of a policy at one load, over all seeds."""
+    """Results of a policy at one load, over all seeds."""
 
     policy: str
     rate: float
@@ -68,7 +68,7 @@ class Point:
     base: str = ""
     """The policy that it is compared with; empty for that one."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
-    """By figure, from that one: of pairs of runs with the same requests."""
+    """By figure, from that one, over pairs of runs with the same requests."""
 
     def value(self, name: str) -> float:
         """A figure; NaN where there is none."""
@@ -89,8 +89,8 @@ class Point:
 def subjects(
     runs: Sequence[Run], slo: Sequence[Limit], points: Sequence[Point] = ()
 ) -> list[Subject]:
-    """The runs with their figures, under names that tell them apart; ``points``: of the comparison
-    from which they are, if they are from one. Runs that are not their policy's own are left out."""
+    """The runs with their figures, under names that tell them apart; ``points``: those of the
+    comparison, if they are from one. Runs that are not their policy's own are left out."""
     runs = [run for run in runs if not run.not_own]
     found = [figures(run, slo=slo) for run in runs]
     return [

@@ -60,8 +60,8 @@ class ClosedLoop(Workload):
     def source(self, seed: int, rate: float | None = None) -> Source:
         if rate is not None:
             raise ConfigError(
-                f"{self} comes as others end, so it has no rate; leave it out, and say clients "
-                "and think instead"
+                f"{self} sends a request when another ends, so it has no rate; leave it out, and "
+                "set clients and think instead"
             )
         dice = Draws(seed)
         tags = self.tags.draw(dice)
