@@ -22,7 +22,7 @@ SMALL = "log-uniform(num_requests=30,output_tokens=(1,16))"
 
 def hunt(policy: str = PLANTED, **fields: Any) -> Hunt:
     start = Case(workload=find_workload(SMALL), engine=Engine(), load=0.9, seeds=(0, 1))
-    told = {"beside": "fcfs", "figure": "ttft.mean", "start": start, "max_tries": 70.0}
+    told = {"other": "fcfs", "figure": "ttft.mean", "start": start, "max_tries": 70.0}
     # Time stands still: tries alone end the search, and it is the same everywhere.
     return Hunt(policy=policy, **{**told, "clock": lambda: 0.0, **fields})
 
