@@ -523,8 +523,8 @@ Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
 
 
 class Delivery:
-    """A step's outputs on their way to readers in one event loop. Its name has none of them: they
-    must not get into logs."""
+    """A step's outputs on their way to readers in one event loop. Its ``repr`` shows none of them:
+    they must not get into logs."""
 
     def __init__(self, batch: list[tuple[Stream, RequestOutput]]) -> None:
         self._batch = batch

@@ -48,8 +48,8 @@ class GraphTrial:
 
 
 def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
-    """What the graphs of this many sizes take. All of a device share the memory that the largest
-    needs; each further one adds what the driver keeps of it, and that differs little."""
+    """Bytes that the graphs of this many sizes take. All graphs of a device share the memory that
+    the largest needs; each further one adds what the driver keeps for it, which varies little."""
     # None may show: the driver takes memory in pieces, and other processes give some back.
     further = max(0, trial.one - trial.several)
     each = further / max(1, trial.num_several - 1)

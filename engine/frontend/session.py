@@ -149,10 +149,10 @@ class Session:
     def step(self) -> list[RequestOutput]:
         """Run one step of the core and return what it means for users.
 
-        Of several steps that a core elsewhere has done meanwhile, each is returned by a call of its
-        own: what came first is not held up by the texts of the others. With text processes: and
-        what earlier steps mean, whose texts have come. If only texts are still to come, waits a
-        moment for some.
+        If a core elsewhere has done several steps meanwhile, each is returned by its own call, so
+        that the first is not held up by the texts of the others. With text processes, results of
+        earlier steps are returned too, once their texts have come. If only texts are still to come,
+        waits a moment for some.
         """
         outputs: list[RequestOutput] = []
         if self.outputs.is_only_text_missing:

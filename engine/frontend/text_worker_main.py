@@ -50,7 +50,7 @@ def main(descriptor: int) -> None:
 
 
 def answer(server: TextServer, decoder: Decoder[Job], encoder: Encoder, frame: bytes) -> bytes:
-    """The answer to a job. One that cannot travel, being too long, is an error too."""
+    """The answer to a job; an error if it is too long to be sent."""
     try:
         return encoder.encode(server.do(decoder.decode([frame])))
     except WireError as error:

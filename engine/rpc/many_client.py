@@ -328,7 +328,7 @@ class ManyCoresClient(CoreClient):
 
 
 def shut_down(cores: Sequence[EngineCoreClient]) -> None:
-    """Shut down all of them, each while the others end too."""
+    """Shut down all of these clients at the same time."""
     for core in cores:
         core.ask_to_end()
     for core in cores:

@@ -236,7 +236,7 @@ class EngineCoreClient(CoreClient):
                 self._send(frame)
 
     def _receive(self, seconds: float) -> None:
-        """Wait so long for messages, and take all there are. Raises ``EngineDeadError``."""
+        """Wait this long for messages, and take all there are. Raises ``EngineDeadError``."""
         self._live()
         ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._waker.fd in ready:
@@ -370,7 +370,7 @@ class ClientProtocol:
         return self._encoder.encode(Abort(as_request_ids(request_ids)))
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[int, bytes]:
-        """Number and frame.
+        """The number of a call, and its frame.
 
         Raises ``RequestTypeError`` for arguments that are no plain values, ``WireError`` for more
         than ``MAX_CALL_BYTES`` of them.

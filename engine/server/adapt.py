@@ -260,7 +260,7 @@ def with_words_in_results(messages: Messages) -> Messages:
 
 
 def with_bridges(messages: Messages, words: str = "") -> Messages:
-    """The assistant says something between a call and the next turn of the user."""
+    """With a message of the assistant between a tool call and the next turn of the user."""
     found: Messages = []
     for message in messages:
         is_open = bool(found) and (found[-1].get("tool_calls") or found[-1]["role"] == "tool")

@@ -20,7 +20,7 @@ class TokenNames:
         self.tokenizer = tokenizer
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """What it adds to a text. ``None``: not known."""
+        """The bytes that a token adds to a text; ``None`` if they are not known."""
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
 
     def text_of(self, token_id: int, *, is_unique: bool = False) -> str:

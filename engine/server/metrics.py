@@ -284,8 +284,8 @@ class Metrics(Collector):
         return self._stats
 
     async def text(self) -> bytes | None:
-        """All of it, ``None`` if something in it fails. Written out by another thread: the event
-        loop goes on."""
+        """All metrics, ``None`` if one fails. Another thread writes the text, so that the event
+        loop is not held up."""
         await self.stats()
         return await asyncio.to_thread(self._guard.run, generate_latest, self._registry)
 

@@ -289,7 +289,7 @@ class Passes:
 
 
 def _last_token(work: Work) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
-    """The very last: its row of the batch, its sequence, and the keys that it sees."""
+    """The last token of the batch: its row, its sequence, and the keys that it sees."""
     rows = np.array([int(work.counts.sum()) - 1])
     return rows, np.array([len(work.slots) - 1]), (work.starts + work.counts)[-1:]
 

@@ -518,8 +518,8 @@ def _refusal(form: Grammar) -> str:
 
 
 def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
-    """What it returns or raises, in such a thread. Raises ``TimeoutError`` after this many seconds;
-    the work then goes on for nobody."""
+    """The result or error of the work, done in another thread. Raises ``TimeoutError`` after this
+    many seconds; the work then runs on, and its result is dropped."""
     future: Future[str] = Future()
 
     def run() -> None:

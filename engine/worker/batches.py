@@ -162,7 +162,8 @@ class Batches:
         ``specs``: those of the plan's new sequences. padded: these rows have one token each, and
         are padded to this many. mixed: they are for a graph of this many tokens; see
         ``mixed_room``. filled: they are padded to this many tokens; those after the last belong to
-        no sequence."""
+        no sequence.
+        """
         tokens = locate(rows)
         num_tokens = max(len(tokens.slots), padded, filled)
         host = self._staging.open(max(num_tokens, mixed))

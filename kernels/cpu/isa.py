@@ -79,7 +79,7 @@ def kernel_cache() -> str | None:
 
 
 def requested() -> str | None:
-    """What ``METRONOME_CPU_ISA`` says. Raises ``ValueError`` for what this processor has not."""
+    """What ``METRONOME_CPU_ISA`` says. Raises ``ValueError`` for what this processor lacks."""
     name = os.environ.get(VARIABLE)
     if name and name not in LEVELS:
         raise ValueError(f"{VARIABLE} is {name!r:.80}, must be one of: {', '.join(LEVELS)}")

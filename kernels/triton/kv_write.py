@@ -40,7 +40,7 @@ class Write(NamedTuple):
 
 @triton.jit
 def partners(dims, S: tl.constexpr):
-    """For each dimension: the one it turns with, the index of their angle, the sine's sign."""
+    """For each dimension: the one it is rotated with, the index of their angle, the sine's sign."""
     if S.IS_INTERLEAVED:
         partner = dims ^ 1
         angle = dims // 2

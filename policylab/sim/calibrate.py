@@ -258,8 +258,8 @@ def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
 def _ratios(
     measured: Floats, predicted: Floats, kinds: NDArray[Any]
 ) -> tuple[NDArray[np.intp], list[float]]:
-    """Which are kept, and measured through predicted of these: in order of time, thinned by leaving
-    out whole stretches. Their mean, weighted by time, is 1 in each kind."""
+    """Indices of the steps kept, and measured over predicted time of each: in order of time,
+    thinned by leaving out whole stretches. The mean of each kind, weighted by time, is 1."""
     kept = np.arange(len(measured))
     if len(kept) > MAX_NOISE:
         windows = np.linspace(0, len(kept) // WINDOW - 1, MAX_NOISE // WINDOW).astype(int)

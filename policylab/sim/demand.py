@@ -79,7 +79,7 @@ def drawn(source: Source) -> Sample:
 
 
 def _jobs(source: Source) -> Iterator[Job]:
-    """All requests, also those that follow others, each of which ends at once."""
+    """All requests. Each ends at once, so that those that follow others come too."""
     while source.next_time < inf:
         job = source.take()
         yield job
@@ -115,7 +115,7 @@ def served_per_second(
 
 
 def share_found(work: Work, own: Sample) -> float:
-    """How much was in the cache, of what could have been. ``own``: the requests of the work."""
+    """Share found in the cache of what could have been there. ``own``: the requests of the work."""
     return min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
 
 

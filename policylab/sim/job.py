@@ -39,7 +39,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """One request to come. Times are seconds since the start of the run."""
+    """A request of a workload. Times are seconds since the start of the run."""
 
     request_id: str
     arrival: float

@@ -82,7 +82,7 @@ class Window(NamedTuple):
         return Window(0.0, self.until, 0, state, until=self.until)
 
     def joined(self, other: Window) -> Window:
-        """What both have of the same requests: the later start."""
+        """The part of the same requests that both windows have: the later start."""
         return self if self.num_warmup >= other.num_warmup else self._begin(other)
 
     def _begin(self, other: Window) -> Window:

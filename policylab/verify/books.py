@@ -162,7 +162,7 @@ def _is_own(value: object, own: set[str]) -> bool:
 
 
 def _is_own_module(module: ModuleType, own: set[str]) -> bool:
-    """A module that the policy's author wrote too: of the same package, or the same directory."""
+    """Whether the policy's author wrote this module too: same package or same directory."""
     name = module.__name__
     if name.partition(".")[0] in {*OURS, *sys.stdlib_module_names, *FOREIGN}:
         return False

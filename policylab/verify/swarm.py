@@ -203,7 +203,7 @@ def smallest(
     halves: MakeHalves | None = None,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """The smallest case found that breaks the same rule, itself if it does so no more.
+    """The smallest case that breaks the same rule; the given one if it breaks none now.
 
     ``goes_on`` is called before each run, as by ``shrink``.
     """

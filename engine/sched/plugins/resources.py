@@ -78,7 +78,7 @@ class Resources:
         self._tell("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
-        """Tokens behind the known ones that some resource wants computed."""
+        """Tokens after the known ones that a resource wants computed."""
         most = 0
         for own in self._own["extra"]:
             begun = self._timer()

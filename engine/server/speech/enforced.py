@@ -27,7 +27,7 @@ def enforceable(tools: Tools) -> Tools:
 
 
 def is_too_large(form: StructuredOutputsParams, rules: ObjectRules) -> bool:
-    """Whether it cannot be compiled as a whole, of which each part can be."""
+    """Whether a form cannot be compiled as a whole, though each part can."""
     whole = form_of(form).with_rules(rules)
     size = len(whole.text) + sum(len(part.text) for part in whole.parts)
     if why := (_fault_of_whole if size <= MAX_KEPT_WHOLE else fault_of_grammar)(whole):

@@ -111,8 +111,8 @@ class Source:
             yield None
 
     def look(self, offset: int) -> Waits[tuple[str, int]]:
-        """The first character from there on that is no white space, and where it is; none: the
-        answer ends, or it is too far to say."""
+        """The first character from there on that is not white space, and its place; none if the
+        answer ends first, or if it is too far away."""
         while True:
             match = SPACE.match(self.text, self.at + offset)
             assert match is not None
@@ -124,7 +124,7 @@ class Source:
             yield None
 
     def follows(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """What stands there after white space: one of these, ``END``, or an empty text."""
+        """What comes next after white space: one of these, ``END``, or an empty text."""
         char, offset = yield from self.look(offset)
         if not char:
             return END

@@ -31,7 +31,7 @@ PARSING = "transformers.utils.chat_parsing"
 
 
 class ResponseTemplate:
-    """A template, as its markers stand in the texts of one vocabulary."""
+    """A template, with its markers as texts of one vocabulary."""
 
     def __init__(self, markers: Markers, template: dict[str, Any]) -> None:
         parsing = importlib.import_module(f"{PARSING}.response_templates")

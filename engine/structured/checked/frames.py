@@ -231,7 +231,7 @@ class Frame:
         return other
 
     def with_members(self, names: Sequence[str]) -> Frame:
-        """With members of which only the names are known."""
+        """A copy with members of which only the names are known."""
         other, place = self.copy(), self.table.place
         members = {name: place.property(name) for name in names}
         other.names, other.last, other.is_vague = {**self.names, **members}, names[-1], True
@@ -242,7 +242,7 @@ class Frame:
         return other
 
     def stretched(self, num_more: int) -> Frame:
-        """With this many items that nothing is known of."""
+        """A copy with this many items of which nothing is known."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += num_more - 1
         other._note(other.count, member, member.place.start, is_whole=True)

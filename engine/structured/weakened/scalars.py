@@ -92,7 +92,7 @@ def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
 
 
 def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[float, bool]]:
-    """Ends of ranges, and whether they are outside: draft 4 says that by a bool."""
+    """Ends of ranges, and whether they are exclusive: in draft 4 a bool says so."""
     for each in schemas:
         if is_number(each.get(key)):
             yield each[key], each.get(strict) is True

@@ -259,7 +259,7 @@ class _Writer:
         return [_typed(types, each, at) for at, each in enumerate(ways)]
 
     def _listed(self, values: list[Any]) -> list[Any]:
-        """Each of these values; of an object the members in any order, where that is free."""
+        """Schemas of these values; an object may have its members in any order if that is free."""
         is_free = self._order == "free"
         free = [each for each in values if is_free and isinstance(each, dict) and len(each) > 1]
         found = [self.place([self._constant(each)]) for each in free]

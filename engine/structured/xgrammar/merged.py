@@ -116,8 +116,8 @@ def _check_arrays(one: Schema, other: Schema) -> None:
 
 
 def _properties(one: Schema, other: Schema, found: Schema) -> Schema:
-    """Properties of both: what one names and the other does not is an additional property of
-    that."""
+    """Properties of both: one that only one of them names is an additional property of the
+    other."""
     if "unevaluatedProperties" in found and "additionalProperties" in found:
         raise SchemaError("unevaluatedProperties next to additionalProperties is not enforced")
     names = {**_object(one), **_object(other)}

@@ -148,7 +148,7 @@ class _Writer:
         return place
 
     def resolved(self, schema: Any) -> Schema:
-        """The schema with what it refers to, and all of its allOf, in one."""
+        """The schema merged with what it refers to and with all of its allOf."""
         wanted, seen = self._checked(schema), 0
         while "$ref" in wanted or "allOf" in wanted:
             self._spend("schemas", 1)
