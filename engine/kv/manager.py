@@ -56,7 +56,7 @@ class KVManager:
         windows = [group.window for group in groups]
         if source is not None and windows != [0]:
             raise ConfigError(
-                f"a KV source needs full attention (windows [0]), not windows {windows}"
+                f"a KV source needs full attention (windows [0]), this model has {windows}"
             )
         self.block_size = block_size
         self.groups = tuple(groups)

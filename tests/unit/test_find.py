@@ -168,7 +168,9 @@ class WantsSize(Resource):
 
 
 def test_a_resource_that_cannot_work_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"missing .*'size'.*wants some is given as an object"):
+    with pytest.raises(
+        ConfigError, match=r"missing .*'size'.*give a resource with options as an object"
+    ):
         choose(SchedulerConfig(resources=(WantsSize,)))
     with pytest.raises(ConfigError, match=r"engine\.Resource; it is a policy: give"):
         choose(SchedulerConfig(resources=(Ranks,)))
