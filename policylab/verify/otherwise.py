@@ -71,7 +71,8 @@ class Answer(NamedTuple):
     """What hooks have read of the environment, with the line."""
 
 
-HOURS = 7.3  # between the times of day of two such interpreters
+FIRST_HOUR, HOURS = 3.0, 12.3  # of the first one's day, and from there to the next one's
+DAY = 86_400.0  # seconds: each has a day of its own
 PACE = 1.7  # of the clocks, to the power of the seed
 FIRST_PID, NEXT_PID = 10_007, 101  # primes: their remainders differ
 SIZES = range(16, 512, 16)  # bytes of what small objects take
@@ -191,7 +192,11 @@ class World:
         self._kept = blocks[: len(blocks) // 2]
 
     def _change_clocks(self, number: int) -> None:
-        pace, shift = PACE**number, 3600.0 * HOURS * number
+        # It is night in the one and afternoon in the other, whenever this is run.
+        hour = FIRST_HOUR + HOURS * (number - 1)
+        local = time.localtime()
+        passed = 3600 * local.tm_hour + 60 * local.tm_min + local.tm_sec
+        pace, shift = PACE**number, DAY * number + 3600.0 * hour - passed
         for name in ("time", "monotonic", "perf_counter", "process_time", "thread_time"):
             setattr(time, name, _warped(getattr(time, name), pace, shift))
             setattr(time, f"{name}_ns", _in_ns(getattr(time, name)))
