@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import random
+import tracemalloc
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from engine.structured.checked.checker import Checker
+from engine.structured.checked.places import Places
+from engine.structured.checked.rules import rules_of
 from engine.structured.schemas import SchemaError
 from tests.support.schema_makers import any_document, any_value
 
@@ -63,3 +66,18 @@ def test_an_object_whose_names_only_a_pattern_knows_can_be_finished(more) -> Non
     checker = Checker({"type": "object", **named, **more})
     assert passes(checker, '{"aa":1,"b":2}', 1)
     assert not passes(checker, '{"aa":1}', 1) and not passes(checker, '{"aa":1,"B":2}', 1)
+
+
+def test_the_verdicts_that_are_kept_of_a_schema_are_bounded() -> None:
+    """However many places it has: hundreds of schemas are kept."""
+    places = Places()
+    strings = [places.place((rules_of({"maxLength": 60 + number}),)) for number in range(10)]
+    tracemalloc.start()
+    try:
+        for number in range(1_700):
+            for place in strings:
+                assert place.on_scalar(f"a text of some fifty characters: {number:20}") == (True,)
+        num_bytes, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert num_bytes < 1 << 20

@@ -25,6 +25,7 @@ Vector = tuple[Verdict, ...]  # of several rules
 Row = tuple[int, tuple[Part, ...]]  # the demands of one rule, by its number in the place
 MOST_MEMBERS = 4096  # whose names are remembered
 MOST_CHARACTERS = 64  # of a string of which the verdicts are kept
+MOST_SCALARS = 16_384  # of a schema whose verdicts are kept: some 150 bytes each
 
 
 class Member:
@@ -95,10 +96,13 @@ class Place:
             return self._judged(value)
         # A mask tries the same short strings and numbers again and again.
         if (found := self._on_scalars.get(value)) is None:
-            if len(self._on_scalars) >= MOST_MEMBERS:
-                self._on_scalars.clear()
+            self.places.note_scalar()
             found = self._on_scalars[value] = self._judged(value)
         return found
+
+    def forget_scalars(self) -> None:
+        """Keep no verdicts on strings, numbers and literals."""
+        self._on_scalars.clear()
 
     def _judged(self, value: Exact) -> Vector:
         return Scalar(self.table(kind_of(value)), value).vector
@@ -267,6 +271,7 @@ class Places:
 
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[Rule, ...], tuple[bool, ...]], Place] = {}
+        self._num_scalars = 0
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
         """musts: for each root, whether the text is wrong if it does not hold."""
@@ -274,6 +279,15 @@ class Places:
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)
         return self._places[key]
+
+    def note_scalar(self) -> None:
+        """The verdicts on one more scalar are kept; all before it are forgotten if they are too
+        many. A schema has many places, and many schemas are kept."""
+        self._num_scalars += 1
+        if self._num_scalars > MOST_SCALARS:
+            for place in self._places.values():
+                place.forget_scalars()
+            self._num_scalars = 1
 
 
 class Table:
