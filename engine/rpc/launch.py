@@ -186,9 +186,8 @@ def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
     if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
         return
     raise ConfigError(
-        f"the core at {address} runs {theirs}, and this engine has no such "
-        "option: give it the same "
-        "model, which it needs for the tokenizer, or skip_tokenizer_init"
+        f"the core at {address} runs {theirs}, and this engine was given no model: give it the "
+        "same model, which it needs for the tokenizer, or skip_tokenizer_init"
     )
 
 

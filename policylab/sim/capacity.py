@@ -64,7 +64,7 @@ def limits_of(text: str) -> list[Limit]:
             )
         if limit.figure not in NAMES:
             raise ConfigError(
-                f"figure {limit.figure!r} of --capacity is not known; there are: {', '.join(NAMES)}"
+                f"figure {limit.figure!r} is not known to --capacity; there are: {', '.join(NAMES)}"
             )
     return found
 
