@@ -92,7 +92,7 @@ class Submission(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLimits:
-    """ModelLimits of a request, decided when the model was loaded."""
+    """Limits that the loaded model sets for a request."""
 
     max_model_len: int
     vocab_size: int

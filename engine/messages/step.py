@@ -70,10 +70,10 @@ class MaskPart(msgspec.Struct, array_like=True):
     """
 
     rows: Column  # of the plan, ascending
-    ahead: Column | None = None  # those of them whose token is wanted ahead of masks, ascending
-    # What each row of ``ahead`` draws if every token is allowed; -1 where that is not known, or
-    # would be another token among fewer. Written after the forward pass by an executor that can
-    # tell. A token that is allowed is then the one that would be drawn among those allowed.
+    ahead: Column | None = None  # rows to sample before their mask is ready, ascending
+    # What each row of ``ahead`` draws if every token is allowed; -1 if that is unknown, or if the
+    # mask could change it. Written after the forward pass by an executor that knows. A token that
+    # is allowed is then the one that would be drawn among those allowed.
     drawn: Column | None = None
 
 

@@ -6,9 +6,9 @@ between 0 and 20 ms, which no line through sizes of steps tells. So it is measur
 own clock, from the end of a step to the end of the next, for numbers of running requests apart;
 what was not measured yet is taken to be as for the nearest number that was.
 
-Drafts of which less is expected are verified only as far as a credit goes, a token of each request
-and a hundredth of all: what nobody tries, nobody learns to be right. All requests that want to try
-do so in the same step.
+Drafts with a lower expectation are still verified within a small budget (one token of each request
+plus 1 % of all tokens), so that a change in acceptance is noticed. All requests that want to try do
+so in the same step.
 """
 
 from __future__ import annotations

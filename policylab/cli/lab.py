@@ -170,8 +170,8 @@ def read_cost(path: Path) -> StepCost:
         raise ConfigError(f"--cost {str(path)!r} cannot be read: {error.strerror}") from error
     except (msgspec.DecodeError, TypeError) as error:
         raise ConfigError(
-            f"--cost {str(path)!r} is none: {error}; it must be a JSON object with fixed, per_seq, "
-            "per_token, per_context and per_attention, in seconds"
+            f"--cost {str(path)!r} is not a valid cost: {error}; it must be a JSON object with "
+            "fixed, per_seq, per_token, per_context and per_attention, in seconds"
         ) from error
     if min(found.values(), default=0.0) < 0.0 or not all(map(isfinite, found.values())):
         raise ConfigError(f"--cost {str(path)!r} has {found}; nothing may cost less than 0")

@@ -158,7 +158,7 @@ def as_sortable(column: Array) -> Array:
 
 
 def wrong_list(answer: object, num_requests: int) -> str | None:
-    """Of ranks of all at once that are no arrays. Tuples are checked one by one."""
+    """Why a list of ranks that is no array is wrong; tuples are checked one by one."""
     if isinstance(answer, list) and len(answer) == num_requests:
         return None
     return (

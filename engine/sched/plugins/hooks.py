@@ -500,7 +500,7 @@ class Guard(Policy):
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
-        """Of all at once. Tuples are checked one by one."""
+        """Why the ranks of all requests are wrong; tuples are checked one by one."""
         columns = as_columns(answer)
         if columns is None:
             return answers.wrong_list(answer, num_requests)
