@@ -29,7 +29,7 @@ from rich.table import Table
 from engine.config.model import read_model_info
 from engine.models.load import native_spec
 from engine.models.quant import format_of
-from engine.models.work import Shapes, Work
+from engine.models.work import ModelWork, Shapes
 from engine.worker.roofline import Ceilings, measured
 
 CELL = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -51,13 +51,13 @@ class Model(Shapes):
             raise ValueError(f"{info.architecture or info.model_type} is no native family")
         return cls(spec)
 
-    def step(self, chunks: Sequence[Chunk], dtype: str, shared: int = 0) -> Work:
+    def step(self, chunks: Sequence[Chunk], dtype: str, shared: int = 0) -> ModelWork:
         """One forward pass, after which a token is drawn for each sequence."""
         new, context = np.array(chunks, dtype=np.int64).T
         cells = CELL[dtype], CELL[dtype]
         return self.work(new, context, cells, num_logits=len(chunks), shared=shared)
 
-    def decode(self, batch: int, context: int, dtype: str) -> Work:
+    def decode(self, batch: int, context: int, dtype: str) -> ModelWork:
         """A step of `batch` sequences, each with `context` tokens before the new one."""
         return self.step([(1, context)] * batch, dtype)
 

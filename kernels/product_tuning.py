@@ -13,7 +13,7 @@ from kernels.tuning import PROCESSORS
 ALIGNED = 16  # what sizes are multiples of where loads are as wide as they can be
 
 
-class Tile(NamedTuple):
+class ProductTile(NamedTuple):
     """A program's share: rows of x, outputs, inputs a step; warps, loads in flight."""
 
     rows: int
@@ -43,7 +43,7 @@ _TILES: dict[str, dict[int, dict[int, tuple[int, _Rows]]]] = {
 }
 
 
-def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: int) -> Tile:
+def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: int) -> ProductTile:
     """For this many rows of numbers of `itemsize` bytes. weight: its outputs and inputs."""
     num_outputs, num_inputs = weight
     table = _TILES[arch][itemsize]
@@ -53,4 +53,4 @@ def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: 
     rows = next((rows for rows in by_rows if num_rows <= rows), max(by_rows))
     if num_inputs % ALIGNED:  # loaded number by number: more warps share what that takes
         rows = max(by_rows)
-    return Tile(rows, outputs, inputs, *by_rows[rows])
+    return ProductTile(rows, outputs, inputs, *by_rows[rows])

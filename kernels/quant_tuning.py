@@ -24,7 +24,7 @@ _MOST_FUSED_ROWS = 512
 _MOST_FUSED_ROWS_OF_FLOAT32 = 64
 
 
-class Tile(NamedTuple):
+class QuantTile(NamedTuple):
     """A program's share: rows of x, outputs, warps, loads in flight."""
 
     rows: int
@@ -60,16 +60,18 @@ def most_fused_rows(itemsize: int) -> int:
     return _MOST_FUSED_ROWS if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
 
 
-def product_tile(arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False) -> Tile:
+def product_tile(
+    arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False
+) -> QuantTile:
     """For this many rows of numbers of `itemsize` bytes; is_gathered: each looked up by itself."""
     table = _TILES[arch][itemsize]
     if is_gathered:
         table = _GATHERED_TILES.get(arch, {}).get(itemsize, table)
     rows = next((rows for rows in table if num_rows <= rows), max(table))
-    return Tile(rows, *table[rows])
+    return QuantTile(rows, *table[rows])
 
 
-def num_splits(arch: str, tile: Tile, num_programs: int, num_steps: int) -> int:
+def num_splits(arch: str, tile: QuantTile, num_programs: int, num_steps: int) -> int:
     """Parts of the inputs, so that programs fill the device; `num_steps` are there to share.
 
     A processor holds one program of eight warps, or two of four. Parts of many rows are as many

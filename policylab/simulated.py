@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.core.build import features_of, following_grammars, make_compiler
 from engine.messages.requests import AddRequest
 from policylab.verify.case import VOCAB_SIZE, Setup
-from policylab.verify.halves import WRONG, Delayed, Guide, Halves, NoGuide, small_tokenizer
+from policylab.verify.halves import WRONG, DelayedMatcher, Guide, Halves, NoGuide, small_tokenizer
 
 
 class SimulatedHalves:
@@ -17,7 +17,7 @@ class SimulatedHalves:
     def __call__(self, setup: Setup) -> Halves:
         resources = tuple(features_of(setup.config))
         if setup.grammar_ticks >= 0:
-            delayed = Delayed(self._compiler, setup.grammar_ticks)
+            delayed = DelayedMatcher(self._compiler, setup.grammar_ticks)
             resources = following_grammars(resources, delayed, VOCAB_SIZE, may_cut=True)
         return Halves(resources, self._guide)
 

@@ -31,7 +31,7 @@ from kernels.triton.attention_prefill import prefill_launches
 from kernels.triton.kv_write import write_launch
 from kernels.triton.launch import Launch
 from kernels.triton.merge import merge_launch, spans_launch
-from kernels.triton.shares import Plan
+from kernels.triton.shares import SharesPlan
 from kernels.tuning import Shares
 
 KV_HEADS = 8
@@ -132,7 +132,7 @@ def spans(head_dim: int, num_heads: int) -> Shipped:
 
 def plan(shares: Shares, window: int) -> Shipped:
     def build() -> Launch:
-        (launch,) = Plan.of(_meta(4, 1, 64), shares, (4, 1), 64, window)[1]
+        (launch,) = SharesPlan.of(_meta(4, 1, 64), shares, (4, 1), 64, window)[1]
         return launch
 
     return Shipped(f"plan of {shares.num}, window {window}", build, "bf16")

@@ -10,21 +10,26 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from engine.cli.bench_runs import Workload, measure_latency, measure_startup, measure_throughput
+from engine.cli.bench_runs import (
+    BenchWorkload,
+    measure_latency,
+    measure_startup,
+    measure_throughput,
+)
 from engine.cli.options import add_engine_options, engine_args
-from engine.cli.parser import Parser
+from engine.cli.parser import OptionParser
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError
 
 Result = Mapping[str, float | int | str]
-MEASURES: dict[str, tuple[str, Callable[[EngineArgs, Workload], Result]]] = {
+MEASURES: dict[str, tuple[str, Callable[[EngineArgs, BenchWorkload], Result]]] = {
     "throughput": ("All prompts at once: tokens and requests a second.", measure_throughput),
     "latency": ("One batch after the other: times to first, next and last token.", measure_latency),
     "startup": ("Fresh processes: seconds from start to first token.", measure_startup),
 }
 
 
-def add_arguments(parser: Parser) -> None:
+def add_arguments(parser: OptionParser) -> None:
     measures = parser.add_subparsers(dest="measure", required=True, metavar="MEASURE")
     for name, (summary, _) in MEASURES.items():
         command = measures.add_parser(name, help=summary, description=summary)
@@ -54,7 +59,7 @@ def _add_workload(parser: argparse.ArgumentParser, name: str) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    workload = Workload(
+    workload = BenchWorkload(
         num_prompts=parsed.num_prompts,
         input_len=parsed.input_len,
         output_len=parsed.output_len,

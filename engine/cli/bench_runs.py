@@ -25,7 +25,7 @@ PROBE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class BenchWorkload:
     """What the engine is given to do; random token ids unless there are texts."""
 
     num_prompts: int
@@ -45,7 +45,7 @@ class Workload:
         ]
 
 
-def measure_throughput(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
+def measure_throughput(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
     """The best of ``num_iters`` runs of all prompts at once."""
     with LLMEngine.from_engine_args(args) as engine:
         prompts = workload.prompts(engine.session.client.decided.vocab_size)
@@ -66,7 +66,7 @@ def measure_throughput(args: EngineArgs, workload: Workload) -> dict[str, float 
     }
 
 
-def measure_latency(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
+def measure_latency(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
     """Times of requests over ``num_iters`` batches, in milliseconds."""
     with LLMEngine.from_engine_args(args) as engine:
         prompts = workload.prompts(engine.session.client.decided.vocab_size)
@@ -99,7 +99,7 @@ def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
     return times
 
 
-def measure_startup(args: EngineArgs, workload: Workload) -> dict[str, float | int]:
+def measure_startup(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
     """Seconds in fresh processes to import, to load and to the first token; medians of runs."""
     encoded = json.dumps(_given(_fetched(args)))
     _probe(encoded, workload)
@@ -107,7 +107,7 @@ def measure_startup(args: EngineArgs, workload: Workload) -> dict[str, float | i
     return {name: statistics.median(run[name] for run in runs) for name in runs[0]}
 
 
-def _probe(encoded: str, workload: Workload) -> dict[str, float]:
+def _probe(encoded: str, workload: BenchWorkload) -> dict[str, float]:
     command = [sys.executable, "-m", "engine.cli.startup_probe", encoded, str(workload.input_len)]
     start = time.perf_counter()
     done = subprocess.run(command, capture_output=True, text=True, timeout=PROBE_SECONDS)

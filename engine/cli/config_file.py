@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from engine.cli.parser import Parser
+from engine.cli.parser import OptionParser
 from engine.errors import ConfigError, reason_of
 
 OPTION = "--config"
@@ -26,7 +26,7 @@ def add_config_option(group: argparse._ArgumentGroup) -> None:
     )
 
 
-class Entry(NamedTuple):
+class ConfigEntry(NamedTuple):
     """A key of the file, and where it stands."""
 
     place: str
@@ -34,7 +34,7 @@ class Entry(NamedTuple):
     value: Any
 
 
-def apply(parser: Parser, parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
+def apply(parser: OptionParser, parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
     """Give options that the command line leaves out the values of the file, if one is named.
 
     ``arguments``: the command line. Raises ``ConfigError`` that names file, line and key.
@@ -76,7 +76,7 @@ def _option(key: str) -> str:
     return "--model" if name == "model-tag" else f"--{name}"
 
 
-def _entries(path: str) -> list[Entry]:
+def _entries(path: str) -> list[ConfigEntry]:
     """Raises ``ConfigError`` for a file that cannot be read."""
     try:
         text = Path(path).expanduser().read_text("utf-8")
@@ -99,8 +99,8 @@ def _entries(path: str) -> list[Entry]:
     )
 
 
-def _entry(path: str, key: yaml.Node, value: Any) -> Entry:
-    return Entry(f"{path}, line {key.start_mark.line + 1}", str(key.value), value)
+def _entry(path: str, key: yaml.Node, value: Any) -> ConfigEntry:
+    return ConfigEntry(f"{path}, line {key.start_mark.line + 1}", str(key.value), value)
 
 
 def _problem(error: Exception) -> str:
@@ -110,7 +110,7 @@ def _problem(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _value(parser: Parser, action: argparse.Action, entry: Entry) -> Any:
+def _value(parser: OptionParser, action: argparse.Action, entry: ConfigEntry) -> Any:
     """The value as the command line would give it. Raises ``ConfigError``."""
     if action.nargs == 0:
         return _flag(action, entry)
@@ -121,7 +121,7 @@ def _value(parser: Parser, action: argparse.Action, entry: Entry) -> Any:
     return [_read(parser, action, entry, each) for each in values]
 
 
-def _flag(action: argparse.Action, entry: Entry) -> bool:
+def _flag(action: argparse.Action, entry: ConfigEntry) -> bool:
     if not isinstance(entry.value, bool):
         raise ConfigError(
             f"{entry.place}: {entry.key} is {entry.value!r:.80}, must be true or false"
@@ -130,7 +130,7 @@ def _flag(action: argparse.Action, entry: Entry) -> bool:
     return not entry.value if is_negated else entry.value
 
 
-def _read(parser: Parser, action: argparse.Action, entry: Entry, value: Any) -> Any:
+def _read(parser: OptionParser, action: argparse.Action, entry: ConfigEntry, value: Any) -> Any:
     """A value through the checks of the command line."""
     is_object = isinstance(value, dict)
     if (is_object and action.metavar != "JSON") or not isinstance(value, str | int | float | dict):

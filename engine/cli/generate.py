@@ -13,7 +13,7 @@ from engine.cli.options import (
     sampling_params,
 )
 from engine.cli.profiling import profiled
-from engine.cli.streaming import Figures, stream, write_out
+from engine.cli.streaming import RunFigures, stream, write_out
 from engine.config.args import EngineArgs
 from engine.errors import RequestError
 from engine.llm import LLM
@@ -37,7 +37,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _stream_one(prompts: list[str], parsed: argparse.Namespace, args: EngineArgs) -> Figures:
+def _stream_one(prompts: list[str], parsed: argparse.Namespace, args: EngineArgs) -> RunFigures:
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         engine.add_request("0", prompts[0], sampling_params(parsed, engine.session.recommended))
         write_out(prompts[0])
@@ -49,7 +49,7 @@ def _stream_one(prompts: list[str], parsed: argparse.Namespace, args: EngineArgs
     return answer.figures
 
 
-def _complete_many(prompts: list[str], parsed: argparse.Namespace, args: EngineArgs) -> Figures:
+def _complete_many(prompts: list[str], parsed: argparse.Namespace, args: EngineArgs) -> RunFigures:
     with LLM(**vars(args)) as llm:
         params = sampling_params(parsed, llm.llm_engine.session.recommended)
         start = time.perf_counter()
@@ -58,7 +58,7 @@ def _complete_many(prompts: list[str], parsed: argparse.Namespace, args: EngineA
         seconds = time.perf_counter() - start
     for output in outputs:
         print(f"{output.prompt}{output.outputs[0].text}\n")
-    return Figures(
+    return RunFigures(
         num_prompt_tokens=sum(len(output.prompt_token_ids) for output in outputs),
         num_output_tokens=sum(len(output.outputs[0].token_ids) for output in outputs),
         seconds=seconds,

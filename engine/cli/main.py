@@ -16,19 +16,19 @@ from importlib.metadata import version
 
 from engine.cli import config_file
 from engine.cli.commands import OWN, PACKAGE, Command, all_commands, own_commands
-from engine.cli.parser import Parser, spelled
+from engine.cli.parser import OptionParser, spelled
 from engine.errors import ConfigError, EngineError
 
 USAGE_ERROR = 2  # as argparse has it
 BROKEN_PIPE = 141  # likewise
 
 
-def make_parser(arguments: Sequence[str] = ()) -> Parser:
+def make_parser(arguments: Sequence[str] = ()) -> OptionParser:
     """The parser for these arguments. Only the command that they name is imported.
 
     Raises ``EngineError`` if that command is of another package and cannot be loaded.
     """
-    parser = Parser(
+    parser = OptionParser(
         prog="metronome",
         description="Language model inference with pluggable schedulers. Without --model every "
         "command uses the small model that ships with the package.",
@@ -80,7 +80,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """
     arguments = spelled(sys.argv[1:] if argv is None else argv)
     parsed, unknown = make_parser(arguments).parse_known_args(arguments)
-    command: Parser = parsed.command_parser
+    command: OptionParser = parsed.command_parser
     if unknown:
         command.error(command.unknown(unknown))
     try:

@@ -12,7 +12,7 @@ from engine.config.near import did_you_mean, near_options, suggestion
 KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
-class Parser(argparse.ArgumentParser):
+class OptionParser(argparse.ArgumentParser):
     """``argparse`` without its usage: an error names what was typed, and what was meant if that is
     clear. An option may be written with underscores, as vLLM's may."""
 

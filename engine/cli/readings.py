@@ -38,7 +38,7 @@ class Reading:
     """False: the server repeats figures, since its core does not answer it."""
 
 
-class Source(Protocol):
+class ReadingSource(Protocol):
     """Where readings come from."""
 
     @property

@@ -138,7 +138,8 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    """Defaults are those of ``Limits`` and ``HttpLimits``, which are imported only to serve."""
+    """Defaults are those of ``ServerLimits`` and ``HttpLimits``, which are imported only to
+    serve."""
     wholes = {
         "max-body-bytes": "of a request; default: 33554432",
         "max-n": "texts for each prompt; default: 128",
@@ -159,7 +160,7 @@ def run(parsed: argparse.Namespace) -> int:
     try:
         from engine.server.http.origins import AllowedOrigins, listed
         from engine.server.http.protocol import HttpLimits
-        from engine.server.limits import Limits
+        from engine.server.limits import ServerLimits
         from engine.server.run import ServerOptions, Tls, serve
     except ModuleNotFoundError as error:
         raise ConfigError(
@@ -180,7 +181,7 @@ def run(parsed: argparse.Namespace) -> int:
         reader_timeout=parsed.reader_timeout,
         request_log=parsed.request_log,
         max_queue_seconds=parsed.max_queue_seconds,
-        limits=Limits(**_given(parsed, LIMITS)),
+        limits=ServerLimits(**_given(parsed, LIMITS)),
         http=HttpLimits(**_given(parsed, HTTP_LIMITS)),
         tls=Tls(parsed.ssl_certfile, parsed.ssl_keyfile, parsed.ssl_ca_certs),
         origins=AllowedOrigins(

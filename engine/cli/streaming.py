@@ -12,7 +12,7 @@ from engine.messages.requests import RequestOutput
 
 
 @dataclass(frozen=True)
-class Figures:
+class RunFigures:
     """What a run of requests came to. Times in seconds."""
 
     num_prompt_tokens: int = 0
@@ -32,17 +32,17 @@ class Figures:
 
 
 @dataclass(frozen=True)
-class Answer:
+class StreamedAnswer:
     """A request that was read to its end."""
 
     text: str
-    figures: Figures
+    figures: RunFigures
     is_interrupted: bool = False
 
 
 def stream(
     engine: LLMEngine, request_id: str, write: Callable[[str], None] | None = None
-) -> Answer:
+) -> StreamedAnswer:
     """Step until this request is finished, writing its text as it comes.
 
     An interrupt ends the request; what there is of it then is the answer. Raises ``RequestError``
@@ -71,10 +71,10 @@ def stream(
     if completion.error is not None:
         raise RequestError(f"the request failed: {completion.error}", code=completion.code)
     figures = replace(times_of(last), num_output_tokens=num_output)
-    return Answer("".join(pieces), figures, is_interrupted)
+    return StreamedAnswer("".join(pieces), figures, is_interrupted)
 
 
-def times_of(output: RequestOutput) -> Figures:
+def times_of(output: RequestOutput) -> RunFigures:
     """Figures of one finished request; seconds count from its arrival to first and last token."""
     metrics = output.metrics
     assert metrics is not None
@@ -83,7 +83,7 @@ def times_of(output: RequestOutput) -> Figures:
         metrics.first_token_time,
         metrics.last_token_time,
     )
-    return Figures(
+    return RunFigures(
         num_prompt_tokens=len(output.prompt_token_ids),
         num_output_tokens=len(output.outputs[0].token_ids),
         seconds=0.0 if last is None else last - arrival,

@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli.readings import CoreSource, Reading, ServerSource, Source
+from engine.cli.readings import CoreSource, Reading, ReadingSource, ServerSource
 from engine.config.env import API_KEY, CORE_SECRET, admin_api_key, api_keys, core_secret
 from engine.errors import ConfigError
 from engine.messages.stats import SchedulerStats
@@ -86,7 +86,7 @@ def run(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _source(parsed: argparse.Namespace) -> Source:
+def _source(parsed: argparse.Namespace) -> ReadingSource:
     if parsed.connect is not None:
         if parsed.api_key is not None:
             raise ConfigError("--api-key is for --url; a core has its secret or its token")
@@ -106,7 +106,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 
 
 def readings(
-    source: Source, interval: float, screen: Screen, most: int | None = None
+    source: ReadingSource, interval: float, screen: Screen, most: int | None = None
 ) -> Iterator[None]:
     """Ask once an interval, never more often: a late answer is followed by a whole pause."""
     while True:
@@ -120,7 +120,7 @@ def readings(
         time.sleep(rest if rest > 0 else interval)
 
 
-def _watch(source: Source, screen: Screen, parsed: argparse.Namespace) -> None:
+def _watch(source: ReadingSource, screen: Screen, parsed: argparse.Namespace) -> None:
     """Until the user or the engine ends."""
     console = Console(markup=False, highlight=False)  # names of causes may have brackets
     if parsed.json or not console.is_terminal:
@@ -163,9 +163,9 @@ class Screen:
         return len(self._readings) > 1
 
     @property
-    def figures(self) -> Figures:
+    def figures(self) -> LiveFigures:
         readings = self._readings
-        return Figures(readings[0], readings[-1])
+        return LiveFigures(readings[0], readings[-1])
 
     def render(self) -> RenderableType:
         """The table, and below it what is not as it should be."""
@@ -180,7 +180,7 @@ class Screen:
             table.add_row(*row)
         return Group(Text(self._name), table, *map(Text, self._remarks(figures)))
 
-    def _remarks(self, figures: Figures) -> Iterator[str]:
+    def _remarks(self, figures: LiveFigures) -> Iterator[str]:
         silent = time.monotonic() - figures.last.time
         if silent > SILENT * self._interval:
             yield f"no answer for {silent:.0f} s: the core is in a long step, or hangs"
@@ -190,7 +190,7 @@ class Screen:
             yield f"blocked: {figures.stats.blocked}"
 
 
-class Figures(NamedTuple):
+class LiveFigures(NamedTuple):
     """Two readings of one engine, and what happened between them."""
 
     first: Reading
@@ -282,7 +282,7 @@ def _share(part: float, whole: float) -> float | None:
 Row = tuple[str, str, str]
 
 
-def rows(figures: Figures) -> Iterator[Row]:
+def rows(figures: LiveFigures) -> Iterator[Row]:
     """Name, now or in the last seconds, and since the start."""
     stats = figures.stats
     yield "requests running", str(stats.num_running), ""
@@ -311,25 +311,25 @@ def rows(figures: Figures) -> Iterator[Row]:
     yield from _hooks(figures)
 
 
-def _counted(figures: Figures, name: str, word: str) -> Row:
+def _counted(figures: LiveFigures, name: str, word: str) -> Row:
     return word, f"{figures.news(name):.0f}", f"{getattr(figures.stats, name):,}"
 
 
-def _events(figures: Figures) -> Iterator[Row]:
+def _events(figures: LiveFigures) -> Iterator[Row]:
     """What features and policies count, by name."""
     news, total = figures.news_by_key("counters"), figures.stats.counters
     for name in sorted(name for name, value in total.items() if value):
         yield f"{name}/s", _number(figures.rate(news[name])), f"{total[name]:,}"
 
 
-def _waits(figures: Figures) -> Iterator[Row]:
+def _waits(figures: LiveFigures) -> Iterator[Row]:
     """What requests that left the queue had waited for, the largest cause first."""
     news, total = figures.news_by_key("wait_seconds"), figures.stats.wait_seconds
     for cause in _largest(total):
         yield f"waited for {cause}", _seconds(news[cause]), _seconds(total[cause])
 
 
-def _hooks(figures: Figures) -> Iterator[Row]:
+def _hooks(figures: LiveFigures) -> Iterator[Row]:
     """Time in hooks, the largest first: a share of all time now, seconds since the start."""
     news, total = figures.news_by_key("hook_seconds"), figures.stats.hook_seconds
     for hook in _largest(total):

@@ -25,7 +25,7 @@ from engine.sched.request import Request
 NOTHING = "nothing"
 
 
-class Difference(NamedTuple):
+class PlanDifference(NamedTuple):
     """The first difference. ``request_id`` is empty if it is not that of a single request."""
 
     step: int
@@ -43,7 +43,7 @@ class Replayed(NamedTuple):
 
     num_steps: int  # plans that were the same
     num_requests: int
-    difference: Difference | None
+    difference: PlanDifference | None
 
     def __str__(self) -> str:
         if self.difference is None:
@@ -163,7 +163,7 @@ class Replay:
                 break
         return Replayed(self._num_steps, self._num_requests, difference)
 
-    def _repeat(self, record: steplog.Record) -> Difference | None:
+    def _repeat(self, record: steplog.Record) -> PlanDifference | None:
         """Make the call that was recorded."""
         scheduler = self.scheduler
         assert not isinstance(record, steplog.Adding)
@@ -188,7 +188,7 @@ class Replay:
                 scheduler.reset_prefix_cache(record.reset_running)
         return None
 
-    def _add(self, adding: steplog.Adding, added: steplog.Added) -> Difference | None:
+    def _add(self, adding: steplog.Adding, added: steplog.Added) -> PlanDifference | None:
         self._clock.set(added.times)
         self._num_requests += 1
         request_id, error = adding.request.request_id, ""
@@ -200,9 +200,9 @@ class Replay:
             error = f"{type(refusal).__name__}: {refusal}"
         if bool(error) == bool(added.error):
             return None
-        return Difference(self._step, request_id, added.error or "taken", error or "taken")
+        return PlanDifference(self._step, request_id, added.error or "taken", error or "taken")
 
-    def _plan(self, planned: steplog.Planned) -> Difference | None:
+    def _plan(self, planned: steplog.Planned) -> PlanDifference | None:
         plan = self.last_plan = self.scheduler.schedule()
         then = self._plans.decode(planned)
         self._step = planned.step
@@ -214,7 +214,7 @@ class Replay:
 
     def _compare(
         self, planned: steplog.Planned, then: PlanColumns, plan: StepPlan
-    ) -> Difference | None:
+    ) -> PlanDifference | None:
         """The first difference: in the tokens of a request, else in the rest of the plan."""
         shares_then = _shares(then)
         shares_now = _shares(PlanColumns.of(plan))
@@ -237,8 +237,8 @@ class Replay:
     def _name(self, row: int) -> str:
         return self._ids.get(row, f"in row {row}")
 
-    def _difference(self, request_id: str, then: str, now: str) -> Difference:
-        return Difference(self._step, request_id, then, now)
+    def _difference(self, request_id: str, then: str, now: str) -> PlanDifference:
+        return PlanDifference(self._step, request_id, then, now)
 
 
 def _shares(columns: PlanColumns) -> dict[int, str]:

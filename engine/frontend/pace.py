@@ -9,7 +9,7 @@ from engine.errors import RefusedError
 SHARE = 0.05  # of the latest gap in the smoothed one: about the last 20 count
 
 
-class Gap:
+class TokenGap:
     """Seconds between two starts that others wait for, smoothed; 0.0: not known."""
 
     def __init__(self) -> None:
@@ -40,8 +40,8 @@ class QueuePace:
         self.num_waiting = 0
         self.num_running = 0
         self.num_seats = num_seats
-        self._starts = Gap()
-        self._seats = Gap()
+        self._starts = TokenGap()
+        self._seats = TokenGap()
 
     def arrive(self) -> None:
         self.num_waiting += 1

@@ -80,7 +80,7 @@ OUTPUT_KINDS = ("cumulative", "delta", "final")
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens")
 
 
-class Range(NamedTuple):
+class ParamRange(NamedTuple):
     """What one numeric field may be; ``open_low``: the lower limit itself is not allowed."""
 
     field: str
@@ -101,25 +101,25 @@ class Range(NamedTuple):
 
 
 REAL_RANGES = (
-    Range("temperature", 0.0, 2.0, "0 is greedy"),
-    Range("top_p", 0.0, 1.0, "1 is off", open_low=True),
-    Range("min_p", 0.0, 1.0, "0 is off"),
-    Range("presence_penalty", -2.0, 2.0),
-    Range("frequency_penalty", -2.0, 2.0),
-    Range("repetition_penalty", 0.0, math.inf, "1 is off", open_low=True),
+    ParamRange("temperature", 0.0, 2.0, "0 is greedy"),
+    ParamRange("top_p", 0.0, 1.0, "1 is off", open_low=True),
+    ParamRange("min_p", 0.0, 1.0, "0 is off"),
+    ParamRange("presence_penalty", -2.0, 2.0),
+    ParamRange("frequency_penalty", -2.0, 2.0),
+    ParamRange("repetition_penalty", 0.0, math.inf, "1 is off", open_low=True),
 )
 WHOLE_RANGES = (
-    Range("n", 1, math.inf),
-    Range("top_k", -1, math.inf, "0 and -1 are off"),
-    Range("min_tokens", 0, math.inf),
-    Range("prompt_logprobs_start", 0, math.inf),
+    ParamRange("n", 1, math.inf),
+    ParamRange("top_k", -1, math.inf, "0 and -1 are off"),
+    ParamRange("min_tokens", 0, math.inf),
+    ParamRange("prompt_logprobs_start", 0, math.inf),
 )
 OPTIONAL_WHOLE_RANGES = (
-    Range("max_tokens", 1, math.inf, "None is all that fits"),
-    Range("seed", -(2**63), 2**63 - 1, "64 bits"),
-    Range("logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
-    Range("prompt_logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
-    Range("truncate_prompt_tokens", -1, math.inf, "-1 is all that fits, None is off"),
+    ParamRange("max_tokens", 1, math.inf, "None is all that fits"),
+    ParamRange("seed", -(2**63), 2**63 - 1, "64 bits"),
+    ParamRange("logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
+    ParamRange("prompt_logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
+    ParamRange("truncate_prompt_tokens", -1, math.inf, "-1 is all that fits, None is off"),
 )
 
 
@@ -193,7 +193,7 @@ def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoRe
     )
 
 
-def _check_real(limits: Range, value: Any, of: str = "") -> None:
+def _check_real(limits: ParamRange, value: Any, of: str = "") -> None:
     """of: the part of the field that it is, "of token 5" say."""
     if type(value) not in (int, float):  # exactly: no bool, and NumPy's own do not travel
         raise RequestTypeError(
@@ -205,7 +205,7 @@ def _check_real(limits: Range, value: Any, of: str = "") -> None:
         raise RequestError(f"{limits.field}{of} is {value}, must be {limits}", param=limits.field)
 
 
-def _check_whole(limits: Range, value: Any) -> None:
+def _check_whole(limits: ParamRange, value: Any) -> None:
     if not _is_whole(value):
         _refuse_type(limits.field, value, f"a whole number {limits}")
     if not limits.holds(value):
@@ -260,7 +260,7 @@ def _check_logit_bias(logit_bias: Any) -> None:
         return
     if not isinstance(logit_bias, dict):
         _refuse_type("logit_bias", logit_bias, "a dict of token id to bias")
-    limits = Range("logit_bias", -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    limits = ParamRange("logit_bias", -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     for token, bias in logit_bias.items():
         if not _is_whole(token):
             _refuse_type("logit_bias", token, "a token id (a whole number)", "a key of")

@@ -24,7 +24,7 @@ from engine.layers.sublayers import (
     ResidualNorm,
     RMSNorm,
 )
-from engine.models.decoder import Block, Decoder, Sublayer
+from engine.models.decoder import Decoder, DecoderBlock, Sublayer
 from engine.models.spec import DecoderSpec
 from engine.models.weights import Weights
 
@@ -80,7 +80,7 @@ class Assembly:
             self.weights.take("head")
         )
 
-    def block(self, index: int) -> Block:
+    def block(self, index: int) -> DecoderBlock:
         norms = {
             role: self.norm(f"{index}.{role}") if getattr(self.spec.norm, role) else None
             for role in ("attention_in", "attention_out", "mlp_in", "mlp_out")
@@ -88,7 +88,7 @@ class Assembly:
         multiplier = self.spec.residual_multiplier
         attention = self.attention(index)
         mlp = self.experts(index) if self.spec.layers[index].is_moe else self.mlp(f"{index}.")
-        return Block(
+        return DecoderBlock(
             attention,
             Sublayer(ResidualNorm(norms["attention_in"]), norms["attention_out"], multiplier),
             mlp,

@@ -38,7 +38,7 @@ class Sublayer:
         return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
 
 
-class Block:
+class DecoderBlock:
     """One layer: attention, then MLP, each added to the residual stream."""
 
     def __init__(
@@ -81,7 +81,7 @@ class Decoder:
     def __init__(
         self,
         embedding: Embedding,
-        blocks: Sequence[Block],
+        blocks: Sequence[DecoderBlock],
         final_norm: ResidualNorm,
         output: OutputLayer,
         kv_spec: KVSpec,

@@ -80,7 +80,7 @@ def read_options(scaling: float | None, head_dim: int, given: dict[str, Any]) ->
 
 
 @dataclass(slots=True)
-class Call:
+class AttentionCall:
     """One call of attention during a trial."""
 
     module: nn.Module
@@ -102,7 +102,9 @@ def listen(
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
     """Record the call. Each token's output is its own value, so none depends on another."""
-    getattr(module, STATE).append(Call(module, query, key, value, attention_mask, scaling, given))
+    getattr(module, STATE).append(
+        AttentionCall(module, query, key, value, attention_mask, scaling, given)
+    )
     group = query.shape[1] // value.shape[1]
     return value.repeat_interleave(group, dim=1).transpose(1, 2).contiguous(), None
 
@@ -130,7 +132,7 @@ class AttentionLayer:
     """Keys a query sees, itself included; 0 for all before it."""
 
 
-class Step:
+class AttentionStep:
     """The step under way: where its K and V go, and which layer is next."""
 
     def __init__(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> None:
@@ -161,12 +163,12 @@ class PagedState:
     """In the order of their calls."""
     head_dim: int
     """Head size of the cache: the largest of any key or value."""
-    step: Step | None = None
+    step: AttentionStep | None = None
 
     @contextmanager
     def during(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> Iterator[None]:
         """A forward pass, in which every layer has its turn."""
-        self.step = Step(meta, kv)
+        self.step = AttentionStep(meta, kv)
         try:
             yield
             assert self.step.num_calls == len(self.layers), "the module left out attention layers"

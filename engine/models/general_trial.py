@@ -17,7 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.models.general_attention import STATE, AttentionLayer, Call, MaskRule, read_options
+from engine.models.general_attention import (
+    STATE,
+    AttentionCall,
+    AttentionLayer,
+    MaskRule,
+    read_options,
+)
 from engine.models.general_support import Misfit
 
 NUM_TOKENS = 6
@@ -42,10 +48,10 @@ class Findings:
 
 
 @dataclass(slots=True)
-class Run:
+class TrialRun:
     """What came of one pass."""
 
-    calls: list[Call]
+    calls: list[AttentionCall]
     output: Any  # output of the module called
     backbone: nn.Module
     backbone_output: Any
@@ -94,12 +100,12 @@ def _run(
     backbones: list[nn.Module],
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
-) -> Run:
+) -> TrialRun:
     """Call a module and keep what the first of its backbones to be called returned.
 
     positions: ``None`` leaves them to the module, which must count from zero.
     """
-    calls: list[Call] = []
+    calls: list[AttentionCall] = []
     outputs: dict[nn.Module, Any] = {}
     device = next(module.parameters()).device
     handles = [
@@ -122,10 +128,10 @@ def _run(
     backbone = next((part for part in backbones if part in outputs), None)
     if backbone is None:
         raise Misfit("it is not clear which part of it computes the hidden states")
-    return Run(calls, output, backbone, outputs[backbone])
+    return TrialRun(calls, output, backbone, outputs[backbone])
 
 
-def _read_layers(calls: list[Call], max_model_len: int) -> tuple[AttentionLayer, ...]:
+def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[AttentionLayer, ...]:
     layers = []
     windows: dict[MaskRule, int] = {}
     for call in calls:
@@ -162,7 +168,7 @@ def _seen(rule: MaskRule, query: int, keys: torch.Tensor) -> torch.Tensor:
         raise Misfit("its attention mask depends on more than positions") from error
 
 
-def _cache_shape(calls: list[Call]) -> tuple[int, int]:
+def _cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
     heads = sorted({call.key.shape[1] for call in calls})
     if len(heads) > 1:
         raise Misfit(f"its layers differ in their number of key-value heads ({heads})")
@@ -170,7 +176,7 @@ def _cache_shape(calls: list[Call]) -> tuple[int, int]:
     return heads[0], max(dims)
 
 
-def _compare(first: Run, second: Run, order: torch.Tensor) -> None:
+def _compare(first: TrialRun, second: TrialRun, order: torch.Tensor) -> None:
     """order: the token in each row of the second run."""
     if [call.module for call in first.calls] != [call.module for call in second.calls]:
         raise Misfit("the number of its attention calls depends on its input")

@@ -24,7 +24,7 @@ from engine.models.quant.fields import Format
 from engine.models.quant.modules import is_quantized
 from engine.models.spec import DecoderSpec
 from engine.models.targets import targets
-from engine.models.weights import RandomWeights, Source, StoredWeights, Weights
+from engine.models.weights import RandomWeights, StoredWeights, Weights, WeightSource
 
 logger = logging.getLogger("engine.models")
 
@@ -180,7 +180,9 @@ def load_decoder(
     return decoder
 
 
-def _build(spec: DecoderSpec, source: Source, dtype: torch.dtype, placement: Placement) -> Decoder:
+def _build(
+    spec: DecoderSpec, source: WeightSource, dtype: torch.dtype, placement: Placement
+) -> Decoder:
     with Weights(targets(spec), source, dtype) as weights:
         decoder = assemble(spec, weights, placement)
         decoder.weight_dtype = dtype

@@ -15,7 +15,7 @@ from engine.models.spec import AttentionSpec, DecoderSpec
 Shape = tuple[int, ...]
 
 
-class Part(NamedTuple):
+class TargetPart(NamedTuple):
     """A run of elements of one tensor of a checkpoint."""
 
     name: str
@@ -29,14 +29,14 @@ class Target(NamedTuple):
 
     name: str
     shape: Shape
-    ways: tuple[tuple[Part, ...], ...]  # parts in order, end to end, fill the target
+    ways: tuple[tuple[TargetPart, ...], ...]  # parts in order, end to end, fill the target
 
 
-def whole(name: str, *shape: int) -> Part:
-    return Part(name, shape, 0, prod(shape))
+def whole(name: str, *shape: int) -> TargetPart:
+    return TargetPart(name, shape, 0, prod(shape))
 
 
-def target(name: str, shape: Shape, *ways: tuple[Part, ...]) -> Target:
+def target(name: str, shape: Shape, *ways: tuple[TargetPart, ...]) -> Target:
     return Target(name, shape, ways)
 
 
@@ -155,7 +155,7 @@ DOWN = ("down_proj", "w2")
 
 def expert_parts(
     spec: DecoderSpec, block: str, expert: int, halves: tuple[str, str]
-) -> tuple[Part, ...]:
+) -> tuple[TargetPart, ...]:
     assert spec.moe is not None
     size = spec.moe.intermediate_size
     return tuple(
@@ -163,8 +163,8 @@ def expert_parts(
     )
 
 
-def stacked(name: str, spec: DecoderSpec, expert: int, shape: Shape) -> tuple[Part, ...]:
+def stacked(name: str, spec: DecoderSpec, expert: int, shape: Shape) -> tuple[TargetPart, ...]:
     """One expert's matrix within a tensor of all experts."""
     assert spec.moe is not None
     size = prod(shape)
-    return (Part(name, (spec.moe.num_experts, *shape), expert * size, size),)
+    return (TargetPart(name, (spec.moe.num_experts, *shape), expert * size, size),)

@@ -20,7 +20,7 @@ from engine.models.checkpoint import Checkpoint
 from engine.models.kv_scales import is_kv_scale
 from engine.models.quant.fields import Format
 from engine.models.quant.modules import QuantizedModules
-from engine.models.targets import Part, Target
+from engine.models.targets import Target, TargetPart
 
 # Tensors of older checkpoints that are not needed: they follow from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
@@ -29,7 +29,7 @@ AHEAD = 2
 OWN_PAGES_BYTES = 1 << 20
 
 
-class Source(Protocol):
+class WeightSource(Protocol):
     """Where tensors come from."""
 
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
@@ -43,7 +43,7 @@ class Weights:
     Use as a context manager; ask in the order of ``targets`` for speed.
     """
 
-    def __init__(self, targets: Iterable[Target], source: Source, dtype: torch.dtype) -> None:
+    def __init__(self, targets: Iterable[Target], source: WeightSource, dtype: torch.dtype) -> None:
         self._targets = deque(targets)
         self._source = source
         self._dtype = dtype
@@ -110,7 +110,7 @@ class StoredWeights:
         self._fill(parts, out)
         return out
 
-    def _one(self, part: Part, dtype: torch.dtype) -> Weight:
+    def _one(self, part: TargetPart, dtype: torch.dtype) -> Weight:
         """One of the parts of a target of which some are quantised."""
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
@@ -118,13 +118,13 @@ class StoredWeights:
         self._fill((part,), out)
         return out
 
-    def _fill(self, parts: Iterable[Part], out: torch.Tensor) -> None:
+    def _fill(self, parts: Iterable[TargetPart], out: torch.Tensor) -> None:
         flat, filled = out.view(-1), 0
         for part in parts:
             self._checkpoint.read(part.name, part.start, flat[filled : filled + part.size])
             filled += part.size
 
-    def _choose(self, target: Target) -> tuple[Part, ...]:
+    def _choose(self, target: Target) -> tuple[TargetPart, ...]:
         """The first way whose tensors are all there."""
         for way in target.ways:
             if all(map(self._is_there, way)):
@@ -136,12 +136,12 @@ class StoredWeights:
             "its files are incomplete or do not belong to its config.json"
         )
 
-    def _is_there(self, part: Part) -> bool:
+    def _is_there(self, part: TargetPart) -> bool:
         if part.name in self._checkpoint.tensors:
             return True
         return self._modules is not None and self._modules.holds(part)
 
-    def _names(self, part: Part) -> list[str]:
+    def _names(self, part: TargetPart) -> list[str]:
         """The tensors that hold a part, checked."""
         if self._modules is not None and self._modules.holds(part):
             return list(self._modules.tensors(part).values())

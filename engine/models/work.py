@@ -27,7 +27,7 @@ Tokens = NDArray[np.int64]
 """One number a sequence."""
 
 
-class Work(NamedTuple):
+class ModelWork(NamedTuple):
     """What must be read or written at least, and computed."""
 
     bytes: float
@@ -62,7 +62,7 @@ class Shapes:
         *,
         num_logits: int,
         shared: int = 0,
-    ) -> Work:
+    ) -> ModelWork:
         """One forward pass.
 
         new: tokens of each sequence; context: those before them that are in the cache. cells: bytes
@@ -73,7 +73,7 @@ class Shapes:
         used = self._dense + self._experts * self.share_of_experts(num_tokens)
         keys, pairs = self.attended(new, context, shared)
         head = self._head if num_logits else 0
-        return Work(
+        return ModelWork(
             cells[0] * (used + head)
             + cells[1] * 2 * self.spec.attention.kv_width * keys
             + LOGIT_BYTES * num_logits * self.spec.vocab_size,

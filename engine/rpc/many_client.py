@@ -25,7 +25,7 @@ from engine.messages.requests import (
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import Balancer
 from engine.rpc.joined import JOINED, CountersOfTheDead, first_of, sum_of
-from engine.rpc.restarts import Outcome, Restarts, Start
+from engine.rpc.restarts import RestartOutcome, Restarts, Start
 from engine.rpc.zmq_client import STEP_SECONDS, EngineCoreClient
 
 logger = logging.getLogger("engine.core")
@@ -269,7 +269,7 @@ class ManyCoresClient(CoreClient):
             self._over = EngineDeadError(f"{which} could not be started again: {error}")
             raise self._over from error.__cause__
 
-    def _welcome(self, outcome: Outcome) -> None:
+    def _welcome(self, outcome: RestartOutcome) -> None:
         """Raises what kept it from being started, ``ConfigError`` if it is not like the others."""
         core, index = outcome.client, outcome.core
         if core is None:

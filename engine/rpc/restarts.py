@@ -35,7 +35,7 @@ Start = Callable[[int], Starting]
 
 
 @dataclass
-class Outcome:
+class RestartOutcome:
     """What became of the start of a core."""
 
     core: int
@@ -68,7 +68,7 @@ class Restarts:
         self._starts: defaultdict[int, deque[float]] = defaultdict(deque)  # by core: when
         self._began: dict[int, float] = {}  # cores that are being started
         self._seconds = EXPECTED_SECONDS  # that the last start took
-        self._done: deque[Outcome] = deque()
+        self._done: deque[RestartOutcome] = deque()
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()  # on the children, which ``stop`` kills
         self._children: dict[int, Child] = {}
@@ -115,7 +115,7 @@ class Restarts:
         thread.start()
         return len(self._starts[core])
 
-    def take(self) -> list[Outcome]:
+    def take(self) -> list[RestartOutcome]:
         """Starts that have ended since the last call."""
         outcomes = []
         while self._done:
@@ -145,7 +145,7 @@ class Restarts:
     # In threads.
 
     def _run(self, core: int, dead: EngineCoreClient | None) -> None:
-        outcome = Outcome(core, 0.0)
+        outcome = RestartOutcome(core, 0.0)
         try:
             if dead is not None:
                 dead.shutdown()  # its memory is free once its process has gone

@@ -39,7 +39,7 @@ class Usage(msgspec.Struct):
     completion_tokens_details: CompletionDetails
 
 
-class Counted:
+class TokenCounter:
     """Tokens of one answer, of all its prompts and sequences."""
 
     def __init__(self) -> None:
@@ -110,7 +110,7 @@ class OpenAIAnswer(Answer):
         self.extra: dict[str, Any] = {}
         """What the next answer or chunk has in addition to its choices."""
         self._prefix = prefix
-        self._counted = Counted()
+        self._counted = TokenCounter()
         self._head: dict[str, Any] = {
             "id": self.name,
             "object": kind,

@@ -29,8 +29,8 @@ from engine.server.gate import QueueGate
 from engine.server.http.answered import request_id_of, stamped
 from engine.server.http.body import Bodies
 from engine.server.http.openapi import ApiRoute, document_of
-from engine.server.keys import Guard, owner_of
-from engine.server.limits import Limits, check_limits
+from engine.server.keys import KeyGuard, owner_of
+from engine.server.limits import ServerLimits, check_limits
 from engine.server.messages import Messages, count_tokens
 from engine.server.messages_body import MessagesRequest
 from engine.server.names import ServedNames
@@ -69,7 +69,7 @@ class Api:
         self,
         engine: AsyncLLMEngine,
         names: ServedNames,
-        limits: Limits,
+        limits: ServerLimits,
         chat_template: str | None,
     ) -> None:
         """chat_template: instead of the model's own."""
@@ -241,7 +241,7 @@ def make_app(
     engine: AsyncLLMEngine,
     names: ServedNames,
     operations: Operations,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     chat_template: str | None = None,
 ) -> ASGIApp:
     """The ASGI application that serves this engine; ``chat_template`` replaces the model's own."""
@@ -261,13 +261,13 @@ def make_app(
         stamped(refusal, request.scope)
         return refusal
 
-    limits = limits or Limits()
+    limits = limits or ServerLimits()
     routes = routes_of(engine, names, operations, limits, chat_template)
     app = Starlette(routes=routes, exception_handlers={405: not_so})
     app.router.default = not_there
     app.router.redirect_slashes = False  # where to would be what the Host header says
     gate = QueueGate(app, engine)
-    guard = Guard(gate, operations.keys, limits.max_requests_per_key)
+    guard = KeyGuard(gate, operations.keys, limits.max_requests_per_key)
     return operations.traffic.counting(guard, routes)
 
 
@@ -275,7 +275,7 @@ def routes_of(
     engine: AsyncLLMEngine,
     names: ServedNames,
     operations: Operations,
-    limits: Limits,
+    limits: ServerLimits,
     chat_template: str | None = None,
 ) -> list[ApiRoute]:
     """All that is answered."""

@@ -11,7 +11,7 @@ import msgspec
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
-from engine.server.answers import Answer, Counted
+from engine.server.answers import Answer, TokenCounter
 from engine.server.dialogue import Dialogue
 from engine.server.speech.events import CallArguments, CallBegin, CallEnd, Event, Text
 
@@ -93,7 +93,7 @@ class BlockAnswer(Answer):
         """The answer, as far as it is there."""
         self._dialogue = dialogue
         self._blocks = Blocks()
-        self._counted = Counted()
+        self._counted = TokenCounter()
 
     async def whole(self) -> bytes:
         async with aclosing((await self.open()).outputs()) as outputs:

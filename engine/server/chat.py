@@ -27,7 +27,7 @@ from engine.server.speech.events import (
 )
 
 
-class Choice:
+class ChatChoice:
     """One sequence of an answer that is sent whole."""
 
     def __init__(self) -> None:
@@ -63,12 +63,12 @@ class Chat(OpenAIAnswer):
         self._text_frame: Frame | None = None
 
     async def whole(self) -> bytes:
-        choices: dict[int, Choice] = {}
+        choices: dict[int, ChatChoice] = {}
         async with aclosing((await self.open()).outputs()) as outputs:
             async for output in outputs:
                 for piece in self._dialogue.read(output):
                     self._count(piece)
-                    choice = choices.setdefault(piece.completion.index, Choice())
+                    choice = choices.setdefault(piece.completion.index, ChatChoice())
                     choice.add(piece, self._logprobs(piece))
         encoded = [self._whole_choice(choices[index]) for index in sorted(choices)]
         return self._encoded(encoded, has_usage=True)
@@ -126,7 +126,7 @@ class Chat(OpenAIAnswer):
             delta["tool_calls"] = calls
         return delta
 
-    def _whole_choice(self, choice: Choice) -> dict[str, Any]:
+    def _whole_choice(self, choice: ChatChoice) -> dict[str, Any]:
         turn = choice.last.turn
         message: dict[str, Any] = {
             "role": "assistant",

@@ -104,7 +104,7 @@ class KeyRing:
         return self._digests if self._file is None else self._digests + self._file.digests()
 
 
-class Guard:
+class KeyGuard:
     """Answers 401 to those without a key, and 429 to a key with too many requests under way."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, most: int | None = None) -> None:

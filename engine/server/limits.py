@@ -34,7 +34,7 @@ INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits that are options of the server."""
 
     max_body_bytes: int = 32 << 20
@@ -60,7 +60,7 @@ def check_at_least(options: object, least: dict[str, int]) -> None:
             raise ConfigError(f"{name} is {value}, must be at least {low}")
 
 
-def check_limits(body: msgspec.Struct, limits: Limits) -> None:
+def check_limits(body: msgspec.Struct, limits: ServerLimits) -> None:
     """Raise ``ApiError`` that names field, value, limit and way out."""
     for name in body.__struct_fields__:
         value = getattr(body, name)
@@ -74,7 +74,7 @@ def check_limits(body: msgspec.Struct, limits: Limits) -> None:
             _check_entries(name, value)
 
 
-def _check_number(name: str, value: int, limits: Limits) -> None:
+def _check_number(name: str, value: int, limits: ServerLimits) -> None:
     _check_whole(name, value)
     if name == "n" and value > limits.max_n:
         raise _wrong(

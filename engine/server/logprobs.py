@@ -50,7 +50,7 @@ def chat_logprobs(
     return {"content": content, "refusal": None}
 
 
-class Entry(NamedTuple):
+class LogprobEntry(NamedTuple):
     """One token of a text; ``at`` is ``None`` for one that nothing predicts."""
 
     token: int
@@ -66,7 +66,7 @@ class TextLogprobs:
         self._names = names
         self._offsets = offsets
         self._num_shown = 0  # characters of the text
-        self._waiting: list[Entry] = []  # tokens that were not returned yet
+        self._waiting: list[LogprobEntry] = []  # tokens that were not returned yet
         self._begins: list[int] = []  # offsets of the first of them
 
     def echo(
@@ -82,7 +82,7 @@ class TextLogprobs:
         begins = [0] * len(token_ids)
         if tokenizer is not None:
             begins = prompt_offsets(tokenizer, text, token_ids, may_be_cut=may_be_cut)
-        self._waiting += [Entry(*each) for each in zip(token_ids, positions, strict=True)]
+        self._waiting += [LogprobEntry(*each) for each in zip(token_ids, positions, strict=True)]
         self._begins += begins
         self._num_shown += len(text)
 
@@ -93,7 +93,7 @@ class TextLogprobs:
         self._num_shown += len(completion.text)
         offsets.add_text(completion.text)
         for token, at in zip(completion.token_ids, completion.logprobs or (), strict=True):
-            self._waiting.append(Entry(token, at))
+            self._waiting.append(LogprobEntry(token, at))
             offsets.add_token(token)
         self._begins += offsets.take(is_last=completion.finished)
         num = len(self._begins)

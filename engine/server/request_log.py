@@ -122,11 +122,11 @@ class RequestLog:
     def _write(self, record: RequestRecord) -> None:
         if not self._is_off and logger.isEnabledFor(logging.INFO):
             record.logged_at = time.time()
-            logger.info(Line(record, as_json if self._is_json else as_text))
+            logger.info(RequestLine(record, as_json if self._is_json else as_text))
 
 
 @dataclass
-class Line:
+class RequestLine:
     """A line of the log, which is formatted where it is written: no request waits for it."""
 
     record: RequestRecord

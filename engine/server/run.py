@@ -30,7 +30,7 @@ from engine.server.drain import Drain
 from engine.server.http.origins import AllowedOrigins
 from engine.server.http.protocol import BoundedProtocol, HttpLimits
 from engine.server.keys import KeyRing
-from engine.server.limits import Limits
+from engine.server.limits import ServerLimits
 from engine.server.listening import Listening, bound, check_port
 from engine.server.names import names_of
 from engine.server.operations import Operations
@@ -102,7 +102,7 @@ class ServerOptions:
     otlp_traces_endpoint: str | None = None
     reader_timeout: float = 30.0  # seconds in which a client must read something
     max_queue_seconds: float | None = None  # longest estimated wait of a request that is taken
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls = field(default_factory=Tls)
     origins: AllowedOrigins = field(default_factory=AllowedOrigins)

@@ -32,7 +32,7 @@ from engine.models.decoder import Decoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
-from engine.spec.kept import Kept, SpareBlocks, Work
+from engine.spec.kept import DraftWork, KeptDrafts, SpareBlocks
 from engine.worker.batches import (
     Batches,
     Extent,
@@ -135,7 +135,7 @@ class DraftModel(Feature):
         tables = machine.slots.state.block_tables
         self._no_blocks = machine.platform.upload(self._spare.tables(num_blocks, tables.shape[1]))
         tables.copy_(self._no_blocks)
-        self._kept = Kept(len(tables), num_blocks, block_size, tables.shape[1])
+        self._kept = KeptDrafts(len(tables), num_blocks, block_size, tables.shape[1])
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
         Runner(self._passes.machine, self._limit).profile_run(num_tokens, num_seqs)
@@ -167,7 +167,7 @@ class DraftModel(Feature):
         num_drafts = wanted * 0 if rows.drafts is None else rows.drafts.counts
         budget = self._passes.machine.batches.max_num_tokens
         stand = rows.starts + rows.counts - num_drafts
-        step = Work(rows.slots, rows.starts, rows.counts, wanted, stand)
+        step = DraftWork(rows.slots, rows.starts, rows.counts, wanted, stand)
         work = self._kept.work(step, self._limit, budget)
         if not len(work.slots):
             return
@@ -198,7 +198,7 @@ class Passes:
             self._graphed = record(self.machine, sizes, self._limit)
             self._mixed = record_mixed(self.machine, mixed_sizes, self._limit)
 
-    def run(self, work: Work) -> torch.Tensor | None:
+    def run(self, work: DraftWork) -> torch.Tensor | None:
         """Compute these tokens. Returns the drafts [most wanted, rows that want some] int32 on the
         device, negative where there is none; ``None`` if none are wanted."""
         wants = work.wanted > 0
@@ -218,7 +218,7 @@ class Passes:
 
     # -- helpers
 
-    def _first(self, work: Work, last: torch.Tensor) -> torch.Tensor:
+    def _first(self, work: DraftWork, last: torch.Tensor) -> torch.Tensor:
         """Compute the tokens. Returns the hidden states [R, H] of the last that stands of each row
         that wants drafts."""
         machine, upload = self.machine, self.machine.platform.upload
@@ -288,7 +288,7 @@ class Passes:
         return drawn
 
 
-def _last_token(work: Work) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
+def _last_token(work: DraftWork) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
     """The last token of the batch: its row, its sequence, and the keys that it sees."""
     rows = np.array([int(work.counts.sum()) - 1])
     return rows, np.array([len(work.slots) - 1]), (work.starts + work.counts)[-1:]
@@ -299,7 +299,7 @@ class _Proposals:
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self._parts: list[tuple[Work, Fetched]] = []  # rows may be computed in several
+        self._parts: list[tuple[DraftWork, Fetched]] = []  # rows may be computed in several
 
     def wanted(self, rows: PlanRows) -> Column:
         """Drafts wanted after some rows of the step."""
@@ -308,7 +308,7 @@ class _Proposals:
         by_slot[self.plan.slots] = self.plan.proposals
         return by_slot[rows.slots] * rows.samples
 
-    def add(self, work: Work, fetched: Fetched) -> None:
+    def add(self, work: DraftWork, fetched: Fetched) -> None:
         """Drafts of the rows that want some are on their way."""
         self._parts.append((work, fetched))
 

@@ -31,7 +31,7 @@ from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
 from engine.sched.step_state import Step, num_draft_places
-from engine.spec.payoff import Payoff, StepKind
+from engine.spec.payoff import DraftStepKind, Payoff
 from engine.spec.worth import Worth
 
 MOST_TOKEN = 2**31 - 1  # what a column can hold
@@ -419,7 +419,7 @@ class Drafts(Resource):
         if plan.num_tokens - num_places > len(plan.rows) or result.errors:
             payoff.interrupted(now, is_busy=is_busy)
             return
-        kind = StepKind(has_drafts=num_drafts + num_wished > 0, num_wished=num_wished)
+        kind = DraftStepKind(has_drafts=num_drafts + num_wished > 0, num_wished=num_wished)
         payoff.settled(len(plan.rows), now, kind, is_busy=is_busy)
 
     def _forget(self, req: Request) -> None:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from engine.messages.step import Column, StepPlan
 
 
-class Work(NamedTuple):
+class DraftWork(NamedTuple):
     """What the draft model computes after a step, by row: tokens [start, start + count)."""
 
     slots: Column
@@ -25,7 +25,7 @@ class Work(NamedTuple):
     stand: Column  # tokens before this position are certain to stand
 
 
-class Kept:
+class KeptDrafts:
     """Which tokens of each sequence, and which blocks, the draft model has computed."""
 
     def __init__(self, num_slots: int, num_blocks: int, block_size: int, width: int) -> None:
@@ -55,7 +55,7 @@ class Kept:
             upto = starts[seq.slot] if is_whole else int(has.argmin()) * self._block_size
             self._upto[seq.slot] = self._noted[seq.slot] = upto
 
-    def work(self, rows: Work, limit: int, budget: int) -> Work:
+    def work(self, rows: DraftWork, limit: int, budget: int) -> DraftWork:
         """What to compute after a step's rows, which are what the step computed. limit: no token
         at this position or after it is computed. budget: tokens. Say so once it is ``computed``.
 
@@ -73,9 +73,9 @@ class Kept:
         wanted = np.where(given == counts, wanted, 0)
         works = given > 0
         columns = (rows.slots, starts, given, wanted, rows.stand)
-        return Work(*(column[works].astype(np.int32) for column in columns))
+        return DraftWork(*(column[works].astype(np.int32) for column in columns))
 
-    def computed(self, work: Work) -> None:
+    def computed(self, work: DraftWork) -> None:
         """The draft model has computed this."""
         upto = work.starts + work.counts - (work.wanted > 0)
         self._upto[work.slots] = upto

@@ -31,13 +31,15 @@ class NgramProposer:
         self.min_size = min_size
         self.max_size = max_size
         self._base = base
-        self._places: dict[int, Places] = {}  # by number of the request
+        self._places: dict[int, NgramPlaces] = {}  # by number of the request
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
         """What followed the longest n-gram that ends the text now; empty if none was there."""
         places = self._places.get(req.arrival)
         if places is None:
-            places = self._places[req.arrival] = Places(self.min_size, self.max_size, self._base)
+            places = self._places[req.arrival] = NgramPlaces(
+                self.min_size, self.max_size, self._base
+            )
         tokens = req.tokens
         places.enter(tokens)
         at = places.find(tokens)
@@ -48,7 +50,7 @@ class NgramProposer:
         self._places.pop(req.arrival, None)
 
 
-class Places:
+class NgramPlaces:
     """Where the n-grams of one text were last, by the index of the token after them."""
 
     def __init__(self, min_size: int, max_size: int, base: int) -> None:

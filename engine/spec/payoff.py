@@ -30,7 +30,7 @@ MOST_CREDIT = 3.0  # steps; whatever a cost was measured to be, so much buys a t
 MOST_WAIT = 16  # steps in which no drafts are requested, after drafts that were not worth it
 
 
-class StepKind(NamedTuple):
+class DraftStepKind(NamedTuple):
     """What a step had to do with drafts."""
 
     has_drafts: bool  # some were verified, or made by the worker
@@ -43,19 +43,19 @@ def usual(seconds: Sequence[float]) -> float:
 
 
 @dataclass
-class Credit:
+class TrialCredit:
     """What may be lost by trying, of all loads together."""
 
     tokens: float = MOST_CREDIT
 
 
-class Load:
+class DraftLoad:
     """What steps with about this many requests running take, with drafts and without.
 
     ``others``: loads of other numbers of requests, the nearest first.
     """
 
-    def __init__(self, credit: Credit, others: Callable[[], Iterable[Load]]) -> None:
+    def __init__(self, credit: TrialCredit, others: Callable[[], Iterable[DraftLoad]]) -> None:
         self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds
         self._plain: deque[float] = deque(maxlen=WINDOW)
         self._wished: deque[int] = deque(maxlen=WINDOW)  # drafts that the worker made for a row
@@ -118,7 +118,7 @@ class Load:
         most = MOST_CREDIT * self.num_seqs
         self._credit.tokens = min(self._credit.tokens + tokens, most)
 
-    def add(self, seconds: float, kind: StepKind) -> None:
+    def add(self, seconds: float, kind: DraftStepKind) -> None:
         """A step has taken so long."""
         self.lend(SHARE * self.num_seqs)
         has_drafts = kind.has_drafts
@@ -134,20 +134,22 @@ class Payoff:
     """The loads of an engine, and its clock."""
 
     def __init__(self) -> None:
-        self._loads: dict[int, Load] = {}  # by the power of two that holds the running requests
-        self._credit = Credit()
+        self._loads: dict[
+            int, DraftLoad
+        ] = {}  # by the power of two that holds the running requests
+        self._credit = TrialCredit()
         self._last: float | None = None  # when a step had ended and others were on their way
 
-    def load(self, num_running: int) -> Load:
+    def load(self, num_running: int) -> DraftLoad:
         """The load of this many requests."""
         size = num_running.bit_length()
         if size not in self._loads:
-            self._loads[size] = Load(self._credit, partial(self._others, size))
+            self._loads[size] = DraftLoad(self._credit, partial(self._others, size))
         load = self._loads[size]
         load.num_seqs = max(1, num_running)
         return load
 
-    def settled(self, num_seqs: int, now: float, kind: StepKind, *, is_busy: bool) -> None:
+    def settled(self, num_seqs: int, now: float, kind: DraftStepKind, *, is_busy: bool) -> None:
         """A step of decodes has ended. is_busy: another one follows it."""
         if self._last is not None:
             self.load(num_seqs).add(now - self._last, kind)
@@ -159,7 +161,7 @@ class Payoff:
 
     # -- helpers
 
-    def _others(self, size: int) -> list[Load]:
+    def _others(self, size: int) -> list[DraftLoad]:
         """The loads of other sizes, the nearest first."""
         sizes = sorted(self._loads, key=lambda other: abs(other - size))
         return [self._loads[other] for other in sizes if other != size]

@@ -111,7 +111,7 @@ class OwnText:
 
 
 @dataclass(slots=True)
-class Ended:
+class EndedText:
     """A text that is remembered: where it begins, how much of it is in the ring and entered."""
 
     salt: str | None
@@ -136,8 +136,8 @@ class EndedTexts:
         self._num_tokens = max(num_tokens, room_for(4 * (depth + STRIDE)))
         self.tree = context_tree.make(self._num_tokens, depth)
         self._roots: dict[str | None, tuple[int, int]] = {}  # root and number of texts
-        self._held: deque[Ended] = deque()  # in the tree, the last one perhaps in part
-        self._waiting: deque[Ended] = deque()  # to be entered; the first may be held
+        self._held: deque[EndedText] = deque()  # in the tree, the last one perhaps in part
+        self._waiting: deque[EndedText] = deque()  # to be entered; the first may be held
         self._oldest = self._next = 0  # indices: what is in the ring
 
     def root_of(self, salt: str | None) -> int:
@@ -148,7 +148,7 @@ class EndedTexts:
         """An output to be entered; of too many that wait, the oldest never is."""
         begin = max(0, req.num_prompt - self._depth)
         tokens = req.tokens[begin:]
-        self._waiting.append(Ended(req.cache_salt, tokens, len(tokens), req.num_prompt - begin))
+        self._waiting.append(EndedText(req.cache_salt, tokens, len(tokens), req.num_prompt - begin))
         if len(self._waiting) > self._max_requests + 1:
             del self._waiting[1]  # the first may be half entered
 
@@ -173,7 +173,7 @@ class EndedTexts:
                 text.tokens = array("i")
                 self._waiting.popleft()
 
-    def _begin(self, text: Ended) -> bool:
+    def _begin(self, text: EndedText) -> bool:
         """Give it a root, if there is room for one more text."""
         if len(self._held) >= self._max_requests:
             return False
@@ -186,7 +186,7 @@ class EndedTexts:
         self._held.append(text)
         return True
 
-    def _place(self, text: Ended) -> bool:
+    def _place(self, text: EndedText) -> bool:
         """Write its next tokens into the ring, if the contexts that are entered stay there."""
         tokens = text.tokens[text.num_placed : text.num_placed + STRIDE]
         if self._next + len(tokens) - self._oldest > self._num_tokens - self._depth:
@@ -216,7 +216,7 @@ class EndedTexts:
                 context_tree.change_roots(self.tree, root)
         return size
 
-    def _enter(self, text: Ended, first: int, end: int, is_new: bool) -> int:
+    def _enter(self, text: EndedText, first: int, end: int, is_new: bool) -> int:
         root = self._roots[text.salt][0]
         reached: int = context_tree.enter(self.tree, (root, text.begin, first, end), is_new)
         return reached

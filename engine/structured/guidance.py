@@ -39,7 +39,7 @@ from engine.structured.sources import sources_of
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-    from engine.structured.xgrammar.compiler import Source, XGrammars
+    from engine.structured.xgrammar.compiler import GrammarSource, XGrammars
 
 logger = logging.getLogger("engine.structured")
 
@@ -226,7 +226,7 @@ class GuidanceCompiler:
         self,
         compilation: GuidanceCompilation,
         form: Grammar,
-        source: Source,
+        source: GrammarSource,
         tokenizer: LLTokenizer,
         refusal: str,
     ) -> None:

@@ -19,7 +19,7 @@ object as a whole, or any."""
 MAX_KEPT = 4  # of those made last: grammar and checker ask one after the other
 
 
-class Plan(NamedTuple):
+class SchemaPlan(NamedTuple):
     """A schema as it is enforced."""
 
     schema: Any
@@ -32,7 +32,7 @@ class Plan(NamedTuple):
     """Whether the grammar lets a name come twice in an object."""
 
 
-def plan_of(schema: Any, form: Grammar) -> Plan:
+def plan_of(schema: Any, form: Grammar) -> SchemaPlan:
     """How a schema of the form is enforced. Raises ``SchemaError`` for what cannot be."""
     others: Others = "named" if form.is_closed else form.additional_properties or "closed"
     is_free = form.property_order == "free"
@@ -40,7 +40,7 @@ def plan_of(schema: Any, form: Grammar) -> Plan:
 
 
 @lru_cache(maxsize=MAX_KEPT)
-def _plan(text: bytes, others: Others, is_free: bool, is_lenient: bool) -> Plan:
+def _plan(text: bytes, others: Others, is_free: bool, is_lenient: bool) -> SchemaPlan:
     schema = msgspec.json.decode(text)
     check_size(schema)
     schema = without_endless(schema, is_closed=others == "named")
@@ -50,4 +50,4 @@ def _plan(text: bytes, others: Others, is_free: bool, is_lenient: bool) -> Plan:
         schema = closed(schema)
     is_closed = others == "closed"
     made = written(schema, is_free=is_free, is_lenient=is_lenient, is_closed=is_closed)
-    return Plan(schema, made.schema, made.needs_checker, made.may_repeat)
+    return SchemaPlan(schema, made.schema, made.needs_checker, made.may_repeat)

@@ -55,7 +55,7 @@ class PlanRows(NamedTuple):
 
 
 @dataclass(slots=True)
-class Tokens:
+class StepTokens:
     """Where each token of the step is: slot, position, and where its row begins."""
 
     slots: NDArray[np.intp]  # [N]
@@ -107,7 +107,7 @@ class Staged(NamedTuple):
     """A step that was sent to the device."""
 
     rows: PlanRows
-    tokens: Tokens
+    tokens: StepTokens
     room: Room
     draws: Draws
     picked: Picked | None  # None: rows have one token each, as many as a graph holds
@@ -244,7 +244,7 @@ class Batches:
             self._rooms[num_seqs, num_tokens] = room
         return room
 
-    def _fill(self, host: HostColumns, rows: PlanRows, tokens: Tokens, padded: int) -> None:
+    def _fill(self, host: HostColumns, rows: PlanRows, tokens: StepTokens, padded: int) -> None:
         """Fill the fixed columns of the buffer, less those of the draw."""
         num = len(rows.counts)
         host.slots[:num] = rows.slots
@@ -258,7 +258,7 @@ class Batches:
             host.draw_slots[num:padded] = -1
             host.draw_starts[: padded + 1] = np.arange(padded + 1)
 
-    def _fill_ids(self, ids: Column, rows: PlanRows, tokens: Tokens) -> None:
+    def _fill_ids(self, ids: Column, rows: PlanRows, tokens: StepTokens) -> None:
         """Fill in the token ids that the scheduler sent; only the device knows the others."""
         slots, positions = tokens.slots, tokens.positions
         is_sent = positions < self._live.num_sent[slots]
@@ -303,17 +303,17 @@ def wanted_rows(
     )
 
 
-def locate(rows: PlanRows) -> Tokens:
+def locate(rows: PlanRows) -> StepTokens:
     """Flatten the rows to tokens."""
     counts = rows.counts
     if np.count_nonzero(counts == 1) == len(counts):  # one token each
         query_start = _ascending(len(counts) + 1)
-        return Tokens(rows.slots.astype(np.intp), rows.starts.astype(np.int64), query_start)
+        return StepTokens(rows.slots.astype(np.intp), rows.starts.astype(np.int64), query_start)
     query_start = np.zeros(len(counts) + 1, dtype=np.int32)
     np.cumsum(counts, out=query_start[1:])
     slots = np.repeat(rows.slots, counts).astype(np.intp)
     offsets = np.arange(query_start[-1]) - np.repeat(query_start[:-1], counts)
-    return Tokens(slots, np.repeat(rows.starts, counts) + offsets, query_start)
+    return StepTokens(slots, np.repeat(rows.starts, counts) + offsets, query_start)
 
 
 def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[np.int64]:
@@ -325,7 +325,7 @@ def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[n
     return places
 
 
-def draws_of(rows: PlanRows, tokens: Tokens) -> tuple[Draws, Column, ReadColumns | None]:
+def draws_of(rows: PlanRows, tokens: StepTokens) -> tuple[Draws, Column, ReadColumns | None]:
     """The draws of a step, where those of each row start [S + 1], and the tokens that are read for
     them; ``None``: each token is.
 

@@ -25,7 +25,7 @@ from engine.messages.step import Column
 from engine.models.decoder import Decoder
 from engine.models.load import native_spec
 from engine.models.quant import format_of
-from engine.models.work import Shapes, Work
+from engine.models.work import ModelWork, Shapes
 from kernels.cpu.disk_cache import kept_file
 from kernels.cpu.threads import num_threads
 
@@ -59,7 +59,7 @@ class Ceilings:
         """Operations a second on weights of this type: they may be widened first."""
         return max(self.float32, self.bfloat16) if dtype == "bfloat16" else self.float32
 
-    def floor(self, work: Work, dtype: str) -> float:
+    def floor(self, work: ModelWork, dtype: str) -> float:
         """Seconds."""
         return max(work.bytes / self.bytes, work.operations / self.peak(dtype))
 

@@ -32,11 +32,11 @@ from engine.worker.slots import LiveSeqs
 from engine.worker.steps import (
     BySize,
     EagerStep,
-    Failed,
+    FailedStep,
     GraphedStep,
-    Homebound,
     MixedGraph,
     Pending,
+    PendingStep,
     collect,
     record,
     record_mixed,
@@ -45,7 +45,7 @@ from engine.worker.steps import (
 from kernels.slots import Rows
 
 logger = logging.getLogger("engine.worker")
-Compute = Callable[[PlanRows, int], Homebound]
+Compute = Callable[[PlanRows, int], PendingStep]
 """Computes some rows, of which the second argument is the place in the plan."""
 
 
@@ -61,7 +61,7 @@ class Driver:
         self.roofline: Roofline | None = None  # where it is known
         self._measured: list[Measured] = []  # not in a report yet
         self._measured_seconds = 0.0
-        self._undrawn: Forwarded | Exception | None = None  # the step that waits for masks
+        self._undrawn: SampledBatch | Exception | None = None  # the step that waits for masks
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
@@ -94,7 +94,7 @@ class Driver:
         """``MaskPart.drawn`` of the step that waits for masks; ``None`` on a GPU, which would have
         to be waited for, and where no token would tell."""
         part, forwarded = ticket.plan.masks, self._undrawn
-        if not (self.runner.machine.platform.shares_memory and isinstance(forwarded, Forwarded)):
+        if not (self.runner.machine.platform.shares_memory and isinstance(forwarded, SampledBatch)):
             return None
         assert part is not None and part.ahead is not None, "preview() for a step without one"
         began = self.runner.machine.platform.mark()
@@ -115,7 +115,7 @@ class Driver:
         ready, self._undrawn = [self._undrawn], None
         words, first_mask = self._placed(ticket.plan, part, masks)
 
-        def draw(rows: PlanRows, first: int) -> Homebound:
+        def draw(rows: PlanRows, first: int) -> PendingStep:
             forwarded = ready.pop() if ready else None
             if isinstance(forwarded, Exception):
                 raise forwarded
@@ -171,7 +171,9 @@ class Driver:
             for row in part.prompt_logprobs:
                 self.runner.forget_scored(int(rows.slots[part.first + row]))
 
-    def _isolated(self, rows: PlanRows, first: int, compute: Compute) -> list[Homebound | Failed]:
+    def _isolated(
+        self, rows: PlanRows, first: int, compute: Compute
+    ) -> list[PendingStep | FailedStep]:
         """Compute rows, of which ``first`` is the plan's; if that raises, in halves.
 
         Running again is harmless until slots advance: the same K and V are written to the same
@@ -194,7 +196,7 @@ class Driver:
                     *self._isolated(rows.part(0, middle), first, compute),
                     *self._isolated(rows.part(middle, num), first + middle, compute),
                 ]
-        return [Failed(first + row, message) for row in range(num)]
+        return [FailedStep(first + row, message) for row in range(num)]
 
     def _placed(
         self, plan: StepPlan, part: MaskPart, masks: Masks | None
@@ -254,7 +256,7 @@ class Advanced(Exception):
     """A failure after the slots had advanced: running again would advance them twice."""
 
 
-class Forwarded(NamedTuple):
+class SampledBatch(NamedTuple):
     """Rows that are computed and not drawn."""
 
     staged: Staged
@@ -306,7 +308,7 @@ class Runner:
 
     def forward(
         self, staged: Staged, *, is_made_up: bool = False, is_masked: bool = False
-    ) -> Forwarded:
+    ) -> SampledBatch:
         """The forward pass, and logits; is_masked: masks will be laid on them. Raises ``Unfit`` for
         a row that a feature has refused."""
         if self._unfit:
@@ -314,9 +316,9 @@ class Runner:
                 if slot in self._unfit:
                     raise Unfit(self._unfit[slot])
         step = self._step_for(staged, is_made_up, is_masked)
-        return Forwarded(staged, step, step.forward())
+        return SampledBatch(staged, step, step.forward())
 
-    def preview(self, forwarded: Forwarded, ahead: Column) -> Column | None:
+    def preview(self, forwarded: SampledBatch, ahead: Column) -> Column | None:
         """Draw ahead of the masks, of these rows of the plan. Returns the token of each that has no
         drafts and tells; -1: it does not; ``None``: none of them does."""
         step, draws = forwarded.step, forwarded.staged.draws
@@ -334,7 +336,7 @@ class Runner:
         drawn: Column = np.where(is_single, step.preview(wanted)[first], -1).astype(np.int32)
         return drawn
 
-    def draw(self, forwarded: Forwarded, masks: RowMasks | None = None) -> Homebound:
+    def draw(self, forwarded: SampledBatch, masks: RowMasks | None = None) -> PendingStep:
         """Edit the logits, draw, advance. Running again is harmless until then.
 
         Raises ``Advanced`` for what fails later.
@@ -356,7 +358,7 @@ class Runner:
             raise
         except Exception as error:
             raise Advanced(f"{type(error).__name__}: {error}") from error
-        return Homebound(
+        return PendingStep(
             0,
             staged.draws,
             drawing.errors,

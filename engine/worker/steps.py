@@ -264,7 +264,7 @@ def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> 
     return BySize(graphs)
 
 
-class Failed(NamedTuple):
+class FailedStep(NamedTuple):
     """A row of the plan whose step raised, alone."""
 
     first: int
@@ -272,7 +272,7 @@ class Failed(NamedTuple):
     prompt_logprobs: PromptLogprobs = NO_SCORES
 
 
-class Homebound(NamedTuple):
+class PendingStep(NamedTuple):
     """Rows whose tokens are on their way to the host, counted from one of the plan's."""
 
     first: int
@@ -295,7 +295,7 @@ class Pending:
 
     plan: StepPlan
     spans: list[tuple[Mark, Mark]]
-    parts: list[Homebound | Failed] = field(default_factory=list)
+    parts: list[PendingStep | FailedStep] = field(default_factory=list)
 
 
 def collect(pending: Pending) -> StepResult:
@@ -363,9 +363,9 @@ def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:
     place.copy_(made())
 
 
-def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]:
+def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, Column]:
     """Enter the results of a part. Returns the plan rows of tokens that stand, and the tokens."""
-    if isinstance(part, Failed):
+    if isinstance(part, FailedStep):
         result.fail(part.first, part.message)
         return EMPTY, EMPTY
     part.fetched.done.synchronize()
@@ -392,7 +392,7 @@ def _read(part: Homebound | Failed, result: StepResult) -> tuple[Column, Column]
 
 
 def _fail(
-    part: Homebound, drawn: Column, sound: list[bool], rows: Column, result: StepResult
+    part: PendingStep, drawn: Column, sound: list[bool], rows: Column, result: StepResult
 ) -> None:
     """Enter why rows of the draws have no token. ``sound``: whether each checked draw was;
     ``rows``: those of the plan. A row of the plan keeps its first error.

@@ -49,7 +49,7 @@ def directory_name() -> str:
     return f"numba-{isa.LEVEL}-{hashlib.sha256(text).hexdigest()[:16]}"
 
 
-class Places:
+class CachePlaces:
     """The directories in which compiled functions are looked for, and the one they are kept in."""
 
     def __init__(self, chosen: str | None = None, trusted: Collection[int] = ()) -> None:
@@ -135,15 +135,15 @@ class Current:
     """The places of this process."""
 
     def __init__(self) -> None:
-        self._by_choice: dict[str | None, Places] = {}
+        self._by_choice: dict[str | None, CachePlaces] = {}
 
     @property
-    def places(self) -> Places:
+    def places(self) -> CachePlaces:
         """The places that the environment names now, for functions compiled from now on."""
         chosen = isa.kernel_cache()
         with _PLACES:
             if chosen not in self._by_choice:
-                self._by_choice[chosen] = Places(chosen)
+                self._by_choice[chosen] = CachePlaces(chosen)
             return self._by_choice[chosen]
 
 

@@ -128,7 +128,7 @@ def prepare_launches() -> None:
     launch_all.compile((types.int64,) * 4)
 
 
-class Launch(NamedTuple):
+class NativeLaunch(NamedTuple):
     """One run of a body."""
 
     body: int
@@ -136,11 +136,11 @@ class Launch(NamedTuple):
     parameters: tuple[int, ...]
 
 
-_NOTES: dict[int, list[Launch]] = {}  # by thread that takes them
+_NOTES: dict[int, list[NativeLaunch]] = {}  # by thread that takes them
 
 
 @contextmanager
-def noted() -> Iterator[list[Launch]]:
+def noted() -> Iterator[list[NativeLaunch]]:
     """What this thread launches meanwhile."""
     thread = threading.get_ident()
     notes = _NOTES[thread] = []
@@ -203,7 +203,7 @@ class Kernel:
         if not self._address:
             self.prepare()
         if _NOTES and (notes := _NOTES.get(threading.get_ident())) is not None:
-            notes.append(Launch(self._address, threads, parameters))
+            notes.append(NativeLaunch(self._address, threads, parameters))
         given = len(parameters)
         self._launch(
             TEAM.control, TEAM.syscall, self._address, threads, *parameters, *_FILLED_UP[given]

@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kernels.cpu.attention import PlanKey, plan_again
-from kernels.cpu.attention.plan import Plan
-from kernels.cpu.native import Launch, noted
+from kernels.cpu.attention.plan import AttentionPlan
+from kernels.cpu.native import NativeLaunch, noted
 from kernels.cpu.team import JOB_WORDS, TEAM, launch_all
 from kernels.meta import AttentionMeta
 
@@ -51,8 +51,8 @@ class Recording:
         self,
         given: torch.Tensor,
         result: torch.Tensor,
-        launches: list[Launch],
-        plans: dict[PlanKey, Plan],
+        launches: list[NativeLaunch],
+        plans: dict[PlanKey, AttentionPlan],
         num_bytes: int,
     ) -> None:
         self.bytes_a_token = -(-num_bytes // len(given))
@@ -143,7 +143,7 @@ def record(
     given = watch.placed(torch.empty_like(given)).copy_(given)
     with noted() as launches, watch:
         result = work(given)
-    plans = {key: plan for key, plan in meta.scratch.items() if isinstance(plan, Plan)}
+    plans = {key: plan for key, plan in meta.scratch.items() if isinstance(plan, AttentionPlan)}
     if not watch.is_fit or len(plans) < len(meta.scratch):
         return result, None
     return result, Recording(given, result, launches, plans, watch.num_bytes)
@@ -244,7 +244,7 @@ def _address(argument: Any) -> int:
     return argument.untyped_storage().data_ptr() if is_tensor else 0
 
 
-def _jobs_of(launches: list[Launch]) -> NDArray[np.int64]:
+def _jobs_of(launches: list[NativeLaunch]) -> NDArray[np.int64]:
     jobs = np.zeros((len(launches), JOB_WORDS), np.int64)
     for job, launch in zip(jobs, launches, strict=True):
         job[:2] = launch.body, launch.threads

@@ -15,7 +15,7 @@ from kernels.meta import AttentionMeta
 from kernels.reference import Variant
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import spans_launch
-from kernels.triton.shares import Plan
+from kernels.triton.shares import SharesPlan
 from kernels.triton.tiles import (
     LOG2E,
     Shape,
@@ -148,7 +148,7 @@ def launches_of(
     attend = attend._replace(fills_registers=fills and arch != "gfx942")
     if shares is None:
         return [attend]
-    plan, made_by = Plan.of(meta, shares, sizes, tile.keys, variant.window)
+    plan, made_by = SharesPlan.of(meta, shares, sizes, tile.keys, variant.window)
     parts = q.new_empty((plan.num_slots, most_tokens, *q.shape[1:]), dtype=torch.float32)
     lse = parts.new_empty(parts.shape[:-1])
     args |= {"items": plan.items, "parts": parts, "lse": lse}

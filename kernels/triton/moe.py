@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.quant_tuning import Tile, product_tile
+from kernels.quant_tuning import QuantTile, product_tile
 from kernels.quantized import Packed, Quantized, pack, stack
 from kernels.reference.grouped import Experts
 from kernels.triton.activation import act_mul
@@ -130,7 +130,7 @@ def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 
-def tile_of(x: torch.Tensor, rows: int, experts: Packed) -> Tile:
+def tile_of(x: torch.Tensor, rows: int, experts: Packed) -> QuantTile:
     is_gathered = experts.order is not None
     return product_tile(arch_of(x), rows, x.element_size(), is_gathered=is_gathered)
 

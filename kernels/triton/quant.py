@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
-from kernels.quant_tuning import Tile, most_fused_rows, num_splits, product_tile
+from kernels.quant_tuning import QuantTile, most_fused_rows, num_splits, product_tile
 from kernels.quantized import Packed, Quantized, pack
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.unpack import bytes_of, of_group, packed_sums, piece_of, shape_of
@@ -141,7 +141,7 @@ def product_launches(
 
 def product_launch(
     tensors: tuple[torch.Tensor, Packed, torch.Tensor | None, torch.Tensor],
-    tile: Tile,
+    tile: QuantTile,
     num_steps: int,
     splits: int,
 ) -> Launch:

@@ -65,7 +65,7 @@ class Moved(NamedTuple):
         return torch.as_strided(tensor, self.shape, self.stride, begin)
 
 
-class Call(NamedTuple):
+class RepeatedCall(NamedTuple):
     """A compiled launch: all that its launcher takes, and where in it pointers are put."""
 
     run: Any
@@ -161,7 +161,7 @@ def _span(tensor: torch.Tensor) -> int:
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
 
-def _call_of(launch: Launch, compiled: Any) -> Call:
+def _call_of(launch: Launch, compiled: Any) -> RepeatedCall:
     values: list[Any] = [compiled.function, compiled.packed_metadata, None, None, None]
     moved = []
     for name, _ in parameters_of(launch.kernel):
@@ -172,7 +172,7 @@ def _call_of(launch: Launch, compiled: Any) -> Call:
             value = value.data_ptr()  # the launch keeps it
         values.append(value)
     x, y, z = (*launch.grid, 1, 1)[:3]
-    return Call(compiled.run, (x, y, z), values, moved)
+    return RepeatedCall(compiled.run, (x, y, z), values, moved)
 
 
 def _form(launch: Launch) -> tuple[Any, ...]:

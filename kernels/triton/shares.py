@@ -100,7 +100,7 @@ def plan_kernel(  # noqa: PLR0913
             tl.store(items + item * 4, -1, mask=item < num_items)
 
 
-class Plan(NamedTuple):
+class SharesPlan(NamedTuple):
     """A step's items, for all layers with one window."""
 
     items: torch.Tensor  # [n, 4] int32
@@ -110,7 +110,7 @@ class Plan(NamedTuple):
     @classmethod
     def of(
         cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
-    ) -> tuple[Plan, list[Launch]]:
+    ) -> tuple[SharesPlan, list[Launch]]:
         """The step's plan, and what makes it at its first use. sizes: the first this many
         sequences, with this many tokens at most; keys: number in a tile."""
         scratch_key = ("shares", shares, sizes, keys, window)

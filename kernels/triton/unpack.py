@@ -15,7 +15,7 @@ import triton.language as tl
 from kernels.quantized import Packed
 
 
-class Shape(NamedTuple):
+class UnpackShape(NamedTuple):
     """What the kernels are compiled for."""
 
     K: int  # inputs
@@ -29,8 +29,8 @@ class Shape(NamedTuple):
     N: int = 0  # outputs, a program
 
 
-def shape_of(packed: Packed, rows: int, outputs: int) -> Shape:
-    return Shape(
+def shape_of(packed: Packed, rows: int, outputs: int) -> UnpackShape:
+    return UnpackShape(
         K=packed.num_inputs,
         WIDTH=packed.values.shape[-1],
         BITS=packed.bits,

@@ -30,16 +30,16 @@ from policylab.simulated import SimulatedHalves
 from policylab.verify.case import Add, Case
 from policylab.verify.shrink import Clocked
 from policylab.verify.swarm import (
-    Found,
-    Report,
+    FoundCase,
     Swarm,
+    SwarmReport,
     keep,
     replay_corpus,
     reproduction,
     smallest,
 )
 from policylab.verify.trials import MIN_THROUGHPUT as MIN_THROUGHPUT_OF_ANY
-from policylab.verify.trials import Failure, run_trials, statements
+from policylab.verify.trials import TrialFailure, run_trials, statements
 
 BATCH = 20  # seeds that a process is given at a time
 VIOLATION = 1
@@ -61,7 +61,7 @@ def halves() -> SimulatedHalves:
     return SimulatedHalves()
 
 
-class Hunt(NamedTuple):
+class VerifyHunt(NamedTuple):
     """What to look for, and how closely."""
 
     policy: str | None
@@ -152,10 +152,10 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
 def run(parsed: argparse.Namespace) -> int:
     _check(parsed)
     logging.getLogger("engine").setLevel(logging.CRITICAL)  # refusals and faults are expected
-    hunt = Hunt(parsed.policy, parsed.policy_options, parsed.every)
+    hunt = VerifyHunt(parsed.policy, parsed.policy_options, parsed.every)
     console = Console()
     begun = time.monotonic()
-    report = Report() if hunt.policy is not None else replay_corpus(hunt.swarm())
+    report = SwarmReport() if hunt.policy is not None else replay_corpus(hunt.swarm())
     if parsed.corpus is not None:
         report.add(replay_corpus(hunt.swarm(), parsed.corpus))
     if not report.found:
@@ -204,7 +204,9 @@ def _check(parsed: argparse.Namespace) -> None:
         raise ConfigError("--policy-options are for the policy that --policy names, and none is")
 
 
-def _search(hunt: Hunt, parsed: argparse.Namespace, report: Report, console: Console) -> None:
+def _search(
+    hunt: VerifyHunt, parsed: argparse.Namespace, report: SwarmReport, console: Console
+) -> None:
     """Seeds from the first on, until there were enough steps, time is up or a rule is broken."""
     columns = (
         BarColumn(),
@@ -225,14 +227,14 @@ def _search(hunt: Hunt, parsed: argparse.Namespace, report: Report, console: Con
                 break
 
 
-def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Report]:
+def _batches(hunt: VerifyHunt, parsed: argparse.Namespace) -> Iterator[SwarmReport]:
     """What each batch of seeds brought."""
     seeds = count(parsed.seed)
     if parsed.jobs == 1:
         while True:
             yield _run_batch(hunt, list(islice(seeds, BATCH)))
     with workers(parsed.jobs) as pool:
-        waiting: set[Future[Report]] = set()
+        waiting: set[Future[SwarmReport]] = set()
         while True:
             while len(waiting) < 2 * parsed.jobs:
                 waiting.add(pool.submit(_run_batch, hunt, list(islice(seeds, BATCH))))
@@ -240,12 +242,12 @@ def _batches(hunt: Hunt, parsed: argparse.Namespace) -> Iterator[Report]:
             yield from (future.result() for future in done)
 
 
-def _run_batch(hunt: Hunt, seeds: list[int]) -> Report:
+def _run_batch(hunt: VerifyHunt, seeds: list[int]) -> SwarmReport:
     logging.getLogger("engine").setLevel(logging.CRITICAL)
     return hunt.swarm().run(seeds, num_steps=2**62)
 
 
-def _print_summary(console: Console, report: Report, seconds: float) -> None:
+def _print_summary(console: Console, report: SwarmReport, seconds: float) -> None:
     rate = report.num_steps / seconds if seconds else 0.0
     console.print(
         f"{report.num_steps:,} steps, {report.num_runs:,} engines, {report.num_requests:,} "
@@ -265,7 +267,7 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
     console.print(f"steps by policy: {by_policy}", highlight=False, soft_wrap=True)
 
 
-def _print_violation(console: Console, found: Found, small: Case) -> None:
+def _print_violation(console: Console, found: FoundCase, small: Case) -> None:
     """What broke, and the smallest program that breaks it."""
     source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
     console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
@@ -274,7 +276,7 @@ def _print_violation(console: Console, found: Found, small: Case) -> None:
     console.out(reproduction(small), highlight=False)
 
 
-def _shrink(found: Found, clocked: Clocked) -> Case:
+def _shrink(found: FoundCase, clocked: Clocked) -> Case:
     """The smallest case found until time is up, or the user has had enough of it."""
     try:
         return smallest(found, halves=halves(), goes_on=clocked)
@@ -283,7 +285,7 @@ def _shrink(found: Found, clocked: Clocked) -> Case:
         return clocked.best or found.case
 
 
-def _tell_shrinking(found: Found, limit: float) -> Callable[[int, Case, float], None]:
+def _tell_shrinking(found: FoundCase, limit: float) -> Callable[[int, Case, float], None]:
     """Says on standard error how far it is, for standard output is the result's."""
     before = _num_requests(found.case)
 
@@ -302,7 +304,7 @@ def _num_requests(case: Case) -> int:
     return sum(isinstance(event, Add) for event in case.events)
 
 
-def _try_policy(hunt: Hunt, parsed: argparse.Namespace, console: Console) -> int:
+def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) -> int:
     """Trials and the standard load of a policy that broke no rule in small engines. One that is
     known to starve requests or to serve few is spared the load, where thousands would wait."""
     print_plain = partial(console.print, highlight=False, markup=False, soft_wrap=True)
@@ -329,14 +331,14 @@ def _try_policy(hunt: Hunt, parsed: argparse.Namespace, console: Console) -> int
     return VIOLATION if failures else 0
 
 
-def _on_load(hunt: Hunt) -> tuple[list[str], list[Failure]]:
+def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:
     """What the policy does to a standard load, with a warning where it collapses under it, and what
     is a failure."""
     name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
     try:
         fcfs, figures = next_to_fcfs(hunt.policy, hunt.options)
     except (ConfigError, PolicyError) as error:  # it has no figures of its own
-        return [], [Failure(f"{name}: on a standard load ({load}): {error}")]
+        return [], [TrialFailure(f"{name}: on a standard load ({load}): {error}")]
     share = figures.recomputed
     throughput = figures.tokens_per_second / fcfs.tokens_per_second
     recomputes = f"recomputes {100 * share:.1f} % of its tokens"
@@ -357,7 +359,7 @@ def _on_load(hunt: Hunt) -> tuple[list[str], list[Failure]]:
     if bad and not failures:
         warned = f"it {' and '.join(bad)}{refused}"
         lines.append(f"warning: {name} collapses on a standard load: {warned}")
-    return lines, [Failure(f"{name}: on a standard load, {each}") for each in failures]
+    return lines, [TrialFailure(f"{name}: on a standard load, {each}") for each in failures]
 
 
 def next_to_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:

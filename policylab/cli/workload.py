@@ -16,7 +16,7 @@ from pathlib import Path
 
 from engine.errors import ConfigError
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
-from policylab.sim.workloads.describe import Description, Group, as_if_served
+from policylab.sim.workloads.describe import Description, JobGroup, as_if_served
 from policylab.sim.workloads.jsonl import FORMAT, Head, write
 
 LENGTHS = ("mean", "P5", "P25", "P50", "P75", "P90", "P95", "P99", "longest")
@@ -125,7 +125,7 @@ def _figure(value: float) -> str:
     return f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
 
 
-def _table(name: str, groups: dict[str, Group]) -> list[tuple[str, ...]]:
+def _table(name: str, groups: dict[str, JobGroup]) -> list[tuple[str, ...]]:
     """The largest groups, a line each."""
     whole = sum(group.num_requests for group in groups.values())
     largest = sorted(groups.items(), key=lambda item: (-item[1].num_requests, item[0]))

@@ -40,7 +40,7 @@ Counts = NDArray[np.int64]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class WorkBound:
     """What requests ask of an engine, and what the engine has. Arrays have an entry a request."""
 
     arrival: Floats
@@ -159,7 +159,7 @@ class Bounds:
     """Mean seconds from arrival to last token."""
 
 
-def work_of(requests: Requests, head: dict[str, Any]) -> Work | None:
+def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
     """What the requests that ended well requested; ``None`` where the cost of a step is not known.
     ``head``: that of the run."""
     done, engine, charged = requests.done, head.get("engine"), head.get("step_cost")
@@ -169,7 +169,7 @@ def work_of(requests: Requests, head: dict[str, Any]) -> Work | None:
     if "knots" in charged:
         profile = Profile(name="", is_calibrated=True, **charged)
     counts = {name: requests.counts(f"num_{name}")[done] for name in ("prompt", "cached", "output")}
-    return Work(
+    return WorkBound(
         arrival=requests.times("arrival")[done],
         **counts,
         cost=StepCost(**charged) if profile is None else least_cost(profile),
@@ -193,7 +193,7 @@ def least_cost(profile: Profile) -> StepCost:
     )
 
 
-def bounds(work: Work) -> Bounds:
+def bounds(work: WorkBound) -> Bounds:
     """The bounds of this work."""
     needed = {
         "tokens": -(-int(work.tokens.sum()) // work.max_tokens),
@@ -205,7 +205,7 @@ def bounds(work: Work) -> Bounds:
     return Bounds(steps=needed[by], by=by, makespan=makespan(work), mean_e2e=mean_e2e(work))
 
 
-def makespan(work: Work) -> float:
+def makespan(work: WorkBound) -> float:
     """Seconds from the start of the run to the last token, at least."""
     order = np.argsort(work.arrival, kind="stable")
 
@@ -224,7 +224,7 @@ def makespan(work: Work) -> float:
     return float(max(together.max(), (work.arrival + work.fastest()).max()))
 
 
-def mean_e2e(work: Work) -> float:
+def mean_e2e(work: WorkBound) -> float:
     """Mean seconds from arrival to last token, at least."""
     fixed = work.cost.fixed
     shares = (

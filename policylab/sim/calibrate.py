@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.replay import Difference
+from engine.core.replay import PlanDifference
 from engine.errors import ConfigError
 from engine.observe import steplog
 from engine.observe.steplog import Header, StepLog
@@ -66,13 +66,13 @@ class _Stopwatch(LogReader):
         self._added = self._added_tokens = 0
         self._was_idle = True
 
-    def _add(self, adding: steplog.Adding, added: steplog.Added) -> Difference | None:
+    def _add(self, adding: steplog.Adding, added: steplog.Added) -> PlanDifference | None:
         self._was_idle |= not (self.num_living or self._flight)
         self._added += 1
         self._added_tokens += len(adding.request.prompt_token_ids)
         return super()._add(adding, added)
 
-    def _repeat(self, record: steplog.Record) -> Difference | None:
+    def _repeat(self, record: steplog.Record) -> PlanDifference | None:
         if isinstance(record, steplog.Taken):
             self._was_idle = True
         if isinstance(record, steplog.Settled):

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from policylab.sim.bounds import Counts, Work, work_of
+from policylab.sim.bounds import Counts, WorkBound, work_of
 from policylab.sim.job import ANSWER, Job
 from policylab.sim.records import Requests
 from policylab.sim.workloads.source import Source
@@ -32,7 +32,7 @@ MIDDLE = (0.2, 0.8)
 Mask = NDArray[np.bool_]
 
 
-def demand(work: Work, which: Mask | None = None) -> float:
+def demand(work: WorkBound, which: Mask | None = None) -> float:
     """Seconds of a full engine that these requests need at least, together."""
     rows = slice(None) if which is None else which
     steps = max(
@@ -51,7 +51,7 @@ def most_per_second(requests: Requests, head: dict[str, Any]) -> float:
     return inf if work is None else len(requests) / demand(work)
 
 
-class Sample(NamedTuple):
+class DemandSample(NamedTuple):
     """Sizes of drawn requests, an entry each, in tokens."""
 
     prompt: Counts
@@ -59,15 +59,15 @@ class Sample(NamedTuple):
     """Tokens at the beginning of the prompt that an earlier request had or generated."""
     output: Counts
 
-    def at_most(self, longest: int) -> Sample:
+    def at_most(self, longest: int) -> DemandSample:
         """The requests that an engine takes which allows at most this many tokens; it ends some
         of them early."""
         taken = self.prompt < longest
         prompt, known, output = (column[taken] for column in self)
-        return Sample(prompt, known, np.minimum(output, longest - prompt))
+        return DemandSample(prompt, known, np.minimum(output, longest - prompt))
 
 
-def drawn(source: Source) -> Sample:
+def drawn(source: Source) -> DemandSample:
     """The sizes of all requests of a source whose requests all come at once."""
     seen: set[str] = set()
     rows = []
@@ -75,7 +75,7 @@ def drawn(source: Source) -> Sample:
         rows.append((job.num_prompt, _known(job, seen), job.num_output))
         if len(seen) < MAX_TEXTS:
             seen.update(span.text for span in job.prompt)
-    return Sample(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
+    return DemandSample(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 
 def _jobs(source: Source) -> Iterator[Job]:
@@ -97,7 +97,7 @@ def _known(job: Job, seen: set[str]) -> int:
 
 
 def served_per_second(
-    requests: Requests, head: dict[str, Any], own: Sample, every: Sample
+    requests: Requests, head: dict[str, Any], own: DemandSample, every: DemandSample
 ) -> float:
     """Requests a second that the engine of a run can serve without end, if they are like those of
     ``every``. The run served those of ``own``, which had all come at once. NaN if it served none.
@@ -114,12 +114,12 @@ def served_per_second(
     return 1.0 / (ratio * mean_demand(every, work, share_found(work, own)))
 
 
-def share_found(work: Work, own: Sample) -> float:
+def share_found(work: WorkBound, own: DemandSample) -> float:
     """Share found in the cache of what could have been there. ``own``: the requests of the work."""
     return min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
 
 
-def mean_demand(sample: Sample, work: Work, found: float) -> float:
+def mean_demand(sample: DemandSample, work: WorkBound, found: float) -> float:
     """Seconds that such a request needs in the mean of the engine of ``work``, if this share of
     what could be in the cache is."""
     shortened = replace(

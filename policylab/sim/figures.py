@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError, PolicyError
-from policylab.sim.bounds import Bounds, Work, bounds, work_of
+from policylab.sim.bounds import Bounds, WorkBound, bounds, work_of
 from policylab.sim.demand import demand
 from policylab.sim.estimate import (
     NOTHING,
@@ -35,7 +35,7 @@ from policylab.sim.estimate import (
     quantile_of,
     weighted_quantile,
 )
-from policylab.sim.promises import OF_REQUEST, Kept, Limit, kept
+from policylab.sim.promises import OF_REQUEST, KeptPromises, Limit, kept
 from policylab.sim.records import DONE, Requests
 from policylab.sim.run import Run
 from policylab.sim.service import Service, service
@@ -84,7 +84,7 @@ class Figures:
     """Output tokens in the period."""
     makespan: float
     """Seconds from the start to the last token."""
-    kept: Kept
+    kept: KeptPromises
     service: Service | None
     recomputed: float
     """Share of the whole run's computed tokens that had been computed before."""
@@ -271,9 +271,9 @@ def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
     return found | {"itl.mean": spread}
 
 
-def _slower(requests: Requests, work: Work) -> Floats:
+def _slower(requests: Requests, work: WorkBound) -> Floats:
     """How many times as long as alone on an idle engine each took; NaN if it failed [requests]."""
-    idle = Work(**{**vars(work), "cached": np.zeros_like(work.cached)})
+    idle = WorkBound(**{**vars(work), "cached": np.zeros_like(work.cached)})
     slower = np.full(len(requests), np.nan)
     slower[requests.done] = OF_REQUEST["e2e"](requests)[requests.done] / idle.alone()
     return slower

@@ -137,7 +137,7 @@ def _sorted(causes: dict[str, float]) -> dict[str, float]:
     return dict(sorted(causes.items(), key=lambda item: (-item[1], item[0])))
 
 
-class Work:
+class ProcessedWork:
     """Spans of steps in which a request got the same number of tokens, as steps come.
 
     A step costs a few operations on columns of the engine's seats, whatever happens in it.

@@ -110,7 +110,7 @@ def slo(text: str) -> list[Limit]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class KeptPromises:
     """How promises were kept, of the requests that had any."""
 
     num_promised: int
@@ -131,13 +131,13 @@ class Kept:
         return self.num_kept / self.seconds if self.seconds and self.num_promised else np.nan
 
 
-def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) -> Kept:
+def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) -> KeptPromises:
     """How promises to these requests [requests] were kept; the refused got nothing."""
     promised, good = _of_slo(requests, slo) if slo else _own(requests)
     promised = promised & counted
     good = good & promised & requests.done
     tiers = requests.text("tier")
-    return Kept(
+    return KeptPromises(
         num_promised=int(promised.sum()),
         num_kept=int(good.sum()),
         seconds=seconds,

@@ -24,7 +24,7 @@ from engine.messages.requests import RequestOutput
 from engine.messages.step import Column, Masks, StepPlan, StepResult
 from policylab.sim.history import History
 from policylab.sim.job import FIRST_TOKEN, Job, Span, tokens_of
-from policylab.sim.records import DONE, REFUSED, Requests, Tokens, totals_of
+from policylab.sim.records import DONE, REFUSED, Requests, TokenTimes, totals_of
 from policylab.sim.run import FORMAT, Engine, Run, Variant, name_of, weights_for
 from policylab.sim.workloads import Workload
 
@@ -32,7 +32,7 @@ STOP = 0  # the token that ends a request here, wherever the model would have en
 OTHER = 1  # in its place where the model draws it too early
 
 
-class Launched(NamedTuple):
+class LaunchedStep(NamedTuple):
     """A step under way, and for which of its rows a token would be the last."""
 
     ticket: Any
@@ -58,16 +58,16 @@ class ForcedLengths:
         self._lengths = lengths  # output tokens by request id, as far as a core knows it
         self._ends = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot, in known tokens
 
-    def launch(self, plan: StepPlan) -> Launched:
+    def launch(self, plan: StepPlan) -> LaunchedStep:
         for new in plan.new:
             shown = new.request_id.partition("/")[2]  # after the number that the front end gave
             length = self._lengths.get(shown)
             self._ends[new.slot] = 2**31 - 1 if length is None else new.num_prompt + length
         self.kv_peak = max(self.kv_peak, self._kv_usage())
         known = plan.starts + plan.counts + 1
-        return Launched(self._inner.launch(plan), known >= self._ends[plan.slots])
+        return LaunchedStep(self._inner.launch(plan), known >= self._ends[plan.slots])
 
-    def collect(self, ticket: Launched) -> StepResult:
+    def collect(self, ticket: LaunchedStep) -> StepResult:
         result = self._inner.collect(ticket.ticket)
         if (result.counts > 1).any():
             raise ConfigError(
@@ -78,10 +78,10 @@ class ForcedLengths:
         result.token_ids = np.where(ends, STOP, tokens).astype(np.int32)
         return result
 
-    def preview(self, ticket: Launched) -> Column | None:
+    def preview(self, ticket: LaunchedStep) -> Column | None:
         return self._inner.preview(ticket.ticket)
 
-    def sample(self, ticket: Launched, masks: Masks | None) -> None:
+    def sample(self, ticket: LaunchedStep, masks: Masks | None) -> None:
         self._inner.sample(ticket.ticket, masks)
 
     def __getattr__(self, name: str) -> Any:
@@ -161,7 +161,7 @@ class _RealRun:
             core.executor, num_slots, self._lengths, lambda: kv.usage if kv else 0.0
         )
         self._requests = Requests()
-        self._tokens = Tokens(self._requests)
+        self._tokens = TokenTimes(self._requests)
         self._history = History()
         self._places: dict[str, int] = {}
         self._jobs: dict[str, Job] = {}

@@ -16,7 +16,7 @@ import numpy as np
 
 from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
-from engine.core.replay import NOTHING, Difference, Replay, Replayed
+from engine.core.replay import NOTHING, PlanDifference, Replay, Replayed
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest
 from engine.messages.step import Column, StepPlan, StepResult
@@ -33,7 +33,7 @@ from policylab.sim.worker import StepCost
 INSIDE = (steplog.Planned, steplog.Judged, steplog.Settled, steplog.Taken)  # calls of a step
 
 
-class End(NamedTuple):
+class RecordedEnd(NamedTuple):
     """How long a request's output became, and the token that ended it (``None``: its length)."""
 
     num_output: int
@@ -47,7 +47,7 @@ class Log:
     path: Path
     header: Header
     run: Run
-    ends: dict[str, End]
+    ends: dict[str, RecordedEnd]
 
 
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
@@ -88,13 +88,13 @@ class LogReader(Replay):
 
     def __init__(self, header: Header, changes: dict[str, Any] | None = None) -> None:
         super().__init__(header, changes or {}, self._note)
-        self.ends: dict[str, End] = {}
+        self.ends: dict[str, RecordedEnd] = {}
         self._seen: Seen | None = None
         self._counts: dict[str, int] = {}  # outputs of the living
         self._places: dict[str, int] = {}  # in the run's columns
         self._kv_peak = 0.0
 
-    def _add(self, adding: steplog.Adding, added: steplog.Added) -> Difference | None:
+    def _add(self, adding: steplog.Adding, added: steplog.Added) -> PlanDifference | None:
         if self._seen is None:
             self._seen = Seen(adding.request.arrival_time)
             self._start = adding.request.arrival_time
@@ -107,7 +107,7 @@ class LogReader(Replay):
             self._counts[job.request_id] = 0
         return super()._add(adding, added)
 
-    def _plan(self, planned: steplog.Planned) -> Difference | None:
+    def _plan(self, planned: steplog.Planned) -> PlanDifference | None:
         difference = super()._plan(planned)
         self._kv_peak = max(self._kv_peak, self.kv.usage)
         return difference
@@ -142,7 +142,7 @@ class LogReader(Replay):
             for end in batch.finished:
                 name = batch.request_ids[end.index]
                 token = last.get(name) if end.reason == "stop" else None
-                self.ends[name] = End(self._counts.pop(name), token)
+                self.ends[name] = RecordedEnd(self._counts.pop(name), token)
         for job, _ in self._seen.note(outputs.values()):
             place = self._places.pop(job.request_id)
             self._seen.requests.counts("num_output")[place] = self.ends[job.request_id].num_output
@@ -174,7 +174,7 @@ class LogReader(Replay):
 class _Differs(Exception):
     """The core did something else than the log says."""
 
-    def __init__(self, difference: Difference | None) -> None:
+    def __init__(self, difference: PlanDifference | None) -> None:
         super().__init__(difference)
         self.difference = difference
 
@@ -182,7 +182,9 @@ class _Differs(Exception):
 class _Again(LogReader):
     """The calls of a log, those of steps made by a core."""
 
-    def __init__(self, header: Header, changes: dict[str, Any], ends: dict[str, End]) -> None:
+    def __init__(
+        self, header: Header, changes: dict[str, Any], ends: dict[str, RecordedEnd]
+    ) -> None:
         super().__init__(header, changes)
         self._worker = _EndingWorker(self.config.max_num_seqs, ends)
         scheduler = cast(SchedulerInterface, _AsRecorded(self))
@@ -226,7 +228,7 @@ class _Again(LogReader):
     def other_call(self, record: steplog.Record, now: str) -> NoReturn:
         """The core makes another call than the log has."""
         then = type(record).__name__.lower()
-        raise _Differs(Difference(self._step, "", then, now))
+        raise _Differs(PlanDifference(self._step, "", then, now))
 
     # -- the calls of a step
 
@@ -278,7 +280,7 @@ class _EndingWorker:
     capabilities: frozenset[str] = frozenset()
     methods: tuple[str, ...] = ()
 
-    def __init__(self, num_slots: int, ends: dict[str, End]) -> None:
+    def __init__(self, num_slots: int, ends: dict[str, RecordedEnd]) -> None:
         self._ends = ends
         self._length = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot, in known tokens
         self._last = np.full(num_slots, FILLER, dtype=np.int32)

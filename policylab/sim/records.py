@@ -142,7 +142,7 @@ class Requests:
             self._counts[name] = np.concatenate([counts, np.zeros_like(counts)])
 
 
-class Tokens:
+class TokenTimes:
     """Watches tokens come: first and last times, and the gaps between them.
 
     A gap that many requests share is kept once. So a step costs what changes: while the same
@@ -224,7 +224,7 @@ class Seen:
     def __init__(self, start: float = 0.0, *, keeps_history: bool = False) -> None:
         self.requests = Requests()
         self.history = History() if keeps_history else None
-        self._tokens = Tokens(self.requests)
+        self._tokens = TokenTimes(self.requests)
         self._start = start
         self._living: dict[str, tuple[int, Job]] = {}  # by id: place in the columns, and job
         self._places: dict[str, int] = {}  # of the living

@@ -28,8 +28,8 @@ from engine.sched.plugins.hooks import HOOKS
 from engine.sched.policy import Policy
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
-from policylab.sim.demand import Sample, drawn, served_per_second
-from policylab.sim.history import History, Work
+from policylab.sim.demand import DemandSample, drawn, served_per_second
+from policylab.sim.history import History, ProcessedWork
 from policylab.sim.job import Job
 from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.core import JumpingCore
@@ -276,7 +276,7 @@ def _sized(workload: Workload, number: int) -> Workload:
     return replace(workload, num_requests=min(number, least))
 
 
-def sizes_of(workload: Workload, engine: Engine, seed: int) -> Sample:
+def sizes_of(workload: Workload, engine: Engine, seed: int) -> DemandSample:
     """Sizes of the workload's requests, as far as this engine serves them."""
     longest = scheduler_config("fcfs", workload, engine).max_model_len
     fit = min(longest, engine.num_blocks * engine.block_size)
@@ -331,7 +331,7 @@ class Watched(TimedWorker):
     def __init__(self, *args: Any, kv: RepeatingKV, keeps_steps: bool) -> None:
         super().__init__(*args)
         self._kv = kv
-        self.work = Work(len(self._ends)) if keeps_steps else None
+        self.work = ProcessedWork(len(self._ends)) if keeps_steps else None
         self.steps: list[tuple[float, ...]] | None = [] if keeps_steps else None
         self._hash = hashlib.blake2b(digest_size=16)
         self._same = b""  # who computed how many tokens in the latest step

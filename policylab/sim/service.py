@@ -27,7 +27,7 @@ MAX_POINTS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class User:
+class ServedUser:
     """What one user got, of the requests that count."""
 
     name: str
@@ -45,7 +45,7 @@ class User:
 class Service:
     """All users."""
 
-    users: list[User]
+    users: list[ServedUser]
     jain: float
     """Mean of Jain's index over those fiftieths of the period through which two or more users
     waited, weighted by how many did; 1 is even. NaN where there was none."""
@@ -115,9 +115,9 @@ def service(
     )
 
 
-def _user(requests: Requests, mine: NDArray[np.bool_], name: str) -> User:
+def _user(requests: Requests, mine: NDArray[np.bool_], name: str) -> ServedUser:
     done = mine & requests.done
-    return User(
+    return ServedUser(
         name=name,
         num_requests=int(mine.sum()),
         num_done=int(done.sum()),
@@ -199,7 +199,7 @@ def _jain(curve: Curves, window: Window) -> float:
     return sum(index * count for _, index, count in shares) / total if total else nan
 
 
-class Gap(NamedTuple):
+class ServiceGap(NamedTuple):
     """How far two users' service came apart while both waited."""
 
     value: float
@@ -211,9 +211,9 @@ class Gap(NamedTuple):
     later: str
 
 
-def widest_gap(curve: Curves) -> Gap:
+def widest_gap(curve: Curves) -> ServiceGap:
     """The widest gap of all pairs, over all times through which both wait."""
-    worst = Gap(nan, nan, nan, "", "")
+    worst = ServiceGap(nan, nan, nan, "", "")
     for one, other in combinations(range(len(curve.waits)), 2):
         both = curve.waits[one] & curve.waits[other]
         ahead = curve.served[one] - curve.served[other]
@@ -225,5 +225,5 @@ def widest_gap(curve: Curves) -> Gap:
                 low, high = int(part.argmin()), int(part.argmax())
                 begin, end = (float(curve.times[first + place]) for place in sorted((low, high)))
                 names = (curve.users[one], curve.users[other])
-                worst = Gap(gap, begin, end, *(names if low < high else names[::-1]))
+                worst = ServiceGap(gap, begin, end, *(names if low < high else names[::-1]))
     return worst

@@ -37,7 +37,7 @@ OURS = ("engine", "policylab")
 FOREIGN = ("logging", "_pytest", "pytest", "unittest", "threading", "importlib")
 
 
-class Growth(NamedTuple):
+class BookGrowth(NamedTuple):
     """Where a book is, and what it grows by with each request."""
 
     place: str
@@ -45,7 +45,7 @@ class Growth(NamedTuple):
     num_requests: int
 
 
-def find_growth(policy: Any, options: dict[str, Any]) -> Growth | None:
+def find_growth(policy: Any, options: dict[str, Any]) -> BookGrowth | None:
     """The book that grows most with requests that have ended; ``None`` if none does.
 
     Raises ``AssertionError`` for a rule that is broken meanwhile.
@@ -63,7 +63,7 @@ def find_growth(policy: Any, options: dict[str, Any]) -> Growth | None:
         num_before = num_requests
         if look + 1 >= LEAST_LOOKS and share < LEAST_GROWTH:
             return None
-    return Growth(place, share, num_before)
+    return BookGrowth(place, share, num_before)
 
 
 def measured(policy: Policy) -> Counter[str]:

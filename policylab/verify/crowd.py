@@ -27,7 +27,7 @@ USERS = ("u0", "u1", "u2", "u3", "u4")
 SYSTEM_TOKENS = 8  # with which each third prompt begins, so that the cache matters
 
 
-class Kind(NamedTuple):
+class CrowdKind(NamedTuple):
     """A population of requests, and the engine that is too small for it.
 
     ``prompt``, ``output``: the fewest and the most tokens. ``backlog``: requests that wait at any
@@ -45,11 +45,11 @@ class Kind(NamedTuple):
     tick: float = 2.0**-6
 
 
-ALIKE = Kind("requests that are alike", (12, 12), (10, 10), num_blocks=32, num_steps=1100)
-MIXED = Kind(
+ALIKE = CrowdKind("requests that are alike", (12, 12), (10, 10), num_blocks=32, num_steps=1100)
+MIXED = CrowdKind(
     "requests of all sizes", (1, 160), (1, 80), num_blocks=200, num_steps=1700, tick=2.0**-3
 )
-PROMPTS = Kind("long prompts", (60, 120), (1, 3), num_blocks=400, num_steps=300)
+PROMPTS = CrowdKind("long prompts", (60, 120), (1, 3), num_blocks=400, num_steps=300)
 KINDS = (ALIKE, MIXED, PROMPTS)
 OVERTAKEN = 4  # later requests that have begun, after which others come in place of one that waits
 MOST_LEFT = 24  # such requests
@@ -70,7 +70,7 @@ class Starved(NamedTuple):
     """The step after which it got nothing."""
 
 
-class Seen(NamedTuple):
+class SeenState(NamedTuple):
     """What a policy did with a crowd."""
 
     digest: str
@@ -114,7 +114,7 @@ class Crowd:
         self,
         policy: Any,
         options: dict[str, Any],
-        kind: Kind,
+        kind: CrowdKind,
         *,
         is_patient: bool = False,
         users: tuple[str, ...] = USERS,
@@ -156,7 +156,7 @@ class Crowd:
         """Do requests still come?"""
         return self.simulation.num_steps < self.kind.num_steps and self.starved is None
 
-    def run(self) -> Seen:
+    def run(self) -> SeenState:
         """To its end."""
         while self.goes_on:
             self.step()
@@ -176,14 +176,14 @@ class Crowd:
         self._num_idle += not num_tokens and bool(simulation.clients.live)
         self._watch(is_idle=not num_tokens)
 
-    def finish(self) -> Seen:
+    def finish(self) -> SeenState:
         """Nobody else comes. What was seen until now; all that is left must end."""
         simulation, planned = self.simulation, replace(self.simulation.planned)
         num_steps = simulation.num_steps
         stats = simulation.scheduler.make_stats()
         if self.starved is None:
             simulation.drain()
-        return Seen(
+        return SeenState(
             digest=simulation.digest,
             num_steps=num_steps,
             num_output=self._num_output,

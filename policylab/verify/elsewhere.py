@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.ipc.process import without_interrupts
 from engine.sched.policy import Policy
 from policylab.verify import otherwise
-from policylab.verify.otherwise import HASHES, PARTS, Answer, Question, Source
+from policylab.verify.otherwise import HASHES, PARTS, PolicySource, ProcessAnswer, Question
 
 
 class Elsewhere:
@@ -31,7 +31,7 @@ class Elsewhere:
 
     def __init__(
         self,
-        source: Source,
+        source: PolicySource,
         options: dict[str, Any] | None,
         number: int,
         parts: Collection[str] = PARTS,
@@ -73,7 +73,7 @@ class Elsewhere:
         """Ask without waiting for the answer, which ``end`` returns."""
         self._send(question)
 
-    def end(self) -> Answer:
+    def end(self) -> ProcessAnswer:
         """The answer to the first question that has none yet.
 
         Raises ``ConfigError`` if the policy is not found there; then nothing can be shown.
@@ -83,7 +83,7 @@ class Elsewhere:
             if problem is not None:
                 raise ConfigError(problem)
             self._is_ready = True
-        answer: Answer = self._receive()
+        answer: ProcessAnswer = self._receive()
         return answer
 
     def _send(self, value: object) -> None:
@@ -100,10 +100,10 @@ class Elsewhere:
             ) from error
 
 
-def source_of(policy: Any) -> Source:
+def source_of(policy: Any) -> PolicySource:
     """Where another process finds it. Raises ``ConfigError`` where it cannot."""
     if isinstance(policy, str):
-        return Source(policy)
+        return PolicySource(policy)
     cls = policy if isinstance(policy, type) else type(policy)
     if "<locals>" in cls.__qualname__:
         raise ConfigError(f"{cls.__qualname__} is defined in a function")
@@ -112,4 +112,4 @@ def source_of(policy: Any) -> Source:
     except (TypeError, OSError):
         file = None
     given = policy if isinstance(policy, Policy) else None
-    return Source(None, cls.__module__, file, cls.__qualname__, given)
+    return PolicySource(None, cls.__module__, file, cls.__qualname__, given)

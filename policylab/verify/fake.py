@@ -95,7 +95,7 @@ class FakeExecutor:
         """Let go of what was opened: nothing."""
 
 
-class Work(NamedTuple):
+class FakeWork(NamedTuple):
     """Tokens that a row computes in a step."""
 
     seq: FakeSeq
@@ -109,7 +109,7 @@ class Work(NamedTuple):
 class Computed(NamedTuple):
     """A row after its forward pass: digests after its last known token and after each draft."""
 
-    work: Work
+    work: FakeWork
     digests: list[int]
     error: str | None
 
@@ -201,7 +201,7 @@ class DigestWorker(FakeExecutor):
         if offered is not None:
             result.drafts = offered
 
-    def _work(self, plan: StepPlan) -> list[Work]:
+    def _work(self, plan: StepPlan) -> list[FakeWork]:
         """Take note of a plan; what it has the rows compute, with their tables as they are now."""
         check_parts(plan, self.capabilities)
         self.apply(plan)
@@ -214,7 +214,7 @@ class DigestWorker(FakeExecutor):
             strict=True,
         )
         return [
-            Work(
+            FakeWork(
                 self.seqs[slot],
                 self._new[slot],
                 start,
@@ -225,7 +225,7 @@ class DigestWorker(FakeExecutor):
             for index, (slot, start, count, samples) in enumerate(columns)
         ]
 
-    def _forward(self, work: Sequence[Work]) -> list[Computed]:
+    def _forward(self, work: Sequence[FakeWork]) -> list[Computed]:
         """Write the KV of all rows, in their order."""
         rows = []
         for row in work:
@@ -363,7 +363,7 @@ class LateWorker(DigestWorker):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._launched: deque[tuple[list[Work], StepResult, StepPlan]] = deque()
+        self._launched: deque[tuple[list[FakeWork], StepResult, StepPlan]] = deque()
         self._masks: dict[int, Masks] = {}  # by step, for those that are not collected
 
     def launch(self, plan: StepPlan) -> StepResult:

@@ -99,7 +99,7 @@ def guided(guide: Guide, token: int) -> int:
 # -- grammars
 
 
-class Delayed:
+class DelayedMatcher:
     """A compiler whose grammars are ready a few looks later, each time the same.
 
     ``compiler``: what compiles. ``most``: looks, at most.

@@ -52,7 +52,7 @@ from policylab.verify.check import (
     check_state,
 )
 from policylab.verify.fake import EMPTY_DIGEST, DigestWorker, mix
-from policylab.verify.needs import Drafts, Need
+from policylab.verify.needs import Need, NeededDrafts
 
 IDLE_STEPS = 4  # plans in a row that may be empty though a request could run
 MANY = 64  # requests that are remembered before those that have ended are forgotten
@@ -84,7 +84,7 @@ class Invariants:
         self.plugins = plugins
         self.progress = Progress(scheduler, needs)
         self.num_drafts = num_drafts + sum(
-            need.amount for need in needs if isinstance(need, Drafts)
+            need.amount for need in needs if isinstance(need, NeededDrafts)
         )
         self._num_looks = 0
 

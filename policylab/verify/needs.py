@@ -151,7 +151,7 @@ class Loads(Delayed):
         return self.refuse()._replace(hold=req.num_tokens)
 
 
-class Encoder(Need):
+class NeededEncoder(Need):
     """``amount`` units a step for media that begin in it; a chunk ends before one too many."""
 
     name = "encoder"
@@ -202,7 +202,7 @@ class Moods(Need):
         return self.refuse(most, OnRefuse.CLOSE if dice % 2 else OnRefuse.SKIP)
 
 
-class Drafts(Need):
+class NeededDrafts(Need):
     """Up to ``amount`` drafts for some requests, some of them right."""
 
     name = "drafts"
@@ -248,5 +248,5 @@ class Drafts(Need):
 
 
 NEEDS: dict[str, type[Need]] = {
-    need.name: need for need in (Adapters, Grammars, Loads, Encoder, Moods, Drafts)
+    need.name: need for need in (Adapters, Grammars, Loads, NeededEncoder, Moods, NeededDrafts)
 }

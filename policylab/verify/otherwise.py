@@ -38,7 +38,7 @@ PARTS = (HASHES, ADDRESSES, CLOCKS, DICE, PROCESS, ENVIRONMENT)
 """What two such interpreters differ in."""
 
 
-class Source(NamedTuple):
+class PolicySource(NamedTuple):
     """Where another process finds the policy."""
 
     named: str | None
@@ -62,7 +62,7 @@ class Question(NamedTuple):
     """In which requests of the crowd keep coming."""
 
 
-class Answer(NamedTuple):
+class ProcessAnswer(NamedTuple):
     """What came of it."""
 
     digest: str
@@ -103,7 +103,9 @@ def serve(line: Connection) -> None:
         line.send(answer(question, policy if given is None else given, options, world))
 
 
-def answer(question: Question, policy: Any, options: dict[str, Any] | None, world: World) -> Answer:
+def answer(
+    question: Question, policy: Any, options: dict[str, Any] | None, world: World
+) -> ProcessAnswer:
     """Plan it in this world."""
     world.scatter()
     del world.reads[:]
@@ -111,7 +113,7 @@ def answer(question: Question, policy: Any, options: dict[str, Any] | None, worl
         digest = digest_of(question, policy, options)
     except Exception as error:  # any error is an answer
         digest = f"{type(error).__name__}: {error}"
-    return Answer(digest, tuple(dict.fromkeys(world.reads)))
+    return ProcessAnswer(digest, tuple(dict.fromkeys(world.reads)))
 
 
 def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -> str:
@@ -136,7 +138,7 @@ def with_policy(case: Case, policy: Any, options: dict[str, Any]) -> Case:
     return msgspec.structs.replace(case, setup=setup)
 
 
-def load(source: Source) -> Any:
+def load(source: PolicySource) -> Any:
     """The policy, as it was given. Raises whatever its module does."""
     if source.named is not None:
         return source.named

@@ -24,7 +24,7 @@ from policylab.verify.needs import Answers, Need
 Digests = dict[tuple[int, int], int]  # by block and place in it
 
 
-class Load(NamedTuple):
+class RemoteLoad(NamedTuple):
     """A load in progress for a request."""
 
     req: Request
@@ -41,7 +41,7 @@ class Store:
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
         self.kv: list[list[int]] = []  # the worker's
-        self.started: list[Load] = []  # and not looked at yet
+        self.started: list[RemoteLoad] = []  # and not looked at yet
         self.orders: list[Digests] = []  # for the next step
         self._starts: dict[int, int] = {}  # where the rest begins, by number of the request
         self._refused: set[int] = set()  # requests whose load could not start, by the same
@@ -61,11 +61,11 @@ class Store:
         if not params["ticks"]:
             self.orders.append(digests)
             return
-        load = Load(req, digests, int(num_tokens * params["share"]), params["ticks"])
+        load = RemoteLoad(req, digests, int(num_tokens * params["share"]), params["ticks"])
         self.write(load, 0)
         self.started.append(load)
 
-    def write(self, load: Load, parity: int) -> None:
+    def write(self, load: RemoteLoad, parity: int) -> None:
         """The even or the odd positions of what arrives."""
         for index, ((block, place), digest) in enumerate(load.digests.items()):
             if index % 2 == parity and index < load.num_good:
@@ -111,7 +111,7 @@ class Remote(Need):
 
     def __init__(self, amount: int, answers: Answers) -> None:
         super().__init__(amount, answers)
-        self.loads: dict[int, Load] = {}  # in progress, by number of the request
+        self.loads: dict[int, RemoteLoad] = {}  # in progress, by number of the request
         self.left: dict[int, int] = {}  # ticks, by the same
         self.had: set[int] = set()  # requests whose load ended incomplete
 
@@ -157,7 +157,7 @@ class Remote(Need):
         for req in running:
             assert not self.scheduler.kv.is_loading(req), f"{req} runs while its KV is loaded"
 
-    def _end(self, load: Load) -> None:
+    def _end(self, load: RemoteLoad) -> None:
         req, kv = load.req, self.scheduler.kv
         self.store.write(load, 1)
         if req.is_finished:

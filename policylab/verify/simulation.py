@@ -51,7 +51,7 @@ SLACK_STEPS = 100
 KINDS: dict[str, type[Need]] = {**NEEDS, Remote.name: Remote}
 
 
-class Outcome(NamedTuple):
+class CaseOutcome(NamedTuple):
     """Result of a run."""
 
     num_steps: int
@@ -136,7 +136,7 @@ class Simulation:
         self._pace = Random(setup.seed)
         self._trace = hashlib.blake2b(digest_size=16)
 
-    def run(self) -> Outcome:
+    def run(self) -> CaseOutcome:
         """The script, and then until every request has finished."""
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
@@ -144,7 +144,7 @@ class Simulation:
                 self.happen(events.popleft())
             self._move()
         self.drain()
-        return Outcome(
+        return CaseOutcome(
             self.num_steps,
             self.clients.num_accepted,
             self.digest,

@@ -16,7 +16,7 @@ from policylab.verify.case import Add, Case, Jump, to_python
 from policylab.verify.draw import draw_case
 from policylab.verify.halves import MakeHalves, is_adaptive
 from policylab.verify.shrink import GoesOn, shrink, to_its_end
-from policylab.verify.simulation import Outcome, Simulation
+from policylab.verify.simulation import CaseOutcome, Simulation
 from policylab.verify.starvation import Waited
 
 CORPUS = Path(__file__).with_name("corpus.jsonl")
@@ -32,7 +32,7 @@ class Broken(NamedTuple):
     num_steps: int = 0  # planned in the run until then
 
 
-class Found(NamedTuple):
+class FoundCase(NamedTuple):
     """A case that breaks a rule. ``seed`` is -1 for one that was kept."""
 
     seed: int
@@ -40,7 +40,7 @@ class Found(NamedTuple):
     broken: Broken
 
 
-class Kept(msgspec.Struct, frozen=True):
+class KeptCases(msgspec.Struct, frozen=True):
     """A line of the corpus: a case that once broke a rule, and which."""
 
     note: str
@@ -48,7 +48,7 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class Report:
+class SwarmReport:
     """Counts of a swarm's work."""
 
     num_steps: int = 0
@@ -57,10 +57,10 @@ class Report:
     num_drafts_right: int = 0
     num_followed: int = 0  # texts that ended as their grammar says
     steps_by_policy: Counter[str] = field(default_factory=Counter)
-    found: list[Found] = field(default_factory=list)
+    found: list[FoundCase] = field(default_factory=list)
     waited: Waited | None = None  # in an overload, if that was called
 
-    def add(self, other: Report) -> None:
+    def add(self, other: SwarmReport) -> None:
         """Add the counts of another report."""
         self.num_steps += other.num_steps
         self.num_runs += other.num_runs
@@ -95,9 +95,9 @@ class Swarm:
         self.options = options
         self.every = every
 
-    def run(self, seeds: Iterable[int], num_steps: int) -> Report:
+    def run(self, seeds: Iterable[int], num_steps: int) -> SwarmReport:
         """The cases of these seeds, until there were as many steps or one breaks a rule."""
-        report = Report()
+        report = SwarmReport()
         for seed in seeds:
             if report.num_steps >= num_steps:
                 break
@@ -108,20 +108,20 @@ class Swarm:
                 break
         return report
 
-    def enter(self, report: Report, seed: int, case: Case) -> None:
+    def enter(self, report: SwarmReport, seed: int, case: Case) -> None:
         """Run one case and count it."""
         done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
         report.num_runs += 1
         report.num_steps += done.num_steps
         if isinstance(done, Broken):
-            report.found.append(Found(seed, case, done))
+            report.found.append(FoundCase(seed, case, done))
             return
         report.num_requests += done.num_accepted
         report.num_drafts_right += done.num_drafts_right
         report.num_followed += done.num_followed
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
-    def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> Outcome | Broken:
+    def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> CaseOutcome | Broken:
         """Run a case. ``twice``: and again, once as it is and once with a clock that never jumps,
         where the plans must be the same."""
         simulation = None
@@ -135,7 +135,7 @@ class Swarm:
             return what_broke(error, simulation.num_steps if simulation is not None else 0)
 
 
-def check_same(case: Case, outcome: Outcome, halves: MakeHalves | None = None) -> None:
+def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = None) -> None:
     """Check that the same case gives the same plans; jumps of the clock do not matter where none is
     read."""
     again = Simulation(case, every=outcome.num_steps, halves=halves).run()
@@ -172,32 +172,32 @@ def name_of(policy: Any) -> str:
     return (policy if isinstance(policy, type) else type(policy)).__qualname__
 
 
-def read_corpus(path: Path = CORPUS) -> list[Kept]:
+def read_corpus(path: Path = CORPUS) -> list[KeptCases]:
     """The cases that once broke a rule. Raises ``ConfigError`` for a file that is no corpus."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        return [msgspec.json.decode(line, type=Kept) for line in lines]
+        return [msgspec.json.decode(line, type=KeptCases) for line in lines]
     except (OSError, ValueError) as error:  # as of decoding, too
         raise ConfigError(f"{path} is no corpus of cases: {error}") from error
 
 
-def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
+def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> SwarmReport:
     """Run them all again: none may break any more."""
-    report = Report()
+    report = SwarmReport()
     for kept in read_corpus(path):
         swarm.enter(report, -1, kept.case)
     return report
 
 
-def keep(found: Found, small: Case, path: Path) -> None:
+def keep(found: FoundCase, small: Case, path: Path) -> None:
     """Add a case to a corpus. Raises ``TypeError`` for a policy that is not given by name."""
-    kept = Kept(f"seed {found.seed}: {found.broken.message[:200]}", small)
+    kept = KeptCases(f"seed {found.seed}: {found.broken.message[:200]}", small)
     with path.open("a", encoding="utf-8") as lines:
         lines.write(msgspec.json.encode(kept).decode() + "\n")
 
 
 def smallest(
-    found: Found,
+    found: FoundCase,
     max_tries: int = 2000,
     *,
     halves: MakeHalves | None = None,

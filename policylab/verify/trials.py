@@ -23,14 +23,14 @@ from engine.sched.policy import Policy
 from engine.sched.predict.lengths import GuardedPredictor
 from policylab.verify.books import OURS, find_growth
 from policylab.verify.case import Case
-from policylab.verify.crowd import ALIKE, KINDS, MIXED, USERS, Crowd, Kind, Seen, Starved
+from policylab.verify.crowd import ALIKE, KINDS, MIXED, USERS, Crowd, CrowdKind, SeenState, Starved
 from policylab.verify.draw import draw_case
 from policylab.verify.elsewhere import Elsewhere, source_of
 from policylab.verify.otherwise import PARTS, Question, with_policy
 from policylab.verify.shrink import GoesOn, shrink, to_its_end
 from policylab.verify.simulation import Simulation
 from policylab.verify.starvation import Outcome, Waited, wait_in_overload
-from policylab.verify.swarm import Broken, Found, name_of, reproduction, smallest, what_broke
+from policylab.verify.swarm import Broken, FoundCase, name_of, reproduction, smallest, what_broke
 
 MIN_THROUGHPUT = 0.5  # of that of fcfs; a policy that serves less is no choice but a fault
 MIN_STEP_TOKENS = 0.6  # the same of tokens computed in a step, where prompts fill each
@@ -45,7 +45,7 @@ STARVATION, THROUGHPUT, RECOMPUTING = "starvation", "throughput", "recomputing"
 EXCUSES = (STARVATION, THROUGHPUT, RECOMPUTING)
 
 
-class Failure(NamedTuple):
+class TrialFailure(NamedTuple):
     """A fault of a policy. ``excuse``: the statement with which it is none; empty: there is none.
     ``program``: the smallest program found that shows it, if one does."""
 
@@ -60,7 +60,7 @@ class Failure(NamedTuple):
 class Trials:
     """What came of all of them."""
 
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[TrialFailure] = field(default_factory=list)
     by_design: list[str] = field(default_factory=list)
     """What was seen and is meant to be so, with the policy's reason."""
     not_shown: list[str] = field(default_factory=list)
@@ -87,7 +87,7 @@ def run_trials(
     stated = statements(find_policy(policy, options or {}))
     trials = Trials()
     name = name_of(policy)
-    found: list[Failure] = []
+    found: list[TrialFailure] = []
     with ExitStack() as stack:
         others = _begin_elsewhere(stack, policy, options, trials)
         for failure in chain(
@@ -109,7 +109,7 @@ def run_trials(
     return trials
 
 
-def _with_way_out(failure: Failure) -> str:
+def _with_way_out(failure: TrialFailure) -> str:
     if not failure.excuse:
         return failure.message
     stated = f'by_design = {{"{failure.excuse}": "why"}}'
@@ -138,7 +138,7 @@ def statements(policy: Policy) -> dict[str, str]:
 
 def _in_overload(
     policy: Any, options: dict[str, Any], max_wait: int | None, trials: Trials
-) -> Iterator[Failure]:
+) -> Iterator[TrialFailure]:
     """A request waits while better ones keep coming."""
     if max_wait is None:
         return
@@ -146,18 +146,18 @@ def _in_overload(
         waited = trials.waited = wait_in_overload(policy, options, max_wait)
     except Exception as error:  # any error is a finding
         message = f"breaks a rule in an overload: {what_broke(error, 0).message}"
-        yield Failure(message, is_rule=True)
+        yield TrialFailure(message, is_rule=True)
         return
     times = waited.num_refusals
     refused = f", refused {times} times and then taken," if times else ""
     if waited.outcome is Outcome.STARVED:
-        yield Failure(
+        yield TrialFailure(
             f"a request{refused} was not served in {max_wait} steps while better ones kept "
             "coming; let it age",
             STARVATION,
         )
     elif waited.outcome is Outcome.DEFERRED:
-        yield Failure(
+        yield TrialFailure(
             f"a request{refused} was not served in {max_wait} steps, as on_add keeps it out of the "
             "queue (Defer); name a time that comes",
             STARVATION,
@@ -166,7 +166,7 @@ def _in_overload(
 
 def _in_crowds(
     policy: Any, options: dict[str, Any], predictor: Any, goes_on: GoesOn
-) -> Iterator[Failure]:
+) -> Iterator[TrialFailure]:
     users = (*USERS, *names_in(policy))
     for kind in KINDS:
         crowd = Crowd(policy, options, kind, users=users, predictor=predictor or "history")
@@ -180,28 +180,28 @@ def _in_crowds(
         yield from _judged(seen, of_fcfs(kind, len(users)), kind)
 
 
-def _judged(seen: Seen, fcfs: Seen, kind: Kind) -> Iterator[Failure]:
+def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[TrialFailure]:
     """What is wrong with how a crowd was served. A crowd that was sent away is left out."""
     where = f"in a crowd of {kind.name}"
     if seen.starved is not None:
-        yield Failure(f"{_shown(seen.starved)} {where}", STARVATION)
+        yield TrialFailure(f"{_shown(seen.starved)} {where}", STARVATION)
         return
     if seen.num_refused > seen.num_taken:
         return
     refused = f"; it refused {seen.num_refused} requests" if seen.num_refused else ""
     if (share := seen.rate / fcfs.rate) < MIN_THROUGHPUT:
-        yield Failure(
+        yield TrialFailure(
             f"serves {share:.2f} of fcfs's throughput {where} (below {MIN_THROUGHPUT}){refused}",
             THROUGHPUT,
         )
     if kind not in (ALIKE, MIXED) and seen.step_tokens < MIN_STEP_TOKENS * fcfs.step_tokens:
-        yield Failure(
+        yield TrialFailure(
             f"computes {seen.step_tokens:.1f} tokens a step {where}, where fcfs computes "
             f"{fcfs.step_tokens:.1f} (below {MIN_STEP_TOKENS} of it){refused}",
             THROUGHPUT,
         )
     if seen.num_rescued or seen.num_idle > MAX_IDLE * seen.num_steps:
-        yield Failure(
+        yield TrialFailure(
             f"lets nobody run in {seen.num_rescued + seen.num_idle} of {seen.num_steps} steps "
             f"{where}, though requests can{refused}",
             THROUGHPUT,
@@ -210,14 +210,14 @@ def _judged(seen: Seen, fcfs: Seen, kind: Kind) -> Iterator[Failure]:
         yield from _unlike(seen, where)
 
 
-def _unlike(seen: Seen, where: str) -> Iterator[Failure]:
+def _unlike(seen: SeenState, where: str) -> Iterator[TrialFailure]:
     """Is a user served much worse than others whose requests are the same?"""
     if len(seen.steps_by_user) < len(USERS):
         return
     usual = median(seen.steps_by_user.values())
     user = max(seen.steps_by_user, key=seen.steps_by_user.__getitem__)
     if (times := seen.steps_by_user[user] / usual) > MAX_UNLIKE:
-        yield Failure(
+        yield TrialFailure(
             f"lets requests of user {user!r} take {times:.0f} times as long as those of others "
             f"{where}",
             STARVATION,
@@ -235,7 +235,7 @@ def _shown(starved: Starved) -> str:
 
 
 @cache
-def of_fcfs(kind: Kind, num_users: int) -> Seen:
+def of_fcfs(kind: CrowdKind, num_users: int) -> SeenState:
     """What fcfs does with the crowd. Who its users are makes no difference to it."""
     return Crowd("fcfs", {}, kind, users=tuple(map(str, range(num_users)))).run()
 
@@ -270,33 +270,33 @@ def check_predictor(simulation: Simulation) -> None:
         assert lowest >= 0, f"length predictor {predictor.name} predicts {lowest} output tokens"
 
 
-def _broken(case: Case, broken: Broken, kind: Kind, goes_on: GoesOn) -> Failure:
-    small = smallest(Found(-1, case, broken), goes_on=goes_on)
+def _broken(case: Case, broken: Broken, kind: CrowdKind, goes_on: GoesOn) -> TrialFailure:
+    small = smallest(FoundCase(-1, case, broken), goes_on=goes_on)
     program = reproduction(small) if len(small.events) <= MOST_EVENTS else ""
     message = f"breaks a rule in a crowd of {kind.name}: {broken.message} ({broken.place})"
-    return Failure(message, program=program, is_rule=True)
+    return TrialFailure(message, program=program, is_rule=True)
 
 
 # -- books, and two engines
 
 
-def _over_time(policy: Any, options: dict[str, Any]) -> Iterator[Failure]:
+def _over_time(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
     try:
         growth = find_growth(policy, options)
     except Exception as error:  # any error is a finding
         broken = what_broke(error, 0)
         message = f"breaks a rule as small requests come and go: {broken.message}"
-        yield Failure(message, is_rule=True)
+        yield TrialFailure(message, is_rule=True)
         return
     if growth is not None:
-        yield Failure(
+        yield TrialFailure(
             f"keeps books that grow: {growth.place} grows by {growth.bytes_per_request:.1f} bytes "
             f"with each request, and still did when {growth.num_requests} had ended (users and "
             "programs were the same all the time); forget in on_finish what is kept of a request"
         )
 
 
-def _two_at_once(policy: Any, options: dict[str, Any]) -> Iterator[Failure]:
+def _two_at_once(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
     """Two engines take turns in one process: each must plan as if it were alone."""
     kind = MIXED._replace(num_steps=CROWD_STEPS)
     try:
@@ -308,10 +308,10 @@ def _two_at_once(policy: Any, options: dict[str, Any]) -> Iterator[Failure]:
         alone = Crowd(policy, options, kind, is_patient=True).run().digest
     except Exception as error:  # any error is a finding
         message = f"breaks a rule as two engines run at once: {what_broke(error, 0).message}"
-        yield Failure(message, is_rule=True)
+        yield TrialFailure(message, is_rule=True)
         return
     if not first == second == alone:
-        yield Failure(
+        yield TrialFailure(
             "plans otherwise when two engines run in one process, or one after the other, though "
             "each gets the same: they share something, as a default argument, an attribute of the "
             "class or a global of the module"
@@ -357,7 +357,7 @@ def _elsewhere(
     others: Others | None,
     trials: Trials,
     goes_on: GoesOn,
-) -> Iterator[Failure]:
+) -> Iterator[TrialFailure]:
     if others is None:
         return
     try:
@@ -365,7 +365,7 @@ def _elsewhere(
             first, second = (other.end() for other in others)
             if reads := (*first.reads, *second.reads):
                 message = f"depends on its process: {reads[0]}; make it an option"
-                yield Failure(message, is_rule=True)
+                yield TrialFailure(message, is_rule=True)
                 return
             if first != second:
                 yield _differs(policy, options, question, goes_on)
@@ -376,7 +376,7 @@ def _elsewhere(
 
 def _differs(
     policy: Any, options: dict[str, Any] | None, question: Question, goes_on: GoesOn
-) -> Failure:
+) -> TrialFailure:
     """What is wrong, and the smallest case that shows it."""
     with ExitStack() as stack:
         both, program = _pair(stack, policy, options), ""
@@ -386,7 +386,7 @@ def _differs(
                 case, lambda each: _is_other(both, _question_of(each)), 300, goes_on=goes_on
             )
             question, program = _question_of(small), reproduction(small)
-    return Failure(
+    return TrialFailure(
         "plans otherwise in another process, with the same requests: it depends on "
         f"{_cause(policy, options, question)}. Ask no clock but view.now and no dice but view.rng, "
         "and go by nothing that differs from process to process (hash(), id(), order of a set)",

@@ -12,7 +12,7 @@ import pytest
 from support.patience import WAIT_SECONDS
 from support.permissions import bound
 
-from kernels.cpu.disk_cache import OneSaverAtATime, Places, directory_name
+from kernels.cpu.disk_cache import CachePlaces, OneSaverAtATime, directory_name
 
 ROOT = Path(__file__).parents[2]
 PREPARE = "from kernels.cpu import slots; import logging; slots.GROW.prepare()"
@@ -110,18 +110,18 @@ def test_what_is_damaged_is_as_if_it_were_not_there(tmp_path: Path, kind: str, d
 
 def test_code_of_others_is_not_run(tmp_path: Path) -> None:
     """Whoever may write there could have their code run by this process."""
-    ours = Places(str(tmp_path / "ours"))
+    ours = CachePlaces(str(tmp_path / "ours"))
     assert ours.writable == str(tmp_path / "ours" / directory_name()) and not ours.refusals
-    theirs = Places(str(tmp_path / "ours"), trusted=[os.geteuid() + 1])
+    theirs = CachePlaces(str(tmp_path / "ours"), trusted=[os.geteuid() + 1])
     assert theirs.readable == [] and theirs.writable is None
     (tmp_path / "all" / directory_name()).mkdir(parents=True)
     (tmp_path / "all" / directory_name()).chmod(0o777)
-    for_all = Places(str(tmp_path / "all"))
+    for_all = CachePlaces(str(tmp_path / "all"))
     assert for_all.readable == [] and "can write code" in for_all.refusals[0]
     # A directory for all, as a mounted one, has one of ours in it.
     (tmp_path / "mounted").mkdir()
     (tmp_path / "mounted").chmod(0o777)
-    assert Places(str(tmp_path / "mounted")).writable is not None
+    assert CachePlaces(str(tmp_path / "mounted")).writable is not None
 
 
 def test_a_mistaken_option_is_an_error_at_the_start(tmp_path: Path) -> None:

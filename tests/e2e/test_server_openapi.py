@@ -36,7 +36,7 @@ def test_every_route_is_described() -> None:
     from engine.server.app import routes_of
     from engine.server.http.openapi import ApiRoute, document_of
     from engine.server.keys import KeyRing
-    from engine.server.limits import Limits
+    from engine.server.limits import ServerLimits
     from engine.server.names import ServedNames
     from engine.server.operations import Operations
 
@@ -44,7 +44,7 @@ def test_every_route_is_described() -> None:
         max_model_len=64, measure=lambda: None, add_observer=print, failures=Failures()
     )
     operations = Operations(engine, KeyRing(), "box", 1.0)
-    routes = routes_of(engine, ServedNames(("box",)), operations, Limits())
+    routes = routes_of(engine, ServedNames(("box",)), operations, ServerLimits())
     assert len(routes) > 10
     paths = document_of(routes, ["box"])["paths"]
     for route in routes:

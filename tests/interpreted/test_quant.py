@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.made_quantized import KINDS, Kind, make
 
-from kernels.quant_tuning import Tile, most_fused_rows, num_splits, product_tile
+from kernels.quant_tuning import QuantTile, most_fused_rows, num_splits, product_tile
 from kernels.quantized import can_pack, pack, unpack
 from kernels.reference import quant as reference
 from kernels.triton import quant
@@ -132,7 +132,7 @@ def test_parts_of_the_inputs_add_up(splits: int) -> None:
     x, bias = torch.randn(3, 448), torch.randn(70)
     steps = -(-packed.values.shape[1] // packed.piece)
     parts = torch.full((splits, 3, 70), torch.nan)
-    quant.product_launch((x, packed, None, parts), Tile(16, 32, 4, 2), steps, splits).run()
+    quant.product_launch((x, packed, None, parts), QuantTile(16, 32, 4, 2), steps, splits).run()
     out = torch.full((3, 70), torch.nan)
     quant.sum_launch(parts, bias, out).run()
     wanted = reference.weight_only_product(x, packed, bias)

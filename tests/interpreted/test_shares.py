@@ -8,7 +8,7 @@ from support.paged_cache import Cache
 
 from kernels import AttentionMeta, reference, tuning
 from kernels import triton as bodies
-from kernels.triton.shares import Plan
+from kernels.triton.shares import SharesPlan
 from kernels.tuning import Shares
 
 KEYS = 16
@@ -30,9 +30,9 @@ def a_meta(sequences: list[tuple[int, int]]) -> AttentionMeta:
     )
 
 
-def planned(meta: AttentionMeta, shares: Shares, most_tokens: int, window: int) -> Plan:
+def planned(meta: AttentionMeta, shares: Shares, most_tokens: int, window: int) -> SharesPlan:
     sizes = (len(meta.seq_lens), most_tokens)
-    plan, launches = Plan.of(meta, shares, sizes, KEYS, window)
+    plan, launches = SharesPlan.of(meta, shares, sizes, KEYS, window)
     for launch in launches:
         launch.run()
     return plan

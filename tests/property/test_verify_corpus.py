@@ -8,7 +8,7 @@ import pytest
 
 from engine.errors import ConfigError
 from policylab.verify.draw import draw_case
-from policylab.verify.swarm import Broken, Found, Swarm, keep, read_corpus, replay_corpus
+from policylab.verify.swarm import Broken, FoundCase, Swarm, keep, read_corpus, replay_corpus
 
 
 def test_what_is_kept_is_read_and_run_again(tmp_path: Path) -> None:
@@ -16,7 +16,9 @@ def test_what_is_kept_is_read_and_run_again(tmp_path: Path) -> None:
     assert read_corpus(path) == []
     for seed in (3, 4):
         keep(
-            Found(seed, draw_case(seed), Broken(f"broke {seed}", "here", 1)), draw_case(seed), path
+            FoundCase(seed, draw_case(seed), Broken(f"broke {seed}", "here", 1)),
+            draw_case(seed),
+            path,
         )
     kept = read_corpus(path)
     assert [each.case for each in kept] == [draw_case(3), draw_case(4)]

@@ -23,7 +23,7 @@ from policylab.verify.draw import draw_case
 from policylab.verify.shrink import Clocked, shrink
 from policylab.verify.simulation import Simulation
 from policylab.verify.starvation import Outcome, wait_in_overload
-from policylab.verify.swarm import Broken, Found, Swarm, reproduction, smallest
+from policylab.verify.swarm import Broken, FoundCase, Swarm, reproduction, smallest
 from policylab.verify.testing import NotShown, check_policy
 
 pytest_plugins = ["pytester"]
@@ -261,7 +261,7 @@ def test_a_broken_case_becomes_small_and_its_program_shows_it() -> None:
     swarm = Swarm()
     cases = (losing(draw_case(seed)) for seed in range(300))
     case, broken = next((c, d) for c in cases if isinstance(d := swarm.judge(c), Broken))
-    small = smallest(Found(0, case, broken))
+    small = smallest(FoundCase(0, case, broken))
     assert len(small.events) <= 3 < len(case.events), reproduction(small)
     program = reproduction(small).replace(f"import {LosesOne.__module__}\n", "")
     program = program.replace(f"{LosesOne.__module__}.LosesOne", "LosesOne")
@@ -294,7 +294,7 @@ def test_shrinking_tells_how_far_it_is_and_ends_with_the_best_so_far() -> None:
 
 def test_shrinking_may_be_left_out() -> None:
     case = losing(draw_case(0))
-    found = Found(0, case, Broken("any", "nowhere"))
+    found = FoundCase(0, case, Broken("any", "nowhere"))
     assert smallest(found, goes_on=Clocked(0.0)) is case
 
 

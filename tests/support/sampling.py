@@ -15,7 +15,7 @@ from engine.worker.platform import Platform
 from engine.worker.platform.host import CpuPlatform
 from engine.worker.runner import columns_of
 from engine.worker.slots import Slots
-from engine.worker.steps import Homebound, Pending, collect
+from engine.worker.steps import Pending, PendingStep, collect
 from kernels import slots as on_slots
 from kernels.slots import Drawn, Rows
 
@@ -109,7 +109,7 @@ class Bench:
         wanted = [drawn] if drawing.sound is None else [drawn, drawing.sound]
         fetched = self.platform.fetch(wanted + columns_of(scores))
         groups = [group.rows for group in scores]
-        home = Homebound(0, draws, drawing.errors, drawing.checked, groups, fetched)
+        home = PendingStep(0, draws, drawing.errors, drawing.checked, groups, fetched)
         self.lengths[column] += 1
         mark = self.platform.mark()
         return collect(Pending(plan_of(slots), [(mark, mark)], [home]))

@@ -9,7 +9,7 @@ import random
 import pytest
 from jsonschema import Draft202012Validator
 
-from engine.structured.checked.checker import Checker, State
+from engine.structured.checked.checker import Checker, CheckerState
 from engine.structured.checked.few import few_texts
 
 SEED = int(os.environ.get("METRONOME_SEED", "36"))
@@ -143,8 +143,8 @@ def test_a_walk_along_what_is_allowed_never_gets_stuck(name: str) -> None:
 
 
 def further(
-    state: State, dice: random.Random, but: bytes, *, is_long: bool
-) -> tuple[State, bytes] | None:
+    state: CheckerState, dice: random.Random, but: bytes, *, is_long: bool
+) -> tuple[CheckerState, bytes] | None:
     """The state after one more byte that is allowed, at random; one that ends things, if the text
     is long."""
     ends = [b'"', b"}", b"]"] if is_long else []

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.spec.payoff import Payoff, StepKind
+from engine.spec.payoff import DraftStepKind, Payoff
 
 
 class Engine:
@@ -27,7 +27,7 @@ class Engine:
             slow = 10 if self.rng.random() < 0.05 else 1
             seconds = self.drafting if takes else self.plain
             self.now += seconds * self.rng.uniform(0.95, 1.05) * slow
-            self.payoff.settled(self.num_seqs, self.now, StepKind(takes), is_busy=True)
+            self.payoff.settled(self.num_seqs, self.now, DraftStepKind(takes), is_busy=True)
             num_drafting += takes
         return num_drafting
 
@@ -75,7 +75,7 @@ def test_a_request_brings_leave_to_try(seed: int) -> None:
     """Nothing is left to try with; then there is, for one step."""
     load = Engine(seed, 1, 1.0, 2.0).payoff.load(1)
     for has_drafts in [False] * 8 + [True] * 8:
-        load.add(2.0 if has_drafts else 1.0, StepKind(has_drafts))
+        load.add(2.0 if has_drafts else 1.0, DraftStepKind(has_drafts))
     while load.tries():
         load.takes(0.0)
     load.lend(1.0)
@@ -88,7 +88,7 @@ def test_time_in_which_nothing_ran_does_not_count(seed: int) -> None:
     now, load = 0.0, payoff.load(1)
     for index in range(40):
         now += 2.0 if index % 2 else 1.0
-        payoff.settled(1, now, StepKind(index % 2 == 1), is_busy=False)
+        payoff.settled(1, now, DraftStepKind(index % 2 == 1), is_busy=False)
         now += 3600.0
         payoff.interrupted(now, is_busy=True)
     assert load.cost() == pytest.approx(1.0)
@@ -99,7 +99,7 @@ def test_a_cost_that_was_measured_on_a_bad_day_is_measured_again(seed: int) -> N
     engine = Engine(seed, 1, 1.0, 1.3)
     load = engine.payoff.load(1)
     for seconds, has_drafts in [(1.0, False)] * 8 + [(50.0, True)] * 4:
-        load.add(seconds, StepKind(has_drafts))
+        load.add(seconds, DraftStepKind(has_drafts))
     assert load.cost() > 40
     engine.run(12_000, expected=1.0)
     assert engine.run(500, expected=1.0) > 450

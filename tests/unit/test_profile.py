@@ -79,7 +79,9 @@ def test_a_profile_is_a_file(tmp_path: Path) -> None:
     assert read_profile(tmp_path / "p.json") == profile
     assert set(profile.report) == {"all", "decode", "mixed"} and profile.source["steps"] == 2000
     (tmp_path / "p.json").write_text('{"name": "x"}')
-    with pytest.raises(ConfigError, match=r"is none: .*`metronome calibrate` writes one"):
+    with pytest.raises(
+        ConfigError, match=r"is not a valid profile: .*`metronome calibrate` writes one"
+    ):
         read_profile(tmp_path / "p.json")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_profile(tmp_path / "q.json")

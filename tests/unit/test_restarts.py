@@ -10,7 +10,7 @@ import pytest
 
 from engine.config.args import EngineArgs
 from engine.errors import ConfigError, EngineDeadError
-from engine.rpc.restarts import Outcome, Restarts, Starting
+from engine.rpc.restarts import RestartOutcome, Restarts, Starting
 
 
 class Script:
@@ -23,7 +23,7 @@ class Script:
         self._is_done = threading.Event()
         self.restarts = Restarts(self._start, self._is_done.set, clock=lambda: self.now, **options)
 
-    def die(self, core: int) -> Outcome:
+    def die(self, core: int) -> RestartOutcome:
         """The core dies and is started again."""
         assert self.restarts.why_not(core) is None
         self._is_done.clear()

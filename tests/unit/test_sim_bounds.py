@@ -12,7 +12,7 @@ import pytest
 from engine.sched.policies import POLICIES
 from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile
-from policylab.sim.bounds import Work, bounds, srpt
+from policylab.sim.bounds import WorkBound, bounds, srpt
 from policylab.sim.figures import figures
 from policylab.sim.run import Engine, run
 from policylab.sim.worker import StepCost
@@ -20,11 +20,11 @@ from policylab.sim.worker import StepCost
 COST = StepCost(fixed=4.0, per_seq=1.0, per_token=2.0, per_context=0.5, per_attention=0.25)
 
 
-def work(*requests: tuple[float, int, int], cost: StepCost = COST, **limits: int) -> Work:
+def work(*requests: tuple[float, int, int], cost: StepCost = COST, **limits: int) -> WorkBound:
     """Requests as arrival, prompt and output."""
     arrival, prompt, output = zip(*requests, strict=True)
     sizes = {"max_tokens": 4, "max_seqs": 2, "pool": 12} | limits
-    return Work(
+    return WorkBound(
         arrival=np.array(arrival, dtype=np.float64),
         prompt=np.array(prompt),
         cached=np.zeros(len(prompt), dtype=np.int64),
@@ -34,7 +34,7 @@ def work(*requests: tuple[float, int, int], cost: StepCost = COST, **limits: int
     )
 
 
-def best(work: Work, *, sums_ends: bool) -> float:
+def best(work: WorkBound, *, sums_ends: bool) -> float:
     """The least makespan, or the least sum of times of ends, of all schedules there are."""
     totals = (work.prompt + work.decodes).tolist()
     arrivals, prompts = work.arrival.tolist(), work.prompt.tolist()

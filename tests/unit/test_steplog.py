@@ -220,7 +220,7 @@ def damaged(path: Path, change: Callable[[bytes], bytes]) -> Path:
         (lambda data: b"", "is no step log"),
         (lambda data: b"PK\x03\x04" + data, "is no step log"),
         (lambda data: data[:22], "breaks off within its header .*nothing of it can be read"),
-        (lambda data: data[:-3], "breaks off behind record [0-9]+ .*killed.*allow_truncated"),
+        (lambda data: data[:-3], "breaks off after record [0-9]+ .*killed.*allow_truncated"),
         (lambda data: data[:-1] + b"\xc1", "is damaged in record [0-9]+"),
         (lambda data: data[:40] + b"?" + data[41:], "is damaged in its header"),
     ],

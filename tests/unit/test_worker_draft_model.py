@@ -30,7 +30,7 @@ from engine.messages.step import DraftPart, StepPlan
 from engine.spec import compute
 from engine.spec.compute import DraftModel
 from engine.spec.decide import Drafts
-from engine.spec.kept import Kept, Work
+from engine.spec.kept import DraftWork, KeptDrafts
 from engine.worker.platform.host import HostPlatform
 
 modes = pytest.mark.parametrize("sizes", [CPU, GRAPHS], ids=["cpu", "graphs"])
@@ -321,18 +321,20 @@ def step_of(starts, count):
 
 def test_drafts_that_did_not_stand_are_computed_again_though_none_was_wanted_meanwhile():
     """A grammar may force other drafts than those of the draft model, which stand then."""
-    kept, wanted = Kept(1, 8, LONGEST, 8), np.array([K], dtype=np.int32)
+    kept, wanted = KeptDrafts(1, 8, LONGEST, 8), np.array([K], dtype=np.int32)
     kept.begin(step_of(0, 5))
     plan = step_of(5, 5)  # a token and four drafts, of which none stands
     kept.begin(plan)
-    rows = Work(plan.slots, plan.starts, plan.counts, wanted, plan.starts + 1)
+    rows = DraftWork(plan.slots, plan.starts, plan.counts, wanted, plan.starts + 1)
     work = kept.work(rows, LONGEST, 100)
     assert (work.starts.tolist(), work.counts.tolist()) == ([0], [11])
     kept.computed(work)
     kept.begin(step_of(6, 3))  # no draft is wanted behind this step, whose drafts were others
     plan = step_of(9, 1)
     kept.begin(plan)
-    work = kept.work(Work(plan.slots, plan.starts, plan.counts, wanted, plan.starts), LONGEST, 100)
+    work = kept.work(
+        DraftWork(plan.slots, plan.starts, plan.counts, wanted, plan.starts), LONGEST, 100
+    )
     assert (work.starts.tolist(), work.counts.tolist()) == ([6], [5])
 
 

@@ -17,7 +17,7 @@ from policylab.sim.run import Engine, run, scheduler_config
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
 from policylab.sim.workloads.arrivals import find_arrivals
 from policylab.sim.workloads.describe import Description, as_if_served
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import SHARES, TRACES, Quantiles
 from policylab.sim.workloads.reuse import PrefixReuse
 
@@ -96,7 +96,7 @@ def test_another_option_leaves_all_other_draws_as_they_were() -> None:
 def _hold_lengths(name: str, number: int, tail: float = 0.03) -> None:
     for part, table in zip(("prompt", "output"), TRACES[name], strict=True):
         assert isinstance(table, Quantiles)
-        drawn = table.draw(Draws(0).stream(part), number)
+        drawn = table.draw(RandomDraws(0).stream(part), number)
         found = np.quantile(drawn, SHARES, method="inverted_cdf")
         for share, listed, value in zip(SHARES, table.values, found, strict=True):
             off = abs(value - listed)
@@ -147,7 +147,9 @@ def test_arrivals_are_as_bursty_as_those_of_the_traces() -> None:
 
 
 def times(arrivals: str, rate: float = 10.0, number: int = 20_000) -> np.ndarray:
-    return np.array(list(islice(find_arrivals(arrivals).times(Draws(0), rate, number), number)))
+    return np.array(
+        list(islice(find_arrivals(arrivals).times(RandomDraws(0), rate, number), number))
+    )
 
 
 @pytest.mark.parametrize(
@@ -424,4 +426,4 @@ def test_a_seed_is_no_negative_number() -> None:
 
 def test_periods_too_many_to_draw() -> None:
     with pytest.raises(ConfigError, match=r"periods of 0\.002 s, at most"):
-        next(find_arrivals("onoff(on=0.001,off=0.001)").times(Draws(0), 1e-3, 1000))
+        next(find_arrivals("onoff(on=0.001,off=0.001)").times(RandomDraws(0), 1e-3, 1000))

@@ -11,7 +11,7 @@ from engine.errors import ModelError
 from engine.layers.quantized import QuantizedWeight
 from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.quant.fields import Field, Format
-from engine.models.targets import Part
+from engine.models.targets import TargetPart
 
 # A module is quantised if one of these holds its weight: files decide, not lists of exceptions.
 PACKED_NAMES = ("qweight", "weight_packed")
@@ -37,13 +37,13 @@ class QuantizedModules:
         self._checkpoint = checkpoint
         self._form = form
 
-    def holds(self, part: Part) -> bool:
+    def holds(self, part: TargetPart) -> bool:
         """Whether a part is the whole weight of a quantised module."""
         return part.name.endswith(".weight") and is_quantized(
             module_of(part), self._checkpoint.tensors
         )
 
-    def tensors(self, part: Part) -> dict[str, str]:
+    def tensors(self, part: TargetPart) -> dict[str, str]:
         """Names of the tensors that hold it, by their fields' first suffix.
 
         Raises ``ModelError`` for one that is missing, or of another shape or type.
@@ -55,7 +55,7 @@ class QuantizedModules:
                 found[field.suffixes[0]] = name
         return found
 
-    def read(self, part: Part, dtype: torch.dtype) -> QuantizedWeight:
+    def read(self, part: TargetPart, dtype: torch.dtype) -> QuantizedWeight:
         tensors = {
             suffix: self._checkpoint.tensor(name) for suffix, name in self.tensors(part).items()
         }
@@ -101,10 +101,10 @@ class QuantizedModules:
             )
 
 
-def module_of(part: Part) -> str:
+def module_of(part: TargetPart) -> str:
     return part.name.removesuffix(".weight")
 
 
-def matrix_shape(part: Part) -> tuple[int, int]:
+def matrix_shape(part: TargetPart) -> tuple[int, int]:
     outputs, inputs = part.shape
     return outputs, inputs

@@ -88,7 +88,8 @@ def read_profile(path: str | Path) -> Profile:
         raise ConfigError(f"cost_profile {str(path)!r} cannot be read: {error.strerror}") from error
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"cost_profile {str(path)!r} is not a valid profile: {error}; `metronome calibrate` writes one"
+            f"cost_profile {str(path)!r} is not a valid profile: {error}; `metronome "
+            "calibrate` writes one"
         ) from error
     expected = len(FEATURES) + len(profile.knots) + 1
     if profile.format != FORMAT or len(profile.coefficients) != expected:

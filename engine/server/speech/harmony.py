@@ -25,7 +25,7 @@ WORD = re.compile(r"\s*([a-z]*)")
 MAX_HEADER = 1000  # characters
 
 
-class Header(NamedTuple):
+class HarmonyHeader(NamedTuple):
     """What a header says, with its markers; not whole: what follows is no message."""
 
     text: str
@@ -149,7 +149,7 @@ class HarmonyReading:
             return False
         return recipient is None or recipient[1] in ROLES
 
-    def _header(self) -> Waits[Header]:
+    def _header(self) -> Waits[HarmonyHeader]:
         """Read the header that begins here."""
         source = self._source
         begin = source.at
@@ -159,15 +159,15 @@ class HarmonyReading:
             if match is None:
                 if source.is_ended or len(source.text) - begin > MAX_HEADER:
                     source.at = len(source.text)
-                    return Header(source.text[begin:], is_whole=False)
+                    return HarmonyHeader(source.text[begin:], is_whole=False)
                 yield None
             elif match[0] in (self._channel, self._message):
                 source.at = match.end()
                 if match[0] == self._message:
-                    return Header(source.text[begin : source.at], is_whole=True)
+                    return HarmonyHeader(source.text[begin : source.at], is_whole=True)
             else:
                 source.at = match.start()
-                return Header(source.text[begin : source.at], is_whole=False)
+                return HarmonyHeader(source.text[begin : source.at], is_whole=False)
 
     def _body(self, *, is_thinking: bool) -> Steps[None]:
         """The rest of a message."""

@@ -80,9 +80,9 @@ def _rules_of(grammar: str) -> tuple[dict[str, Node], list[str]]:
             rules.update(_imported(line))
         elif line.startswith("%ignore"):
             ignored.append(f"ignored {len(ignored)}")
-            rules[ignored[-1]] = Parser(line.removeprefix("%ignore")).whole()
+            rules[ignored[-1]] = RegexParser(line.removeprefix("%ignore")).whole()
         elif found := LINE.match(line):
-            rules[found["name"].lstrip("!?")] = Parser(line[found.end() :]).whole()
+            rules[found["name"].lstrip("!?")] = RegexParser(line[found.end() :]).whole()
         else:
             raise LarkError(f"{line!r:.60} is no rule")
     return rules, ignored
@@ -115,7 +115,7 @@ def _imported(line: str) -> dict[str, Node]:
     return {alias: ("regex", COMMON[name]) for name, alias in names}
 
 
-class Parser:
+class RegexParser:
     """What stands after the colon of a rule."""
 
     def __init__(self, text: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.server.speech.events import CallArguments, CallEnd
 from engine.server.speech.object_calls import ObjectCalls
 from engine.server.speech.source import Steps, Waits
-from engine.server.speech.tagged_values import Other, TaggedValue, Tags, json_of, quoted
+from engine.server.speech.tagged_values import Other, TaggedValue, ValueTags, json_of, quoted
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -37,7 +37,7 @@ class TaggedCalls(ObjectCalls):
         yield
 
     @abstractmethod
-    def _made_tags(self) -> Tags:
+    def _made_tags(self) -> ValueTags:
         """The tags around values."""
 
     @abstractmethod
@@ -104,7 +104,7 @@ class QwenCoderCalls(TaggedCalls):
             return False
         return (yield from self._any_arguments(name, (read(PARAMETER),), is_marked=is_marked))
 
-    def _made_tags(self) -> Tags:
+    def _made_tags(self) -> ValueTags:
         read = self.markers.read
         call, call_end, function = read(CALL), read(CALL_END), read(FUNCTION)
         end, parameter = read(FUNCTION_END), read(PARAMETER)
@@ -114,7 +114,7 @@ class QwenCoderCalls(TaggedCalls):
             call: Other((function,), on_own_line=True),
             parameter: Other(on_own_line=True),
         }
-        return Tags(
+        return ValueTags(
             read(PARAMETER_END), (parameter, end, call_end, call, function), others, has_lines=True
         )
 
@@ -146,11 +146,11 @@ class GlmCalls(TaggedCalls):
         first = (self.markers.read(KEY),)
         return (yield from self._any_arguments(name, first, is_marked=True))
 
-    def _made_tags(self) -> Tags:
+    def _made_tags(self) -> ValueTags:
         read = self.markers.read
         call, call_end, key = read(CALL), read(CALL_END), read(KEY)
         others = {call_end: Other((call,)), key: Other()}
-        return Tags(read(VALUE_END), (key, call_end, call), others, has_lines=False)
+        return ValueTags(read(VALUE_END), (key, call_end, call), others, has_lines=False)
 
     def _key(self) -> Waits[str | None]:
         source, read = self.source, self.markers.read

@@ -22,7 +22,7 @@ class Other(NamedTuple):
     on_own_line: bool = False
 
 
-class Tags:
+class ValueTags:
     """The tags around values, as they stand in the text."""
 
     def __init__(
@@ -46,7 +46,7 @@ class TaggedValue:
     """Reads the text of one value."""
 
     def __init__(
-        self, source: Source, tags: Tags, plain: Callable[[str], str], next_keys: Iterable[str]
+        self, source: Source, tags: ValueTags, plain: Callable[[str], str], next_keys: Iterable[str]
     ) -> None:
         """next_keys: what names another argument, after its tag."""
         self.is_cut = False

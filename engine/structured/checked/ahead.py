@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 
 from engine.structured.checked.demands import UNKNOWN, Verdict
 from engine.structured.checked.exact import Exact, Number, number_of
-from engine.structured.checked.frames import MOST_NESTED, UNSEEN, Frame, verdicts_on, with_news
-from engine.structured.checked.places import KINDS, Place, Table, Vector
+from engine.structured.checked.frames import MOST_NESTED, UNSEEN, ValueFrame, verdicts_on, with_news
+from engine.structured.checked.places import KINDS, Place, PlaceTable, Vector
 
 Found = TypeVar("Found")
 Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
@@ -42,13 +42,13 @@ class Ahead:
         self._numbers: dict[tuple[Place, bytes], tuple[bool, str]] = {}
         self.why = ""  # what was answered last cannot go on
 
-    def is_alive(self, frame: Frame) -> bool:
+    def is_alive(self, frame: ValueFrame) -> bool:
         """Whether an object or an array, in which no value is open, may be closed at some time."""
         if frame.parent is None or not frame.is_watched or self._is_as_before(frame):
             return True
         return bool(self._kept_or("alive", frame, self._is_alive))
 
-    def _is_alive(self, frame: Frame) -> bool:
+    def _is_alive(self, frame: ValueFrame) -> bool:
         if self._may_close(frame):
             return True
         if frame.table.kind == "object":
@@ -56,7 +56,7 @@ class Ahead:
             return (not frame.is_compared or self.names(frame) != ()) and self._can_finish(frame)
         return self.may_go_on(frame) and self._can_finish_array(frame)
 
-    def may_go_on(self, frame: Frame) -> bool:
+    def may_go_on(self, frame: ValueFrame) -> bool:
         """Whether another member or item may follow."""
         if not frame.is_watched:
             return True
@@ -65,7 +65,7 @@ class Ahead:
         began = with_news(frame.at_item())
         return self._judged(began) and self.has_value(began)
 
-    def names(self, frame: Frame) -> Options:
+    def names(self, frame: ValueFrame) -> Options:
         """What the next name may be, with the quotation mark before it."""
         if not frame.is_watched:
             return None
@@ -76,7 +76,7 @@ class Ahead:
             self.why = self.why or "additionalProperties"
         return found
 
-    def values(self, frame: Frame, kind: str) -> Options:
+    def values(self, frame: ValueFrame, kind: str) -> Options:
         """What the value that is open may be, of one kind: strings without quotation marks."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
@@ -92,7 +92,7 @@ class Ahead:
             return None
         return tuple(spelled for value in found for spelled in spellings(value))
 
-    def _values(self, frame: Frame, kind: str) -> list[Exact] | None:
+    def _values(self, frame: ValueFrame, kind: str) -> list[Exact] | None:
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
         if not frame.is_watched or self._may_be(frame, place.on_others(kind), UNKNOWN):
@@ -100,7 +100,7 @@ class Ahead:
         verdicts: dict[Vector, bool] = {}
         return [v for v in place.listed(kind) if self._is_option(frame, v, verdicts)]
 
-    def _kept_or(self, what: str, frame: Frame, look: Callable[[Frame], Found]) -> Found:
+    def _kept_or(self, what: str, frame: ValueFrame, look: Callable[[ValueFrame], Found]) -> Found:
         """The answer to a question that was put to such a frame before, as deeply as now."""
         standing = frame.standing
         if standing is None:
@@ -116,7 +116,7 @@ class Ahead:
         self.why = why or self.why
         return found
 
-    def may_become(self, frame: Frame, text: bytes) -> bool:
+    def may_become(self, frame: ValueFrame, text: bytes) -> bool:
         """Whether these digits, or more after them, are a number that is right."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
@@ -133,7 +133,7 @@ class Ahead:
         self.why = why or self.why
         return is_right
 
-    def _may_become(self, frame: Frame, place: Place, text: bytes) -> bool:
+    def _may_become(self, frame: ValueFrame, place: Place, text: bytes) -> bool:
         if _GROWING.fullmatch(text):
             return self._is_within(place, number_of(text.decode()))
         if not place.is_of_whole_numbers or not text.isdigit():
@@ -159,7 +159,7 @@ class Ahead:
             return False
         return True
 
-    def _is_number(self, frame: Frame, number: int) -> bool:
+    def _is_number(self, frame: ValueFrame, number: int) -> bool:
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
         vector = place.on_scalar(number)
@@ -167,7 +167,7 @@ class Ahead:
             return self._fits(vector)
         return self._judged(with_news(frame.filled(vector, number)))
 
-    def is_possible(self, frame: Frame, value: Exact) -> bool:
+    def is_possible(self, frame: ValueFrame, value: Exact) -> bool:
         """Whether the value that is open may be this one, a literal."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
@@ -177,7 +177,7 @@ class Ahead:
             return True
         return self._may_be(frame, verdicts_on(place, value), value)
 
-    def has_value(self, frame: Frame) -> bool:
+    def has_value(self, frame: ValueFrame) -> bool:
         """Whether the value that is open may be anything at all."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
@@ -185,14 +185,14 @@ class Ahead:
             return place.has_value
         return any(self._has_kind(frame, kind) for kind in KINDS)
 
-    def _has_container(self, frame: Frame, table: Table) -> bool:
+    def _has_container(self, frame: ValueFrame, table: PlaceTable) -> bool:
         """Whether the value that is open may be an object, or an array."""
         if not frame.compares or table.place.is_endless:
             return True
-        began = with_news(Frame.begun(table, frame))
+        began = with_news(ValueFrame.begun(table, frame))
         return self._judged(began) and self._deeper(lambda: self.is_alive(began))
 
-    def _has_kind(self, frame: Frame, kind: str) -> bool:
+    def _has_kind(self, frame: ValueFrame, kind: str) -> bool:
         """Whether the value that is open may be one of this kind."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
@@ -210,7 +210,7 @@ class Ahead:
 
     # -- helpers
 
-    def _is_as_before(self, frame: Frame) -> bool:
+    def _is_as_before(self, frame: ValueFrame) -> bool:
         """Whether the last member changed nothing about what else must be or may be there."""
         return frame.last in frame.table.quiet and not frame.is_compared
 
@@ -222,7 +222,7 @@ class Ahead:
                 return False
         return True
 
-    def _is_option(self, frame: Frame, value: Exact, known: dict[Vector, bool]) -> bool:
+    def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
         """known: whether values with such verdicts may follow, where nothing else matters."""
         assert frame.open is not None, "a value is expected"
         vector = frame.open[1].place.on_listed(value)
@@ -233,7 +233,7 @@ class Ahead:
             known[vector] = self._may_be(frame, vector, value)
         return known[vector]
 
-    def _may_be(self, frame: Frame, vector: Vector, value: Exact) -> bool:
+    def _may_be(self, frame: ValueFrame, vector: Vector, value: Exact) -> bool:
         """Whether the text may go on after a value with these verdicts."""
         filled = with_news(frame.filled(vector, value))
         if not self._judged(filled):
@@ -254,7 +254,7 @@ class Ahead:
         finally:
             self._depth -= 1
 
-    def _may_close(self, frame: Frame) -> bool:
+    def _may_close(self, frame: ValueFrame) -> bool:
         closed, parent = frame.closed(), frame.parent
         assert parent is not None, "the document itself is not closed"
         place = frame.table.place
@@ -270,7 +270,7 @@ class Ahead:
         finally:
             self._num_out -= 1
 
-    def _fits_closed(self, frame: Frame, closed: Frame) -> bool:
+    def _fits_closed(self, frame: ValueFrame, closed: ValueFrame) -> bool:
         """Whether the frame may end as ``closed``, without a look at what follows in its parent."""
         parent, place = frame.parent, frame.table.place
         assert parent is not None, "the document itself is not closed"
@@ -279,7 +279,7 @@ class Ahead:
         value = closed.exact if parent.keeps_values else None
         return self._judged(with_news(parent.filled(closed.vector, value)))
 
-    def _judged(self, frame: Frame) -> bool:
+    def _judged(self, frame: ValueFrame) -> bool:
         verdict = verdict_of(frame)
         if isinstance(verdict, str):
             self.why = verdict
@@ -288,21 +288,21 @@ class Ahead:
 
     # -- objects
 
-    def _names(self, frame: Frame) -> Options:
+    def _names(self, frame: ValueFrame) -> Options:
         if len(frame.table.place.known_names) > MOST_NAMES:
             return None
         if (names := self._names_left(frame)) is None:
             return None
         return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
 
-    def _names_left(self, frame: Frame) -> Sequence[str] | None:
+    def _names_left(self, frame: ValueFrame) -> Sequence[str] | None:
         """The names that may follow; ``None`` if there is no end of them."""
         place = frame.table.place
         if place.has_patterns or self._judged(with_news(frame.named(OTHER_NAME, place.others))):
             return None
         return [name for name in place.known_names if name not in frame.names]
 
-    def _is_possible(self, frame: Frame, name: str) -> bool:
+    def _is_possible(self, frame: ValueFrame, name: str) -> bool:
         began = with_news(frame.named(name))
         if not self._judged(began):
             return False
@@ -315,12 +315,12 @@ class Ahead:
             return False
         return self._is_as_before(began) or self._deeper(lambda: self._is_finished_by(began))
 
-    def _is_finished_by(self, began: Frame) -> bool:
+    def _is_finished_by(self, began: ValueFrame) -> bool:
         """Whether the object can be finished after a value that nothing is known of."""
         filled = self._filled(began)
         return self._may_close(filled) or self._can_finish(filled)
 
-    def _can_finish(self, frame: Frame) -> bool:
+    def _can_finish(self, frame: ValueFrame) -> bool:
         """Whether members that nothing is known of may make an object whole."""
         why, waiting, seen = self.why, [frame], {frozenset[str](frame.names)}
         closed = frame.closed()
@@ -346,14 +346,14 @@ class Ahead:
                     waiting += self._with_member(frame, name)
         return True  # it would take too long to find out
 
-    def _with_member(self, frame: Frame, name: str) -> Iterator[Frame]:
+    def _with_member(self, frame: ValueFrame, name: str) -> Iterator[ValueFrame]:
         """With a member of which only the name is known, unless that is not allowed."""
         is_other = name.startswith(OTHER_NAME)
         began = with_news(frame.named(name, frame.table.place.others if is_other else None))
         if self._judged(began):
             yield self._filled(began)
 
-    def _others(self, frame: Frame, closed: Frame) -> list[str]:
+    def _others(self, frame: ValueFrame, closed: ValueFrame) -> list[str]:
         """Names that may still be written: last those that it lacks."""
         lacking = [n for n in closed.missing if isinstance(n, str) and n not in frame.names]
         if len(frame.table.place.known_names) > MOST_NAMES:
@@ -365,14 +365,14 @@ class Ahead:
             found += [name for name in known if name not in frame.names]
         return [*found, *lacking]
 
-    def _filled(self, began: Frame) -> Frame:
+    def _filled(self, began: ValueFrame) -> ValueFrame:
         """With a value that nothing is known of."""
         assert began.open is not None, "a value is open"
         return with_news(began.filled(began.open[1].place.start, UNKNOWN))
 
     # -- arrays
 
-    def _can_finish_array(self, frame: Frame) -> bool:
+    def _can_finish_array(self, frame: ValueFrame) -> bool:
         began = with_news(frame.at_item())
         is_alike = frame.table.is_unique and frame.count >= frame.table.place.prefix
         options = self._num_options(began) if is_alike else None
@@ -389,7 +389,7 @@ class Ahead:
                 return False
         return True
 
-    def _num_options(self, began: Frame) -> int | None:
+    def _num_options(self, began: ValueFrame) -> int | None:
         """How many different values an item may have; ``None`` if there is no end of them."""
         assert began.open is not None, "an item is expected"
         place, found = began.open[1].place, 0
@@ -411,7 +411,7 @@ class Ahead:
         return found
 
 
-def verdict_of(frame: Frame) -> Verdict:
+def verdict_of(frame: ValueFrame) -> Verdict:
     """How the whole text stands."""
     while frame.parent is not None:
         frame = frame.parent

@@ -23,8 +23,8 @@ from engine.structured.checked.exact import (
     Exact,
     number_of,
 )
-from engine.structured.checked.frames import Frame, with_news
-from engine.structured.checked.places import Places, Vector
+from engine.structured.checked.frames import ValueFrame, with_news
+from engine.structured.checked.places import PlaceIndex, Vector
 from engine.structured.checked.rules import Elements, Rule, rules_of
 from engine.structured.checked.vocabulary import SPACES, SPECIAL, Stops
 
@@ -48,25 +48,25 @@ class Checker:
         self.is_only_of_names = schema is True
         """Whether nothing is wrong but a name that is written twice, and what is never right: a
         huge number, and half a character."""
-        self.places = Places()
+        self.places = PlaceIndex()
         outermost = Rule()
         outermost.elements = Elements()
         outermost.elements.prefix = [rules_of(schema)]
         self._top = self.places.place((outermost,), (True,)).table("array")
         self.ahead = Ahead()
 
-    def begin(self) -> State:
+    def begin(self) -> CheckerState:
         """Nothing is written."""
-        state = State(self, Frame.begun(self._top, None).at_item())
+        state = CheckerState(self, ValueFrame.begun(self._top, None).at_item())
         return state
 
 
-class State:
+class CheckerState:
     """How far a text has come. One that has failed is of no further use."""
 
     __slots__ = ("buffer", "checker", "escape", "frame", "is_first", "mode", "options", "why")
 
-    def __init__(self, checker: Checker, frame: Frame) -> None:
+    def __init__(self, checker: Checker, frame: ValueFrame) -> None:
         self.checker = checker
         self.frame = frame
         self.mode = VALUE
@@ -76,9 +76,9 @@ class State:
         self.options: tuple[bytes, ...] | None = None  # all that the string may become
         self.why = ""
 
-    def copy(self) -> State:
+    def copy(self) -> CheckerState:
         """Another that stands there."""
-        other = State.__new__(State)
+        other = CheckerState.__new__(CheckerState)
         other.checker, other.frame, other.mode = self.checker, self.frame, self.mode
         other.buffer, other.escape, other.is_first = self.buffer, self.escape, self.is_first
         other.options, other.why = self.options, self.why
@@ -311,7 +311,7 @@ class State:
         self.frame, self.options, self.why = learned[kind, word]
         return not self.why
 
-    def _learned(self, kind: str, word: Exact) -> tuple[Frame, tuple[bytes, ...] | None, str]:
+    def _learned(self, kind: str, word: Exact) -> tuple[ValueFrame, tuple[bytes, ...] | None, str]:
         """The frame that knows the kind, what the scalar may become, and why it must not begin."""
         assert self.frame.open is not None, "a value is expected"
         frame, ahead = self.frame, self.checker.ahead
@@ -329,7 +329,7 @@ class State:
     def _open(self, kind: str, at: int) -> int:
         assert self.frame.open is not None, "a value is expected"
         table = self.frame.open[1].place.table(kind)
-        self.frame = with_news(Frame.begun(table, self.frame))
+        self.frame = with_news(ValueFrame.begun(table, self.frame))
         self.is_first = True
         self.mode, self.buffer = (NAME, b"") if kind == "object" else (VALUE, b"")
         if not self._judged():
@@ -375,7 +375,7 @@ class State:
         place = self.frame.open[1].place
         return self._filled(self.frame, place.on_scalar(value), value)
 
-    def _filled(self, frame: Frame, vector: Vector, value: Exact) -> bool:
+    def _filled(self, frame: ValueFrame, vector: Vector, value: Exact) -> bool:
         self.mode, self.options = AFTER, None
         if frame.keeps_values or value is UNKNOWN:
             self.frame, self.why = self._after_value(frame, vector, value)
@@ -385,7 +385,9 @@ class State:
             self.frame, self.why = frame.learned[vector]
         return not self.why
 
-    def _after_value(self, frame: Frame, vector: Vector, value: Exact) -> tuple[Frame, str]:
+    def _after_value(
+        self, frame: ValueFrame, vector: Vector, value: Exact
+    ) -> tuple[ValueFrame, str]:
         """The frame with its value, and why the text cannot go on after it."""
         filled = with_news(frame.filled(vector, value))
         verdict = verdict_of(filled)
@@ -446,7 +448,7 @@ _BEGINNINGS: dict[int, tuple[str, int]] = {
     **dict.fromkeys(b"-0123456789", ("number", NUMERAL)),
 }
 _WORDS = {word[0]: value for word, value in LITERALS.items()}
-_READERS: tuple[Callable[[State, bytes, int], int], ...] = (
-    *(State._value, State._name, State._colon, State._after),
-    *(State._text, State._numeral, State._literal),
+_READERS: tuple[Callable[[CheckerState, bytes, int], int], ...] = (
+    *(CheckerState._value, CheckerState._name, CheckerState._colon, CheckerState._after),
+    *(CheckerState._text, CheckerState._numeral, CheckerState._literal),
 )

@@ -26,7 +26,7 @@ DRAFTS = {"draft-03": 3, "draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09":
 NEWEST = 2020
 
 
-class Resource:
+class SchemaResource:
     """A part of the document with an address."""
 
     def __init__(self, address: str, root: Any, draft: int) -> None:
@@ -46,8 +46,8 @@ class Document:
     """All resources of a schema."""
 
     def __init__(self, schema: Any) -> None:
-        self._resources: dict[str, Resource] = {}
-        self._homes: dict[int, Resource] = {}
+        self._resources: dict[str, SchemaResource] = {}
+        self._homes: dict[int, SchemaResource] = {}
         self.is_dynamic = False  # some reference depends on how its schema was reached
         base = ""
         if isinstance(schema, dict) and isinstance(schema.get("$id"), str):
@@ -57,18 +57,18 @@ class Document:
         self._walk(schema, self.root)
 
     @property
-    def resources(self) -> list[Resource]:
+    def resources(self) -> list[SchemaResource]:
         """All of them, each once."""
         return list(dict.fromkeys(self._resources.values()))
 
-    def home(self, schema: Schema) -> Resource:
+    def home(self, schema: Schema) -> SchemaResource:
         return self._homes[id(schema)]
 
     def found(self, schema: Schema, reference: str, keyword: str) -> Any:
         """What a reference leads to. Raises ``SchemaError`` if that is not in the document."""
         home = self.home(schema)
         if reference.startswith("#"):
-            resource: Resource | None = home
+            resource: SchemaResource | None = home
             fragment = reference[1:]
         else:
             address, fragment = urldefrag(_joined(home.address, reference))
@@ -90,7 +90,7 @@ class Document:
             self._walk(target, resource)
         return target
 
-    def _at(self, resource: Resource, pointer: str) -> Any:
+    def _at(self, resource: SchemaResource, pointer: str) -> Any:
         found = resource.root
         for part in pointer.split("/")[1:]:
             name = part.replace("~1", "/").replace("~0", "~")
@@ -102,12 +102,12 @@ class Document:
                 return None
         return found
 
-    def _resource(self, address: str, root: Any, draft: int) -> Resource:
+    def _resource(self, address: str, root: Any, draft: int) -> SchemaResource:
         if isinstance(root, dict) and isinstance(named := root.get("$schema"), str):
             draft = next((each for key, each in DRAFTS.items() if key in named), NEWEST)
-        return self._resources.setdefault(address, Resource(address, root, draft))
+        return self._resources.setdefault(address, SchemaResource(address, root, draft))
 
-    def _walk(self, schema: Any, home: Resource) -> None:
+    def _walk(self, schema: Any, home: SchemaResource) -> None:
         waiting = [(schema, home)]
         while waiting:
             each, resource = waiting.pop()
@@ -119,7 +119,7 @@ class Document:
             self._note_anchors(each, resource)
             waiting.extend((part, resource) for part in parts(each))
 
-    def _entered(self, schema: Schema, resource: Resource) -> Resource:
+    def _entered(self, schema: Schema, resource: SchemaResource) -> SchemaResource:
         """The resource that a schema belongs to, within another."""
         named = schema.get("$id", schema.get("id") if resource.draft <= 4 else None)
         is_hidden = resource.draft <= 7 and "$ref" in schema
@@ -131,7 +131,7 @@ class Document:
         address = urldefrag(_joined(resource.address, named))[0]
         return self._resource(address, schema, resource.draft)
 
-    def _note_anchors(self, schema: Schema, resource: Resource) -> None:
+    def _note_anchors(self, schema: Schema, resource: SchemaResource) -> None:
         for key in ("$anchor", "$dynamicAnchor"):
             if isinstance(name := schema.get(key), str):
                 resource.anchors.setdefault(name, schema)

@@ -22,14 +22,14 @@ def few_texts(pattern: str) -> list[str] | None:
     if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
         return None
     try:
-        reader = _Reader(pattern[1:-1])
+        reader = _FewReader(pattern[1:-1])
         found = reader.ways(is_outermost=True)
     except ManyError:
         return None
     return found if reader.is_done else None
 
 
-class _Reader:
+class _FewReader:
     """Reads a pattern from left to right."""
 
     def __init__(self, text: str) -> None:

@@ -9,8 +9,8 @@ import msgspec
 
 from engine.messages.structured import Grammar
 from engine.structured.checked.checker import Checker
-from engine.structured.checked.located import Layout, Opening
-from engine.structured.plans import Plan, plan_of
+from engine.structured.checked.located import Layout, PartOpening
+from engine.structured.plans import SchemaPlan, plan_of
 from engine.structured.schemas import SchemaError
 
 
@@ -39,19 +39,19 @@ def checker_of(form: Grammar) -> Checker | Layout | None:
 Place = tuple[str, str, bool, Any, Grammar]  # an opening, and the schema that follows
 
 
-def _openings(places: list[Place]) -> Iterator[Opening]:
+def _openings(places: list[Place]) -> Iterator[PartOpening]:
     """The openings after which some schema needs a checker."""
-    together: dict[tuple[str, str, bool], list[tuple[Plan, Grammar]]] = {}
+    together: dict[tuple[str, str, bool], list[tuple[SchemaPlan, Grammar]]] = {}
     for text, scope, follows, schema, form in places:
         plan = plan_of(schema, form)
         together.setdefault((text, scope, follows), []).append((plan, form))
     for (text, scope, follows), plans in together.items():
         if any(plan.needs_checker for plan, _ in plans):
             checkers = tuple(_checker(plan, form) for plan, form in plans)
-            yield Opening(text.encode(), checkers, scope.encode(), follows)
+            yield PartOpening(text.encode(), checkers, scope.encode(), follows)
 
 
-def _checker(plan: Plan, form: Grammar) -> Checker:
+def _checker(plan: SchemaPlan, form: Grammar) -> Checker:
     try:
         return Checker(plan.schema)
     except SchemaError:

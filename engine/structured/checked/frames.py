@@ -11,7 +11,7 @@ from typing import Any
 
 from engine.structured.checked.demands import UNKNOWN, Verdict
 from engine.structured.checked.exact import Exact, array_of, kind_of, object_of
-from engine.structured.checked.places import Member, Place, Table, Vector
+from engine.structured.checked.places import Member, Place, PlaceTable, Vector
 
 MOST_COMPARED = 64  # names or items
 MOST_NESTED = 8  # values within each other that are compared, or looked at
@@ -19,7 +19,7 @@ UNSEEN = object()  # it was not looked at what may be named next
 Key = str | int  # the name of a property, or the index of an item
 
 
-class Account:
+class MemberAccount:
     """What is known of the members or items that are written, by the number of a rule."""
 
     __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
@@ -31,13 +31,13 @@ class Account:
         self.perhaps: dict[int, frozenset[Key]] = {}  # of which that is not known
         self.unsure: frozenset[int] = frozenset()  # one of them may be wrong
 
-    def _copy(self) -> Account:
-        other = Account.__new__(Account)
+    def _copy(self) -> MemberAccount:
+        other = MemberAccount.__new__(MemberAccount)
         other.failed, other.hits, other.left = self.failed, self.hits, self.left
         other.perhaps, other.unsure = self.perhaps, self.unsure
         return other
 
-    def with_failed(self, failed: Sequence[tuple[int, str]]) -> Account:
+    def with_failed(self, failed: Sequence[tuple[int, str]]) -> MemberAccount:
         """With rules that a member or an item breaks, and the keyword; the first one counts."""
         if all(number in self.failed for number, _ in failed):
             return self
@@ -45,14 +45,14 @@ class Account:
         other.failed = {**dict(failed), **self.failed}
         return other
 
-    def with_unsure(self, number: int) -> Account:
+    def with_unsure(self, number: int) -> MemberAccount:
         if number in self.unsure:
             return self
         other = self._copy()
         other.unsure = self.unsure | {number}
         return other
 
-    def with_left(self, number: int, key: Key) -> Account:
+    def with_left(self, number: int, key: Key) -> MemberAccount:
         found = self.left.get(number, ())
         if key in found:
             return self
@@ -60,7 +60,7 @@ class Account:
         other.left = {**self.left, number: (*found, key)}
         return other
 
-    def with_held(self, number: int, key: Key, verdict: Verdict) -> Account:
+    def with_held(self, number: int, key: Key, verdict: Verdict) -> MemberAccount:
         """verdict: whether the item is what ``contains`` is looking for."""
         if isinstance(verdict, str):
             return self
@@ -74,10 +74,10 @@ class Account:
         return other
 
 
-NOTHING = Account()
+NOTHING = MemberAccount()
 
 
-class Frame:
+class ValueFrame:
     """A value that others stand in, up to what is written of it."""
 
     __slots__ = (
@@ -86,10 +86,10 @@ class Frame:
         *("missing", "last", "is_compared", "is_watched", "is_vague", "next_names", "learned"),
     )
 
-    parent: Frame | None
-    table: Table
+    parent: ValueFrame | None
+    table: PlaceTable
     verdicts: list[Verdict]
-    account: Account
+    account: MemberAccount
     names: dict[str, Member]
     count: int
     open: tuple[Key, Member, Vector] | None
@@ -107,7 +107,7 @@ class Frame:
     learned: dict[Any, Any]
 
     @classmethod
-    def begun(cls, table: Table, parent: Frame | None) -> Frame:
+    def begun(cls, table: PlaceTable, parent: ValueFrame | None) -> ValueFrame:
         """An object or an array of which nothing is written."""
         self = cls()
         self.table, self.parent = table, parent
@@ -149,7 +149,7 @@ class Frame:
         """All that decides about how it may go on; equal ones go on alike. ``None`` if that depends
         on too much to be compared."""
         found: list[Any] = []
-        frame: Frame | None = self
+        frame: ValueFrame | None = self
         for _ in range(MOST_NESTED):
             if frame is None or frame.is_compared:
                 break
@@ -176,9 +176,9 @@ class Frame:
         found.reverse()
         return object_of(found) if self.table.kind == "object" else array_of(found)
 
-    def copy(self) -> Frame:
+    def copy(self) -> ValueFrame:
         """One that may be changed, its lists of verdicts too."""
-        other = Frame()
+        other = ValueFrame()
         other.parent, other.table, other.account = self.parent, self.table, self.account
         other.names, other.count, other.open = self.names, self.count, self.open
         other.is_over, other.is_kept, other.parts = self.is_over, self.is_kept, self.parts
@@ -189,7 +189,7 @@ class Frame:
         other.next_names, other.learned = UNSEEN, {}
         return other
 
-    def named(self, name: str, member: Member | None = None) -> Frame:
+    def named(self, name: str, member: Member | None = None) -> ValueFrame:
         """With a name whose value follows. member: what holds for it, if that is known."""
         other = self.copy()
         if member is None:
@@ -201,21 +201,21 @@ class Frame:
         other._note(name, member, member.place.start, is_whole=False)
         return other
 
-    def at_item(self) -> Frame:
+    def at_item(self) -> ValueFrame:
         """With an item that begins."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += 1
         other._note(self.count, member, member.place.start, is_whole=False)
         return other
 
-    def opened(self, vector: Vector) -> Frame:
+    def opened(self, vector: Vector) -> ValueFrame:
         """With news of the value that is being written in it."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         other._note(self.open[0], self.open[1], vector, is_whole=False)
         return other
 
-    def filled(self, vector: Vector, value: Exact) -> Frame:
+    def filled(self, vector: Vector, value: Exact) -> ValueFrame:
         """With the value that was being written. value: if it is kept."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
@@ -230,7 +230,7 @@ class Frame:
         other._note(key, member, vector, is_whole=True)
         return other
 
-    def with_members(self, names: Sequence[str]) -> Frame:
+    def with_members(self, names: Sequence[str]) -> ValueFrame:
         """A copy with members of which only the names are known."""
         other, place = self.copy(), self.table.place
         members = {name: place.property(name) for name in names}
@@ -241,7 +241,7 @@ class Frame:
         self.table.judge(other)
         return other
 
-    def stretched(self, num_more: int) -> Frame:
+    def stretched(self, num_more: int) -> ValueFrame:
         """A copy with this many items of which nothing is known."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += num_more - 1
@@ -250,7 +250,7 @@ class Frame:
         other.is_vague = True
         return other
 
-    def closed(self) -> Frame:
+    def closed(self) -> ValueFrame:
         """With nothing after it."""
         other = self.copy()
         other.is_over = True
@@ -308,7 +308,7 @@ class Frame:
             self.table.judge(self)
 
 
-def with_news(frame: Frame) -> Frame:
+def with_news(frame: ValueFrame) -> ValueFrame:
     """A new frame, within frames that know how it stands."""
     child = frame
     while (parent := child.parent) is not None and parent.open is not None:
@@ -324,7 +324,7 @@ def verdicts_on(place: Place, value: Exact) -> Vector:
     table = place.table(kind_of(value))
     if table.kind not in ("object", "array"):
         return place.on_scalar(value)
-    frame = Frame.begun(table, None)
+    frame = ValueFrame.begun(table, None)
     for part in value[1]:
         if table.kind == "object":
             name, part = part

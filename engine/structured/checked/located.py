@@ -15,7 +15,7 @@ from engine.structured.checked.checker import SYNTAX, Checker
 from engine.structured.checked.vocabulary import SPECIAL, Stops
 
 
-class Opening(NamedTuple):
+class PartOpening(NamedTuple):
     """What is written before a part."""
 
     text: bytes  # nothing: the whole text begins with the part
@@ -27,7 +27,7 @@ class Opening(NamedTuple):
 class Layout:
     """The places of all parts of a text."""
 
-    def __init__(self, openings: Sequence[Opening]) -> None:
+    def __init__(self, openings: Sequence[PartOpening]) -> None:
         self._openings = openings
         self._scopes = {each.scope for each in openings if each.scope}
         self.first = [c for each in openings if not each.text for c in each.checkers]

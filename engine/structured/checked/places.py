@@ -51,7 +51,7 @@ class Place:
     """Rules that are looked at for one value, and those they lead to for the same value."""
 
     def __init__(
-        self, roots: tuple[Rule, ...], places: Places, musts: tuple[bool, ...] = ()
+        self, roots: tuple[Rule, ...], places: PlaceIndex, musts: tuple[bool, ...] = ()
     ) -> None:
         """musts: for each root, whether the text is wrong if it does not hold."""
         self.roots = roots
@@ -61,7 +61,7 @@ class Place:
         self.numbers = {rule: number for number, rule in enumerate(self.rules)}
         self.ends = tuple(self.numbers[rule] for rule in roots)
         self.start: Vector = tuple("false" if rule.is_false else None for rule in roots)
-        self._tables: dict[str, Table] = {}
+        self._tables: dict[str, PlaceTable] = {}
         self._members: dict[Any, Member] = {}
         self._on_listed: dict[Exact, Vector] = {}
         self._on_scalars: dict[Exact, Vector] = {}
@@ -84,10 +84,10 @@ class Place:
                 waiting += rule.all_of
         return frozenset(found)
 
-    def table(self, kind: str) -> Table:
+    def table(self, kind: str) -> PlaceTable:
         """The demands on a value of this kind."""
         if kind not in self._tables:
-            self._tables[kind] = Table(self, kind)
+            self._tables[kind] = PlaceTable(self, kind)
         return self._tables[kind]
 
     def on_scalar(self, value: Exact) -> Vector:
@@ -266,7 +266,7 @@ class Place:
                 yield number, "propertyNames"
 
 
-class Places:
+class PlaceIndex:
     """All places of a schema, made as they are met."""
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ class Places:
             self._num_scalars = 1
 
 
-class Table:
+class PlaceTable:
     """The demands of a place on values of one kind."""
 
     def __init__(self, place: Place, kind: str) -> None:
@@ -381,7 +381,7 @@ class Scalar:
     is_over = True
     vector: Vector
 
-    def __init__(self, table: Table, value: Exact) -> None:
+    def __init__(self, table: PlaceTable, value: Exact) -> None:
         self.exact = value
         self.is_vague = value is UNKNOWN
         self.verdicts = table.start.copy()

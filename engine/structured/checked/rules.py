@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from engine.structured.checked.documents import Document, Resource, Schema
+from engine.structured.checked.documents import Document, Schema, SchemaResource
 from engine.structured.checked.exact import (
     Exact,
     Number,
@@ -19,7 +19,7 @@ from engine.structured.checked.few import few_texts
 from engine.structured.checked.formats import FORMATS
 from engine.structured.schemas import SchemaError
 
-Scope = tuple[Resource, ...]  # resources that were entered, the outermost first
+Scope = tuple[SchemaResource, ...]  # resources that were entered, the outermost first
 MAX_DEPTH = 4  # of rules within each other that are looked at
 MANY = 64  # values: more than will be written
 MOST_IN_DOMAIN = 64
@@ -27,7 +27,7 @@ TextCheck = tuple[str, Callable[[str], bool]]  # with the keyword
 NumberCheck = tuple[str, Callable[[Number], bool]]
 
 
-class Members:
+class MemberRules:
     """What a schema demands of an object."""
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class Elements:
         self.is_unique = False
 
 
-NO_MEMBERS, NO_ELEMENTS = Members(), Elements()  # of all that demand nothing of them
+NO_MEMBERS, NO_ELEMENTS = MemberRules(), Elements()  # of all that demand nothing of them
 
 
 class Rule:
@@ -270,9 +270,9 @@ def _itself(rule: Rule) -> Any:
     return rule
 
 
-def _members(rule: Rule) -> Members:
+def _members(rule: Rule) -> MemberRules:
     if rule.members is NO_MEMBERS:
-        rule.members = Members()
+        rule.members = MemberRules()
     return rule.members
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 from engine.structured.checked.exact import Exact, exact
 from engine.structured.weakened.opposites import EXCEPT
-from engine.structured.weakened.readings import Reading
+from engine.structured.weakened.readings import SchemaReading
 from engine.structured.weakened.shapes import KEYWORDS_OF, listed, named
 
 Schema = dict[str, Any]
 
 
-def part_types(readings: Sequence[Reading]) -> None:
+def part_types(readings: Sequence[SchemaReading]) -> None:
     """Take away the types of which two alternatives of oneOf say the same: all values of such a
     type are right for both, or for none."""
-    same: list[tuple[Reading, set[str]]] = []
+    same: list[tuple[SchemaReading, set[str]]] = []
     for at, one in enumerate(readings):
         for other in readings[:at]:
             if _differ(one, other):
@@ -26,7 +26,7 @@ def part_types(readings: Sequence[Reading]) -> None:
         reading.types -= types
 
 
-def _same_types(one: Reading, other: Reading) -> set[str]:
+def _same_types(one: SchemaReading, other: SchemaReading) -> set[str]:
     common = {id(part.schema) for part in one.parts} & {id(part.schema) for part in other.parts}
     own = [part.schema for part in (*one.parts, *other.parts) if id(part.schema) not in common]
     keys = {key for schema in own for key in schema}
@@ -39,7 +39,7 @@ def _same_types(one: Reading, other: Reading) -> set[str]:
     }
 
 
-def are_apart(readings: Sequence[Reading]) -> bool:
+def are_apart(readings: Sequence[SchemaReading]) -> bool:
     """Whether it is proved of all of them that took different ways of the same oneOf."""
     return all(
         _are_apart(one, other)
@@ -49,11 +49,11 @@ def are_apart(readings: Sequence[Reading]) -> bool:
     )
 
 
-def _differ(one: Reading, other: Reading) -> bool:
+def _differ(one: SchemaReading, other: SchemaReading) -> bool:
     return any(other.taken.get(each, way) != way for each, way in one.taken.items())
 
 
-def _are_apart(one: Reading, other: Reading) -> bool:
+def _are_apart(one: SchemaReading, other: SchemaReading) -> bool:
     common = one.types & other.types
     if common == {"number"} or not common:
         return not common
@@ -65,7 +65,7 @@ def _are_apart(one: Reading, other: Reading) -> bool:
     return _lacks(one, other) or _lacks(other, one) or _have_another(one, other)
 
 
-def _have_another(one: Reading, other: Reading) -> bool:
+def _have_another(one: SchemaReading, other: SchemaReading) -> bool:
     """Whether a property that one of them must have has other values in the other."""
     for name in _required(one) | _required(other):
         own, others = one.constants.get(name), other.constants.get(name)
@@ -79,7 +79,7 @@ def _have_another(one: Reading, other: Reading) -> bool:
     return False
 
 
-def _required(reading: Reading) -> set[str]:
+def _required(reading: SchemaReading) -> set[str]:
     return {
         name
         for part in reading.parts
@@ -88,7 +88,7 @@ def _required(reading: Reading) -> set[str]:
     }
 
 
-def _types_at(reading: Reading, name: str) -> frozenset[str]:
+def _types_at(reading: SchemaReading, name: str) -> frozenset[str]:
     """The types that a property is seen to have."""
     found = frozenset({"null", "boolean", "number", "string", "array", "object"})
     for part in reading.parts:
@@ -100,7 +100,7 @@ def _types_at(reading: Reading, name: str) -> frozenset[str]:
     return found
 
 
-def _lacks(one: Reading, other: Reading) -> bool:
+def _lacks(one: SchemaReading, other: SchemaReading) -> bool:
     """Whether the one cannot write a property that the other must have."""
     for name in _required(other):
         if one.constants.get(name) == []:
@@ -116,7 +116,7 @@ def _lacks(one: Reading, other: Reading) -> bool:
     return False
 
 
-def _is_left_out(reading: Reading, name: str) -> bool:
+def _is_left_out(reading: SchemaReading, name: str) -> bool:
     """Whether an object that says nothing of others does not name it."""
     for number, holder in reading.holders.items():
         if holder.get("unevaluatedProperties") is not False:
@@ -131,7 +131,7 @@ def _is_left_out(reading: Reading, name: str) -> bool:
     return False
 
 
-def _values(reading: Reading) -> set[Exact] | None:
+def _values(reading: SchemaReading) -> set[Exact] | None:
     found: set[Exact] | None = None
     for part in reading.parts:
         if "const" in part.schema or "enum" in part.schema:

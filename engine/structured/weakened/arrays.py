@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from engine.structured.weakened.readings import Part, Reading
+from engine.structured.weakened.readings import SchemaPart, SchemaReading
 from engine.structured.weakened.scalars import Loosen, limits
 from engine.structured.weakened.shapes import is_idle, is_number, listed
 
@@ -21,7 +21,7 @@ class Writes(Protocol):
         """How many values a schema that was written has, if they are listed."""
 
 
-def array(reading: Reading, writer: Writes, loosen: Loosen) -> Schema | None:
+def array(reading: SchemaReading, writer: Writes, loosen: Loosen) -> Schema | None:
     """What a reading says of arrays; ``None`` if none is right."""
     schemas = [part.schema for part in reading.parts]
     found = limits([*schemas, *_contained(schemas)], "minItems", "maxItems")
@@ -75,7 +75,7 @@ def _contained(schemas: list[Schema]) -> list[Schema]:
     return found
 
 
-def _items(reading: Reading, at: int, loosen: Loosen) -> list[Any]:
+def _items(reading: SchemaReading, at: int, loosen: Loosen) -> list[Any]:
     """Schemas of the item at a place."""
     found = [each for part in reading.parts if (each := _item(part.schema, at)) is not None]
     for number, holder in reading.holders.items():
@@ -89,7 +89,7 @@ def _items(reading: Reading, at: int, loosen: Loosen) -> list[Any]:
     return found
 
 
-def _evaluates(part: Part, at: int, holder: int) -> bool:
+def _evaluates(part: SchemaPart, at: int, holder: int) -> bool:
     if part.is_silent:
         return False
     is_own = bool(part.holders) and part.holders[-1] == holder

@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.structured.checked.expressions import searcher
 from engine.structured.schemas import SchemaError
-from engine.structured.weakened.readings import Part, Reading
+from engine.structured.weakened.readings import SchemaPart, SchemaReading
 from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
@@ -17,7 +17,7 @@ LAST = 1 << 30  # after all that is written in a schema
 
 
 @dataclass
-class Group:
+class NameGroup:
     """The schema of properties that no schema of a group names."""
 
     others: Any
@@ -34,9 +34,9 @@ class Group:
 class SchemasByName:
     """The schemas that hold for each property of one reading, by the property's name."""
 
-    def __init__(self, reading: Reading) -> None:
+    def __init__(self, reading: SchemaReading) -> None:
         self._by_name: dict[str, list[Any]] = {}
-        self._general: list[Part] = []  # parts that speak of names without naming them
+        self._general: list[SchemaPart] = []  # parts that speak of names without naming them
         for part in reading.parts:
             for name, each in named(part.schema.get("properties")).items():
                 self._by_name.setdefault(name, []).append(each)
@@ -77,7 +77,7 @@ class SchemasByName:
         return found
 
 
-def close(reading: Reading) -> Schema | None:
+def close(reading: SchemaReading) -> Schema | None:
     """Leave the properties that it names and those that are only required, if it names some and
     says nothing of others. Returns the schema that says so, which must stay."""
     schemas = [part.schema for part in reading.parts if not part.is_silent]
@@ -94,14 +94,14 @@ def close(reading: Reading) -> Schema | None:
     unnamed = dict.fromkeys((name for name in required if name not in names), True)
     closing: Schema = {"properties": unnamed, UNEVALUATED: False}
     reading.holders[id(closing)] = closing
-    whole = [*reading.parts, Part(closing, rank=(LAST,))]
+    whole = [*reading.parts, SchemaPart(closing, rank=(LAST,))]
     reading.parts[:] = [part._replace(holders=(*part.holders, id(closing))) for part in whole]
     return closing
 
 
-def _group(others: Any, number: int, parts: Sequence[Part]) -> Group:
+def _group(others: Any, number: int, parts: Sequence[SchemaPart]) -> NameGroup:
     """number: that of the schema whose ``unevaluatedProperties`` holds."""
-    found = Group(others)
+    found = NameGroup(others)
     for part in parts:
         if number not in part.holders or part.is_silent:
             continue
@@ -112,7 +112,7 @@ def _group(others: Any, number: int, parts: Sequence[Part]) -> Group:
     return found
 
 
-def _in_general(part: Part, name: str) -> list[Any]:
+def _in_general(part: SchemaPart, name: str) -> list[Any]:
     patterns = named(part.schema.get("patternProperties"))
     found = [each for pattern, each in patterns.items() if matches(pattern, name)]
     if found or name in named(part.schema.get("properties")) or not speaks_of_others(part):
@@ -120,7 +120,7 @@ def _in_general(part: Part, name: str) -> list[Any]:
     return [part.schema["additionalProperties"]]
 
 
-def speaks_of_others(part: Part) -> bool:
+def speaks_of_others(part: SchemaPart) -> bool:
     return "additionalProperties" in part.schema
 
 

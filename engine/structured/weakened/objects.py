@@ -13,7 +13,7 @@ from engine.structured.schemas import of_rust
 from engine.structured.weakened.arrays import Writes
 from engine.structured.weakened.library import is_taken, no_name_matches
 from engine.structured.weakened.names import SchemasByName, matches
-from engine.structured.weakened.readings import Reading
+from engine.structured.weakened.readings import SchemaReading
 from engine.structured.weakened.scalars import Loosen, limits, widened
 from engine.structured.weakened.shapes import listed, named
 
@@ -48,7 +48,7 @@ class Objects:
     """Writes the objects of one reading."""
 
     def __init__(
-        self, reading: Reading, writer: Writes, loosen: Loosen, order: Order = "schema"
+        self, reading: SchemaReading, writer: Writes, loosen: Loosen, order: Order = "schema"
     ) -> None:
         self._parts = reading.parts
         self._writer = writer

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-from engine.structured.checked.documents import NEWEST, Document, Resource
+from engine.structured.checked.documents import NEWEST, Document, SchemaResource
 from engine.structured.checked.exact import Exact, exact
 from engine.structured.schemas import EVERY_TYPE, SchemaError, types_of
 from engine.structured.weakened.opposites import EXCEPT, Opposite
@@ -26,7 +26,7 @@ UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
-class Part(NamedTuple):
+class SchemaPart(NamedTuple):
     """A schema that holds for a value."""
 
     schema: Any
@@ -35,27 +35,27 @@ class Part(NamedTuple):
     is_flat: bool = False  # what holds next to its own keywords was read
     rank: tuple[int, ...] = ()  # where it is written, by the keywords that lead to it
 
-    def within(self, schema: Any, *steps: int) -> Part:
+    def within(self, schema: Any, *steps: int) -> SchemaPart:
         """A schema within it that holds for the same value."""
         return self._replace(schema=schema, rank=(*self.rank, *steps))
 
 
-class Choice(NamedTuple):
+class SchemaChoice(NamedTuple):
     """One of these ways holds, each of several parts."""
 
     keyword: str
     number: int
-    ways: list[list[Part]]
+    ways: list[list[SchemaPart]]
     is_exact: bool = True
 
 
 @dataclass(slots=True)
-class Reading:
+class SchemaReading:
     """Schemas of one value that are being put together."""
 
-    waiting: list[Part]
-    parts: list[Part] = field(default_factory=list)
-    choices: list[Choice] = field(default_factory=list)
+    waiting: list[SchemaPart]
+    parts: list[SchemaPart] = field(default_factory=list)
+    choices: list[SchemaChoice] = field(default_factory=list)
     seen: set[tuple[int, tuple[int, ...], bool, bool]] = field(default_factory=set)
     types: set[str] = field(default_factory=lambda: set(EVERY_TYPE))
     required: set[str] = field(default_factory=set)
@@ -66,7 +66,7 @@ class Reading:
     """Keywords that it does not hold wholly, with a value."""
     holders: dict[int, Schema] = field(default_factory=dict)
 
-    def by(self, choice: Choice, number: int) -> Reading:
+    def by(self, choice: SchemaChoice, number: int) -> SchemaReading:
         """A reading on one of the ways."""
         taken = self.taken
         if choice.keyword == "oneOf":
@@ -88,7 +88,7 @@ class Reading:
         )
 
 
-class Reader:
+class SchemaReader:
     """Reads the schemas of one document."""
 
     def __init__(self, document: Document, *, is_lenient: bool) -> None:
@@ -98,11 +98,11 @@ class Reader:
         self._made: dict[Any, Any] = {}  # kept, so that no other gets their ids
         self._found: dict[tuple[int, str], list[Any]] = {}  # by reference
 
-    def readings(self, schemas: Sequence[Any]) -> list[Reading]:
+    def readings(self, schemas: Sequence[Any]) -> list[SchemaReading]:
         """All ways to satisfy all of them; none if nothing does."""
-        done: list[Reading] = []
-        first = [Part(each, rank=(number,)) for number, each in enumerate(schemas)]
-        pending = [Reading(first[::-1])]
+        done: list[SchemaReading] = []
+        first = [SchemaPart(each, rank=(number,)) for number, each in enumerate(schemas)]
+        pending = [SchemaReading(first[::-1])]
         while pending:
             reading = pending.pop()
             if not self._read_on(reading):
@@ -142,7 +142,7 @@ class Reader:
             return only
         return schema
 
-    def home(self, schema: Schema) -> Resource | None:
+    def home(self, schema: Schema) -> SchemaResource | None:
         """The part of the document in which it stands; ``None`` for one of ours."""
         try:
             return self.document.home(schema)
@@ -165,7 +165,7 @@ class Reader:
 
     # -- reading on
 
-    def _read_on(self, reading: Reading) -> bool:
+    def _read_on(self, reading: SchemaReading) -> bool:
         """Up to the next choices; ``False`` if nothing satisfies it."""
         while reading.waiting:
             part = reading.waiting.pop()
@@ -183,7 +183,7 @@ class Reader:
                 return False
         return True
 
-    def _read_part(self, reading: Reading, part: Part) -> bool:
+    def _read_part(self, reading: SchemaReading, part: SchemaPart) -> bool:
         schema = self.read(part.schema)
         if part.is_flat:
             reading.parts.append(part._replace(schema=schema))
@@ -198,7 +198,7 @@ class Reader:
         reading.choices += self._choices(schema, around)
         return True
 
-    def _in_order(self, schema: Schema, part: Part) -> Iterator[Part]:
+    def _in_order(self, schema: Schema, part: SchemaPart) -> Iterator[SchemaPart]:
         """What holds next to each other."""
         keys = list(schema)
         place = keys.index("properties") if "properties" in schema else len(keys)
@@ -211,7 +211,7 @@ class Reader:
                 for each in self.targets(part.schema, [key]):
                     yield part.within(each, at)
 
-    def _note(self, reading: Reading, schema: Schema) -> bool:
+    def _note(self, reading: SchemaReading, schema: Schema) -> bool:
         """Whether it may still hold with what was read before."""
         if "type" in schema:
             reading.types &= types_of(schema)
@@ -225,7 +225,7 @@ class Reader:
             self._note_constants(reading, name, each)
         return not any(reading.constants.get(name) == [] for name in reading.required)
 
-    def _note_constants(self, reading: Reading, name: str, schema: Any) -> None:
+    def _note_constants(self, reading: SchemaReading, name: str, schema: Any) -> None:
         if schema is False:
             reading.constants[name] = []
         if not isinstance(schema, dict):
@@ -258,7 +258,7 @@ class Reader:
 
     # -- choices
 
-    def _choices(self, schema: Schema, part: Part) -> Iterator[Choice]:
+    def _choices(self, schema: Schema, part: SchemaPart) -> Iterator[SchemaChoice]:
         keys = list(schema)
         for key in ("anyOf", "oneOf"):
             if key in schema:
@@ -268,42 +268,42 @@ class Reader:
                 ways = [[parts[id(each)]] for each in alternatives]
                 if key == "anyOf" and part.holders:
                     ways += [[parts[id(each)] for each in way] for way in together(alternatives)]
-                yield Choice(key, id(schema[key]), ways)
+                yield SchemaChoice(key, id(schema[key]), ways)
         for key in ("$dynamicRef", "$recursiveRef"):
             if key in schema:
                 targets = self.targets(part.schema, [key])
                 ways = [[part.within(each, keys.index(key))] for each in targets]
-                yield Choice(key, id(schema), ways, len(ways) == 1)
+                yield SchemaChoice(key, id(schema), ways, len(ways) == 1)
         if "if" in schema and ("then" in schema or "else" in schema or part.holders):
             yield self._condition(schema, part)
         if "not" in schema:
             ways, is_exact = self._opposite(schema["not"], part)
-            yield Choice("not", id(schema), ways, is_exact)
+            yield SchemaChoice("not", id(schema), ways, is_exact)
         for key in ("dependentRequired", "dependentSchemas", "dependencies"):
             around = part.within(schema, keys.index(key)) if key in schema else part
             for number, (name, each) in enumerate(named(schema.get(key)).items()):
                 yield self._dependency(key, name, each, around.within(schema, number))
 
-    def _condition(self, schema: Schema, part: Part) -> Choice:
+    def _condition(self, schema: Schema, part: SchemaPart) -> SchemaChoice:
         ways, is_exact = self._opposite(schema["if"], part)
         keys = list(schema)
         condition, then, otherwise = (
             part.within(schema.get(key, True), keys.index(key) if key in schema else 0)
             for key in ("if", "then", "else")
         )
-        return Choice(
+        return SchemaChoice(
             "if", id(schema), [[condition, then], *([*each, otherwise] for each in ways)], is_exact
         )
 
-    def _opposite(self, schema: Any, part: Part) -> tuple[list[list[Part]], bool]:
+    def _opposite(self, schema: Any, part: SchemaPart) -> tuple[list[list[SchemaPart]], bool]:
         key = ("not", id(schema))
         if key not in self._made:
             self._made[key] = Opposite(schema, self.targets)
         found: Opposite = self._made[key]
-        ways = [[Part(each, part.holders, is_silent=True)] for each in found.ways]
+        ways = [[SchemaPart(each, part.holders, is_silent=True)] for each in found.ways]
         return ways, found.is_exact
 
-    def _dependency(self, key: str, name: str, each: Any, part: Part) -> Choice:
+    def _dependency(self, key: str, name: str, each: Any, part: SchemaPart) -> SchemaChoice:
         made = ("dependency", id(each), name)
         if made not in self._made:
             needed = [name, *each] if isinstance(each, list) else [name]
@@ -313,13 +313,13 @@ class Reader:
                 each,
             )
         absent, present, each = self._made[made]
-        without = [Part(absent, part.holders, is_silent=True)]
+        without = [SchemaPart(absent, part.holders, is_silent=True)]
         with_it = [part._replace(schema=present)]
         if not isinstance(each, list):
             with_it.append(part._replace(schema=each))
-        return Choice(key, id(absent), [without, with_it])
+        return SchemaChoice(key, id(absent), [without, with_it])
 
-    def _pass_over(self, reading: Reading, choice: Choice) -> None:
+    def _pass_over(self, reading: SchemaReading, choice: SchemaChoice) -> None:
         """Its ways are too many. What they name is offered, of the types that it has in some."""
         reading.loose[choice.keyword] = True
         own = ("union", choice.keyword, choice.number)
@@ -327,9 +327,9 @@ class Reader:
             self._made[own] = self._union(choice)
         part = choice.ways[0][0] if choice.ways else None
         if part is not None:
-            reading.waiting.append(Part(self._made[own], part.holders, rank=part.rank))
+            reading.waiting.append(SchemaPart(self._made[own], part.holders, rank=part.rank))
 
-    def _union(self, choice: Choice) -> Schema:
+    def _union(self, choice: SchemaChoice) -> Schema:
         names: dict[str, list[Any]] = {}
         patterns: dict[str, list[Any]] = {}
         is_answered = False
@@ -345,7 +345,7 @@ class Reader:
         found["patternProperties"] = {name: _any(each) for name, each in patterns.items()}
         return found
 
-    def _around(self, way: list[Part]) -> Iterator[Schema]:
+    def _around(self, way: list[SchemaPart]) -> Iterator[Schema]:
         """The schemas that hold for the same value on a way, those of further choices too."""
         waiting = [each.schema for each in way if not each.is_silent]
         seen = set()

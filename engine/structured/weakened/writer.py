@@ -28,8 +28,8 @@ from engine.structured.weakened.opposites import EXCEPT
 from engine.structured.weakened.readings import (
     REFERENCES,
     UNEVALUATED,
-    Reader,
-    Reading,
+    SchemaReader,
+    SchemaReading,
     together,
 )
 from engine.structured.weakened.scalars import numbers, strings
@@ -90,7 +90,7 @@ class _Writer:
     """Writes one document. ``arrays.Writes``."""
 
     def __init__(self, schema: Any, order: Order, *, is_lenient: bool, is_closed: bool) -> None:
-        self._reader = Reader(Document(schema), is_lenient=is_lenient)
+        self._reader = SchemaReader(Document(schema), is_lenient=is_lenient)
         self._order = order
         self._is_closed = is_closed
         self._is_lenient = is_lenient
@@ -98,7 +98,7 @@ class _Writer:
         self._digests = Digests()
         self._by_readings: dict[Signature, Any] = {}
         self._definitions: dict[str, Any] = {}
-        self._waiting: deque[tuple[str, list[Reading]]] = deque()
+        self._waiting: deque[tuple[str, list[SchemaReading]]] = deque()
         self._kept: list[Any] = []  # schemas that were made, so that no other gets their ids
         self._is_loose = False
         self._may_repeat = False
@@ -220,7 +220,7 @@ class _Writer:
 
     # -- readings
 
-    def _value(self, readings: Sequence[Reading]) -> Any:
+    def _value(self, readings: Sequence[SchemaReading]) -> Any:
         for reading in readings:
             for key, value in reading.loose.items():
                 self._loosen(key, value)
@@ -231,7 +231,7 @@ class _Writer:
             self._loosen("oneOf", True)
         return one_of([way for each in readings for way in self._ways(each)])
 
-    def _ways(self, reading: Reading) -> list[Any]:
+    def _ways(self, reading: SchemaReading) -> list[Any]:
         """What a reading allows: values that are listed, or types with what they must be."""
         if (values := self._values(reading)) is not None:
             return self._listed(values)
@@ -287,7 +287,7 @@ class _Writer:
         if both:
             found["allOf"] = both
 
-    def _types(self, reading: Reading) -> set[str]:
+    def _types(self, reading: SchemaReading) -> set[str]:
         excluded = [each for part in reading.parts for each in part.schema.get(EXCEPT, ())]
         types = set(reading.types)
         if None in excluded:
@@ -298,7 +298,7 @@ class _Writer:
             self._loosen("not", excluded)
         return types
 
-    def _values(self, reading: Reading) -> list[Any] | None:
+    def _values(self, reading: SchemaReading) -> list[Any] | None:
         """Values of enum and const that are right; ``None`` if it has neither keyword."""
         lists = [
             [part.schema["const"]] if "const" in part.schema else listed(part.schema["enum"])
@@ -329,7 +329,7 @@ class _Writer:
                 found.setdefault(key, each)
         return list(found.values())
 
-    def _is_right(self, value: Any, reading: Reading, checkers: Sequence[Checker]) -> bool:
+    def _is_right(self, value: Any, reading: SchemaReading, checkers: Sequence[Checker]) -> bool:
         """Whether a value that is listed is not seen to break another keyword."""
         if not reading.types & types_of_value(value):
             return False
@@ -466,12 +466,12 @@ def _named_in(schema: Any) -> list[dict[str, Any]]:
     return [each["properties"] for each in objects if "properties" in each]
 
 
-def _signature(readings: Sequence[Reading]) -> Signature:
+def _signature(readings: Sequence[SchemaReading]) -> Signature:
     """Equal for readings that say the same by the same schemas."""
     return tuple(_signature_of(each) for each in readings)
 
 
-def _signature_of(reading: Reading) -> Signature:
+def _signature_of(reading: SchemaReading) -> Signature:
     speaking = [part for part in reading.parts if not part.schema.keys() <= _SILENT]
     groups = [
         (
@@ -500,7 +500,7 @@ def _is_annotation(schema: Any) -> bool:
     return isinstance(schema, dict) and schema.keys() <= ANNOTATIONS
 
 
-def _is_scalar(reading: Reading) -> bool:
+def _is_scalar(reading: SchemaReading) -> bool:
     schemas = [part.schema for part in reading.parts]
     if _speaks(schemas, frozenset({"enum", "const"})):
         return True

@@ -40,7 +40,7 @@ _LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"|\[(?:[^\]\\\n]|\\.)*\]|#[^\n]*')
 _EXTENSION = re.compile(r"\(\s*=|\b(?:\w*TagDispatch|\w*Token)\s*\(")
 
 
-class Source(NamedTuple):
+class GrammarSource(NamedTuple):
     """A form for the library."""
 
     written: Any
@@ -49,7 +49,7 @@ class Source(NamedTuple):
     """A checker of the schema, where the library enforces less of it."""
 
 
-def source_of(form: Grammar) -> Source:
+def source_of(form: Grammar) -> GrammarSource:
     """The form for the library. Raises ``SchemaError`` for what would not be enforced."""
     if form.kind not in OF_XGRAMMAR:
         raise SchemaError(f"{form.kind} is not offered with xgrammar")
@@ -58,14 +58,14 @@ def source_of(form: Grammar) -> Source:
             f"the {form.kind} has {len(form.text)} characters, for xgrammar the limit is {limit}"
         )
     if form.kind == "grammar":
-        return Source(_grammar(form.text))
+        return GrammarSource(_grammar(form.text))
     if form.whitespace is not None:
         raise SchemaError("whitespace_pattern is not offered with xgrammar: leave it out")
     if form.kind == "json_object":
-        return Source(narrowed({"type": "object"}, is_closed=form.is_closed).schema)
+        return GrammarSource(narrowed({"type": "object"}, is_closed=form.is_closed).schema)
     schema = without_endless(readable(form.text), is_closed=form.is_closed)
     found = narrowed(schema, is_closed=form.is_closed)
-    return Source(found.schema, Checker(schema) if found.needs_checker else None)
+    return GrammarSource(found.schema, Checker(schema) if found.needs_checker else None)
 
 
 def _grammar(text: str) -> str:
@@ -96,11 +96,11 @@ class XGrammars:
             seconds = time.perf_counter() - began
             logger.info("xgrammar was made ready for grammars in %.1f s", seconds)
 
-    def source_of(self, form: Grammar) -> Source:
+    def source_of(self, form: Grammar) -> GrammarSource:
         """See ``source_of``."""
         return source_of(form)
 
-    def compiled(self, form: Grammar, source: Source, eos: Eos) -> Compiled:
+    def compiled(self, form: Grammar, source: GrammarSource, eos: Eos) -> CompiledGrammar:
         """See ``compiled``."""
         return compiled(self._compilers[eos], form, source)
 
@@ -109,7 +109,7 @@ class XGrammars:
         self._compilers.clear()
 
 
-class Compiled:
+class CompiledGrammar:
     """A grammar that every request gets a matcher of."""
 
     def __init__(self, grammar: Any) -> None:
@@ -199,16 +199,16 @@ def wrong_in(form: Grammar) -> str:
     return ""
 
 
-def compiled(compiler: Any, form: Grammar, source: Source) -> Compiled:
+def compiled(compiler: Any, form: Grammar, source: GrammarSource) -> CompiledGrammar:
     """A form and its source, compiled. Raises ``GrammarError`` with what the library says."""
     options: dict[str, Any] = {"max_whitespace_cnt": MAX_WHITESPACE}
     if form.is_dense:
         options = {"any_whitespace": False, "separators": (",", ":")}
     try:
         if form.kind == "grammar":
-            return Compiled(compiler.compile_grammar(source.written))
+            return CompiledGrammar(compiler.compile_grammar(source.written))
         text = json.dumps(source.written)
-        return Compiled(compiler.compile_json_schema(text, strict_mode=False, **options))
+        return CompiledGrammar(compiler.compile_json_schema(text, strict_mode=False, **options))
     except Exception as error:  # whatever the library raises
         # Without the time and the place in its source.
         reason = re.sub(r"^\[[\d:]+\] \S+: ", "", str(error).strip())[:2000]

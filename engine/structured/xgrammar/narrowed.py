@@ -79,11 +79,11 @@ def narrowed(schema: Any, *, is_closed: bool) -> Narrowed:
 
     is_closed: no properties but those that it names.
     """
-    writer = _Writer(schema, is_closed)
+    writer = _NarrowedWriter(schema, is_closed)
     return Narrowed(writer.whole(), writer.has_one_of)
 
 
-class _Writer:
+class _NarrowedWriter:
     """Writes one schema and what it refers to."""
 
     def __init__(self, root: Any, is_closed: bool) -> None:

@@ -63,7 +63,7 @@ def of_whole_text(pattern: str, *, is_proved: bool = False) -> str:
     is_proved: tests have shown that it enforces this one. Of others, those are refused in which two
     ways may begin alike: it lets wrong texts through some of them.
     """
-    return _Reader(pattern, is_proved).whole()
+    return _PatternReader(pattern, is_proved).whole()
 
 
 def of_length(least: int, most: int | None) -> str:
@@ -81,7 +81,7 @@ class _Part(NamedTuple):
     first: Ranges  # characters that it may begin with
 
 
-class _Reader:
+class _PatternReader:
     """Reads a pattern from left to right and writes it as it goes."""
 
     def __init__(self, pattern: str, is_proved: bool) -> None:

@@ -9,7 +9,7 @@ import torch
 from kernels.cpu.attention.chunk import chunk_body, tokens_an_item
 from kernels.cpu.attention.dotted_single import dotted_single_body, fits_dots
 from kernels.cpu.attention.paired import HOW, chosen, paired_body
-from kernels.cpu.attention.plan import CHUNKS, SINGLES, Heads, Plan, make_plan
+from kernels.cpu.attention.plan import CHUNKS, SINGLES, AttentionPlan, Heads, make_plan
 from kernels.cpu.attention.single import single_body
 from kernels.cpu.attention.tiled_single import fits, tiled_single_body
 from kernels.cpu.native import Kernel, bits, is_recorded
@@ -139,7 +139,7 @@ def paged_attention(
     return out
 
 
-def plan_again(meta: AttentionMeta, plans: dict[PlanKey, Plan]) -> list[Plan]:
+def plan_again(meta: AttentionMeta, plans: dict[PlanKey, AttentionPlan]) -> list[AttentionPlan]:
     """Tell launches that were recorded with these plans about a step of as many tokens. What is
     returned is to be kept until they are done."""
     renewed = [_planned(meta, *key) for key in plans]
@@ -148,5 +148,5 @@ def plan_again(meta: AttentionMeta, plans: dict[PlanKey, Plan]) -> list[Plan]:
     return renewed
 
 
-def _planned(meta: AttentionMeta, window: int, heads: Heads) -> Plan:
+def _planned(meta: AttentionMeta, window: int, heads: Heads) -> AttentionPlan:
     return make_plan(meta, window, heads, tokens_an_item(heads.group))

@@ -41,7 +41,7 @@ class Heads(NamedTuple):
     size: int
 
 
-class Plan(NamedTuple):
+class AttentionPlan(NamedTuple):
     """What a step's attention is cut into; sequences of one query token apart from the others."""
 
     header: NDArray[np.int64]
@@ -55,7 +55,7 @@ class Plan(NamedTuple):
         return int(self.header.ctypes.data) + 8 * part
 
 
-def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> Plan:
+def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> AttentionPlan:
     """One token against many keys is cut by keys, many tokens into items of `tokens`."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
@@ -70,7 +70,7 @@ def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> Pl
     room = np.empty(len(singles) * heads.num * (heads.size + TAIL) if is_cut else 0, np.float32)
     places = room.ctypes.data, arrivals.ctypes.data, first_items.ctypes.data
     header = np.array([one.address, one.num, *places, many.address, many.num], np.int64)
-    return Plan(header, one, many, int(counts.sum()), (arrivals, first_items, room))
+    return AttentionPlan(header, one, many, int(counts.sum()), (arrivals, first_items, room))
 
 
 def _items(rows: NDArray[np.int32]) -> Items:

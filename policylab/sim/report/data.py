@@ -55,7 +55,7 @@ def encoded(data: dict[str, Any]) -> str:
 
 def read_report(path: str | Path) -> dict[str, Any]:
     """The data that a report's page has in it. Raises ``ConfigError`` for a file that is none."""
-    reader = _Reader()
+    reader = _DataReader()
     try:
         reader.feed(Path(path).read_text(encoding="utf-8"))
         found: dict[str, Any] = msgspec.json.decode("".join(reader.parts))
@@ -66,7 +66,7 @@ def read_report(path: str | Path) -> dict[str, Any]:
     return found
 
 
-class _Reader(HTMLParser):
+class _DataReader(HTMLParser):
     """Keeps the text of the one element."""
 
     def __init__(self) -> None:

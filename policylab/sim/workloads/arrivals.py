@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigError
 from policylab.sim.named import call
-from policylab.sim.workloads.draws import CHUNK, Draws
+from policylab.sim.workloads.draws import CHUNK, RandomDraws
 
 Floats = NDArray[np.float64]
 
@@ -66,14 +66,14 @@ class Arrivals(ABC):
     def __post_init__(self) -> None:
         self.check("cv", self.cv, 0.0, MAX_CV)
 
-    def times(self, dice: Draws, rate: float, number: int) -> Iterator[float]:
+    def times(self, dice: RandomDraws, rate: float, number: int) -> Iterator[float]:
         """Seconds at which requests come, ascending and without an end, at this mean rate (requests
         a second) in a run of this many; at an infinite one all come at 0."""
         if rate == inf:
             return repeat(0.0)
         return self._times(dice, rate, number)
 
-    def _times(self, dice: Draws, rate: float, number: int) -> Iterator[float]:
+    def _times(self, dice: RandomDraws, rate: float, number: int) -> Iterator[float]:
         curve = self.curve(dice.stream("rate"), number / rate)
         rng, last = dice.stream("gaps"), 0.0
         while True:
@@ -220,7 +220,7 @@ class Trace(Arrivals):
 
     natural: float
 
-    def _times(self, dice: Draws, rate: float, number: int) -> Iterator[float]:
+    def _times(self, dice: RandomDraws, rate: float, number: int) -> Iterator[float]:
         scale = self.natural / rate
         return (time * scale for time in Arrivals._times(self, dice, self.natural, number))
 

@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from math import inf
 from typing import ClassVar
 
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import Place, Reader, Row, in_order, plain, table
+from policylab.sim.workloads.reader import JobPlace, JobRow, Reader, in_order, plain, table
 
 STAMP = re.compile(r"(\d{4}-\d\d-\d\d)[ T](\d\d:\d\d:\d\d)(\.\d+)?(Z|[+-]\d\d:?\d\d)?")
 
@@ -23,17 +23,17 @@ class AzureCSV(Reader):
 
     kind: ClassVar[str] = "azure-csv"
 
-    def rows(self, dice: Draws) -> Iterator[Row]:
+    def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
         last = -inf
         columns = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
         for number, (place, cells) in enumerate(table(self.path, *columns)):
             stamp, num_prompt, num_output = (cells[name] for name in columns)
             last = in_order(place, "TIMESTAMP", stamp, seconds_of(place, stamp), last)
             prompt = plain(number, place.tokens("ContextTokens", num_prompt))
-            yield Row(last, Body(prompt, place.tokens("GeneratedTokens", num_output)))
+            yield JobRow(last, Body(prompt, place.tokens("GeneratedTokens", num_output)))
 
 
-def seconds_of(place: Place, stamp: str) -> float:
+def seconds_of(place: JobPlace, stamp: str) -> float:
     """Seconds of a date and time; its fractions may have any number of digits."""
     match = STAMP.fullmatch(stamp.strip())
     try:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any, ClassVar
 
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import Reader, Row, in_order, plain, table
+from policylab.sim.workloads.reader import JobRow, Reader, in_order, plain, table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class BurstGPTCSV(Reader):
 
     kind: ClassVar[str] = "burstgpt-csv"
 
-    def rows(self, dice: Draws) -> Iterator[Row]:
+    def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
         last = -inf
         columns = ("Timestamp", "Model", "Request tokens", "Response tokens")
         for number, (place, cells) in enumerate(table(self.path, *columns)):
@@ -33,4 +33,4 @@ class BurstGPTCSV(Reader):
             fields: dict[str, Any] = {"tier": cells["Model"]}
             if session := cells.get("Session ID", ""):
                 fields["program"] = session
-            yield Row(last, Body(prompt, num_output, fields))
+            yield JobRow(last, Body(prompt, num_output, fields))

@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from policylab.sim.job import Job, Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import Lengths, find_lengths
 from policylab.sim.workloads.source import Source, Workload
 
@@ -63,7 +63,7 @@ class ClosedLoop(Workload):
                 f"{self} sends a request when another ends, so it has no rate; leave it out, and "
                 "set clients and think instead"
             )
-        dice = Draws(seed)
+        dice = RandomDraws(seed)
         tags = self.tags.draw(dice)
         count, more = divmod(self.num_requests, self.clients)
         clients = [
@@ -93,7 +93,7 @@ class _Client:
     """What one client still has to ask."""
 
     def __init__(
-        self, name: str, workload: ClosedLoop, dice: Draws, num_left: int, tag: dict[str, Any]
+        self, name: str, workload: ClosedLoop, dice: RandomDraws, num_left: int, tag: dict[str, Any]
     ) -> None:
         self.name = name
         self._draws = workload.draws(dice.stream(name))

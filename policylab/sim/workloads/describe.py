@@ -42,7 +42,7 @@ def as_if_served(source: Source) -> Iterator[Job]:
 
 
 @dataclass
-class Group:
+class JobGroup:
     """Requests of a user or a tier."""
 
     num_requests: int = 0
@@ -69,8 +69,8 @@ class Description:
 
     def __init__(self, block_size: int) -> None:
         self.reuse = PrefixReuse(block_size)
-        self.users: dict[str, Group] = {}
-        self.tiers: dict[str, Group] = {}
+        self.users: dict[str, JobGroup] = {}
+        self.tiers: dict[str, JobGroup] = {}
         self.programs: Counter[str] = Counter()
         self.has_followers = False
         """Whether some come since others have ended."""
@@ -90,8 +90,8 @@ class Description:
         self._prompts.append(job.num_prompt)
         self._outputs.append(job.num_output)
         self.reuse.add(job)
-        self.users.setdefault(job.user, Group()).add(job)
-        self.tiers.setdefault(job.tier, Group()).add(job)
+        self.users.setdefault(job.user, JobGroup()).add(job)
+        self.tiers.setdefault(job.tier, JobGroup()).add(job)
         if job.program:
             self.programs[job.program] += 1
 

@@ -15,7 +15,7 @@ from engine.errors import ConfigError
 CHUNK = 4096  # numbers that are drawn at once
 
 
-class Draws:
+class RandomDraws:
     """Streams of random numbers by name. The same seed and name give the same numbers."""
 
     def __init__(self, seed: int) -> None:

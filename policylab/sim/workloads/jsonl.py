@@ -12,9 +12,9 @@ import msgspec
 
 from engine.errors import ConfigError
 from policylab.sim.job import Job, Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import Place, Reader, Row, in_order, opened
+from policylab.sim.workloads.reader import JobPlace, JobRow, Reader, in_order, opened
 
 FORMAT = 1
 
@@ -28,7 +28,7 @@ class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workl
     rate: float | None = None
 
 
-class Line(msgspec.Struct, omit_defaults=True):
+class JsonLine(msgspec.Struct, omit_defaults=True):
     """A request. ``prompt``: parts of texts, each its name, length and start; ``texts``: token ids
     of those that were not made up. Other fields as in ``Job``."""
 
@@ -63,9 +63,9 @@ def write(path: str | Path, head: Head, jobs: Iterable[Job]) -> None:
         raise ConfigError(f"{path} cannot be written: {error.strerror}") from error
 
 
-def line_of(job: Job) -> Line:
+def line_of(job: Job) -> JsonLine:
     """A job as it is written."""
-    return Line(
+    return JsonLine(
         id=job.request_id,
         arrival=job.arrival,
         prompt=[(span.text, span.length, span.start) for span in job.prompt],
@@ -83,35 +83,35 @@ class JSONL(Reader):
     kind: ClassVar[str] = "jsonl"
     is_from_zero: ClassVar[bool] = True
 
-    def rows(self, dice: Draws) -> Iterator[Row]:
-        decode = msgspec.json.Decoder(Line).decode
+    def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
+        decode = msgspec.json.Decoder(JsonLine).decode
         last = -inf
         with opened(self.path) as file:
             self._check_head(next(file, ""))
             for number, text in enumerate(file, 2):
                 if not text.strip():
                     continue
-                place = Place(self.path, number)
+                place = JobPlace(self.path, number)
                 try:
                     line = decode(text)
                 except msgspec.DecodeError as error:
                     raise place.error("the line", text.strip(), f"a request ({error})") from error
                 last = in_order(place, "arrival", line.arrival, line.arrival, last)
-                yield Row(last, _body(place, line), line.id)
+                yield JobRow(last, _body(place, line), line.id)
 
     def _check_head(self, text: str) -> None:
         try:
             head = msgspec.json.decode(text, type=Head)
         except msgspec.DecodeError as error:
             expected = 'the head of a workload, as in {"metronome":"workload","format":1,...}'
-            raise Place(self.path, 1).error("the line", text.strip(), expected) from error
+            raise JobPlace(self.path, 1).error("the line", text.strip(), expected) from error
         if head.format != FORMAT:
             raise ConfigError(
                 f"{self.path} is of format {head.format}, this version reads {FORMAT}"
             )
 
 
-def _body(place: Place, line: Line) -> Body:
+def _body(place: JobPlace, line: JsonLine) -> Body:
     for text, length, start in line.prompt:
         place.tokens(f"length of {text!r}", length, least=0)
         place.tokens(f"start of {text!r}", start, least=0)

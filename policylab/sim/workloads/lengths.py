@@ -29,7 +29,7 @@ EXACT = 1e-6
 MAX_TOKENS = 10_000_000
 
 
-class Range(Protocol):
+class LengthRange(Protocol):
     """Lengths of one kind, in tokens."""
 
     @property
@@ -111,8 +111,8 @@ def _mean(shares: Floats, lengths: Floats) -> float:
 class Lengths(NamedTuple):
     """Lengths of prompts and of outputs, independent of each other."""
 
-    prompt: Range
-    output: Range
+    prompt: LengthRange
+    output: LengthRange
 
 
 # Computed from the traces' files; docs/internals/workloads.md has their sources and licences. The

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policylab.sim.job import Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import Lengths, bounds
 from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
@@ -49,7 +49,7 @@ class LogUniform(OpenLoop):
     def max_output(self) -> int:
         return self.output_tokens[1]
 
-    def bodies(self, dice: Draws) -> Iterator[Body]:
+    def bodies(self, dice: RandomDraws) -> Iterator[Body]:
         prefixes = uniform(dice.stream("prefixes"))
         for number, (num_prompt, num_output) in enumerate(pairs(self.lengths, dice)):
             own = Span(f"prompt {number}", num_prompt)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from policylab.sim.job import Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import MOONCAKE_CONV, MOONCAKE_SYNTHETIC, Lengths
 from policylab.sim.workloads.open_loop import Body, pairs, uniform
 from policylab.sim.workloads.traces import LikeTrace
@@ -34,7 +34,7 @@ class Mooncake(LikeTrace):
         LikeTrace.__post_init__(self)
         self.check("reuse", self.reuse, 0.0, 1.0)
 
-    def bodies(self, dice: Draws) -> Iterator[Body]:
+    def bodies(self, dice: RandomDraws) -> Iterator[Body]:
         rng = dice.stream("prefixes")
         goes_on, looks = uniform(rng), uniform(dice.stream("looks"))
         opened: list[tuple[int, tuple[Span, ...]]] = []  # tokens of the latest prompt, and itself

@@ -12,9 +12,9 @@ import msgspec
 import numpy as np
 
 from policylab.sim.job import Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import Place, Reader, Row, in_order, opened
+from policylab.sim.workloads.reader import JobPlace, JobRow, Reader, in_order, opened
 
 BLOCK = 512
 
@@ -47,7 +47,7 @@ class MooncakeJSONL(Reader):
         Reader.__post_init__(self)
         self.check("tick", self.tick, 0.0, 3600.0)
 
-    def rows(self, dice: Draws) -> Iterator[Row]:
+    def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
         rng = dice.stream("ticks")
         groups = (
             (stamp, [body for _, body in rows])
@@ -60,10 +60,10 @@ class MooncakeJSONL(Reader):
 
     def _spread(
         self, rng: np.random.Generator, stamp: float, seconds: float, bodies: list[Body]
-    ) -> Iterator[Row]:
+    ) -> Iterator[JobRow]:
         times = np.sort(rng.random(len(bodies))) * seconds + stamp
         for time, body in zip(times.tolist(), bodies, strict=True):
-            yield Row(time, body)
+            yield JobRow(time, body)
 
     def _lines(self) -> Iterator[tuple[float, Body]]:
         last = -inf
@@ -72,7 +72,7 @@ class MooncakeJSONL(Reader):
             for number, text in enumerate(file, 1):
                 if not text.strip():
                     continue
-                place = Place(self.path, number)
+                place = JobPlace(self.path, number)
                 try:
                     line = decode(text)
                 except msgspec.DecodeError as error:
@@ -81,7 +81,7 @@ class MooncakeJSONL(Reader):
                 yield last, _body(place, line)
 
 
-def _body(place: Place, line: _Line) -> Body:
+def _body(place: JobPlace, line: _Line) -> Body:
     num_prompt = place.tokens("input_length", line.input_length)
     num_blocks = -(-num_prompt // BLOCK)
     if len(line.hash_ids) != num_blocks:

@@ -13,7 +13,7 @@ import numpy as np
 from engine.errors import ConfigError
 from policylab.sim.job import NOTHING, Job, Span
 from policylab.sim.workloads.arrivals import Arrivals, find_arrivals
-from policylab.sim.workloads.draws import CHUNK, Draws
+from policylab.sim.workloads.draws import CHUNK, RandomDraws
 from policylab.sim.workloads.lengths import Lengths
 from policylab.sim.workloads.source import Source, Workload
 
@@ -29,7 +29,7 @@ class Body(NamedTuple):
     fields: Mapping[str, Any] = NOTHING
 
 
-def pairs(lengths: Lengths, dice: Draws, name: str = "") -> Iterator[tuple[int, int]]:
+def pairs(lengths: Lengths, dice: RandomDraws, name: str = "") -> Iterator[tuple[int, int]]:
     """Lengths of prompt and output, without an end. ``name`` tells streams apart."""
     prompts, outputs = dice.stream(f"prompts{name}"), dice.stream(f"outputs{name}")
     while True:
@@ -75,13 +75,13 @@ class OpenLoop(Workload):
         return 1.0
 
     @abstractmethod
-    def bodies(self, dice: Draws) -> Iterator[Body]:
+    def bodies(self, dice: RandomDraws) -> Iterator[Body]:
         """What requests say, one after the other, without an end."""
 
     def source(self, seed: int, rate: float | None = None) -> Source:
-        return Source(self._jobs(Draws(seed), rate or self.natural_rate))
+        return Source(self._jobs(RandomDraws(seed), rate or self.natural_rate))
 
-    def _jobs(self, dice: Draws, rate: float) -> Iterator[Job]:
+    def _jobs(self, dice: RandomDraws, rate: float) -> Iterator[Job]:
         bodies, tags = self.bodies(dice), self.tags.draw(dice)
         times = self.process.times(dice, rate, self.num_requests)
         for number, time in enumerate(islice(times, self.num_requests)):

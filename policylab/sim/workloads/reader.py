@@ -15,7 +15,7 @@ from typing import IO, ClassVar, NamedTuple
 
 from engine.errors import ConfigError
 from policylab.sim.job import Job, Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
 from policylab.sim.workloads.source import MAX_REQUESTS, Source, Workload
 
@@ -23,7 +23,7 @@ MAX_LENGTH = 100_000_000  # tokens of a prompt or an output
 SHOWN_CHARS = 40
 
 
-class Row(NamedTuple):
+class JobRow(NamedTuple):
     """A request of a file."""
 
     time: float
@@ -33,7 +33,7 @@ class Row(NamedTuple):
     """Empty: it is called by its number."""
 
 
-class Place(NamedTuple):
+class JobPlace(NamedTuple):
     """A line of a file, for what is wrong with it."""
 
     path: str
@@ -104,7 +104,7 @@ class Reader(Workload):
             raise ConfigError(f"path is {self.path!r}, must be the name of a file, in quotes")
 
     @abstractmethod
-    def rows(self, dice: Draws) -> Iterator[Row]:
+    def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
         """Requests in order of the file. Raises ``ConfigError`` for a line that is none."""
 
     @property
@@ -126,7 +126,7 @@ class Reader(Workload):
     def size(self) -> Size:
         """Read the file for its size. Raises ``ConfigError``, also for one without a request."""
         number, first, last, max_prompt, max_output = 0, 0.0, 0.0, 1, 1
-        for time, body, _ in self._read(Draws(0)):
+        for time, body, _ in self._read(RandomDraws(0)):
             if not number and not self.is_from_zero:
                 first = time
             number, last = number + 1, time
@@ -137,9 +137,9 @@ class Reader(Workload):
         return Size(number, first, last, max_prompt, max_output)
 
     def source(self, seed: int, rate: float | None = None) -> Source:
-        return Source(self._jobs(Draws(seed), rate or self.natural_rate))
+        return Source(self._jobs(RandomDraws(seed), rate or self.natural_rate))
 
-    def _jobs(self, dice: Draws, rate: float) -> Iterator[Job]:
+    def _jobs(self, dice: RandomDraws, rate: float) -> Iterator[Job]:
         first = self.size.first
         scale = self.natural_rate / (self.speed * rate)
         for number, (row, tag) in enumerate(
@@ -153,7 +153,7 @@ class Reader(Workload):
                 **{**row.body.fields, **tag},
             )
 
-    def _read(self, dice: Draws) -> Iterator[Row]:
+    def _read(self, dice: RandomDraws) -> Iterator[JobRow]:
         return islice(self.rows(dice), self.num_requests)
 
 
@@ -169,7 +169,7 @@ def opened(path: str) -> Iterator[IO[str]]:
         raise ConfigError(f"{path} is no text in UTF-8: {error}") from error
 
 
-def table(path: str, *columns: str) -> Iterator[tuple[Place, dict[str, str]]]:
+def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]:
     """Lines of a CSV file with a head, by the names of columns. Raises ``ConfigError`` where one
     of ``columns`` is missing."""
     with opened(path) as file:
@@ -177,9 +177,9 @@ def table(path: str, *columns: str) -> Iterator[tuple[Place, dict[str, str]]]:
         try:
             head = [name.strip() for name in next(lines, [])]
             if missing := [name for name in columns if name not in head]:
-                raise Place(path, 1).error("the head", ",".join(head), f"with {missing[0]!r}")
+                raise JobPlace(path, 1).error("the head", ",".join(head), f"with {missing[0]!r}")
             for cells in lines:
-                place = Place(path, lines.line_num)
+                place = JobPlace(path, lines.line_num)
                 if not cells:
                     continue
                 if len(cells) != len(head):
@@ -190,7 +190,7 @@ def table(path: str, *columns: str) -> Iterator[tuple[Place, dict[str, str]]]:
             raise ConfigError(f"{path}, line {lines.line_num}: {error}") from error
 
 
-def in_order(place: Place, name: str, value: object, time: float, last: float) -> float:
+def in_order(place: JobPlace, name: str, value: object, time: float, last: float) -> float:
     """The time, which must not be before the last one. Raises ``ConfigError``."""
     if time < last:
         raise place.error(name, value, "no earlier than that of the line before: sort the file")

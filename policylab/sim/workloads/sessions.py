@@ -12,7 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from policylab.sim.job import ANSWER, Job, Span
 from policylab.sim.workloads.arrivals import Arrivals, find_arrivals
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import Lengths, find_lengths
 from policylab.sim.workloads.open_loop import pairs, uniform
 from policylab.sim.workloads.source import Source, Workload
@@ -94,15 +94,15 @@ class Sessions(Workload):
     @cached_property
     def mean_turns(self) -> float:
         """Requests of a session, those left out that would not have fitted."""
-        sampled = islice(self.sessions(Draws(SAMPLE_SEED)), NUM_SAMPLED)
+        sampled = islice(self.sessions(RandomDraws(SAMPLE_SEED)), NUM_SAMPLED)
         return sum(map(len, sampled)) / NUM_SAMPLED
 
     def source(self, seed: int, rate: float | None = None) -> Source:
         """Requests come at this mean rate; at an infinite one all sessions begin at once, and no
         time is spent thinking."""
-        return _Living(self, Draws(seed), rate or self.natural_rate).source()
+        return _Living(self, RandomDraws(seed), rate or self.natural_rate).source()
 
-    def sessions(self, dice: Draws) -> Iterator[list[Turn]]:
+    def sessions(self, dice: RandomDraws) -> Iterator[list[Turn]]:
         """The turns of each session, without an end."""
         lengths, ends = pairs(self._lengths, dice), uniform(dice.stream("turns"))
         pauses = uniform(dice.stream("think"))
@@ -152,7 +152,7 @@ class _Session:
 class _Living:
     """The sessions of a run that go on."""
 
-    def __init__(self, workload: Sessions, dice: Draws, rate: float) -> None:
+    def __init__(self, workload: Sessions, dice: RandomDraws, rate: float) -> None:
         self._workload = workload
         self._dice = dice
         self._rate = rate

@@ -15,9 +15,9 @@ from engine.messages.requests import AddRequest
 from engine.observe.steplog import Added, Adding, StepLog
 from engine.sched.interface import StepOutputs
 from policylab.sim.job import Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import Reader, Row
+from policylab.sim.workloads.reader import JobRow, Reader
 
 NOT_TAKEN = -1
 
@@ -36,13 +36,13 @@ class StepsLog(Reader):
     allow_truncated: bool = False
     """Take what is whole of a log that breaks off."""
 
-    def rows(self, dice: Draws) -> Iterator[Row]:
+    def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
         last = -inf
         for add, num_output in zip(self._added(), self._outputs, strict=False):
             if num_output == NOT_TAKEN:
                 continue
             last = max(last, add.arrival_time)  # clients' clocks may differ a little
-            yield Row(last, _body(add, max(1, num_output)), add.request_id)
+            yield JobRow(last, _body(add, max(1, num_output)), add.request_id)
 
     def _log(self) -> StepLog:
         return StepLog(self.path, allow_truncated=self.allow_truncated)

@@ -15,7 +15,7 @@ import numpy as np
 
 from engine.errors import ConfigError
 from policylab.sim.named import call, split
-from policylab.sim.workloads.draws import CHUNK, Draws
+from policylab.sim.workloads.draws import CHUNK, RandomDraws
 
 Rows = list[dict[str, Any]]
 """Fields of jobs that are set."""
@@ -143,7 +143,7 @@ class Tags(NamedTuple):
                 f"deadlines are {least} to {most}, must be seconds above 0, rising, and finite"
             )
 
-    def draw(self, dice: Draws) -> Iterator[dict[str, Any]]:
+    def draw(self, dice: RandomDraws) -> Iterator[dict[str, Any]]:
         """For each job without an end, the fields of it that are set."""
         columns = list(self._columns(dice))
         while columns:
@@ -155,7 +155,7 @@ class Tags(NamedTuple):
         while True:
             yield {}
 
-    def _columns(self, dice: Draws) -> Iterator[Iterator[Rows]]:
+    def _columns(self, dice: RandomDraws) -> Iterator[Iterator[Rows]]:
         """Fields for ``CHUNK`` jobs at a time; later columns win."""
         if self.num_priorities:
             levels: Rows = [{"priority": level} for level in range(self.num_priorities)]

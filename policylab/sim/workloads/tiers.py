@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import ClassVar
 
 from policylab.sim.job import Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import Lengths, bounds
 from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
@@ -59,7 +59,7 @@ class Tiers(OpenLoop):
     def max_output(self) -> int:
         return max(lengths.output.longest for lengths in self._lengths)
 
-    def bodies(self, dice: Draws) -> Iterator[Body]:
+    def bodies(self, dice: RandomDraws) -> Iterator[Body]:
         chats, batches = (
             pairs(lengths, dice, f" of {name}")
             for name, lengths in zip(("chat", "batch"), self._lengths, strict=True)

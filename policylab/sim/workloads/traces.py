@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from policylab.sim.job import Span
 from policylab.sim.workloads.arrivals import Arrivals, Minutes, Spells
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import (
     ARXIV,
     AZURE_CODE,
@@ -53,7 +53,7 @@ class LikeTrace(OpenLoop):
     def max_output(self) -> int:
         return self.lengths.output.longest
 
-    def bodies(self, dice: Draws) -> Iterator[Body]:
+    def bodies(self, dice: RandomDraws) -> Iterator[Body]:
         for number, (num_prompt, num_output) in enumerate(pairs(self.lengths, dice)):
             yield Body((Span(f"prompt {number}", num_prompt),), num_output)
 

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from engine.errors import ConfigError
 from policylab.sim.job import Span
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import Lengths, find_lengths
 from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
@@ -49,7 +49,7 @@ class TwoUsers(OpenLoop):
     def max_output(self) -> int:
         return self._lengths.output.longest
 
-    def bodies(self, dice: Draws) -> Iterator[Body]:
+    def bodies(self, dice: RandomDraws) -> Iterator[Body]:
         is_calm = 1.0 / (1.0 + self.flood)
         whose = uniform(dice.stream("whose"))
         for number, (num_prompt, num_output) in enumerate(pairs(self._lengths, dice)):

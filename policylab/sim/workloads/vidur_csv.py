@@ -8,9 +8,9 @@ from math import inf
 from typing import ClassVar
 
 from policylab.sim.workloads.arrivals import Arrivals, find_arrivals
-from policylab.sim.workloads.draws import Draws
+from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import Place, Reader, Row, in_order, plain, table
+from policylab.sim.workloads.reader import JobPlace, JobRow, Reader, in_order, plain, table
 
 PROMPT, OUTPUT, ARRIVAL = "num_prefill_tokens", "num_decode_tokens", "arrived_at"
 
@@ -35,7 +35,7 @@ class VidurCSV(Reader):
     def _process(self) -> Arrivals:
         return find_arrivals(self.arrivals)
 
-    def rows(self, dice: Draws) -> Iterator[Row]:
+    def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
         last, times = -inf, None
         for number, (place, cells) in enumerate(table(self.path, PROMPT, OUTPUT)):
             if ARRIVAL in cells:
@@ -44,12 +44,12 @@ class VidurCSV(Reader):
             else:
                 times = times or self._times(dice)
                 last = next(times)
-            yield Row(last, self._body(place, number, cells))
+            yield JobRow(last, self._body(place, number, cells))
 
-    def _body(self, place: Place, number: int, cells: dict[str, str]) -> Body:
+    def _body(self, place: JobPlace, number: int, cells: dict[str, str]) -> Body:
         prompt = plain(number, place.tokens(PROMPT, cells[PROMPT]))
         return Body(prompt, place.tokens(OUTPUT, cells[OUTPUT]))
 
-    def _times(self, dice: Draws) -> Iterator[float]:
+    def _times(self, dice: RandomDraws) -> Iterator[float]:
         """One a second."""
         return self._process.times(dice, 1.0, self.num_requests)
