@@ -45,7 +45,7 @@ Line = Connection
 logger = logging.getLogger("engine.core")
 
 
-class Report(msgspec.Struct, array_like=True, frozen=True):
+class StartReport(msgspec.Struct, array_like=True, frozen=True):
     """A child's report of its start. ``kind`` and ``message`` are of the error, if it failed."""
 
     is_ready: bool
@@ -102,7 +102,7 @@ class Child:
         assert self._process.pid is not None
         return self._process.pid
 
-    def wait_until_ready(self, timeout: float) -> Report:
+    def wait_until_ready(self, timeout: float) -> StartReport:
         """What it reports of its start.
 
         Raises ``EngineDeadError`` if it ends before, or has sent nothing after ``timeout``
@@ -121,7 +121,7 @@ class Child:
             ready = multiprocessing.connection.wait(sources, timeout - LATE_SECONDS)
         with suppress(EOFError, OSError):
             if self.line in ready:
-                return msgspec.msgpack.decode(self.line.recv_bytes(), type=Report)
+                return msgspec.msgpack.decode(self.line.recv_bytes(), type=StartReport)
         how = self.how_it_ended() if ready else None
         if how is None:
             self.kill()  # if it is stopped, it reads no message
@@ -311,7 +311,7 @@ class ParentWatch:
         self.on_death()
 
 
-def report_to_parent(line: Line, report: Report) -> None:
+def report_to_parent(line: Line, report: StartReport) -> None:
     """Report how the start went, from the child; does nothing if the parent is gone."""
     with suppress(OSError):
         line.send_bytes(msgspec.msgpack.encode(report))

@@ -23,7 +23,7 @@ from engine.core.client import CoreClient
 from engine.core.inproc_client import InprocClient
 from engine.errors import ConfigError, EngineDeadError, EngineError
 from engine.ipc.address import Address, Directory, address_of
-from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, Report, report_to_parent
+from engine.ipc.process import NO_VALUES, Child, Line, ParentWatch, StartReport, report_to_parent
 from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
 from engine.rpc.failures import KINDS, death_of
@@ -197,7 +197,7 @@ def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresCli
         return many(failing, (attach_core(config, address) for address in addresses))
 
 
-def start_error(report: Report) -> EngineError:
+def start_error(report: StartReport) -> EngineError:
     """Why a core did not start: a user's mistake, or a crash."""
     kind = KINDS.get(report.kind)
     if kind is not None:
@@ -223,12 +223,12 @@ def _serve_core(
         host = EngineCoreHost(build(config), config, directory.address, directory=directory)
     except Exception as error:
         report_to_parent(
-            line, Report(False, type(error).__name__, str(error), traceback.format_exc())
+            line, StartReport(False, type(error).__name__, str(error), traceback.format_exc())
         )
         return
     watch.on_death = lambda: _end_orphaned(host)
     host.handle_signals(signal.SIGTERM)
-    report_to_parent(line, Report(True))
+    report_to_parent(line, StartReport(True))
     try:
         host.serve()
     except EngineDeadError:  # clients have the error, and the parent sees the status

@@ -133,7 +133,7 @@ def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tup
 
 class Tries:
     """When to ask what a request draws ahead of its mask: not for a while where that was of no use,
-    twice as long each time. A model that follows the form is requested each token."""
+    twice as long each time. A model that follows the form is tried at each token."""
 
     MOST = 16  # tokens
 

@@ -31,8 +31,8 @@ from policylab.verify.case import Add, Case
 from policylab.verify.shrink import Clocked
 from policylab.verify.swarm import (
     FoundCase,
+    Report,
     Swarm,
-    SwarmReport,
     keep,
     replay_corpus,
     reproduction,
@@ -155,7 +155,7 @@ def run(parsed: argparse.Namespace) -> int:
     hunt = VerifyHunt(parsed.policy, parsed.policy_options, parsed.every)
     console = Console()
     begun = time.monotonic()
-    report = SwarmReport() if hunt.policy is not None else replay_corpus(hunt.swarm())
+    report = Report() if hunt.policy is not None else replay_corpus(hunt.swarm())
     if parsed.corpus is not None:
         report.add(replay_corpus(hunt.swarm(), parsed.corpus))
     if not report.found:
@@ -204,9 +204,7 @@ def _check(parsed: argparse.Namespace) -> None:
         raise ConfigError("--policy-options are for the policy that --policy names, and none is")
 
 
-def _search(
-    hunt: VerifyHunt, parsed: argparse.Namespace, report: SwarmReport, console: Console
-) -> None:
+def _search(hunt: VerifyHunt, parsed: argparse.Namespace, report: Report, console: Console) -> None:
     """Seeds from the first on, until there were enough steps, time is up or a rule is broken."""
     columns = (
         BarColumn(),
@@ -227,14 +225,14 @@ def _search(
                 break
 
 
-def _batches(hunt: VerifyHunt, parsed: argparse.Namespace) -> Iterator[SwarmReport]:
+def _batches(hunt: VerifyHunt, parsed: argparse.Namespace) -> Iterator[Report]:
     """What each batch of seeds brought."""
     seeds = count(parsed.seed)
     if parsed.jobs == 1:
         while True:
             yield _run_batch(hunt, list(islice(seeds, BATCH)))
     with workers(parsed.jobs) as pool:
-        waiting: set[Future[SwarmReport]] = set()
+        waiting: set[Future[Report]] = set()
         while True:
             while len(waiting) < 2 * parsed.jobs:
                 waiting.add(pool.submit(_run_batch, hunt, list(islice(seeds, BATCH))))
@@ -242,12 +240,12 @@ def _batches(hunt: VerifyHunt, parsed: argparse.Namespace) -> Iterator[SwarmRepo
             yield from (future.result() for future in done)
 
 
-def _run_batch(hunt: VerifyHunt, seeds: list[int]) -> SwarmReport:
+def _run_batch(hunt: VerifyHunt, seeds: list[int]) -> Report:
     logging.getLogger("engine").setLevel(logging.CRITICAL)
     return hunt.swarm().run(seeds, num_steps=2**62)
 
 
-def _print_summary(console: Console, report: SwarmReport, seconds: float) -> None:
+def _print_summary(console: Console, report: Report, seconds: float) -> None:
     rate = report.num_steps / seconds if seconds else 0.0
     console.print(
         f"{report.num_steps:,} steps, {report.num_runs:,} engines, {report.num_requests:,} "

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Protocol
 import pytest
 
 if TYPE_CHECKING:
-    from policylab.verify.swarm import SwarmReport
+    from policylab.verify.swarm import Report
 
 
 class CheckPolicy(Protocol):
     """``policylab.verify.testing.check_policy``, with what the marker gives as defaults."""
 
-    def __call__(self, policy: object, **how: object) -> SwarmReport: ...
+    def __call__(self, policy: object, **how: object) -> Report: ...
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -48,7 +48,7 @@ class KeptCases(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class SwarmReport:
+class Report:
     """Counts of a swarm's work."""
 
     num_steps: int = 0
@@ -60,7 +60,7 @@ class SwarmReport:
     found: list[FoundCase] = field(default_factory=list)
     waited: Waited | None = None  # in an overload, if that was called
 
-    def add(self, other: SwarmReport) -> None:
+    def add(self, other: Report) -> None:
         """Add the counts of another report."""
         self.num_steps += other.num_steps
         self.num_runs += other.num_runs
@@ -95,9 +95,9 @@ class Swarm:
         self.options = options
         self.every = every
 
-    def run(self, seeds: Iterable[int], num_steps: int) -> SwarmReport:
+    def run(self, seeds: Iterable[int], num_steps: int) -> Report:
         """The cases of these seeds, until there were as many steps or one breaks a rule."""
-        report = SwarmReport()
+        report = Report()
         for seed in seeds:
             if report.num_steps >= num_steps:
                 break
@@ -108,7 +108,7 @@ class Swarm:
                 break
         return report
 
-    def enter(self, report: SwarmReport, seed: int, case: Case) -> None:
+    def enter(self, report: Report, seed: int, case: Case) -> None:
         """Run one case and count it."""
         done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
         report.num_runs += 1
@@ -181,9 +181,9 @@ def read_corpus(path: Path = CORPUS) -> list[KeptCases]:
         raise ConfigError(f"{path} is no corpus of cases: {error}") from error
 
 
-def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> SwarmReport:
+def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
     """Run them all again: none may break any more."""
-    report = SwarmReport()
+    report = Report()
     for kept in read_corpus(path):
         swarm.enter(report, -1, kept.case)
     return report

@@ -23,7 +23,7 @@ from engine.errors import ConfigError, PolicyError
 from engine.sched.plugins.find import find_policy
 from policylab.verify.shrink import Clocked
 from policylab.verify.starvation import Outcome, Waited
-from policylab.verify.swarm import FoundCase, Swarm, SwarmReport, name_of, reproduction, smallest
+from policylab.verify.swarm import FoundCase, Report, Swarm, name_of, reproduction, smallest
 from policylab.verify.trials import run_trials
 
 CHECK_EVERY = 4  # steps after which the state as a whole is looked at
@@ -43,7 +43,7 @@ def check_policy(
     seed: int = 0,
     max_wait: int | None = 1000,
     length_predictor: Any = None,
-) -> SwarmReport:
+) -> Report:
     """Raise ``PolicyError`` if the policy breaks a rule; otherwise say what was tried.
 
     Random engines and workloads of all features, from ``seed`` on, for ``steps`` steps. In each of
@@ -112,7 +112,7 @@ def _quiet() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _not_shown(name: str, report: SwarmReport) -> Iterator[str]:
+def _not_shown(name: str, report: Report) -> Iterator[str]:
     """What the checks say nothing about, though they passed."""
     if not report.num_requests:
         yield (

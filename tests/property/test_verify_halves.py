@@ -15,7 +15,7 @@ from engine.config.speculative import METHODS
 from policylab.simulated import SimulatedHalves
 from policylab.verify.case import Case, from_json, to_json
 from policylab.verify.draw import draw_case
-from policylab.verify.swarm import Swarm, SwarmReport, reproduction, smallest
+from policylab.verify.swarm import Report, Swarm, reproduction, smallest
 
 NUM_CASES = 24
 LONG = 600
@@ -40,8 +40,8 @@ def cases_of(method: str | None, first: int) -> Iterator[tuple[int, Case]]:
             yield seed, case
 
 
-def run(method: str | None, first: int, num_cases: int) -> SwarmReport:
-    swarm, report = Swarm(halves=halves()), SwarmReport()
+def run(method: str | None, first: int, num_cases: int) -> Report:
+    swarm, report = Swarm(halves=halves()), Report()
     for seed, case in cases_of(method, first):
         swarm.enter(report, seed, case)
         for found in report.found:
@@ -67,7 +67,7 @@ def test_in_many_engines_too(method: str | None, seed: int) -> None:
 
 def test_a_case_without_what_it_asks_for_is_no_case_that_passes() -> None:
     _, case = next(cases_of("ngram", 0))
-    report = SwarmReport()
+    report = Report()
     Swarm().enter(report, 1, case)
     assert "nobody makes the drafts" in report.found[0].broken.message
 

@@ -17,7 +17,7 @@ from engine.sched.policies import POLICIES
 from policylab.verify.draw import draw_case
 from policylab.verify.simulation import Simulation
 from policylab.verify.starvation import wait_in_overload
-from policylab.verify.swarm import Swarm, SwarmReport, replay_corpus, reproduction, smallest
+from policylab.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
 NUM_STEPS = 40_000
 STEPS_EACH = NUM_STEPS // len(POLICIES) + 1
@@ -32,7 +32,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL, "engine")
 
 
-def assert_holds(tally: SwarmReport) -> None:
+def assert_holds(tally: Report) -> None:
     for found in tally.found:
         pytest.fail(
             f"seed {found.seed}: {found.broken.message} ({found.broken.place})\n"
