@@ -216,7 +216,7 @@ def following_grammars(
     grammars = GrammarReadiness(compiler, vocab_size)
     for resource in resources:
         if isinstance(resource, Drafts) and may_cut:
-            resource.cut, resource.forced = grammars.num_allowed, grammars.forced
+            resource.follow_grammars(grammars.num_allowed, grammars.forced)
     return joined_by_grammars(resources, grammars)
 
 

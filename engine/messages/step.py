@@ -56,6 +56,11 @@ class DraftPart(msgspec.Struct, array_like=True):
     counts: Column  # [rows]
     tokens: Column  # flat, PADDING in a row that has fewer drafts than places for them
 
+    @property
+    def inputs(self) -> Column:
+        """What is computed in their places, flat: ``PADDING`` is computed as any token."""
+        return self.tokens.clip(min=0)
+
     def by_row(self) -> list[list[int]]:
         """The tokens of each row."""
         tokens = iter(self.tokens.tolist())

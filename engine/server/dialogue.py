@@ -7,6 +7,8 @@ import contextlib
 from functools import partial
 from typing import Any, NamedTuple
 
+import msgspec
+
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError, RequestError
 from engine.frontend.prompt import TextPrompt
@@ -148,11 +150,11 @@ class Dialogue:
         """Ask the model; name: of the request."""
         prompt = await self.prompt()
         self._prompt = self._as_read(prompt)
-        params = self._params
-        params.structured_outputs = await self._form(self._prompt["prompt"])
+        changes: dict[str, Any] = {"structured_outputs": await self._form(self._prompt["prompt"])}
         if self._voice.speech.reader(has_tools=self._tools is not None) is not None:
-            params.skip_special_tokens = False  # markers may be special
-            params.output_kind = "delta"
+            # Markers may be special tokens.
+            changes |= {"skip_special_tokens": False, "output_kind": "delta"}
+        params = msgspec.structs.replace(self._params, **changes)
         options = self._body.options()
         return await self._voice.model.engine.open(prompt, params, name, **options)
 

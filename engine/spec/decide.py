@@ -184,14 +184,16 @@ class Drafts(Resource):
         self._payoff = payoff
         self._running: dict[int, Request] = {}  # by row
         self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was called
-        self._drafting: set[int] = (
-            set()
-        )  # rows with drafts, in this step, for the next, or requested
+        self._drafting: set[int] = set()  # rows with drafts, now, for the next step, or requested
         self._wishing: set[int] = set()  # rows whose drafts the worker is to make
         self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
         self._taken: dict[int, list[int]] = {}  # drafts by row, in the step being planned
         self._price: float | None = None  # of a draft in the step being planned
         self._has_prefill = False  # the step being planned computes a part of a prompt
+
+    def follow_grammars(self, cut: Cut, forced: Forced) -> None:
+        """Let grammars decide which drafts may stand, and draft what they force."""
+        self.cut, self.forced = cut, forced
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler

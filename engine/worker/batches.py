@@ -268,7 +268,7 @@ class Batches:
             ids[:] = UNKNOWN
         if rows.drafts is not None:
             places = draft_tokens(rows.drafts, tokens.query_start)
-            ids[places] = rows.drafts.tokens.clip(min=0)  # PADDING is computed as any token
+            ids[places] = rows.drafts.inputs
 
     def _pick(self, draws: Draws, read: ReadColumns | None) -> Picked:
         add = self._staging.add

@@ -466,7 +466,7 @@ class Runner:
         self.machine.slots.remember(
             upload(tokens.slots[places].astype(np.int32)),
             upload(tokens.positions[places].astype(np.int32)),
-            upload(drafts.tokens.clip(min=0)),
+            upload(drafts.inputs),
         )
 
 
