@@ -11,7 +11,7 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from engine.structured.checked.checker import Checker
-from engine.structured.checked.places import Places
+from engine.structured.checked.places import PlaceIndex
 from engine.structured.checked.rules import rules_of
 from engine.structured.schemas import SchemaError
 from tests.support.schema_makers import any_document, any_value
@@ -70,7 +70,7 @@ def test_an_object_whose_names_only_a_pattern_knows_can_be_finished(more) -> Non
 
 def test_the_verdicts_that_are_kept_of_a_schema_are_bounded() -> None:
     """However many places it has: hundreds of schemas are kept."""
-    places = Places()
+    places = PlaceIndex()
     strings = [places.place((rules_of({"maxLength": 60 + number}),)) for number in range(10)]
     tracemalloc.start()
     try:

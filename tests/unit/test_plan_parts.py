@@ -137,7 +137,7 @@ def test_what_is_no_plan_is_a_wire_error(data: bytes, kind: type) -> None:
 
 def test_a_value_that_cannot_travel_is_named() -> None:
     for wrong in (np.array([5, 6]), ints(5, 6).reshape(1, 2), np.array([0.5])):
-        with pytest.raises(TypeError, match=r"token_ids is a column of .*, must be int32 of one"):
+        with pytest.raises(TypeError, match=r"token_ids is a column .*, must be of int32 with one"):
             plans.encode(StepResult(1, wrong, ints(1, 1)))
         with pytest.raises(TypeError, match=r"drafts.tokens is a column of"):
             plans.encode(StepResult(1, ints(5), ints(1), drafts=DraftPart(ints(2), wrong)))
