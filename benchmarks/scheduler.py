@@ -53,7 +53,7 @@ class Row:
         return theirs.median / ours.median if ours and theirs else None
 
     def is_met(self, runs: Runs) -> bool | None:
-        """Whether the target is met; ``None`` if there is none or it was not measured."""
+        """Whether the target is met; ``None`` without a target or a figure."""
         ours, ratio = self.ours(runs), self.ratio(runs)
         if self.limit is not None and ours is not None:
             return ours.median < self.limit

@@ -24,7 +24,7 @@ from engine.models.targets import Target, TargetPart
 
 # Tensors of older checkpoints that are not needed: they follow from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
-# Targets read before they are needed: hides reading behind packing, costs little memory.
+# Targets read before they are needed: reading goes on during packing, costs little memory.
 AHEAD = 2
 OWN_PAGES_BYTES = 1 << 20
 

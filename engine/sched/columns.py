@@ -40,7 +40,7 @@ class Columns:
     """Arrays with a place for each of some requests, in their order; of this moment.
 
     Names are those of ``Request``. Counts are int64, times float64 seconds on the engine's clock.
-    Each array is made when it is first asked for, and is to be read only.
+    Each array is made at its first use, and is to be read only.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Columns:
         self._predict = predict
         self._cached_prefixes = cached_prefixes
         self.requests_of = requests
-        """Those behind some of the rows."""
+        """The requests in some of the rows."""
 
     def __len__(self) -> int:
         return len(self.rows)

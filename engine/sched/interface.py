@@ -27,7 +27,7 @@ class RequestCounts(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """A request that ``finish_requests`` has finished, and the end that its client is told."""
+    """A request that ``finish_requests`` has finished, and the end that its client gets."""
 
     request_id: str
     client_index: int

@@ -108,7 +108,7 @@ class SchedView(Protocol):
         ...
 
     def decodes_first(self) -> list[Request]:
-        """Running requests: those that are one token behind, then the others; by rank in both."""
+        """Running requests: those that lack one token, then the others; by rank in both."""
         ...
 
     def by_rank(self) -> list[Request]:
@@ -225,8 +225,8 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         raise NotImplementedError
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
-        """The ranks of all these requests, in their order: asked of a ``dynamic`` policy for those
-        that run and, while one may start, for those that wait.
+        """The ranks of all these requests, in their order: called for a ``dynamic`` policy with
+        those that run and, while one may start, for those that wait.
 
         The default calls ``rank`` for each. An answer in arrays, made of ``view.columns(reqs)``,
         costs next to nothing for each request: ``(late, due)`` with two arrays of ``len(reqs)``
@@ -264,7 +264,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
             yield waiting
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        """The best waiting request not offered yet in this step; asked again after each answer."""
+        """The best waiting request not offered yet in this step; called again after each answer."""
         return view.step.next_waiting()
 
     def admit(self, req: Request, view: SchedView) -> Admission:
@@ -280,7 +280,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """May ``req`` take seat and blocks from ``other``? Asked for a waiting request of a policy
+        """May ``req`` take seat and blocks from ``other``? Called for a waiting request of a policy
         with ``waiting_may_preempt``, which evicts by choice; and by the default of
         ``takes_blocks``."""
         return self.precedes(req, other)
@@ -288,7 +288,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     def takes_blocks(self, req: Request, other: Request) -> bool:
         """May ``req``, which runs and lacks blocks for its next tokens, take those of ``other``?
 
-        Here somebody has to make room: where nobody may be asked to, ``req`` stands still with the
+        Here somebody has to make room: where nobody may be made to, ``req`` stands still with the
         blocks it holds. A policy that is reluctant to evict by choice, and says so in ``outranks``,
         answers by rank here: ``return self.precedes(req, other)``.
         """
@@ -327,7 +327,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         """The request has ended, for whatever reason."""
 
 
-# A type checker would ask for ``rank`` where there are ``ranks``, so it is not told.
+# A type checker would ask for ``rank`` where there are ``ranks``, so it does not see it.
 Policy.rank.__isabstractmethod__ = True  # type: ignore[attr-defined]
 update_abstractmethods(Policy)
 

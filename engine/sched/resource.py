@@ -26,7 +26,7 @@ class OnRefuse(Enum):
 
 
 class Fit(NamedTuple):
-    """How many tokens are allowed now; if fewer than asked, the reason (a short word).
+    """How many tokens are allowed now; if fewer than wanted, the reason (a short word).
 
     ``on_refuse`` is what it means for a waiting request that gets none (``None``: what the resource
     says of itself). ``hold``: a request that is parked keeps blocks for this many tokens meanwhile;
@@ -114,7 +114,7 @@ class Resource:
         """A step is about to be planned."""
 
     def extra(self, req: Request, step: Step) -> int:
-        """Tokens to compute behind the known ones: drafts to verify, for a request that decodes."""
+        """Tokens to compute after the known ones: drafts to verify, for a request that decodes."""
         return 0
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:

@@ -47,7 +47,7 @@ class RankedQueue(Sequence[Request]):
         return len(self._reqs)
 
     def __iter__(self) -> Iterator[Request]:
-        """As they are now: an order is asked while requests move from queue to queue."""
+        """As they are now: an order is read while requests move from queue to queue."""
         return iter(self._reqs.copy())
 
     @overload
@@ -295,11 +295,11 @@ class Roster:
         return self.running[len(self.running) - 1] if len(self.running) else None
 
     def requests(self, rows: Rows) -> list[Request]:
-        """The requests behind rows that are taken."""
+        """The requests in rows that are taken."""
         return cast(list[Request], self.by_row[rows].tolist())
 
     def running_prompts(self) -> list[Request]:
-        """Running requests more than one known token behind."""
+        """Running requests that lack more than one known token."""
         if not self.prompts:
             return []
         for req in list(self.prompts.values()):

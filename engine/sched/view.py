@@ -1,4 +1,4 @@
-"""The live objects behind ``SchedView``."""
+"""The live objects that ``SchedView`` shows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
 from engine.sched.step_state import Step
 
-UNREAD = 64  # steps that are kept until the cost model is asked for
+UNREAD = 64  # steps that are kept until the cost model is used
 FEW = 16  # requests up to which vectors cost more than they save
 MAX_COUNTERS = 256  # of a policy: each goes with every message of statistics
 MOST_COUNTED = 2**63 - 1  # what a message can carry
@@ -111,7 +111,7 @@ class View:
         self.counters[name] = min(MOST_COUNTED, known + int(value))
 
     def decodes_first(self) -> list[Request]:
-        """Running requests: those that are one token behind, then the others; by rank in both."""
+        """Running requests: those that lack one token, then the others; by rank in both."""
         running, table = list(self._roster.running), self._roster.table
         if len(running) <= FEW:
             return sorted(running, key=lambda req: req.num_uncomputed != 1)
@@ -136,7 +136,7 @@ class View:
 
     def is_short(self, num_more: int = 0) -> bool:
         """Are too few blocks free? Needed are those promised to running prompts, those for decodes
-        that were not offered their token yet, and those for so many further table entries."""
+        that were not offered their token yet, and those for this many further table entries."""
         kv, size, index = self.kv, self.kv.block_size, self.step.index
         room = (kv.num_free - self.promised_blocks) // kv.num_groups - num_more
         if len(self._roster.running) <= room:
@@ -235,7 +235,7 @@ class View:
 
     @property
     def prompts(self) -> list[Request]:
-        """Running requests more than one known token behind."""
+        """Running requests that lack more than one known token."""
         return self._roster.running_prompts()
 
     @property

@@ -110,7 +110,7 @@ def test_a_request_that_had_ended_before_the_abort_has_the_end_that_it_had(
 
 @pytest.mark.behaviour(106)
 @pytest.mark.parametrize("what", ["all", "new"])
-def test_an_abort_is_told_in_a_pause(kind: str, opened: Any, what: str) -> None:
+def test_an_abort_is_reported_in_a_pause(kind: str, opened: Any, what: str) -> None:
     client = opened(kind)
     client.call("pause", what)
     client.add(make_request("a", [1], 3))

@@ -58,7 +58,7 @@ def test_a_killed_core_is_noticed_within_a_second(waits_in: str) -> None:
 
 
 @pytest.mark.behaviour(110)
-def test_what_building_the_core_raised_is_told() -> None:
+def test_what_building_the_core_raised_is_reported() -> None:
     with pytest.raises(EngineDeadError, match="initialization failed: ValueError: no luck") as info:
         start_core(fake_config(), FakeBuild(fail_start="no luck"))
     assert "FakeBuild" in str(info.value.__cause__) or "spawned.py" in str(info.value.__cause__)

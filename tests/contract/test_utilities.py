@@ -85,7 +85,7 @@ class Restless(Scheduler):
 
 
 @pytest.mark.behaviour(107)
-def test_what_a_scheduler_of_ones_own_raises_is_told_with_the_utility(
+def test_what_a_scheduler_of_ones_own_raises_is_reported_with_the_utility(
     kind: str, opened: Any
 ) -> None:
     client = opened(kind, FakeBuild(options={"scheduler_cls": Restless}))

@@ -208,7 +208,7 @@ def core_and_client():
 
 
 @pytest.mark.behaviour(101)
-def test_a_core_has_work_until_the_worker_was_told_of_the_end():
+def test_a_core_has_work_until_the_worker_knows_of_the_end():
     core, client = core_and_client()
     client.add(make_request("a", ALONE))
     assert core.scheduler.get_request_counts() == (0, 1, 0)

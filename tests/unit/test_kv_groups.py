@@ -91,7 +91,7 @@ def test_tokens_in_flight_do_not_move_the_window():
 
 
 @pytest.mark.behaviour(68)
-def test_a_hit_behind_a_hole_is_adopted_with_null_blocks():
+def test_a_hit_after_a_hole_is_adopted_with_null_blocks():
     kv = windowed()
     writer = holder(0, list(range(12)))
     blocks = list(fill(kv, writer))

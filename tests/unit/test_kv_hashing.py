@@ -56,7 +56,7 @@ def test_a_chain_grows_as_if_it_were_made_at_once(hasher, size, seed):
 
 
 @pytest.mark.behaviour(60)
-def test_image_offset_adapter_and_salt_are_told_apart(hasher):
+def test_image_offset_adapter_and_salt_are_distinguished(hasher):
     variants = [
         {},
         {"cache_salt": "x"},

@@ -285,7 +285,7 @@ def test_a_load_into_blocks_that_no_step_writes_starts_at_once():
 
 @pytest.mark.behaviour(97)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_what_cannot_start_to_load_is_computed_and_its_source_is_not_asked_again(asynchronous):
+def test_what_cannot_start_to_load_is_computed_and_its_source_is_not_called_again(asynchronous):
     kv, source = make(num_tokens=48, asynchronous=asynchronous)
 
     def refuse(req, blocks, num_tokens):

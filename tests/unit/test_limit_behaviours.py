@@ -60,7 +60,7 @@ def test_a_request_that_never_fits_is_refused_as_it_comes() -> None:
 
 
 @pytest.mark.behaviour(30)
-def test_the_length_is_capped_to_a_pool_asked_for_by_number() -> None:
+def test_the_length_is_capped_to_a_pool_given_by_number() -> None:
     asked = SchedulerConfig(max_model_len=2048)
     capped = cap_to_pool(asked, 16, 5)
     assert capped.max_model_len == 4 * 16 + 1

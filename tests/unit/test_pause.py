@@ -193,7 +193,7 @@ def test_an_id_that_is_no_string_is_refused_and_the_engine_lives() -> None:
 
 
 @pytest.mark.behaviour(20)
-def test_the_worker_is_told_what_to_mask_until_min_tokens() -> None:
+def test_the_worker_knows_what_to_mask_until_min_tokens() -> None:
     """Ids that would end the request travel with it; a stop that is sampled anyway is ignored."""
     params = SamplingParams(min_tokens=5, stop_token_ids=[42], max_tokens=16)
     run = make_run()

@@ -120,7 +120,7 @@ def test_a_throttle_is_ignored_while_open_steps_leave_requests_waiting():
 
 
 @pytest.mark.behaviour(12)
-def test_one_token_behind_a_cached_prompt_passes_the_gate():
+def test_one_token_after_a_cached_prompt_passes_the_gate():
     gate, run = gated()
     run.add(make_request("0", [1] * 33, 2))
     run.drain()

@@ -111,7 +111,7 @@ def test_drafts_are_cut_to_the_length_and_the_budget():
 
 
 @pytest.mark.behaviour(85)
-def test_a_request_never_gets_more_than_it_asked_for():
+def test_a_request_never_gets_more_than_it_requested():
     for num_output in range(1, 9):
         _, run = make()
         request = add(run, num_output=num_output)
@@ -159,7 +159,7 @@ def test_padding_is_no_draft():
 
 
 @pytest.mark.behaviour(86)
-def test_beside_a_piece_of_a_prompt_nothing_is_padded():
+def test_next_to_a_piece_of_a_prompt_nothing_is_padded():
     _, run = make()
     add(run, "0", length=33, num_output=40)
     run.step()
@@ -185,7 +185,7 @@ def test_drafts_the_grammar_forbids_are_cut_before_verification():
 
 
 @pytest.mark.behaviour(17)
-def test_accepted_drafts_behind_a_stop_token_are_dropped():
+def test_accepted_drafts_after_a_stop_token_are_dropped():
     _, run = make()
     request = make_request("0", [5] * 20, 16)
     stop = answer(request)[2]

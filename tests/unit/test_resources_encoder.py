@@ -124,7 +124,7 @@ def item(key, length=10):
 
 
 @pytest.mark.behaviour(94)
-def test_what_nobody_uses_is_evicted_only_for_room_and_told_once():
+def test_what_nobody_uses_is_evicted_only_for_room_and_reported_once():
     cache = EncoderCache(30)
     uses = {key: cache.use(item(key)) for key in "abc"}
     assert cache.num_available == 0

@@ -321,7 +321,7 @@ def test_no_mask_is_made_where_what_is_drawn_ahead_is_allowed(depth):
 
 
 @pytest.mark.behaviour(90)
-def test_a_request_that_draws_what_is_not_allowed_is_asked_less_and_less():
+def test_a_request_that_draws_what_is_not_allowed_is_tried_less_and_less():
     class Other(OneAnswer):
         """Allows one token, which is never what would be drawn."""
 

@@ -149,7 +149,7 @@ def test_a_load_that_cannot_start_is_a_failed_load_of_its_request_alone(failure_
 
 @pytest.mark.behaviour(97)
 @pytest.mark.parametrize("is_aborted", [False, True])
-def test_a_load_that_cannot_start_behind_a_step_in_flight_loses_nothing_of_that_step(is_aborted):
+def test_a_load_that_cannot_start_after_a_step_in_flight_loses_nothing_of_that_step(is_aborted):
     """What its source raised left ``update_from_output``, and the engine was dead."""
     source, run = make("fail", num_blocks=9, depth=2, late=True, caching=False)
     source.start_load = refuse

@@ -93,7 +93,7 @@ def test_the_cap_is_ignored_for_a_lone_prompt():
 
 
 @pytest.mark.behaviour(8)
-def test_beside_one_decode_the_cap_is_the_threshold():
+def test_next_to_one_decode_the_cap_is_the_threshold():
     """It was half of the budget, the share of one of two."""
     run = make_run(max_num_batched_tokens=2048, long_prefill_token_threshold=256)
     add_all(run, [4])

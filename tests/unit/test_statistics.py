@@ -119,7 +119,7 @@ def test_statistics_of_a_cache_tell_those_apart_who_were_preempted():
 
 
 @pytest.mark.behaviour(70)
-def test_statistics_are_made_when_asked_for_and_not_by_a_step(monkeypatch):
+def test_statistics_are_made_on_request_and_not_by_a_step(monkeypatch):
     made = []
     monkeypatch.setattr(Scheduler, "make_stats", lambda scheduler: made.append(1))
     run = make_run()

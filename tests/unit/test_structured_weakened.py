@@ -122,6 +122,8 @@ def test_too_many_ways_are_left_to_the_checker() -> None:
         ({"allOf": [1]}, "a schema is 1, must be an object or a bool"),
         ({"$ref": "other.json"}, "'other.json', which is another file"),
         ({"allOf": [TEXT, INTEGER]}, "contradicts itself: see allOf"),
+        # One that is large is not written again without each keyword.
+        ({"allOf": [TEXT, INTEGER], "description": "x" * 20_000}, "contradicts itself$"),
         (
             {"items": {"enum": [1]}, "uniqueItems": True, "minItems": 2, "type": "array"},
             "see items, uniqueItems, minItems, type",

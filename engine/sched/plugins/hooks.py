@@ -166,13 +166,13 @@ class Guard(Policy):
             self._label["rank"] = self._label["ranks"]
         self._timer = faults.timer
         self._seconds = faults.seconds
-        self._asked = {
+        self._in_use = {
             hook for hook in HOOKS if getattr(type(inner), hook) is not getattr(Policy, hook)
         }
         self._default = Default()
         self._ranks = RankCheck()
         self._num_faults = 0
-        self.is_rerank_due = False  # the ranks of both queues must be asked again
+        self.is_rerank_due = False  # ranks of both queues must be computed anew
 
     # -- what the mechanism wants to know of the policy
 
@@ -186,19 +186,19 @@ class Guard(Policy):
 
     def overrides(self, *hooks: str) -> bool:
         """Has the policy any of these hooks of its own?"""
-        return not self._asked.isdisjoint(hooks)
+        return not self._in_use.isdisjoint(hooks)
 
     @property
     def writes_both(self) -> bool:
         """Does the policy say by itself what one request's rank is, and what those of many are?"""
-        return "ranks" in self._asked and type(self.inner).rank is not rank_of_one
+        return "ranks" in self._in_use and type(self.inner).rank is not rank_of_one
 
     def idle_hooks(self, step: Step) -> str:
         """Those that may have kept everybody from running in this step, by name, and why."""
         why = ""
-        hooks = [hook for hook in HOOKS if hook in self._asked and hook in DECIDING]
+        hooks = [hook for hook in HOOKS if hook in self._in_use and hook in DECIDING]
         if step.short:
-            own = [hook for hook in MAKING_ROOM if hook in self._asked]
+            own = [hook for hook in MAKING_ROOM if hook in self._in_use]
             hooks = own or hooks
             why = f" ({step.short[0]} lacks KV blocks and may take them from no other)"
         return ", ".join(self._label[hook] for hook in hooks) + why
@@ -208,7 +208,7 @@ class Guard(Policy):
         return _Overruled()
 
     def take_rerank(self) -> bool:
-        """Once after the policy was left out: the ranks of both queues must be asked again."""
+        """Once after the policy was left out: ranks of both queues must be computed anew."""
         due, self.is_rerank_due = self.is_rerank_due, False
         for req in self._view.parked if due else ():  # they come back to queues of other ranks
             req.rank = (req.arrival,)
@@ -223,7 +223,7 @@ class Guard(Policy):
     def leave_out(self, why: str) -> None:
         """Disable the policy: the default answers instead. The caller asks for all ranks again."""
         self.is_left_out = self.is_rerank_due = True
-        self._asked.clear()
+        self._in_use.clear()
         logger.error(
             "policy %s is left out after %s; requests run in order of arrival", self._name, why
         )
@@ -240,7 +240,7 @@ class Guard(Policy):
 
     def rerank(self, queue: RankedQueue, by_row: NDArray[np.object_]) -> None:
         """Ask for the ranks of a queue and sort it by them. It stays in order if they are wrong."""
-        if "ranks" not in self._asked or not len(queue):
+        if "ranks" not in self._in_use or not len(queue):
             queue.rerank(self.ranks(queue, self._view))
             return
         answer = self._ask("ranks", partial(self._wrong_ranks, len(queue)), queue, self._view)
@@ -276,13 +276,13 @@ class Guard(Policy):
         return ranks
 
     def limits(self, view: SchedView) -> Limits:
-        if "limits" not in self._asked:
+        if "limits" not in self._in_use:
             return NO_LIMITS
         limits: Limits = self._answer("limits", answers.wrong_limits, view)
         return limits
 
     def evict(self, view: SchedView) -> Iterable[Request]:
-        if "evict" not in self._asked:
+        if "evict" not in self._in_use:
             return ()
         # A policy may yield a request twice; the limit stops an endless generator.
         wrong = partial(answers.wrong_victims, self._view)
@@ -290,7 +290,7 @@ class Guard(Policy):
         return dict.fromkeys(named or ())
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        if "order" not in self._asked:
+        if "order" not in self._in_use:
             yield from super().order(view)
             return
         named = self._ask("order", answers.wrong_iterable, view)
@@ -319,30 +319,31 @@ class Guard(Policy):
             yield from self._default.order(view)
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        if "next_waiting" not in self._asked:
+        if "next_waiting" not in self._in_use:
             return super().next_waiting(view)
         wrong = partial(answers.wrong_next, self._view)
         best: Request | None = self._answer("next_waiting", wrong, view)
         return best
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        if "admit" not in self._asked:
+        if "admit" not in self._in_use:
             return super().admit(req, view)
         admission: Admission = self._answer("admit", answers.wrong_admission, req, view)
         return admission
 
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
-        if "chunk" not in self._asked:
+        if "chunk" not in self._in_use:
             return num_tokens
         return self.chunks_of(num_tokens, view)(req)
 
     def chunks_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], int]:
-        """``chunk`` for requests that may have so many tokens each: reads once what they share."""
+        """``chunk`` for requests that may have this many tokens each: reads once what they
+        share."""
         ask, timer, seconds, label = self.inner.chunk, self._timer, self._seconds, self._label
-        asked, name = self._asked, label["chunk"]
+        in_use, name = self._in_use, label["chunk"]
 
         def chunk(req: Request) -> int:
-            if not asked:  # left out meanwhile
+            if not in_use:  # left out meanwhile
                 return num_tokens
             begun = timer()
             try:
@@ -366,7 +367,7 @@ class Guard(Policy):
         return chunk
 
     def outranks(self, req: Request, other: Request) -> bool:
-        if "outranks" not in self._asked:
+        if "outranks" not in self._in_use:
             return super().outranks(req, other)
         timer, fault = self._timer, None
         begun = timer()
@@ -390,7 +391,7 @@ class Guard(Policy):
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
-        if "victim" not in self._asked:
+        if "victim" not in self._in_use:
             return candidates[-1]
         given = tuple(candidates)
 
@@ -406,17 +407,17 @@ class Guard(Policy):
         return verdict
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        if "on_grant" not in self._asked:
+        if "on_grant" not in self._in_use:
             return
         self.grants_of(num_tokens, view)(req)
 
     def grants_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], None]:
-        """``on_grant`` for requests that get so many tokens each: reads once what they share."""
+        """``on_grant`` for requests that get this many tokens each: reads once what they share."""
         tell, timer, seconds, label = self.inner.on_grant, self._timer, self._seconds, self._label
-        asked, name = self._asked, label["on_grant"]
+        in_use, name = self._in_use, label["on_grant"]
 
         def on_grant(req: Request) -> None:
-            if not asked:  # left out meanwhile
+            if not in_use:  # left out meanwhile
                 return
             begun = timer()
             try:
@@ -428,23 +429,23 @@ class Guard(Policy):
         return on_grant
 
     def takes_blocks(self, req: Request, other: Request) -> bool:
-        if "takes_blocks" not in self._asked:
+        if "takes_blocks" not in self._in_use:
             return self.outranks(req, other)
         return bool(self._answer("takes_blocks", answers.wrong_bool, req, other))
 
     def on_preempt(self, req: Request, view: SchedView) -> None:
-        if "on_preempt" in self._asked:
+        if "on_preempt" in self._in_use:
             self._answer("on_preempt", answers.no_answer, req, view)
 
     def on_tokens(self, reqs: Sequence[Request], view: SchedView) -> None:
-        if "on_tokens" in self._asked and reqs:
+        if "on_tokens" in self._in_use and reqs:
             self._answer("on_tokens", answers.no_answer, tuple(reqs), view)
 
     def on_step(self, shape: StepShape, view: SchedView) -> None:
         self._answer("on_step", answers.no_answer, shape, view)
 
     def on_finish(self, req: Request, view: SchedView) -> None:
-        if "on_finish" in self._asked:
+        if "on_finish" in self._in_use:
             self._answer("on_finish", answers.no_answer, req, view)
 
     # -- asking
@@ -453,7 +454,7 @@ class Guard(Policy):
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
         """The policy's answer, or the default one if it has none or a wrong one."""
-        if hook in self._asked:
+        if hook in self._in_use:
             answer = self._ask(hook, wrong, *args)
             if not self._failed:
                 return answer
@@ -465,7 +466,7 @@ class Guard(Policy):
     ) -> Any:
         """The hook's answer; ``None`` and ``_failed`` if it raises or its answer is invalid.
 
-        ``at_most``: the answer is iterable; at most so many items are read.
+        ``at_most``: the answer is iterable; at most this many items are read.
         """
         begun = self._timer()
         answer, self._failed = None, False
@@ -492,7 +493,7 @@ class Guard(Policy):
     # -- checks
 
     def _checked(self, req: Request, rank: Any, hook: str = "rank") -> tuple[Any, ...]:
-        """A rank that was asked for, or the former one if it is wrong."""
+        """The rank that the policy gives, or the former one if that is wrong."""
         fault = None if self.is_left_out else self._ranks.wrong(rank)
         if fault is not None:
             self._fault(hook, fault, req)
@@ -549,7 +550,7 @@ class RankCheck:
         return None
 
     def wrong_places(self, count: int) -> str | None:
-        """What is wrong with ranks in so many arrays, ``None`` if nothing is."""
+        """What is wrong with ranks in this many arrays, ``None`` if nothing is."""
         if count == self._num_places:
             return None
         if self._num_places or str in self._kinds[: count + 1]:
@@ -575,7 +576,7 @@ class RankCheck:
         if not all(isinstance(value, str | Real) for value in rank):
             return f"returns {answers.shown(rank)}, must hold numbers and strings"
         kinds = [str if isinstance(value, str) else Real for value in rank]
-        kinds.append(Real)  # the number of arrival behind it
+        kinds.append(Real)  # the number of arrival after it
         if any(kind is not known for kind, known in zip(kinds, self._kinds, strict=False)):
             return f"returns {answers.shown(rank)}, which cannot be compared with earlier ranks"
         if any(value != value for value in rank):

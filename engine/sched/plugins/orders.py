@@ -14,7 +14,7 @@ def newcomers_by(
     key: Callable[[Columns], Array], columns: Columns, now: float, max_wait: float
 ) -> tuple[Array, Array]:
     """Ranks by which those that run or ran go first, then those that came ``max_wait`` seconds ago,
-    then the others by ``key``, which is asked of them alone. Order of arrival among equals."""
+    then the others by ``key``, which is called for them alone. Order of arrival among equals."""
     is_new = columns.is_waiting & (columns.num_preempted == 0)
     is_young = is_new & (now - columns.arrival_time < max_wait)
     keys = np.zeros(len(columns))

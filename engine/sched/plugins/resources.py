@@ -23,7 +23,7 @@ HOOKS = (
     *("take", "parked", "release", "describe", "masks", "settle"),
     *("counters", "shutdown"),
 )
-ROW_HOOKS = ("extra", "fit", "take")  # asked about one request in one step
+ROW_HOOKS = ("extra", "fit", "take")  # called for one request in one step
 
 
 class Own(NamedTuple):
@@ -150,11 +150,11 @@ class Resources:
 
     def counters(self) -> dict[str, int]:
         """Counters of each resource, under its name."""
-        told: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for own in self._own["counters"]:
             counted = self._ask(own, "counters", {}, wrong=answers.wrong_counters)
-            told |= {f"{own.resource.name}.{name}": int(n) for name, n in counted.items()}
-        return told
+            counts |= {f"{own.resource.name}.{name}": int(n) for name, n in counted.items()}
+        return counts
 
     def take_orphans(self) -> list[Request]:
         """Requests parked by resources that were disabled since."""
@@ -165,8 +165,8 @@ class Resources:
 
     def _awaken(self, add: AddRequest) -> None:
         """A request may be the first to ask for some resource."""
-        if asked := {field for field in self._asleep if getattr(add, field, None)}:
-            self._asleep -= asked
+        if given := {field for field in self._asleep if getattr(add, field, None)}:
+            self._asleep -= given
             self._own = self._by_hook()
 
     def _by_hook(self) -> dict[str, list[Own]]:
@@ -241,7 +241,7 @@ class Resources:
 
 def _has_own(resource: Resource, hook: str) -> bool:
     """True if the resource overrides this hook. A resource that overrides a per-row hook but not
-    ``watches`` is asked about every request."""
+    ``watches`` is called for every request."""
     has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)

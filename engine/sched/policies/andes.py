@@ -13,11 +13,11 @@ class Andes(Policy):
     """Seats and memory go to the requests whose readers gain most per token held (greedy knapsack).
 
     A reader wants the first token soon and then one every ``tbt`` seconds; one with unread
-    tokens gains little from more, so its request is evicted for one that is behind.
+    tokens gains little from more, so its request is evicted for one that is late.
 
     ``ttft``, ``tbt``: seconds, overridden by the hints of the same names and by a request's
     ``tbt``. ``margin``: how many times more a waiting request must gain than one it evicts. A
-    request preempted ``max_preemptions`` times is not evicted again; one ``max_late`` tokens behind
+    request preempted ``max_preemptions`` times is not evicted again; one ``max_late`` tokens late
     goes first.
     """
 

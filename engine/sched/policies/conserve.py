@@ -11,7 +11,7 @@ class ConServe(Policy):
     """Online requests as if they were alone; offline ones fill each step up to its time.
 
     Requests with ``hints["offline"]`` true are offline: offered tokens last and evicted first, also
-    for a waiting online one. Beside online requests they get the tokens with which a step, by the
+    for a waiting online one. Next to online requests they get the tokens with which a step, by the
     cost model, still takes at most ``tbt``; alone they get all. Order of arrival within a class.
     Nothing bounds their wait: that is what offline means.
 

@@ -8,7 +8,7 @@ from engine.sched import Policy, Refuse, Request, SchedView, require_positive, w
 class EarlyRejection(Policy):
     """Refuses what would get its first token too late, before any work was put into it.
 
-    The wait is predicted from the prompt tokens ahead of it, the decodes beside them and the cost
+    The wait is predicted from the prompt tokens ahead of it, the decodes next to them and the cost
     model; where seats or memory are short, from how long those lasted that ended. Order of arrival.
 
     ``ttft``: seconds to the first token that are acceptable; ``hints["ttft"]`` overrides it.

@@ -11,7 +11,7 @@ from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, requir
 class PLAS(Policy):
     """Requests of the program whose ended requests were served least go first.
 
-    A program of many calls then waits less behind those of long ones. ``hints["program"]`` names
+    A program of many calls then waits less after those of long ones. ``hints["program"]`` names
     the program; a request without it is one of its own. Service is in tokens: prompt tokens that
     were not cached, and ``output_price`` for each output token.
 

@@ -24,7 +24,7 @@ class QoServe(Policy):
     """A step is as large as the most pressing decode allows; prompts go by deadline and size.
 
     The n-th token of a request is due ``ttft + (n - 1) * tbt`` after it came, so one that is ahead
-    lends its slack to prompts. Prompts that cannot make it any more go behind those that can.
+    lends its slack to prompts. Prompts that cannot make it any more go after those that can.
 
     ``ttft``, ``tbt``: seconds to the first token and between tokens, overridden by the hints of the
     same names and by a request's ``tbt``. ``alpha``: seconds of deadline that a second of work

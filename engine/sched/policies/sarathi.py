@@ -8,7 +8,7 @@ from engine.sched import Limits, Policy, Request, SchedView, require_positive
 class Sarathi(Policy):
     """Every decode first, then prompts in chunks, up to a fixed number of tokens in a step.
 
-    No prompt then delays the decodes beside it by more than a full step takes. Order of arrival.
+    No prompt then delays the decodes next to it by more than a full step takes. Order of arrival.
 
     ``step_tokens``: of a step; as large as the wanted time between tokens allows. As many requests
     may run, so that each of them gets a token.

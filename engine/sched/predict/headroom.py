@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.sched.predict.cost import LinearCost
 
-LEARNING_STEPS = 50  # that are measured before the model is asked
+LEARNING_STEPS = 50  # that are measured before the model is called
 LOOK_EVERY = 64
 HELD_STEPS = 1.5  # steps whose fixed cost a held-back request adds, on average
 NUM_ERRORS = 2.0  # standard errors on either side of the estimate

@@ -33,7 +33,7 @@ class LengthHistory:
     def __init__(self, window: int = 1000) -> None:
         self._recent: deque[int] = deque(maxlen=window)
         self._sorted: list[int] = []
-        self._sums: list[int] | None = None  # of the shortest 0, 1, 2, ...; made when asked for
+        self._sums: list[int] | None = None  # of the shortest 0, 1, 2, ...; made at first use
         self._columns: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
@@ -88,7 +88,7 @@ class Predictor(Protocol):
     """Says how many output tokens a request will have in all.
 
     A class of one's own is made with the engine's ``LengthHistory`` as its only argument. ``name``
-    stands beside every result that was obtained with it.
+    stands next to every result that was obtained with it.
     """
 
     name: str

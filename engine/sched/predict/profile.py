@@ -20,7 +20,7 @@ from engine.sched.predict.cost import UNLIMITED, StepShape
 FORMAT = 2
 FEATURES = ("step", "prompt", "sequence", "decode", "context", "attention")
 """What is charged once each: a step, one that has prompt tokens, a row, a row of one token, a token
-in the cache of a row, a pair of a new token and one that it attends to. Behind them come the tokens
+in the cache of a row, a pair of a new token and one that it attends to. After them come the tokens
 of a step, by segments between knots."""
 
 REGIMES = ("decode", "mixed", "prompt")
@@ -38,7 +38,7 @@ class HostCost(msgspec.Struct, frozen=True):
     token: float = 0.0  # for each token of their prompts
 
     def seconds(self, num_seqs: int, num_added: int = 0, added_tokens: int = 0) -> float:
-        """After a step of so many rows, with so many requests added."""
+        """After a step of this many rows, with this many requests added."""
         added = self.request * num_added + self.token * added_tokens
         return self.step + self.sequence * num_seqs + added
 
@@ -128,7 +128,7 @@ def features(shape: StepShape, knots: list[int]) -> list[float]:
 
 
 class _Prompt(NamedTuple):
-    """A prompt that fills a step up beside decodes."""
+    """A prompt that fills a step up next to decodes."""
 
     num_seqs: int
     context: int

@@ -46,6 +46,7 @@ from engine.structured.weakened.shapes import (
 Schema = dict[str, Any]
 MOST_ORDERED = 8_000  # properties in an order: each is seven symbols
 MOST_TRIED = 32  # keywords that are left out in turn, to name those that contradict each other
+MOST_TRIED_BYTES = 10_000  # of such a schema: each trial writes the whole of it
 MOST_INLINE = 5_000  # values of properties that are written where they stand
 MOST_REFERENCES = 100  # that lead to each other
 Key = frozenset[Any]
@@ -93,8 +94,10 @@ def _written(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> W
 
 
 def _contradicting(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> str:
-    """The outermost keywords without any of which there would be a valid value."""
-    if not isinstance(schema, dict) or len(schema) > MOST_TRIED:
+    """Outermost keywords that contradict the others: without one of them a value would be valid.
+    "" for a schema that would take long to try."""
+    is_small = isinstance(schema, dict) and len(schema) <= MOST_TRIED
+    if not is_small or len(msgspec.json.encode(schema)) > MOST_TRIED_BYTES:
         return ""
     found = []
     for keyword in schema:
