@@ -1,11 +1,11 @@
-"""JSON schemas whose objects have no other properties than those that are named.
+"""Closes the objects of a JSON schema: no properties beyond those that the schema names.
 
-Small models that may write any property write them without end. So an object whose schema names
-properties, and says nothing about others, is closed as ``unevaluatedProperties: false`` at the
-outermost schema of the object closes it: what ``allOf``, ``anyOf``, ``oneOf``, ``if``,
-``dependentSchemas`` and references name together may be written. An object that names none stays
-open, and so does an alternative that names none next to others that do. A name that is only
-``required`` may be written with any value.
+Small models that may write any property never stop writing them. So an object whose schema names
+properties, and has no keyword for others, is closed as if its outermost schema had
+``unevaluatedProperties: false``: allowed are the names in ``allOf``, ``anyOf``, ``oneOf``, ``if``,
+``dependentSchemas`` and references together. An object with no names stays open, and so does an
+alternative with no names next to others with names. A name that is only in ``required`` may have
+any value.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ import msgspec
 from engine.messages.references import REFERENCES, References
 
 Schema = dict[str, Any]
-Choices = tuple[tuple[int, int], ...]  # the alternatives that a part belongs to, with their number
+Choices = tuple[tuple[int, int], ...]  # each choice on the way to a schema, with the way taken
 
 OF_OTHERS = ("additionalProperties", "unevaluatedProperties")
-_ANSWERS = (*OF_OTHERS, "const", "enum")  # keywords that speak of all properties
+_ANSWERS = (*OF_OTHERS, "const", "enum")  # keywords that limit all properties
 # Keywords with schemas that hold for the same value: all of them, or some.
 _ALL, _SOME = ("allOf",), ("anyOf", "oneOf")
 _CASES = ("if", "then", "else")
 _DEFINITIONS = ("$defs", "definitions")
-# Keywords whose schemas ask something of a value, and do not describe it.
+# Keywords whose schemas test a value and do not describe it.
 _QUESTIONS = ("if", "not", "contains", "propertyNames")
 # Keywords with schemas of parts of a value: by name, in a list, alone.
 _PARTS_BY_NAME = ("properties", "patternProperties")
 _PARTS_IN_LISTS = ("prefixItems", "items")
 _PARTS = ("items", "additionalItems", "unevaluatedItems", *OF_OTHERS)
-# Of a schema without these nothing is closed.
+# A schema without any of these keywords is never closed.
 _NESTING = frozenset({*_PARTS_BY_NAME, *_ALL, *_SOME, *_CASES, *REFERENCES, "dependentSchemas"})
 _NESTING |= {"dependencies"}
 _APPLYING = _NESTING - {*_PARTS_BY_NAME}
-# Without these it says nothing of the names of properties itself.
+# A schema without any of these keywords does not limit the names of properties by itself.
 _SAYING = frozenset({*_PARTS_BY_NAME, *_ANSWERS, "required", "dependentRequired", "dependencies"})
 _SAYING |= {"minProperties"}
 _KEPT = ("$schema", "$id", "id", "$anchor", "$dynamicAnchor", *_DEFINITIONS)
@@ -50,15 +50,15 @@ _ANNOTATIONS = {
 
 @dataclass
 class Nest:
-    """What all schemas that speak of one object say of its properties."""
+    """What all schemas of one object together state about its properties."""
 
     names: set[str] = field(default_factory=set)
-    own_names: bool = False  # one that always holds names properties
+    own_names: bool = False  # a schema that always holds names properties
     patterns: set[str] = field(default_factory=set)
     required: list[str] = field(default_factory=list)
     least: int = 0
-    is_answered: bool = False  # one that always holds speaks of all others
-    is_closed: bool = True  # whoever names some speaks of all others
+    is_answered: bool = False  # a schema that always holds limits all properties
+    is_closed: bool = True  # each schema that names properties limits the others too
     children: dict[str, list[tuple[Schema, Choices]]] = field(default_factory=dict)
 
     @property
@@ -67,8 +67,8 @@ class Nest:
 
 
 def closed(schema: Any) -> Any:
-    """A copy in which objects that name properties have no others. Standard keywords say so, which
-    are to be read in every draft."""
+    """Return a copy in which objects that name properties have no others, expressed in keywords
+    that a reader of any draft understands."""
     if not isinstance(schema, dict):
         return schema
     whole = msgspec.json.decode(msgspec.json.encode(schema))
@@ -77,8 +77,8 @@ def closed(schema: Any) -> Any:
 
 
 def only_named(schema: Any) -> Any:
-    """A copy in which every object has only the properties that its own schema names, as vLLM's
-    ``disable_additional_properties`` has it."""
+    """Return a copy in which every object has only the properties that its own schema names, like
+    vLLM's ``disable_additional_properties``."""
     if not isinstance(schema, dict):
         return schema
     whole: Schema = msgspec.json.decode(msgspec.json.encode(schema))
@@ -89,7 +89,7 @@ def only_named(schema: Any) -> Any:
 
 
 class _Closer:
-    """Closes the objects of one document where they stand."""
+    """Closes the objects of one document in place."""
 
     def __init__(self, whole: Schema) -> None:
         self._references = References(whole)
@@ -104,7 +104,7 @@ class _Closer:
         joint = {id(child) for nest in nests.values() for child in self._joint(nest)}
         whole = {id(each): each for each in [*self._objects, *self._sole.values()]}
         for each in whole.values():
-            self._nest(each)  # before anything is changed
+            self._nest(each)  # read all of them before any is changed
         for each in whole.values():
             if id(each) not in joint and not self._is_left_to_target(each):
                 self._close(each)
@@ -124,7 +124,7 @@ class _Closer:
             }
         if _APPLYING.isdisjoint(schema):
             schema["additionalProperties"] = False
-        elif "$ref" in schema:  # next to which older drafts read nothing
+        elif "$ref" in schema:  # drafts up to 7 ignore all keywords next to it
             inner = dict(schema)
             unnamed_too = inner.pop("properties", None) if unnamed else None
             kept = {key: inner.pop(key) for key in _KEPT if key in inner}
@@ -136,7 +136,7 @@ class _Closer:
             schema["unevaluatedProperties"] = False
 
     def _open_alternatives(self, schema: Schema, nest: Nest) -> None:
-        """Alternatives that name nothing allow everything, if nothing next to them names either."""
+        """Keep alternatives without names open, if no schema next to them names properties."""
         if nest.own_names:
             return
         for key in _SOME:
@@ -161,7 +161,8 @@ class _Closer:
         return self._nests[id(schema)]
 
     def _parts(self, schema: Schema) -> Iterator[tuple[Schema, Choices, bool]]:
-        """The schemas that may hold for the same value, and whether one only asks."""
+        """Yield the schemas that may hold for the same value, their choices, and whether they only
+        test it (``if``)."""
         waiting: list[tuple[Any, Choices, bool]] = [(schema, (), False)]
         seen = set()
         while waiting:
@@ -188,7 +189,7 @@ class _Closer:
                 ]
 
     def _led(self, schema: Schema) -> list[Any]:
-        """What it refers to."""
+        """Return the schemas that a schema refers to."""
         if not any(key in schema for key in REFERENCES):
             return []
         if id(schema) not in self._targets:
@@ -196,8 +197,8 @@ class _Closer:
         return self._targets[id(schema)]
 
     def _joint(self, nest: Nest) -> Iterator[Schema]:
-        """Schemas of properties, of which several speak that hold together: each alone says too
-        little to close what it speaks of."""
+        """Yield schemas of a property that several schemas describe together: each of them names
+        too few properties to be closed by itself."""
         for schemas in nest.children.values():
             if len(schemas) == 1:
                 continue
@@ -208,11 +209,11 @@ class _Closer:
                         yield one
                         yield other
 
-    # -- what references lead to
+    # -- targets of references
 
     def _only_whole(self) -> dict[int, Schema]:
-        """Schemas by their ``id()`` to which references lead only as the one schema of an
-        object: they can be closed themselves."""
+        """Return by ``id()`` the schemas that are only referred to as the single schema of an
+        object: these can be closed in place."""
         users: dict[int, list[bool]] = {}
         targets: dict[int, Schema] = {}
         whole = {id(each) for each in self._objects}
@@ -226,7 +227,7 @@ class _Closer:
         return {each: targets[each] for each, found in users.items() if all(found)}
 
     def _only_object(self, schema: Schema) -> Schema | None:
-        """The one of its alternatives that may be an object, if no other keyword speaks of it."""
+        """Return the only alternative that may be an object, if the schema has no other keyword."""
         rest = schema.keys() - _ANNOTATIONS
         if len(rest) != 1 or (key := next(iter(rest))) not in _SOME:
             return None
@@ -234,7 +235,7 @@ class _Closer:
         return able[0] if len(able) == 1 and isinstance(able[0], dict) else None
 
     def _is_left_to_target(self, schema: Schema) -> bool:
-        """Whether it is only a reference, to what is closed itself."""
+        """Whether the schema is only a reference, and its target is closed itself."""
         alone = schema if _is_reference(schema) else self._only_object(schema)
         if alone is None or not _is_reference(alone):
             return False
@@ -264,7 +265,7 @@ def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None
 
 
 def _outermost(whole: Schema) -> Iterator[Schema]:
-    """Schemas that are alone in speaking of a value at their place."""
+    """Yield the schemas that are the single schema of a value."""
     waiting: list[tuple[Any, bool]] = [(whole, True)]
     while waiting:
         schema, is_whole = waiting.pop()
@@ -284,13 +285,13 @@ def _outermost(whole: Schema) -> Iterator[Schema]:
 
 
 def _go_together(one: Choices, other: Choices) -> bool:
-    """Whether parts of these alternatives may hold for the same value."""
+    """Whether schemas under these choices may hold for the same value."""
     taken = dict(one)
     return all(taken.get(choice, number) == number for choice, number in other)
 
 
 def _is_reference(schema: Any) -> bool:
-    """Whether it is nothing but a reference."""
+    """Whether a schema has no keyword besides a reference."""
     return isinstance(schema, dict) and schema.keys() - _ANNOTATIONS in (
         {each} for each in REFERENCES
     )

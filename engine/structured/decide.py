@@ -1,6 +1,6 @@
-"""Structured output: requests wait for their grammar, and then follow it. No torch.
+"""Structured output: a request waits for its compiled grammar, then its output follows it.
 
-What a backend must offer is a ``GrammarCompiler``; no library is named here.
+Loads neither torch nor a grammar library: a backend implements ``GrammarCompiler``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Fit, OnRefuse, Resource
 from engine.sched.step_state import Step
 
-WORD = 32  # tokens a word of a mask
-RECENT = 4  # tokens that a tokenizer may look back at
+WORD = 32  # tokens per mask word
+RECENT = 4  # recent tokens that a tokenizer may need as context
 
 
 class GrammarError(EngineError):
-    """What is wrong with a grammar, or with how it went on."""
+    """A grammar is invalid, or its output cannot be continued."""
 
 
 class Matcher(Protocol):
@@ -32,53 +32,53 @@ class Matcher(Protocol):
     """
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        """How many of these tokens may follow, from the first on. Changes nothing."""
+        """Count how many of these tokens, in order, the grammar allows next. Changes nothing."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """Advance by these tokens, which are allowed."""
+        """Advance past these tokens, all of which must be allowed."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the bits of what may follow, and of what may follow each of the drafts up to the
-        first that is not allowed. Changes nothing else. Raises if the text cannot go on; where it
-        only could not after a draft, no bit is set there.
+        """Set the mask bits of the tokens allowed next, and after each draft up to the first draft
+        that is not allowed. Changes nothing else. Raises if no token is allowed next; a draft after
+        which no token is allowed gets an empty mask.
 
         masks: [1 + drafts, words] int32, all zero; bit t % 32 of word t // 32 is token t.
         """
 
     def forced(self, recent: Sequence[int], most: int) -> Sequence[int]:
-        """At most this many tokens of the text that must follow, as the tokenizer would cut it
-        after the recent tokens; empty where there is a choice. Changes nothing."""
+        """Return at most ``most`` tokens of the only text that can follow, tokenized after the
+        recent tokens; empty where there is a choice. Changes nothing."""
 
 
 class Compilation(Protocol):
-    """A grammar that is being compiled."""
+    """A grammar that is being compiled or has been."""
 
     def wait(self) -> Matcher:
-        """What ``poll`` returns once it is done or late."""
+        """Block until ``poll`` returns a matcher or raises."""
 
     def poll(self) -> Matcher | None:
-        """A matcher at the beginning of the grammar, ``None`` while it is being compiled.
+        """Return a new matcher, or ``None`` while the grammar is still being compiled.
 
-        Raises with what is wrong if the grammar cannot be used.
+        Raises if the grammar is invalid or took too long.
         """
 
 
 class GrammarCompiler(Protocol):
-    """Compiles in the background; equal grammars need compiling once."""
+    """Compiles grammars in the background; equal grammars are compiled once."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compilation:
-        """Begin to compile and return at once. May raise like ``Compilation.poll``.
+        """Start compiling and return immediately. Raises like ``Compilation.poll``.
 
-        eos_token_ids: allowed where the grammar may end, and nowhere else.
+        eos_token_ids: tokens allowed only where the grammar may end.
         """
 
     def shutdown(self) -> None:
-        """Let go of threads and memory."""
+        """Release threads and memory."""
 
 
 class CompiledAtOnce:
-    """A ``GrammarCompiler`` for a run that is recorded: no request waits for its grammar, since
-    when it is ready would differ in a replay."""
+    """A ``GrammarCompiler`` that waits for each grammar. A recorded run needs it, because the time
+    at which a grammar is ready would differ in a replay."""
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
@@ -91,7 +91,7 @@ class CompiledAtOnce:
 
 
 class Compiled:
-    """A ``Compilation`` that is over."""
+    """A ``Compilation`` that has ended."""
 
     def __init__(self, matcher: Matcher) -> None:
         self._matcher = matcher
@@ -104,72 +104,75 @@ class Compiled:
 
 
 class GrammarsRefused(Resource):
-    """Next to a plug-in that writes masks of its own, which know nothing of grammars."""
+    """Refuses requests with a grammar, next to a plug-in that writes masks without grammars."""
 
     name = "no grammar"
     serves = "grammar"
 
     def __init__(self, writer: str) -> None:
-        """writer: the name of that plug-in."""
+        """writer: the name of the plug-in."""
         self._writer = writer
 
     def objection(self, add: AddRequest) -> str | None:
         if not add.grammar:
             return None
         return (
-            "structured_outputs is given, but which tokens are allowed is decided by the resource "
-            f"{self._writer!r} alone: leave one of them out"
+            "structured_outputs is given, but the resource "
+            f"{self._writer!r} alone decides which tokens are allowed: leave one of them out"
         )
 
 
 def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
-    """These resources with the one that serves grammars, unless one of them does; or with one that
-    refuses them, where a plug-in writes masks."""
+    """Add the resource for grammars, unless a resource already serves them. Where a plug-in writes
+    masks, add a resource that refuses requests with a grammar instead."""
     writers = [resource for resource in resources if "masks" in resource.needs]
     if any(resource.serves == GrammarReadiness.serves for resource in resources):
         return tuple(resources)
     return (GrammarsRefused(writers[0].name) if writers else grammars, *resources)
 
 
-class Tries:
-    """When to ask what a request draws ahead of its mask: not for a while where that was of no use,
-    twice as long each time. A model that follows the form is tried at each token."""
+class EarlySampling:
+    """Decides when a request's token is sampled before its mask is ready.
 
-    MOST = 16  # tokens
+    After a token that the grammar refuses it waits, twice as long each time; as long as the model
+    follows the grammar it samples every token early.
+    """
+
+    MOST = 16  # tokens to wait at most
 
     def __init__(self) -> None:
-        self._wait = 0  # tokens, until it is called again
-        self._next = 1  # the same, when it is of no use again
+        self._wait = 0  # tokens until the next early one
+        self._next = 1  # tokens to wait after the next refusal
 
     def is_due(self) -> bool:
-        """Called once a token."""
+        """Whether to sample this token early. Call once per token."""
         self._wait -= 1
         return self._wait < 0
 
-    def note(self, is_allowed: bool) -> None:
+    def record(self, is_allowed: bool) -> None:
         if is_allowed:
             self._next = 1
         else:
             self._wait, self._next = self._next, min(2 * self._next, self.MOST)
 
     def resume(self) -> None:
-        """Little is forbidden where it stands: within a string, say."""
+        """End the wait: the grammar forbids few tokens here, for instance within a string."""
         self._wait = 0
 
 
-class Progress:
-    """How far the grammar of a request is compiled, and how far its text has been followed."""
+class GrammarProgress:
+    """How far the grammar of a request is compiled, and how far its output has been followed."""
 
     def __init__(self) -> None:
         self.compilation: Compilation | None = None
         self.fault = ""  # what is wrong with the grammar
         self.matcher: Matcher | None = None
-        self.num_followed = 0  # output tokens that the matcher has gone through
-        self.tries = Tries()
+        self.num_followed = 0  # output tokens that the matcher has advanced past
+        self.early = EarlySampling()
         self.is_parked = False
 
     def has_compiled(self) -> bool:
-        """Whether the compilation has ended, successfully or not."""
+        """Whether compiling has ended, successfully or not."""
         assert self.compilation is not None
         try:
             self.matcher = self.compilation.poll()
@@ -179,11 +182,11 @@ class Progress:
 
 
 class GrammarReadiness(Resource):
-    """Compiles the grammars of requests as they come; those not ready are out of the queue.
+    """Compiles the grammars of new requests; a request leaves the queue until its grammar is ready.
 
-    A grammar that is wrong, or a token that its own refuses, ends one request with an error. What
-    may come next depends on the last token: the forward pass of the next step is launched before
-    that is known, and its masks are made when it is.
+    An invalid grammar, or a token that the grammar refuses, ends that request with an error. A mask
+    depends on the last token, so the forward pass of the next step is launched first, and the masks
+    are made once the last token is sampled.
     """
 
     name = "grammar"
@@ -194,11 +197,11 @@ class GrammarReadiness(Resource):
     def __init__(self, compiler: GrammarCompiler, vocab_size: int) -> None:
         self._compiler = compiler
         self._num_words = -(-vocab_size // WORD)
-        self._many = vocab_size // 4  # tokens that a mask allows: what is drawn next may be right
-        self._progress: dict[str, Progress] = {}  # by request id, while it is unfinished
-        self._compiling: dict[str, Progress] = {}
+        self._many = vocab_size // 4  # a mask with this many tokens allows most samples
+        self._progress: dict[str, GrammarProgress] = {}  # by id of unfinished requests
+        self._compiling: dict[str, GrammarProgress] = {}
         self._broken: dict[str, str] = {}  # request id -> why no mask could be made
-        self._allowed: dict[str, int] = {}  # tokens drawn ahead, of the step that waits for masks
+        self._allowed: dict[str, int] = {}  # early tokens of the current step, by request id
         self._by_id: tuple[dict[str, Any], ...] = (
             *(self._progress, self._compiling, self._broken, self._allowed),
         )
@@ -211,7 +214,7 @@ class GrammarReadiness(Resource):
         if req.add.grammar is None:
             return
         self._by_row[req.row] = req
-        own = self._progress[req.request_id] = Progress()
+        own = self._progress[req.request_id] = GrammarProgress()
         try:
             own.compilation = self._compiler.submit(req.add.grammar, req.add.eos_token_ids)
         except Exception as error:  # whatever a backend raises
@@ -220,7 +223,7 @@ class GrammarReadiness(Resource):
             self._compiling[req.request_id] = own
 
     def watches(self, req: Request) -> bool:
-        """Never: a request that runs has its compiled grammar."""
+        """Return ``False``: a running request has its compiled grammar."""
         return False
 
     def begin_step(self, step: Step) -> None:
@@ -245,7 +248,7 @@ class GrammarReadiness(Resource):
         self._progress[req.request_id].is_parked = True
 
     def release(self, req: Request) -> None:
-        """A preempted request goes on later from the tokens it has."""
+        """Forget a finished request. A preempted one keeps its matcher and resumes later."""
         if req.is_finished:
             self._by_row.pop(req.row, None)
             for by_id in self._by_id:
@@ -257,9 +260,8 @@ class GrammarReadiness(Resource):
             plan.masks = MaskPart(rows, self._ahead(own))
 
     def masks(self, plan: StepPlan) -> Masks:
-        """A mask takes twenty times as long as a look whether one token is allowed, so none is
-        made where what is drawn without one is. Nobody reads what is drawn of a request that has
-        ended."""
+        """Make the masks of this step. A mask costs twenty times as much as checking one token, so
+        rows whose early token is allowed get none, and neither do requests that have ended."""
         drafts = [[]] * len(plan.rows) if plan.drafts is None else plan.drafts.by_row()
         owners = self._in_need_of_masks(plan)
         num_masks = len(owners) + sum(len(drafts[index]) for index in owners)
@@ -269,14 +271,14 @@ class GrammarReadiness(Resource):
             end = first + 1 + len(drafts[index])
             self._fill(req, words[first:end], drafts[index])
             if int(np.bitwise_count(words[first].view(np.uint32)).sum()) >= self._many:
-                self._progress[req.request_id].tries.resume()
+                self._progress[req.request_id].early.resume()
             first = end
         rows = np.array([*owners], dtype=np.int32)
         return Masks(words.reshape(-1), self._num_words, rows)
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """A new token that is refused becomes the row's error. Matchers go on when the tokens
-        stand: another resource may have the row computed again."""
+        """Fail rows whose new token the grammar refuses. Matchers advance later, once the tokens
+        are final: another resource may require the row to be recomputed."""
         if not self._by_row:
             return
         ends = np.cumsum(result.counts)
@@ -293,8 +295,8 @@ class GrammarReadiness(Resource):
         self._compiler.shutdown()
 
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
-        """How many of these drafts the request's grammar would let pass: none if that is not
-        known; the mask or the next token then gives the reason."""
+        """Count the leading drafts that the request's grammar allows. If the matcher fails the
+        count is 0; the mask or the next token then reports the reason."""
         if not self._is_followed(req):
             return len(drafts)
         try:
@@ -303,13 +305,13 @@ class GrammarReadiness(Resource):
             return 0
 
     def forced(self, req: Request, most: int) -> Sequence[int]:
-        """Tokens that the request's grammar leaves no choice about, at most this many. The model
-        may cut the same text into other tokens, so they are drafts."""
+        """Return at most ``most`` tokens of text that the request's grammar forces. They are only
+        drafts: the model may tokenize the same text differently."""
         if not self._is_followed(req):
             return ()
         try:
             return self._caught_up(req).forced(req.tokens[-RECENT:].tolist(), most)
-        except Exception:  # whatever a backend raises: the mask or the next token says why
+        except Exception:  # whatever a backend raises: the mask or the next token reports it
             return ()
 
     # -- helpers
@@ -319,8 +321,8 @@ class GrammarReadiness(Resource):
         return own is not None and own.matcher is not None
 
     def _own_rows(self, plan: StepPlan, counts: Column) -> list[tuple[int, Request]]:
-        """Rows of requests with a grammar that draw or have drawn something, and the requests.
-        The others of the step are passed over together."""
+        """Find the rows with a count above 0 whose requests have a grammar, with those requests.
+        Rows without a grammar are filtered out in one array operation."""
         if not self._by_row:
             return []
         own = np.isin(plan.rows, np.fromiter(self._by_row, np.intp, len(self._by_row)))
@@ -329,12 +331,12 @@ class GrammarReadiness(Resource):
         return [(index, req) for index, req in found if req is not None]
 
     def _ahead(self, own: Sequence[tuple[int, Request]]) -> Column | None:
-        """The rows to ask for a token ahead of its mask: all but those of whom few are allowed."""
-        found = [i for i, req in own if self._progress[req.request_id].tries.is_due()]
+        """Choose the rows whose token is sampled before its mask is ready."""
+        found = [i for i, req in own if self._progress[req.request_id].early.is_due()]
         return np.array(found, dtype=np.int32) if found else None
 
     def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
-        """Their requests by row of the plan. Takes note of the others' tokens."""
+        """Return the requests that need a mask, by row of the plan; record all early tokens."""
         part = plan.masks
         assert part is not None, "no row of this plan is masked"
         owners = {index: self._owner(plan, index) for index in part.rows.tolist()}
@@ -347,14 +349,14 @@ class GrammarReadiness(Resource):
                 continue
             req = found[index]
             is_allowed = self.num_allowed(req, [token]) == 1
-            self._progress[req.request_id].tries.note(is_allowed)
+            self._progress[req.request_id].early.record(is_allowed)
             if is_allowed:
                 self._allowed[req.request_id] = token
                 del found[index]
         return found
 
     def _owner(self, plan: StepPlan, index: int) -> Request | None:
-        """The request with a grammar that a row of the plan belongs to, still."""
+        """Return the unfinished request with a grammar in a row of the plan, or ``None``."""
         row = int(plan.rows[index])
         req = self._by_row.get(row)
         if req is None or req.table.generation.at[row] != plan.generations[index]:
@@ -369,7 +371,7 @@ class GrammarReadiness(Resource):
             masks[:] = 0
 
     def _report_broken(self, plan: StepPlan, result: StepResult) -> None:
-        """The worker knows only that nothing was allowed."""
+        """Replace the worker's error, that no token was allowed, by the reason."""
         assert plan.masks is not None
         for index in plan.masks.rows.tolist():
             req = self._owner(plan, index)
@@ -377,7 +379,7 @@ class GrammarReadiness(Resource):
                 result.fail(index, why, "invalid_grammar")
 
     def _caught_up(self, req: Request) -> Matcher:
-        """Its matcher, after all tokens that are known. Raises for one that it refuses."""
+        """Return the matcher, advanced past all output tokens. Raises if it refuses one."""
         own = self._progress[req.request_id]
         assert own.matcher is not None, "nothing is drawn before the grammar is compiled"
         if tokens := req.tokens[req.num_prompt + own.num_followed :].tolist():
@@ -386,7 +388,7 @@ class GrammarReadiness(Resource):
         return own.matcher
 
     def _refusal(self, req: Request, tokens: list[int]) -> str | None:
-        """Why one of the tokens, up to one that may end the text, is wrong."""
+        """Explain why the first wrong token before a stop token is refused; ``None`` if none is."""
         ends = [place for place, token in enumerate(tokens, 1) if token in req.stop_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         try:
@@ -396,4 +398,4 @@ class GrammarReadiness(Resource):
         if allowed == len(tokens):
             return None
         place = req.num_output + allowed
-        return f"token {tokens[allowed]} at output {place} is not what the grammar allows"
+        return f"the grammar does not allow token {tokens[allowed]} at output position {place}"

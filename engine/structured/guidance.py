@@ -1,11 +1,12 @@
-"""Grammars compiled by llguidance, in threads of their own.
+"""Compiles grammars with llguidance, in background threads.
 
-The library works out which tokens may follow with an Earley parser over lexemes whose automata are
-built as they are met (https://github.com/guidance-ai/llguidance), so compiling takes milliseconds
-and what it may take is bounded: it refuses what is too large with words that a user understands.
+llguidance finds the tokens allowed next with an Earley parser over lexemes whose automata are built
+on demand (https://github.com/guidance-ai/llguidance). So compiling takes milliseconds and its cost
+is bounded: a grammar that is too large is refused with a message that a user understands.
 
-Its own view of the tokenizer takes half a second or more, during which no other thread of Python
-runs. It is made for the first grammar that comes, so that an engine without any never pays.
+llguidance needs its own tokenizer object, which takes half a second or more to build and blocks all
+Python threads meanwhile. It is built for the first grammar, so an engine without grammars never
+pays for it.
 """
 
 from __future__ import annotations
@@ -43,29 +44,29 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("engine.structured")
 
-MAX_SECONDS = 10.0  # for compiling one grammar, waiting for others included
+MAX_SECONDS = 10.0  # to compile one grammar, including the wait for others
 NUM_THREADS = 2
-_GLANCE = 0.05  # seconds between two looks at whether a compilation is late
-# The library calls itself for each rule or reference that a chain of them goes through; too deep
-# a chain ends the process. Enough for MAX_GRAMMAR_CHARS of them; what is not used takes no memory.
+_POLL_SECONDS = 0.05  # between two checks whether a compilation is late
+# llguidance recurses once per rule or reference of a chain, and a stack overflow ends the process.
+# This is enough for a chain of MAX_GRAMMAR_CHARS; unused stack takes no memory.
 STACK_BYTES = 512 << 20
-# Of a grammar, whose compiling takes time by their square, and of schemas, where it takes a second
-# or two for as many as the library can count. A state takes 1 to 2 KB.
+# Symbols of a grammar, where compiling time grows with the square, and of schemas, where as many as
+# llguidance can count take a second or two. A lexer state takes 1 to 2 KB.
 MAX_SYMBOLS = 20_000
 MAX_SYMBOLS_OF_SCHEMAS = 65_000
 MAX_LEXER_STATES = 50_000
-# Places of a grammar that one place of a text may be, and those of one mask. Schemas with choices
-# of large objects have many: 10 ms for these.
+# Earley items per position of the text, and per mask. Schemas with choices between large objects
+# have many: this number takes 10 ms.
 MAX_ITEMS = 2_000
 MAX_ITEMS_OF_SCHEMAS = 20_000
 MAX_MASK_ITEMS = 50_000
 MAX_MASK_ITEMS_OF_SCHEMAS = 200_000
-# What may be built of automata in one step. A place where any of many tools may be called needs
-# more: 20 ms for 500 of them.
+# Automaton states that may be built in one step. A position where any of many tools may be called
+# needs more: 20 ms for 500 tools.
 STEP_FUEL = 200_000
 STEP_FUEL_OF_WAY = 10_000
-# Stretches of text whose tokens the library knows beforehand; others it looks for one by one. The
-# shorter ones save a quarter, of strings in JSON with few characters left to them.
+# Character classes whose tokens llguidance precomputes; it searches for all others one by one. The
+# shorter ones save a quarter of the time in JSON strings close to their maximum length.
 _OF_STRINGS = r'[^"\\\x00-\x1F\x7F]'
 SLICES = [
     r"[\x20\x0A\x0D\x09]+",
@@ -73,16 +74,16 @@ SLICES = [
     f"{_OF_STRINGS}+",
 ]
 MAX_KEPT = 512  # compiled grammars
-MAX_KEPT_BYTES = 8 << 20  # of their texts
-MAX_KEPT_COMPILED_BYTES = 256 << 20  # of what xgrammar makes of them
+MAX_KEPT_BYTES = 8 << 20  # of their source texts
+MAX_KEPT_COMPILED_BYTES = 256 << 20  # of grammars that xgrammar compiled
 
 Eos = tuple[int, ...]
-Library = tuple[str, Eos]  # and the ids that end text, which its view of the tokenizer knows
-Make = Callable[[], Matcher]  # a matcher at the beginning of a grammar
+Library = tuple[str, Eos]  # a grammar library with the end-of-text ids that its tokenizer has
+Make = Callable[[], Matcher]  # makes a new matcher
 
 
 class GuidanceCompiler:
-    """A ``GrammarCompiler``; equal grammars are compiled once."""
+    """A ``GrammarCompiler`` that uses llguidance, and xgrammar if installed."""
 
     def __init__(
         self,
@@ -90,27 +91,28 @@ class GuidanceCompiler:
         max_seconds: float = MAX_SECONDS,
         other: XGrammars | None = None,
     ) -> None:
-        """make_tokenizer: called once for the ids that end text, when they are first needed.
+        """make_tokenizer: called once for each set of end-of-text ids, when first needed.
 
-        other: for what llguidance refuses, or requests that name it; ``None`` if not installed.
+        other: compiles what llguidance refuses, and requests that name xgrammar; ``None`` if not
+        installed.
         """
         self._make_tokenizer = make_tokenizer
         self._other = other
-        self.max_seconds = max_seconds  # for what comes from now on
+        self.max_seconds = max_seconds  # applies to later grammars
         self._tokenizers: dict[Eos, LLTokenizer] = {}
-        self._vocabularies: dict[Eos, Vocabulary] = {}  # for those with a checker
-        self._ready: dict[Library, float] = {}  # since when
+        self._vocabularies: dict[Eos, Vocabulary] = {}  # for grammars with a checker
+        self._ready: dict[Library, float] = {}  # monotonic seconds
         self._making = Lock()
-        # Threads that the end of the program does not wait for, as it would for an executor's.
+        # Daemon threads: unlike an executor's, they do not delay the end of the program.
         self._waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._threads: list[Thread] = []
-        # What takes the other library long keeps only its own requests waiting.
+        # xgrammar has its own thread, so that a slow compilation there delays no other grammar.
         self._other_waiting: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._other_thread: Thread | None = None
         self._kept: OrderedDict[tuple[str, Eos], GuidanceCompilation] = OrderedDict()
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> GuidanceCompilation:
-        """Begin to compile and return at once."""
+        """Start compiling and return immediately."""
         key = grammar, tuple(eos_token_ids)
         if (found := self._kept.get(key)) is not None and not found.is_void:
             self._kept.move_to_end(key)
@@ -123,7 +125,7 @@ class GuidanceCompiler:
         return compilation
 
     def shutdown(self) -> None:
-        """Let go of tokenizers and threads; what is being compiled is finished for nobody."""
+        """Stop the threads and drop tokenizers; a running compilation ends unused."""
         for _ in self._threads:
             self._waiting.put(None)
         self._threads = []
@@ -153,7 +155,7 @@ class GuidanceCompiler:
             return
         try:
             tokenizer = self._tokenizer(eos)
-        except BaseException as error:  # no fault of the grammar
+        except BaseException as error:  # not the grammar's fault: the next request tries again
             compilation.is_void = True
             compilation.future.set_exception(GrammarError(str(error)))
             return
@@ -164,7 +166,7 @@ class GuidanceCompiler:
                 return
             matchers = matchers_of(form, tokenizer)
             checked = self._checked(checker_of(form), eos)
-        except BaseException as error:  # the library may panic, which is no Exception
+        except BaseException as error:  # llguidance may panic, which is not an Exception
             why = GrammarError(reason(error))
             if isinstance(error, msgspec.MsgspecError) or form.backend != "auto":
                 compilation.future.set_exception(why)
@@ -176,7 +178,7 @@ class GuidanceCompiler:
             )
 
     def _checked(self, checker: Checker | Layout | None, eos: Eos) -> Callable[[Matcher], Matcher]:
-        """Puts a form's checker, if it needs one, next to a matcher."""
+        """Return a function that adds the grammar's checker, if it needs one, to a matcher."""
         if checker is None:
             return lambda matcher: matcher
         vocabulary = self._vocabulary(eos)
@@ -194,7 +196,7 @@ class GuidanceCompiler:
             return self._vocabularies[eos]
 
     def _is_given_up(self, compilation: GuidanceCompilation) -> bool:
-        """Every request that waits for it has the error that it is late."""
+        """Fail a compilation that is already late; every waiting request has had that error."""
         if not compilation.is_late:
             return False
         compilation.is_void = True
@@ -204,8 +206,10 @@ class GuidanceCompiler:
     def _hand_over(
         self, compilation: GuidanceCompilation, form: Grammar, refusal: str, tokenizer: LLTokenizer
     ) -> None:
-        """To the other library, in its thread, or say why not. refusal: llguidance's, "" where the
-        form names the other."""
+        """Queue the compilation for xgrammar's thread, or fail it.
+
+        refusal: llguidance's error; empty where the grammar names xgrammar.
+        """
         if self._other is None or form.kind not in OF_XGRAMMAR:
             compilation.future.set_exception(GrammarError(refusal or xgrammar.NOT_INSTALLED))
             return
@@ -233,11 +237,11 @@ class GuidanceCompiler:
         if self._is_given_up(compilation):
             return
         library, other = compilation.library, self._other
-        assert other is not None, "nothing is handed over to what is not installed"
+        assert other is not None, "only handed over if xgrammar is installed"
         try:
             other.prepare(tokenizer, library[1])
             self._ready.setdefault(library, time.monotonic())
-        except BaseException as error:  # no fault of the grammar
+        except BaseException as error:  # not the grammar's fault: the next request tries again
             compilation.is_void = True
             compilation.future.set_exception(GrammarError(f"xgrammar cannot be used: {error}"))
             return
@@ -263,14 +267,15 @@ class GuidanceCompiler:
 
 
 class GuidanceCompilation:
-    """A ``Compilation``: every request that asks gets a matcher of its own."""
+    """A ``Compilation`` that gives each request its own matcher."""
 
     def __init__(self, eos: Eos, ready: Mapping[Library, float], max_seconds: float) -> None:
-        """ready: since when a library has its tokenizer; seconds count from then, or from now."""
+        """ready: when each library got its tokenizer; the time limit counts from then, or from now
+        if that is later."""
         self.future: Future[Make] = Future()
-        self.is_void = False  # it says nothing of the grammar: the next request is to try again
-        self.library: Library = ("guidance", eos)  # that compiles it now
-        self.num_bytes = 0  # that are kept next to its text, as far as a library says it
+        self.is_void = False  # failed for another reason than the grammar: compile it again
+        self.library: Library = ("guidance", eos)  # the one that compiles it now
+        self.num_bytes = 0  # of the compiled grammar, if the library reports it
         self._ready = ready
         self._max_seconds = max_seconds
         self._since = time.monotonic()
@@ -285,7 +290,7 @@ class GuidanceCompilation:
     @property
     def lateness(self) -> GrammarError:
         limit = f"{self._max_seconds:g}"
-        return GrammarError(f"it was not compiled within {limit} seconds: make it smaller")
+        return GrammarError(f"compiling took longer than {limit} seconds: make the grammar smaller")
 
     def poll(self) -> Matcher | None:
         if self.is_late:
@@ -294,12 +299,12 @@ class GuidanceCompilation:
 
     def wait(self) -> Matcher:
         while (matcher := self.poll()) is None:
-            wait_for([self.future], timeout=_GLANCE)
+            wait_for([self.future], timeout=_POLL_SECONDS)
         return matcher
 
 
 class GuidanceMatcher:
-    """A ``Matcher``. The library follows texts only up to their end."""
+    """A ``Matcher`` by llguidance, which follows texts only up to their end-of-text token."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, eos: Eos) -> None:
         self._matcher = matcher
@@ -320,7 +325,7 @@ class GuidanceMatcher:
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
         _fill_one(self._matcher, masks[0])
         self._check()
-        # An error stays with a matcher, and drafts may lead to one that the text never meets.
+        # An error stays with a matcher, and a draft may cause one that the output never has.
         ahead = self._matcher.deep_copy() if len(drafts) else self._matcher
         for draft, words in zip(drafts, masks[1:], strict=True):
             if draft in self._eos or draft < 0 or ahead.try_consume_tokens([draft]) == 0:
@@ -335,12 +340,12 @@ class GuidanceMatcher:
         self._check()
         if not text:
             return []
-        # Less the end of the text, which may be one token with what follows it.
+        # Without the end of the text, which may become one token with what follows.
         tokens, _ = self._tokenizer.tokenize_partial(text, recent_tokens=list(recent))
         return list(tokens[:most])
 
     def _without_end(self, tokens: Sequence[int]) -> list[int]:
-        """The tokens before the first that ends text."""
+        """Return the tokens before the first end-of-text token."""
         ends = [place for place, token in enumerate(tokens) if token in self._eos]
         return list(tokens[: ends[0]] if ends else tokens)
 
@@ -357,7 +362,7 @@ class GuidanceMatcher:
 
 
 class JointMatcher:
-    """A ``Matcher``: what all of several allow."""
+    """A ``Matcher`` that allows what all of several matchers allow."""
 
     def __init__(self, first: Matcher, others: Sequence[Matcher]) -> None:
         self._first = first
@@ -395,19 +400,19 @@ def _check_one(matcher: LLMatcher) -> None:
 
 
 class CheckedOnly:
-    """A ``GrammarCompiler`` for a replay, which has no tokenizer: it refuses what is refused, and
-    its matchers take the tokens as they were."""
+    """A ``GrammarCompiler`` for a replay, which has no tokenizer: it refuses invalid grammars, and
+    its matchers accept the recorded tokens."""
 
     def submit(self, grammar: str, eos_token_ids: Sequence[int]) -> Compiled:
         elsewhere(partial(_check, grammar_from(grammar)))
         return Compiled(Follower())
 
     def shutdown(self) -> None:
-        """Nothing is kept."""
+        """Do nothing: no state is kept."""
 
 
 def _check(form: Grammar) -> str:
-    """Raises ``GrammarError`` for what a compiler would refuse that has the same libraries."""
+    """Raise ``GrammarError`` for a grammar that a compiler with the same libraries would refuse."""
     refusal = ""
     if form.backend != "xgrammar":
         refusal = _refusal(form)
@@ -441,14 +446,14 @@ class Follower:
 
 
 def serve(waiting: SimpleQueue[Callable[[], None] | None]) -> None:
-    """Do one thing after the other, until there is none."""
+    """Run the queued functions one after the other, until ``None`` is queued."""
     while (work := waiting.get()) is not None:
         work()
 
 
 def matchers_of(form: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
-    """The library's own, at the beginning of the grammar: all of them hold. Raises what is wrong
-    with it."""
+    """Return new matchers of llguidance, all of which must accept the output. Raises if the grammar
+    is invalid."""
     from llguidance import LLMatcher
 
     found = []
@@ -461,25 +466,23 @@ def matchers_of(form: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
 
 
 def followed(matchers: Sequence[LLMatcher], tokenizer: LLTokenizer, eos: Eos) -> Matcher:
-    """Follows all of them together."""
+    """Join the matchers into one that follows all of them."""
     first, *others = (GuidanceMatcher(each, tokenizer, eos) for each in matchers)
     return JointMatcher(first, others) if others else first
 
 
 def of_both(refusal: str, other: str) -> GrammarError:
-    """What each library says of it."""
-    return GrammarError(
-        f"{refusal}; xgrammar does not take it either: {other}" if refusal else other
-    )
+    """Combine the errors of both libraries."""
+    return GrammarError(f"{refusal}; xgrammar refuses it too: {other}" if refusal else other)
 
 
 def reason(error: BaseException) -> str:
-    """Words for what a compiler raised."""
+    """Return the message of an error that a compiler raised."""
     return "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def started(work: Callable[[], None]) -> Thread:
-    """A thread that may look at grammars."""
+    """Start a daemon thread with a stack that is large enough for any grammar."""
     before = stack_size(STACK_BYTES)
     try:
         thread = Thread(target=work, name="grammar", daemon=True)
@@ -490,18 +493,18 @@ def started(work: Callable[[], None]) -> Thread:
 
 
 def special_of(tokenizer: LLTokenizer, text: str) -> int | None:
-    """The token that this text is, if it is one that no text spells."""
+    """Return the token with exactly this text, if it is a special token."""
     tokens = tokenizer.tokenize_str(text)
     is_one = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
     return tokens[0] if is_one else None
 
 
 def fault_of(form: Grammar) -> str:
-    """What llguidance refuses in a grammar; "" if it takes it, by any tokenizer."""
+    """Return llguidance's error for a grammar, "" if the grammar is valid for any tokenizer."""
     try:
         return elsewhere(partial(_refusal, form), timeout=MAX_SECONDS)
     except TimeoutError:
-        return f"it was not compiled within {MAX_SECONDS:g} seconds: make it smaller"
+        return f"compiling took longer than {MAX_SECONDS:g} seconds: make the grammar smaller"
 
 
 def _refusal(form: Grammar) -> str:
@@ -512,20 +515,20 @@ def _refusal(form: Grammar) -> str:
             LLMatcher.validate_grammar(each, limits=limits(form)) for each in sources_of(form)
         ]
         checker_of(form)
-    except BaseException as error:  # the library may panic, which is no Exception
+    except BaseException as error:  # llguidance may panic, which is not an Exception
         return reason(error)
     return next(filter(None, map(_words, reports)), "")
 
 
 def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
-    """The result or error of the work, done in another thread. Raises ``TimeoutError`` after this
-    many seconds; the work then runs on, and its result is dropped."""
+    """Run the work in another thread and return its result. Raises its error, or ``TimeoutError``
+    after ``timeout`` seconds; the work then runs on, and its result is dropped."""
     future: Future[str] = Future()
 
     def run() -> None:
         try:
             future.set_result(work())
-        except BaseException as error:  # the library may panic, which is no Exception
+        except BaseException as error:  # llguidance may panic, which is not an Exception
             future.set_exception(GrammarError(str(error)))
 
     started(run)
@@ -533,7 +536,7 @@ def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
 
 
 def limits(form: Grammar) -> LLParserLimits:
-    """Limits for checking a grammar."""
+    """Return llguidance's limits for a grammar."""
     from llguidance import LLParserLimits
 
     has_schemas = form.kind in WITH_SCHEMAS or bool(form.parts)
@@ -548,8 +551,8 @@ def limits(form: Grammar) -> LLParserLimits:
 
 
 def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GuidanceCompiler:
-    """The compiler for a model. read_tokenizer: its tokenizer.json, called when the first grammar
-    comes; ``None`` if it has none."""
+    """Make the compiler for a model. read_tokenizer: returns the text of tokenizer.json, ``None``
+    if the model has none; called for the first grammar."""
 
     def make(eos: Eos) -> LLTokenizer:
         from llguidance import LLTokenizer
@@ -557,8 +560,8 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
         source = read_tokenizer()
         if source is None:
             raise GrammarError(
-                "this model's tokenizer is no fast one, of which grammars know the tokens; convert "
-                "it to tokenizer.json"
+                "this model has no fast tokenizer, which structured_outputs needs: convert its "
+                "tokenizer to tokenizer.json"
             )
         return LLTokenizer(source, n_vocab=vocab_size, eos_token=list(eos), slices=SLICES)
 
@@ -570,7 +573,7 @@ def guidance_of(read_tokenizer: Callable[[], str | None], vocab_size: int) -> Gu
 
 
 def _words(error: str) -> str:
-    """The library's message, without its trace."""
+    """Return llguidance's message without its trace."""
     if error.startswith("NoExtension"):
-        return "no text can go on from here: the request cannot be met"
+        return "no text can follow here: the request cannot be satisfied"
     return as_given(error.strip().split("\n<state>")[0])[:2000]

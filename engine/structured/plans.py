@@ -1,4 +1,4 @@
-"""What a form asks of a JSON schema: the schema that is enforced, and the grammar's part of it."""
+"""Plans how a JSON schema is enforced: by llguidance's grammar, by our checker, or by both."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from engine.structured.schemas import check_size
 from engine.structured.weakened.writer import written
 
 Others = Literal["named", "closed", "open"]
-"""Other properties: none but those named in each schema by itself, none but those named for the
-object as a whole, or any."""
-MAX_KEPT = 4  # of those made last: grammar and checker ask one after the other
+"""Which unnamed properties an object may have: none beyond those in each schema by itself, none
+beyond those that all schemas of the object name together, or any."""
+MAX_KEPT = 4  # recent plans: the grammar and the checker need the same one in turn
 
 
 class SchemaPlan(NamedTuple):
     """A schema as it is enforced."""
 
     schema: Any
-    """All that must hold, in standard keywords."""
+    """The full schema, in standard keywords."""
     written: Any
-    """The schema, or less of it, in words that the grammar's library takes."""
+    """The schema, or a wider one, in the keywords that llguidance supports."""
     needs_checker: bool
-    """Whether it is less."""
+    """Whether ``written`` is wider than ``schema``."""
     may_repeat: bool
-    """Whether the grammar lets a name come twice in an object."""
+    """Whether the grammar of ``written`` allows the same name twice in an object."""
 
 
 def plan_of(schema: Any, form: Grammar) -> SchemaPlan:
-    """How a schema of the form is enforced. Raises ``SchemaError`` for what cannot be."""
+    """Plan how to enforce a schema. Raises ``SchemaError`` if it cannot be enforced."""
     others: Others = "named" if form.is_closed else form.additional_properties or "closed"
     is_free = form.property_order == "free"
     return _plan(msgspec.json.encode(schema), others, is_free, form.is_lenient)

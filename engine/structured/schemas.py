@@ -1,4 +1,4 @@
-"""What is common to all that is done with JSON schemas: their size, and the dialect of patterns."""
+"""Shared helpers for JSON schemas: size limits, types, formats and the dialect of patterns."""
 
 from __future__ import annotations
 
@@ -7,30 +7,31 @@ from typing import Any
 
 from engine.errors import EngineError
 
-# Entries in all. The library counts up to three for each property and takes 50,000.
+# Limits on the total number of entries in a schema. llguidance makes up to three symbols for each
+# property and accepts 50,000.
 MOST = {"properties": 25_000, "required": 25_000, "enum": 50_000}
 
 _LEAP_YEAR = r"(?:\d\d(?:0[48]|[2468][048]|[13579][26])|(?:0[48]|[2468][048]|[13579][26])00)"
 _YEAR = r"(?:[1-9]\d{3}|0[1-9]\d\d|00[1-9]\d|000[1-9])"
-_DAY = r"(?:\d\d-(?:[01]\d|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|3[01]))"  # of any year, with its month
+_DAY = r"(?:\d\d-(?:[01]\d|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|3[01]))"  # "MM-DD" in any year
 _MONTH_AND_DAY = (
     r"(?:(?:0[1-9]|1[0-2])-(?:0[1-9]|1\d|2[0-8])|(?:0[13-9]|1[0-2])-(?:29|30)"
     r"|(?:0[13578]|1[02])-31)"
 )
-DATE = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_MONTH_AND_DAY})"  # in the calendar, from the year 1 on
+DATE = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_MONTH_AND_DAY})"  # valid calendar dates from year 1
 _DATED = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"
 _CLOCK = r"\d\d:\d\d:[0-5]"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?^_`{|}~]+"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
 _HOST = rf"(?:{_LABEL}(?:\.{_LABEL})*|\[(?:{_BYTE}\.){{3}}{_BYTE}\])"
-# In place of the library's own, whose hosts have parts of any length (RFC 1123 has 63).
+# These replace llguidance's formats: it allows host labels of any length, RFC 1123 at most 63.
 INSTEAD_OF_FORMAT: dict[str, dict[str, Any]] = {
     "email": {"pattern": rf"^{_ATOM}(?:\.{_ATOM})*@{_HOST}$"},
 }
-# The library writes 29 February in every year, and the year 0000, which hardly a program can read;
-# a second 60 in every minute, where at most the last one of a day in UTC has one; and more
-# characters than a host (RFC 1123) and what stands before it in an address (RFC 5321) may have.
+# These are added to llguidance's formats. It allows 29 February in every year, the year 0000 (most
+# parsers reject it), second 60 in any minute, and hosts or local parts of addresses longer than
+# RFC 1123 and RFC 5321 allow.
 MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
     "date": {"pattern": f"^{_DATED}"},
     "time": {"pattern": f"^{_CLOCK}"},
@@ -39,8 +40,8 @@ MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
     "hostname": {"pattern": "^.{1,253}$"},
 }
 
-# What ECMAScript has for \s, of which the library takes U+0085 for one and U+FEFF for none. A class
-# may stand within a class.
+# ECMAScript's \s. llguidance also counts U+0085 and does not count U+FEFF. Rust allows a class
+# within a class.
 _SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
 _CLASSES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
 
@@ -49,11 +50,11 @@ EVERY_TYPE = ("null", "boolean", "integer", "number", "string", "array", "object
 
 
 class SchemaError(EngineError):
-    """A schema asks for what cannot be enforced."""
+    """The schema cannot be enforced."""
 
 
 def check_size(schema: Any) -> None:
-    """Count entries of all lists and objects with such a key, up to the first too many."""
+    """Raise ``SchemaError`` for too many properties, required names or enum values in a schema."""
     counts = dict.fromkeys(MOST, 0)
     waiting = [schema]
     while waiting:
@@ -64,24 +65,24 @@ def check_size(schema: Any) -> None:
                     counts[key] += len(each[key])
                 if counts[key] > MOST[key]:
                     raise SchemaError(
-                        f"{key} has {counts[key]} entries and perhaps more, the limit is "
-                        f"{MOST[key]} in all"
+                        f"{key} has at least {counts[key]} entries in the whole schema, the limit "
+                        f"is {MOST[key]}: make the schema smaller"
                     )
             each = each.values()
         waiting.extend(item for item in each if isinstance(item, list | dict))
 
 
 def types_of(schema: dict[str, Any]) -> set[str]:
-    """Names of types that it allows; a number may be an integer."""
+    """Return the types that a schema allows; "number" includes "integer"."""
     given = schema.get("type", list(EVERY_TYPE))
     found = [given] if isinstance(given, str) else given
     if not isinstance(found, list) or not found or not all(each in EVERY_TYPE for each in found):
-        raise SchemaError(f"type is {given!r:.80}, must be of: {', '.join(EVERY_TYPE)}")
+        raise SchemaError(f"type is {given!r:.80}, must be one of: {', '.join(EVERY_TYPE)}")
     return {*found, "integer"} if "number" in found else set(found)
 
 
 def types_of_value(value: Any) -> set[str]:
-    """Names of the types that a value has: a whole number has two."""
+    """Return the types of a value; a whole number is both "integer" and "number"."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int | float):
@@ -91,10 +92,10 @@ def types_of_value(value: Any) -> set[str]:
 
 
 def of_rust(pattern: str) -> str:
-    """The pattern, whose classes mean what they do in ECMAScript, in the library's dialect.
+    """Translate an ECMAScript pattern to Rust's dialect: ``\\s`` and ``\\S`` are written out.
 
-    One next to a hyphen is left: within a class it might become the end of a range, which the
-    library refuses to have from a class.
+    A class next to a hyphen is kept: within brackets it could become the end of a range, which
+    llguidance refuses.
     """
     parts = _without_nesting(re.findall(r"\\.|.", pattern, flags=re.S))
     triples = zip(["", *parts], parts, [*parts[1:], ""], strict=False)
@@ -105,7 +106,7 @@ def of_rust(pattern: str) -> str:
 
 
 def _without_nesting(parts: list[str]) -> list[str]:
-    """A bracket within a class stands for itself; for the library it begins another."""
+    """Escape brackets within a class: in ECMAScript they are literal, in Rust they nest."""
     found, is_within = [], False
     for part in parts:
         found.append("\\[" if is_within and part == "[" else part)
@@ -114,7 +115,12 @@ def _without_nesting(parts: list[str]) -> list[str]:
 
 
 def as_given(text: str) -> str:
-    """What holds for a pattern, as the user has it."""
+    """Restore ``\\s`` and ``\\S`` in a message about a pattern, as the user wrote them."""
     for given, written in _CLASSES.items():
         text = text.replace(written, given).replace(written.replace("\\", "\\\\"), given)
     return text
+
+
+def quoted(text: str) -> str:
+    """Escape a text so that a regular expression of Rust's matches exactly this text."""
+    return re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)

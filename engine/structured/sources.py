@@ -1,8 +1,8 @@
-"""A form in the words of llguidance: grammars by name, of which the first one is followed.
+"""Translates a parsed grammar to llguidance's input: named grammars, the first one is the root.
 
-Where ``whitespace_pattern`` is given there are two such texts, both of which hold. The library may
-leave out whitespace wherever it may stand; so the second says nothing of values, only that between
-two tokens of JSON stands what the pattern demands.
+With ``whitespace_pattern`` there are two inputs, both of which must accept the output. llguidance
+may omit whitespace anywhere, so the second input ignores values and only requires that the
+whitespace between two JSON tokens matches the pattern.
 """
 
 from __future__ import annotations
@@ -16,41 +16,44 @@ import msgspec
 from engine.messages.structured import Grammar
 from engine.structured.decide import GrammarError
 from engine.structured.plans import plan_of
+from engine.structured.schemas import quoted
 from engine.structured.tags import SpecialOf, lark_of, none_special
 
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-MAX_RULES = 5_000  # of a grammar, whose compiling takes time by their square or more
-# Between tokens of JSON: a few spaces, a new line and its indentation. A model that may write any
-# number of them writes some hundred, now and then, and never comes to an end.
+MAX_RULES = 5_000  # per grammar: compiling time grows at least with the square
+# Whitespace between JSON tokens: a few spaces, a new line and its indentation. With no limit, a
+# model now and then writes hundreds of spaces and never ends its output.
 WHITESPACE = r"[ \t]{0,2}(\r?\n[ \t]{0,24})?"
-# Where only one text can follow, the library would allow its tokenizer's tokens for it and no
-# others. What other tokens spell is as right, and the model says how likely each is.
+# Where only one text can follow, llguidance by default allows only the tokenizer's own cut of it.
+# Other cuts spell the same text, and the model's likelihoods choose between them.
 UNFORCED = '%llguidance {"no_forcing": true}\n'
 JSON_TOKEN = (
     r'"(\\(.|\n)|[^"\\])*"|-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?|true|false|null|[{}\[\]:,]'
 )
-# Models are trained to write JSON so: a space after commas and colons, and no other.
+# The spacing that models are trained on: a space after commas and colons, and no other whitespace.
 AS_TRAINED: JsonCompileOptions = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
 }
 
-Named = dict[str, Any]  # a grammar with its name
+NamedGrammar = dict[str, Any]  # a grammar of llguidance's with its name
 
 
 def sources_of(form: Grammar, special_of: SpecialOf = none_special) -> list[str]:
-    """The form as the library reads it, in one text or in two that both hold. special_of: the
-    special token that a text is. Raises ``GrammarError``."""
+    """Return the inputs for llguidance: one, or two that must both accept the output.
+
+    special_of: returns the special token with a given text. Raises ``GrammarError``.
+    """
     found = [_source(list(_grammars(form, "wanted", special_of)))]
     if any(each.whitespace is not None for each in (form, *form.parts)):
         found.append(_source(list(_grammars(form, "wanted", special_of, is_spacing=True))))
     return found
 
 
-def _source(grammars: Sequence[Named]) -> str:
+def _source(grammars: Sequence[NamedGrammar]) -> str:
     first, *others = grammars
     if first.get("lark_grammar") is None:
         first, others = {"lark_grammar": f"start: @{first['name']}\n"}, [*grammars]
@@ -60,13 +63,13 @@ def _source(grammars: Sequence[Named]) -> str:
 
 def _grammars(
     form: Grammar, name: str, special_of: SpecialOf, *, is_spacing: bool = False
-) -> Iterator[Named]:
-    """The grammar by this name, and those that it names.
+) -> Iterator[NamedGrammar]:
+    """Yield the grammar under this name, then the grammars that it refers to.
 
-    is_spacing: where a pattern for whitespace is given, it is all that is enforced.
+    is_spacing: a grammar with a whitespace pattern enforces only that pattern.
     """
 
-    def of_value(schema: Any, name: str) -> Named:
+    def of_value(schema: Any, name: str) -> NamedGrammar:
         if is_spacing and form.whitespace is not None:
             return {"lark_grammar": _spacing(form.whitespace), "name": name}
         return of_schema(schema, form, name)
@@ -88,8 +91,8 @@ def _grammars(
             yield from _grammars(part, f"part_{number}", special_of, is_spacing=is_spacing)
 
 
-def of_schema(schema: Any, form: Grammar, name: str) -> Named:
-    """A schema as a grammar by name among others. Raises ``SchemaError``."""
+def of_schema(schema: Any, form: Grammar, name: str) -> NamedGrammar:
+    """Compile a schema to a grammar with this name. Raises ``SchemaError``."""
     from llguidance import LLMatcher
 
     options: JsonCompileOptions = {"whitespace_pattern": form.whitespace or WHITESPACE}
@@ -106,15 +109,16 @@ def of_schema(schema: Any, form: Grammar, name: str) -> Named:
 
 
 def _spacing(pattern: str) -> str:
-    """Tokens of JSON with this between each two. Raises ``GrammarError`` if it is malformed."""
+    """Return a grammar of JSON tokens separated by the pattern. Raises ``GrammarError`` if the
+    pattern is malformed."""
     from llguidance import LLMatcher
 
     both = [{"pattern": f"^(?:{pattern})$"}, {"pattern": "^[ \\t\\n\\r]*$"}]
     text = LLMatcher.grammar_from_json_schema({"type": "string", "allOf": both})
     if LLMatcher.validate_grammar(text):
         raise GrammarError(
-            f"whitespace_pattern is {pattern!r:.80}, must be a regular expression that spaces, "
-            "tabs or new lines match"
+            f"whitespace_pattern is {pattern!r:.80}, must be a regular expression that matches "
+            "spaces, tabs or new lines"
         )
     slashed = re.sub(r"(?<!\\)((?:\\\\)*)/", r"\1\\/", pattern).replace("\n", "\\n")
     empty = " |" if _may_be_empty(pattern) else ""
@@ -127,7 +131,7 @@ def _spacing(pattern: str) -> str:
 def _may_be_empty(pattern: str) -> bool:
     try:
         return re.fullmatch(pattern, "") is not None
-    except re.error:  # in Rust's dialect it may mean something
+    except re.error:  # the pattern may be valid in Rust's dialect only
         return True
 
 
@@ -136,7 +140,7 @@ def _of_expression(form: Grammar) -> str:
 
     expression = form.text
     if form.kind == "choice":
-        expression = "|".join(map(_quoted, msgspec.json.decode(form.text)))
+        expression = "|".join(map(quoted, msgspec.json.decode(form.text)))
     (grammar,) = msgspec.json.decode(LLMatcher.grammar_from_regex(expression))["grammars"]
     found: str = grammar["lark_grammar"]
     return found
@@ -146,7 +150,9 @@ def _of_grammar(text: str) -> str:
     from llguidance import grammar_from
 
     if (count := len(re.findall(r"^\s*[?!]?[\w-]+[^:\n]*:", text, re.M))) > MAX_RULES:
-        raise GrammarError(f"the grammar has {count} rules, the limit is {MAX_RULES}")
+        raise GrammarError(
+            f"the grammar has {count} rules, the limit is {MAX_RULES}: use fewer rules"
+        )
     try:
         return grammar_from("grammar", text)
     except ValueError as error:
@@ -155,8 +161,3 @@ def _of_grammar(text: str) -> str:
 
 def json_text(value: Any) -> str:
     return msgspec.json.encode(value).decode()
-
-
-def _quoted(text: str) -> str:
-    """Matches the text itself in a regular expression of Rust's."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)

@@ -1,9 +1,9 @@
-"""Structural tags: free text in which certain beginnings open a part that follows a schema.
+"""Structural tags: free text in which certain strings open a part that follows a schema.
 
     text ... <function=search>{"query": "..."}</function> text ...
 
-A trigger is where free text ends: as soon as it is written, one of the tags that begin so must go
-on. The form is vLLM's older one, of ``structures`` and ``triggers``.
+A trigger ends the free text: once it is written, one of the tags that start with it must be
+completed. The input is vLLM's older format with ``structures`` and ``triggers``.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ SpecialOf = Callable[[str], int | None]
 
 
 def none_special(text: str) -> int | None:
-    """No text is a token that other text cannot spell."""
+    """Report that no text is a special token."""
     return None
 
 
 def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> str:
-    """The tags as a Lark grammar, which refers to the schema of the n-th structure as ``@name_n``.
+    """Convert the tags to a Lark grammar that names the schema of the n-th structure ``@name_n``.
 
-    special_of: the special token that has a text, if any: a model then writes that token.
+    special_of: returns the special token with a given text, or ``None``; the model must then write
+    that token.
     """
     structures = tags["structures"]
     rules = []
@@ -42,10 +43,12 @@ def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> st
 
 
 def trigger_of(structure: dict[str, Any], triggers: list[str]) -> str:
-    """The longest trigger that the tag begins with. Raises ``ValueError`` if there is none."""
+    """Find the longest trigger that starts the tag. Raises ``ValueError`` if there is none."""
     found = [trigger for trigger in triggers if structure["begin"].startswith(trigger)]
     if not found:
-        raise ValueError(f"begin is {structure['begin']!r:.80}, which starts with no trigger")
+        raise ValueError(
+            f"begin is {structure['begin']!r:.80}, which starts with none of the triggers: add one"
+        )
     return max(found, key=len)
 
 

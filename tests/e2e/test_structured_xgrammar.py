@@ -139,7 +139,7 @@ def test_what_neither_enforces_fails_its_request_alone(engine: LLMEngine) -> Non
     asked = SamplingParams(structured_outputs=wrong, max_tokens=9)
     bad, good = answers(engine, [asked, form("size", 1)])
     assert bad.finish_reason == "error" and bad.error is not None
-    assert "xgrammar does not take it either: type is 'text'" in bad.error
+    assert "xgrammar refuses it too: type is 'text'" in bad.error
     assert good.finish_reason == "stop"
 
 

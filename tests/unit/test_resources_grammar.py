@@ -138,7 +138,7 @@ def test_a_token_that_the_grammar_refuses_ends_one_request(depth):
     run.drain()
     assert run.finished["0"] == ("error", None)
     token = answer(requests[0])[2]
-    assert run.ends["0"].message == f"token {token} at output 2 is not what the grammar allows"
+    assert run.ends["0"].message == f"the grammar does not allow token {token} at output position 2"
     assert run.outputs["0"] == answer(requests[0])[:2]
     for request in requests[1:]:
         assert run.outputs[request.request_id] == answer(request)

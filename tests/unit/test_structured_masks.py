@@ -168,7 +168,7 @@ def test_names_of_properties_are_no_keywords() -> None:
 def test_a_run_that_is_recorded_waits_for_no_grammar_longer_than_others() -> None:
     """Its requests are compiled within the step: what never ends would end the engine."""
     endless = GuidanceCompilation((0,), {("guidance", (0,)): 0.0}, max_seconds=0.1)
-    with pytest.raises(GrammarError, match=r"within 0\.1 seconds"):
+    with pytest.raises(GrammarError, match=r"longer than 0\.1 seconds"):
         endless.wait()
 
 
@@ -185,7 +185,7 @@ def test_drafts_to_where_a_text_cannot_go_on_take_nothing_of_the_text_before() -
         assert masks.any(axis=1).tolist() == [True, True, False]
         assert matcher.num_allowed([a, b]) == matcher.num_allowed([a, b, END]) == 2
     matcher.advance([a, b])
-    with pytest.raises(GrammarError, match="no text can go on from here"):
+    with pytest.raises(GrammarError, match="no text can follow here"):
         matcher.fill(np.zeros((1, WORDS), dtype=np.int32), [])
     compiler.shutdown()
 

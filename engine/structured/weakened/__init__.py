@@ -1,1 +1,1 @@
-"""A JSON schema in the words of a grammar: all that it allows, and as little more as can be."""
+"""Rewrites a JSON schema for llguidance: all that it allows stays allowed, and little more is."""

@@ -1,4 +1,4 @@
-"""Are the alternatives of oneOf apart: is what is written for one never right for another?"""
+"""Proves that alternatives of ``oneOf`` exclude each other, where that is easy to see."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 from engine.structured.checked.exact import Exact, exact
 from engine.structured.weakened.opposites import EXCEPT
 from engine.structured.weakened.readings import SchemaReading
-from engine.structured.weakened.shapes import KEYWORDS_OF, listed, named
+from engine.structured.weakened.shapes import KEYWORDS_OF, enumerated, named, texts_in
 
 Schema = dict[str, Any]
 
 
 def part_types(readings: Sequence[SchemaReading]) -> None:
-    """Take away the types of which two alternatives of oneOf say the same: all values of such a
-    type are right for both, or for none."""
+    """Remove the types for which two alternatives of ``oneOf`` have the same keywords: every value
+    of such a type satisfies both alternatives, or neither."""
     same: list[tuple[SchemaReading, set[str]]] = []
     for at, one in enumerate(readings):
         for other in readings[:at]:
@@ -40,7 +40,7 @@ def _same_types(one: SchemaReading, other: SchemaReading) -> set[str]:
 
 
 def are_apart(readings: Sequence[SchemaReading]) -> bool:
-    """Whether it is proved of all of them that took different ways of the same oneOf."""
+    """Whether all readings that took different ways of the same ``oneOf`` exclude each other."""
     return all(
         _are_apart(one, other)
         for at, one in enumerate(readings)
@@ -66,7 +66,7 @@ def _are_apart(one: SchemaReading, other: SchemaReading) -> bool:
 
 
 def _have_another(one: SchemaReading, other: SchemaReading) -> bool:
-    """Whether a property that one of them must have has other values in the other."""
+    """Whether a property that either reading requires has different values or types in them."""
     for name in _required(one) | _required(other):
         own, others = one.constants.get(name), other.constants.get(name)
         if own is not None and others is not None and not set(own) & set(others):
@@ -80,16 +80,11 @@ def _have_another(one: SchemaReading, other: SchemaReading) -> bool:
 
 
 def _required(reading: SchemaReading) -> set[str]:
-    return {
-        name
-        for part in reading.parts
-        for name in listed(part.schema.get("required"))
-        if isinstance(name, str)
-    }
+    return {name for part in reading.parts for name in texts_in(part.schema.get("required"))}
 
 
 def _types_at(reading: SchemaReading, name: str) -> frozenset[str]:
-    """The types that a property is seen to have."""
+    """Return the types that the schemas of a property state, or all types."""
     found = frozenset({"null", "boolean", "number", "string", "array", "object"})
     for part in reading.parts:
         schema = named(part.schema.get("properties")).get(name)
@@ -101,7 +96,7 @@ def _types_at(reading: SchemaReading, name: str) -> frozenset[str]:
 
 
 def _lacks(one: SchemaReading, other: SchemaReading) -> bool:
-    """Whether the one cannot write a property that the other must have."""
+    """Whether ``one`` forbids a property that ``other`` requires."""
     for name in _required(other):
         if one.constants.get(name) == []:
             return True
@@ -117,7 +112,7 @@ def _lacks(one: SchemaReading, other: SchemaReading) -> bool:
 
 
 def _is_left_out(reading: SchemaReading, name: str) -> bool:
-    """Whether an object that says nothing of others does not name it."""
+    """Whether an ``unevaluatedProperties: false`` of the reading forbids this name."""
     for number, holder in reading.holders.items():
         if holder.get("unevaluatedProperties") is not False:
             continue
@@ -135,9 +130,6 @@ def _values(reading: SchemaReading) -> set[Exact] | None:
     found: set[Exact] | None = None
     for part in reading.parts:
         if "const" in part.schema or "enum" in part.schema:
-            listed_values = (
-                [part.schema["const"]] if "const" in part.schema else listed(part.schema["enum"])
-            )
-            own = {exact(each) for each in listed_values}
+            own = {exact(each) for each in enumerated(part.schema)}
             found = own if found is None else found & own
     return found

@@ -1,4 +1,4 @@
-"""Arrays of several schemas at once, in the library's words."""
+"""Merges the keywords for arrays of several schemas into one schema for llguidance."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Schema = dict[str, Any]
 
 
 class Writes(Protocol):
-    """Writes schemas of parts of a value."""
+    """Writes the schemas of items and properties."""
 
     def place(self, schemas: list[Any]) -> Any:
-        """What satisfies all of these schemas."""
+        """Return one schema, for values that satisfy all of these schemas."""
 
     def num_values(self, written: Any) -> int | None:
-        """How many values a schema that was written has, if they are listed."""
+        """Count the values of a written schema; ``None`` if it does not list them."""
 
 
 def array(reading: SchemaReading, writer: Writes, loosen: Loosen) -> Schema | None:
-    """What a reading says of arrays; ``None`` if none is right."""
+    """Return the schema of a reading's arrays; ``None`` if no array is valid."""
     schemas = [part.schema for part in reading.parts]
     found = limits([*schemas, *_contained(schemas)], "minItems", "maxItems")
     if found is None:
@@ -66,7 +66,7 @@ def _written(prefix: list[Any], items: Any, least: int, most: int | None) -> Sch
 
 
 def _contained(schemas: list[Schema]) -> list[Schema]:
-    """An array that must contain some has at least as many."""
+    """Return the ``minItems`` that ``contains`` and ``minContains`` imply."""
     found = []
     for schema in schemas:
         if "contains" in schema and schema["contains"] is not True:
@@ -76,7 +76,7 @@ def _contained(schemas: list[Schema]) -> list[Schema]:
 
 
 def _items(reading: SchemaReading, at: int, loosen: Loosen) -> list[Any]:
-    """Schemas of the item at a place."""
+    """Return the schemas that apply to the item at an index."""
     found = [each for part in reading.parts if (each := _item(part.schema, at)) is not None]
     for number, holder in reading.holders.items():
         if "unevaluatedItems" not in holder:
@@ -103,7 +103,7 @@ def _prefix(schema: Schema) -> list[Any]:
 
 
 def _item(schema: Schema, at: int) -> Any | None:
-    """What a schema alone says of it; ``None`` for nothing."""
+    """Return a schema's own schema for the item at an index, or ``None``."""
     prefix = _prefix(schema)
     if at < len(prefix):
         return prefix[at]

@@ -1,4 +1,4 @@
-"""Which schemas of a document say the same: those that differ in titles and descriptions do."""
+"""Digests of schemas: equal for schemas that differ only in titles, descriptions and the like."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _BY_NAME = frozenset(
     {"properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies"}
 )
 _VALUES = frozenset({"enum", "const"})
-Named = tuple[bytes, Any, bool]  # key, value, and whether the value has schemas by name
+Entry = tuple[bytes, Any, bool]  # key, value, and whether the value maps names to schemas
 
 
 class Digests:
-    """Digests of the schemas of one document, by their ``id()``: the schemas must stay."""
+    """Digests of one document's schemas by ``id()``: the schemas must stay alive."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, bool], bytes] = {}
 
     def of(self, schema: Any) -> bytes:
-        """Equal for schemas that say the same in the same order."""
+        """Return a digest that is equal for equivalent schemas with the same order of keys."""
         waiting = [(schema, False)]
         while waiting:
             each, has_names = waiting[-1]
@@ -47,7 +47,7 @@ class Digests:
             return self._known[id(part), has_names]
         return part if isinstance(part, bytes) else msgspec.json.encode(part)
 
-    def _joined(self, parts: list[Named]) -> bytes:
+    def _joined(self, parts: list[Entry]) -> bytes:
         made = blake2b(digest_size=20)
         for key, value, has_names in parts:
             for text in (key, self._one(value, has_names)):
@@ -56,7 +56,7 @@ class Digests:
         return made.digest()
 
 
-def _parts(each: Any, has_names: bool) -> Iterator[Named]:
+def _parts(each: Any, has_names: bool) -> Iterator[Entry]:
     if isinstance(each, list):
         yield from ((b"", part, False) for part in each)
         return

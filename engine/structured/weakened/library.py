@@ -1,4 +1,4 @@
-"""Patterns that the library takes, in its dialect."""
+"""Checks patterns with llguidance, in its dialect."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from typing import Any
 
 @lru_cache(maxsize=4096)
 def is_taken(pattern: str) -> bool:
-    """Whether it takes a pattern."""
+    """Whether llguidance accepts a pattern."""
     refusal = _refusal({"type": "string", "pattern": pattern})
     return not refusal or "Unsatisfiable" in refusal
 
 
 @lru_cache(maxsize=4096)
 def no_name_matches(one: str, other: str) -> bool:
-    """Whether there is no text that both patterns match."""
+    """Whether no property name matches both patterns, where llguidance can prove it."""
     return not _refusal({"type": "object", "patternProperties": {one: {}, other: {}}})
 
 
 @lru_cache(maxsize=4096)
 def no_text_matches(one: str, other: str) -> bool:
-    """Whether there is no string that both patterns match somewhere."""
+    """Whether no string contains a match of both patterns."""
     both = [{"pattern": one}, {"pattern": other}]
     return "Unsatisfiable" in _refusal({"type": "string", "allOf": both})
 

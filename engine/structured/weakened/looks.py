@@ -1,4 +1,4 @@
-"""Patterns that look ahead at their beginning, as several that do not: all of them hold."""
+"""Splits a pattern with look-aheads at its start into patterns without, all of which must match."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LITERAL = re.compile(r"(?:[\w\s/:@,;=!~&%#<>'\"-]|\\[^\w\s]|\\-)+")
 
 
 def without_looks(pattern: str) -> list[str] | None:
-    """Patterns that allow what it allows together, or less; ``None`` if they are not known."""
+    """Return patterns that together match no more than this one; ``None`` if unsupported."""
     if not pattern.startswith("^") or _is_choice(pattern):
         return None
     found, rest = [], pattern[1:]
@@ -30,7 +30,7 @@ def without_looks(pattern: str) -> list[str] | None:
 
 
 def excluded_by(pattern: str) -> list[tuple[str, str]]:
-    """What each ``(?!...)`` at its beginning excludes, with the rest of the pattern."""
+    """Return the pattern of each leading ``(?!...)``, with the rest of the whole pattern."""
     found, rest = [], pattern.removeprefix("^")
     while (look := re.match(r"\(\?([=!])", rest)) is not None:
         end = closing(rest)
@@ -43,7 +43,7 @@ def excluded_by(pattern: str) -> list[tuple[str, str]]:
 
 
 def closing(text: str) -> int | None:
-    """Where the bracket ends that a text begins with."""
+    """Return the index of the bracket that closes the one at the start of the text."""
     depth = 0
     for part in PARTS.finditer(text):
         depth += part[0].startswith("(") - (part[0] == ")")
@@ -53,7 +53,7 @@ def closing(text: str) -> int | None:
 
 
 def _is_choice(pattern: str) -> bool:
-    """Whether it has alternatives that are in no brackets."""
+    """Whether a pattern has alternatives outside of brackets."""
     depth = 0
     for part in PARTS.finditer(pattern):
         depth += part[0].startswith("(") - (part[0] == ")")
@@ -63,7 +63,7 @@ def _is_choice(pattern: str) -> bool:
 
 
 def _negated(inner: str) -> str | None:
-    """A pattern of the texts at whose beginning this does not match."""
+    """Return a pattern of the texts that do not start with a match; ``None`` if unsupported."""
     if (anywhere := re.fullmatch(r"\.\*(\\?[^\w\s]|\w)(\\?[^\w\s]|\w)?", inner)) is not None:
         return _not_within(*anywhere.groups())
     if (chars := re.fullmatch(r"\[((?:\\.|[^\]\\^])(?:\\.|[^\]\\])*)\]", inner)) is not None:
@@ -81,7 +81,7 @@ def _negated(inner: str) -> str | None:
 
 
 def _not_within(first: str, second: str | None) -> str:
-    """A pattern of the texts that lack these one or two characters in a row."""
+    """Return a pattern of the texts without this character, or without these two in a row."""
     a = re.escape(first[-1])
     if second is None:
         return f"^[^{a}]*$"
@@ -93,11 +93,11 @@ def _not_within(first: str, second: str | None) -> str:
 
 @dataclass
 class Words:
-    """Words that a text must not begin with, or be, by their characters."""
+    """A tree of words, by character, that a text must not equal or start with."""
 
     following: dict[str, Words] = field(default_factory=dict)
-    is_beginning: bool = False  # whatever begins so is forbidden
-    is_whole: bool = False  # that alone is
+    is_beginning: bool = False  # a text must not start with the word that ends here
+    is_whole: bool = False  # a text must not equal it
 
     def add(self, word: str, *, is_whole: bool) -> None:
         at = self
@@ -107,7 +107,7 @@ class Words:
         at.is_beginning = at.is_beginning or not is_whole
 
     def pattern(self) -> str:
-        """A pattern of what may follow."""
+        """Return a pattern of the rest of an allowed text."""
         ways = [] if self.is_whole else [""]
         chars = "".join(map(re.escape, self.following))
         ways.append(f"[^{chars}]{_ANY}" if chars else rf"[\s\S]{_ANY}")

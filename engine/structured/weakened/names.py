@@ -1,4 +1,4 @@
-"""What the schemas of an object say of its properties, by their names."""
+"""Finds the schemas that apply to each property of an object."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
 UNEVALUATED = "unevaluatedProperties"
-LAST = 1 << 30  # after all that is written in a schema
+LAST = 1 << 30  # a rank after all keywords of a schema
 
 
 @dataclass
 class NameGroup:
-    """The schema of properties that no schema of a group names."""
+    """The ``unevaluatedProperties`` of a group of schemas, and the names that they evaluate."""
 
-    others: Any
-    speaks_of_all: bool = False
+    others: Any  # the schema of all other properties
+    covers_all: bool = False
     names: set[str] = field(default_factory=set)
     patterns: set[str] = field(default_factory=set)
 
-    def speaks_of(self, name: str) -> bool:
-        if self.speaks_of_all or name in self.names:
+    def covers(self, name: str) -> bool:
+        if self.covers_all or name in self.names:
             return True
         return any(matches(pattern, name) for pattern in self.patterns)
 
 
 class SchemasByName:
-    """The schemas that hold for each property of one reading, by the property's name."""
+    """The schemas that apply to each property of an object in one reading."""
 
     def __init__(self, reading: SchemaReading) -> None:
         self._by_name: dict[str, list[Any]] = {}
-        self._general: list[SchemaPart] = []  # parts that speak of names without naming them
+        self._general: list[SchemaPart] = []  # with patterns or ``additionalProperties``
         for part in reading.parts:
             for name, each in named(part.schema.get("properties")).items():
                 self._by_name.setdefault(name, []).append(each)
-            if part.schema.get("patternProperties") or speaks_of_others(part):
+            if part.schema.get("patternProperties") or covers_others(part):
                 self._general.append(part)
         self._groups = [
             _group(holder[UNEVALUATED], number, reading.parts)
@@ -49,37 +49,38 @@ class SchemasByName:
         ]
 
     def of_name(self, name: str) -> list[Any]:
-        """The schemas that hold for a property of this name."""
+        """Return the schemas that apply to a property with this name."""
         found = list(self._by_name.get(name, ()))
         for part in self._general:
             found += _in_general(part, name)
-        return [*found, *(each.others for each in self._groups if not each.speaks_of(name))]
+        return [*found, *(each.others for each in self._groups if not each.covers(name))]
 
     def of_others(self) -> list[Any]:
-        """Schemas that hold for properties that have no name or pattern."""
+        """Return the schemas that apply to properties without a name or pattern in any schema."""
         found = [
-            part.schema["additionalProperties"] for part in self._general if speaks_of_others(part)
+            part.schema["additionalProperties"] for part in self._general if covers_others(part)
         ]
-        return [*found, *(each.others for each in self._groups if not each.speaks_of_all)]
+        return [*found, *(each.others for each in self._groups if not each.covers_all)]
 
     def of_pattern(self, pattern: str, group: Sequence[str]) -> list[Any]:
-        """Schemas that hold for names that match this pattern, and perhaps others of the group."""
+        """Return the schemas that apply to names matching this pattern, and perhaps others of the
+        group."""
         found: list[Any] = []
         for part in self._general:
             patterns = named(part.schema.get("patternProperties"))
             if pattern in patterns:
                 found.append(patterns[pattern])
-            elif speaks_of_others(part) and not any(each in patterns for each in group):
+            elif covers_others(part) and not any(each in patterns for each in group):
                 found.append(part.schema["additionalProperties"])
         for each in self._groups:
-            if not each.speaks_of_all and each.patterns.isdisjoint(group):
+            if not each.covers_all and each.patterns.isdisjoint(group):
                 found.append(each.others)
         return found
 
 
 def close(reading: SchemaReading) -> Schema | None:
-    """Leave the properties that it names and those that are only required, if it names some and
-    says nothing of others. Returns the schema that says so, which must stay."""
+    """Forbid unnamed properties in a reading that names some and has no keyword for others;
+    required names stay allowed. Returns the added schema, which must be kept alive, or ``None``."""
     schemas = [part.schema for part in reading.parts if not part.is_silent]
     keywords = {key for schema in schemas for key in schema}
     held = any(UNEVALUATED in holder for holder in reading.holders.values())
@@ -100,13 +101,13 @@ def close(reading: SchemaReading) -> Schema | None:
 
 
 def _group(others: Any, number: int, parts: Sequence[SchemaPart]) -> NameGroup:
-    """number: that of the schema whose ``unevaluatedProperties`` holds."""
+    """Collect what the parts under a schema evaluate. number: the ``id()`` of that schema."""
     found = NameGroup(others)
     for part in parts:
         if number not in part.holders or part.is_silent:
             continue
         is_inner = id(part.schema) != number and UNEVALUATED in part.schema
-        found.speaks_of_all = found.speaks_of_all or speaks_of_others(part) or is_inner
+        found.covers_all = found.covers_all or covers_others(part) or is_inner
         found.names |= named(part.schema.get("properties")).keys()
         found.patterns |= named(part.schema.get("patternProperties")).keys()
     return found
@@ -115,12 +116,12 @@ def _group(others: Any, number: int, parts: Sequence[SchemaPart]) -> NameGroup:
 def _in_general(part: SchemaPart, name: str) -> list[Any]:
     patterns = named(part.schema.get("patternProperties"))
     found = [each for pattern, each in patterns.items() if matches(pattern, name)]
-    if found or name in named(part.schema.get("properties")) or not speaks_of_others(part):
+    if found or name in named(part.schema.get("properties")) or not covers_others(part):
         return found
     return [part.schema["additionalProperties"]]
 
 
-def speaks_of_others(part: SchemaPart) -> bool:
+def covers_others(part: SchemaPart) -> bool:
     return "additionalProperties" in part.schema
 
 
@@ -128,4 +129,4 @@ def matches(pattern: str, name: str) -> bool:
     try:
         return searcher(pattern)(name)
     except SchemaError:
-        return False  # the library says what is wrong with it
+        return False  # llguidance reports the error in the pattern

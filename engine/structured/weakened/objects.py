@@ -1,51 +1,51 @@
-"""Objects of several schemas at once, in the library's words."""
+"""Merges the keywords for objects of several schemas into schemas for llguidance."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
 from typing import Any, Literal
 
-from engine.structured.schemas import of_rust
+from engine.structured.schemas import of_rust, quoted
 from engine.structured.weakened.arrays import Writes
 from engine.structured.weakened.library import is_taken, no_name_matches
 from engine.structured.weakened.names import SchemasByName, matches
 from engine.structured.weakened.readings import SchemaReading
 from engine.structured.weakened.scalars import Loosen, limits, widened
-from engine.structured.weakened.shapes import listed, named
+from engine.structured.weakened.shapes import listed, named, texts_in
 
 Schema = dict[str, Any]
 Order = Literal["schema", "free", "small"]
-"""The order of properties: the schema's, any, or any where that takes less."""
+"""The order of properties: the schema's, any, or the schema's unless any order is smaller."""
 
-MOST_SETS = 32  # of properties, of which one must be there
-MOST_GROUPS = 128  # of properties in any order, by their schemas: each two are compared
-MOST_AT_ONCE = 32  # schemas of the properties beyond them: more are left to the checker
-FEW_GROUPS = 8  # with which an object is smaller in any order than in one
+MOST_SETS = 32  # sets of optional properties, one of which must be present
+MOST_GROUPS = 128  # groups of properties with equal schemas, in any order: all pairs are compared
+MOST_AT_ONCE = 32  # schemas of the properties beyond that; more are left to the checker
+FEW_GROUPS = 8  # up to this many, an object in any order is smaller than one in a fixed order
 MOST_PATTERNS = 48
-# In an order: compiling takes time by their square, a second for this many, and a mask takes 10 ms
-# where this many properties may follow.
+# Limits for a fixed order: compiling time grows with the square of the properties, to a second for
+# this many, and a mask takes 10 ms where this many optional properties may follow.
 MOST_IN_ORDER = 4_000
 MOST_OPTIONAL = 500
-# What one way of a choice leaves open another may demand: in any order it can still be written.
+# Where one of these is only partly enforced, another way of the choice may require names that a
+# fixed order could no longer write; any order can.
 ORDERED = ("if", "not", "anyOf", "oneOf", "dependentRequired", "dependentSchemas", "dependencies")
 
 
 @dataclass
-class Names:
-    """What an object's properties are by their names, as it is written."""
+class ObjectSchema:
+    """The properties of an object, each with one written schema; ``False`` forbids it."""
 
-    properties: dict[str, Any]  # by name, in order
-    patterns: dict[str, Any]
-    additional: Any
+    properties: dict[str, Any]  # by name, in the order of the schema
+    patterns: dict[str, Any]  # schemas by a pattern of names
+    additional: Any  # the schema of all other properties
     required: list[str]
 
 
 class Objects:
-    """Writes the objects of one reading."""
+    """Writes the schemas of one reading's objects."""
 
     def __init__(
         self, reading: SchemaReading, writer: Writes, loosen: Loosen, order: Order = "schema"
@@ -63,7 +63,7 @@ class Objects:
         ]
 
     def written(self) -> list[Schema]:
-        """The ways in which an object is right; none if none is."""
+        """Return schemas, one of which an object must satisfy; none if no object is valid."""
         schemas = [part.schema for part in self._parts]
         found = limits(schemas, "minProperties", "maxProperties")
         if found is None:
@@ -78,8 +78,8 @@ class Objects:
             return [self._free(names, least, most)]
         return self._counted(names, least, most)
 
-    def _is_too_large(self, names: Names) -> bool:
-        """To be written in an order."""
+    def _is_too_large(self, names: ObjectSchema) -> bool:
+        """Whether there are too many properties for a fixed order."""
         num_properties = len(names.properties)
         if num_properties > MOST_IN_ORDER or num_properties - len(names.required) > MOST_OPTIONAL:
             return True
@@ -87,20 +87,15 @@ class Objects:
 
     # -- the schemas of each name
 
-    def _names(self) -> Names | None:
-        """``None`` if a property that is required cannot be written."""
-        required = list(
-            dict.fromkeys(
-                name
-                for part in self._parts
-                for name in listed(part.schema.get("required"))
-                if isinstance(name, str)
-            )
+    def _names(self) -> ObjectSchema | None:
+        """Write the schema of each property; ``None`` if a required one is impossible."""
+        required = texts_in(
+            [name for part in self._parts for name in listed(part.schema.get("required"))]
         )
         patterns = self._patterns()
         additional = self._writer.place(self._by_name.of_others())
         if additional is not False or patterns:
-            self._loosen("names", True)  # one may come twice
+            self._loosen("names", True)  # a name may come twice
         limited, by_pattern = self._limited_names()
         own = [*self._own_names(), *required, *(limited or ())]
         properties: dict[str, Any] = {}
@@ -118,7 +113,7 @@ class Objects:
             patterns, additional = {by_pattern: additional}, False
         if additional is False and not patterns:
             properties = {name: each for name, each in properties.items() if each is not False}
-        return self._apart(Names(properties, patterns, additional, required))
+        return self._apart(ObjectSchema(properties, patterns, additional, required))
 
     def _own_names(self) -> Iterator[str]:
         for part in sorted(self._parts, key=lambda part: (part.is_silent, part.rank)):
@@ -127,7 +122,7 @@ class Objects:
     # -- patterns of names
 
     def _patterns(self) -> dict[str, Any]:
-        """Values by patterns that no name matches two of."""
+        """Return schemas by patterns, no two of which match the same name."""
         patterns = list(
             dict.fromkeys(
                 pattern
@@ -145,9 +140,9 @@ class Objects:
             found[pattern if len(group) > 1 else _rust(group[0])] = one_of(kept)
         return found
 
-    def _apart(self, names: Names) -> Names:
-        """The library merges a property with a pattern that its name matches, but not where both
-        may be recursive: such a property is left to the pattern."""
+    def _apart(self, names: ObjectSchema) -> ObjectSchema:
+        """Leave a recursive property whose name matches a recursive pattern to the pattern, since
+        llguidance cannot merge the two."""
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue
@@ -161,7 +156,7 @@ class Objects:
     # -- propertyNames
 
     def _limited_names(self) -> tuple[list[str] | None, str | None]:
-        """The names that an object may have at all, or a pattern of them."""
+        """Return the only names that an object may have, or a pattern of them."""
         schemas = self._name_schemas
         if not schemas:
             return None, None
@@ -174,13 +169,13 @@ class Objects:
         return None, _pattern_of(written)
 
     def _allows(self, name: str) -> bool:
-        """Whether a name is not seen to break ``propertyNames``."""
+        """Whether a name satisfies ``propertyNames``, as far as the keywords of texts show."""
         return all(each is not False and _is_name(each, name) for each in self._name_schemas)
 
     # -- how many
 
-    def _counted(self, names: Names, least: int, most: int | None) -> list[Schema]:
-        """In the order of the schema."""
+    def _counted(self, names: ObjectSchema, least: int, most: int | None) -> list[Schema]:
+        """Write objects in the order of the schema, with limits on the number of properties."""
         written = _written(names)
         writable = [name for name, each in names.properties.items() if each is not False]
         needed = set(names.required)
@@ -206,14 +201,14 @@ class Objects:
             return [self._free(names, least, most)]
         return [_with_first(written, optional, each) for each in combinations(optional, missing)]
 
-    def _free(self, names: Names, least: int, most: int | None) -> Schema:
-        """In any order: what is required, and that no name comes twice, is left to the checker."""
+    def _free(self, names: ObjectSchema, least: int, most: int | None) -> Schema:
+        """Write objects in any order. The checker must enforce ``required`` and unique names."""
         self._loosen("required", names.required)
         writable = {name: each for name, each in names.properties.items() if each is not False}
         own = {
             name: each
-            for name, each in writable.items()  # what a pattern has as well is written by that
-            if all(no_name_matches(pattern, f"^{_quoted(name)}$") for pattern in names.patterns)
+            for name, each in writable.items()  # a pattern covers names that match it
+            if all(no_name_matches(pattern, f"^{quoted(name)}$") for pattern in names.patterns)
         }
         groups = {**names.patterns, **_grouped(own)}
         least = max(least, len(names.required))
@@ -230,7 +225,7 @@ class Objects:
         return found
 
 
-def _written(names: Names) -> Schema:
+def _written(names: ObjectSchema) -> Schema:
     found: Schema = {}
     if names.properties:
         found["properties"] = names.properties
@@ -244,7 +239,7 @@ def _written(names: Names) -> Schema:
 
 
 def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) -> Schema:
-    """The schema of objects whose first optional properties are these."""
+    """Narrow a schema to objects whose first optional properties are these."""
     last = optional.index(first[-1])
     left = {name for name in optional[:last] if name not in first}
     properties = {name: each for name, each in written["properties"].items() if name not in left}
@@ -252,7 +247,7 @@ def _with_first(written: Schema, optional: list[str], first: tuple[str, ...]) ->
 
 
 def _grouped(properties: dict[str, Any]) -> dict[str, Any]:
-    """Values by patterns of exactly these names: those of one schema together."""
+    """Return schemas by patterns of names, with one pattern for all names of an equal schema."""
     by_value: dict[str, list[str]] = {}
     values: dict[str, Any] = {}
     for name, each in properties.items():
@@ -264,7 +259,7 @@ def _grouped(properties: dict[str, Any]) -> dict[str, Any]:
         whole = [name for names, _ in rest for name in names]
         any_of_them = one_of([each for _, each in rest]) if len(rest) <= MOST_AT_ONCE else True
         groups = [*groups[: MOST_GROUPS - 1], (whole, any_of_them)]
-    return {f"^(?:{'|'.join(map(_quoted, names))})$": value for names, value in groups}
+    return {f"^(?:{'|'.join(map(quoted, names))})$": value for names, value in groups}
 
 
 def _num_schemas(properties: dict[str, Any]) -> int:
@@ -272,7 +267,7 @@ def _num_schemas(properties: dict[str, Any]) -> int:
 
 
 def one_of(schemas: list[Any]) -> Any:
-    """What any of them allows."""
+    """Return a schema that allows what any of these schemas allows."""
     if any(each in (True, {}) for each in schemas):
         return True
     kept = list({repr(each): each for each in schemas}.values())
@@ -286,6 +281,7 @@ def _is_name(schema: Schema, name: str) -> bool:
         return False
     if "enum" in schema and name not in listed(schema["enum"]):
         return False
+        return False
     if "maxLength" in schema and len(name) > schema["maxLength"]:
         return False
     if "minLength" in schema and len(name) < schema["minLength"]:
@@ -294,7 +290,7 @@ def _is_name(schema: Schema, name: str) -> bool:
 
 
 def _pattern_of(written: Any) -> str | None:
-    """A pattern of the names that a schema of texts allows, or of more."""
+    """Return a pattern that matches at least the names that a schema of texts allows."""
     if not isinstance(written, dict):
         return None
     if "pattern" in written:
@@ -306,7 +302,7 @@ def _pattern_of(written: Any) -> str | None:
 
 
 def _rust(pattern: str) -> str:
-    """In the library's dialect, and wider where that has no words for it."""
+    """Translate a pattern to llguidance's dialect, as a wider one where it must be."""
     written = of_rust(pattern)
     if is_taken(written):
         return written
@@ -315,7 +311,7 @@ def _rust(pattern: str) -> str:
 
 
 def _overlapping(patterns: list[str], loosen: Loosen) -> Iterator[list[str]]:
-    """Groups of patterns; no name matches patterns of two groups."""
+    """Yield groups of patterns, so that no name matches patterns of two groups."""
     for each in patterns:
         if not is_taken(of_rust(each)):
             loosen("patternProperties", each)
@@ -333,8 +329,3 @@ def _overlapping(patterns: list[str], loosen: Loosen) -> Iterator[list[str]]:
         groups = [group for group in groups if group not in joined]
         groups.append([*(one for group in joined for one in group), each])
     yield from groups
-
-
-def _quoted(text: str) -> str:
-    """Matches the text itself in a regular expression of Rust's."""
-    return re.sub(r"([\\.+*?()|\[\]{}^$#&~/-])", r"\\\1", text)

@@ -1,4 +1,4 @@
-"""What a value is that does not satisfy a schema, as far as a grammar can hold it."""
+"""Negates schemas: describes the values that fail a schema, as far as a grammar can express it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from engine.structured.schemas import EVERY_TYPE, types_of
 from engine.structured.weakened.shapes import ANNOTATIONS, listed, named
 
 Schema = dict[str, Any]
-Targets = Callable[[Schema], Sequence[Any]]  # what a schema refers to
+Targets = Callable[[Schema], Sequence[Any]]  # the schemas that a schema refers to
 
-EXCEPT = "\0except"  # of our own: none of these values
+EXCEPT = "\0except"  # our own keyword: any value but these
 MOST_WAYS = 32
 MAX_DEPTH = 8
-# Limits, and what holds where they do not: of the type that they speak of.
+# Limits by keyword: the type that they apply to, the keyword of the opposite limit, what to add.
 _LIMITS: dict[str, tuple[str, str, int]] = {
     "minimum": ("number", "exclusiveMaximum", 0),
     "maximum": ("number", "exclusiveMinimum", 0),
@@ -28,7 +28,7 @@ _LIMITS: dict[str, tuple[str, str, int]] = {
     "minProperties": ("object", "maxProperties", -1),
     "maxProperties": ("object", "minProperties", 1),
 }
-# Of these only the type is known of what does not satisfy them.
+# Keywords by the type that they apply to: a value that fails one has this type, no more is known.
 _TYPES = {
     **dict.fromkeys(("pattern", "format"), "string"),
     "multipleOf": "number",
@@ -41,16 +41,16 @@ _TYPES = {
 
 
 class UnknownError(Exception):
-    """Nothing that a grammar could hold is known of it."""
+    """The opposite of a schema cannot be expressed."""
 
 
 class Opposite:
-    """The ways not to satisfy a schema: one of ``ways`` holds."""
+    """The opposite of a schema: a value that fails the schema satisfies one of ``ways``."""
 
     def __init__(self, schema: Any, targets: Targets) -> None:
         self._targets = targets
         self.is_exact = True
-        """Whether any value of these ways fails the schema."""
+        """Whether, conversely, every value that satisfies one of ``ways`` fails the schema."""
         try:
             self.ways = self._of(schema, 0)
             if len(self.ways) > MOST_WAYS:
@@ -81,7 +81,7 @@ class Opposite:
         if key in ("$ref", "$dynamicRef", "$recursiveRef"):
             return [way for each in self._targets(schema) for way in self._of(each, depth)]
         if key in ("then", "else") or key not in _UNKNOWN:
-            return []  # says nothing, or nothing alone
+            return []  # never fails, or not by itself
         raise UnknownError
 
     def _of_limit(self, key: str, value: Any) -> list[Any]:

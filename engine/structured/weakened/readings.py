@@ -1,8 +1,8 @@
-"""What schemas say together of one value: each way to satisfy them as a list of flat schemas.
+"""Splits the schemas of a value into readings: alternative lists of schemas without choices.
 
-References and ``allOf`` are followed. ``anyOf``, ``oneOf``, ``if``, ``not`` and what depends on a
-property are choices; each combination of them that is not seen to contradict itself is a reading.
-Where these are too many a choice is passed over: the reading then allows more.
+References and ``allOf`` are followed. ``anyOf``, ``oneOf``, ``if``, ``not`` and dependent keywords
+are choices; each combination of them that does not visibly contradict itself is a reading. Where
+there are too many combinations a choice is widened, and its readings allow more than the schemas.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from engine.structured.checked.documents import NEWEST, Document, SchemaResource
 from engine.structured.checked.exact import Exact, exact
 from engine.structured.schemas import EVERY_TYPE, SchemaError, types_of
 from engine.structured.weakened.opposites import EXCEPT, Opposite
-from engine.structured.weakened.shapes import check_shapes, is_idle, listed, named
+from engine.structured.weakened.shapes import check_shapes, is_idle, listed, named, texts_in
 
 Schema = dict[str, Any]
 
-MOST_READINGS = 64  # of one value
-MOST_IN_ALL = 100_000
-MOST_TOGETHER = 3  # alternatives of anyOf, of which several at once are looked at
+MOST_READINGS = 64  # per value
+MOST_IN_ALL = 100_000  # ways of choices in the whole document
+MOST_TOGETHER = 3  # alternatives of anyOf whose combinations are tried
 UNEVALUATED = ("unevaluatedProperties", "unevaluatedItems")
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class SchemaPart(NamedTuple):
-    """A schema that holds for a value."""
+    """A schema that applies to a value."""
 
     schema: Any
-    holders: tuple[int, ...] = ()  # ids of schemas around it that speak of what is not evaluated
-    is_silent: bool = False  # what it names it does not evaluate
-    is_flat: bool = False  # what holds next to its own keywords was read
-    rank: tuple[int, ...] = ()  # where it is written, by the keywords that lead to it
+    holders: tuple[int, ...] = ()  # ids of schemas around it with unevaluated keywords
+    is_silent: bool = False  # it does not count as evaluating the names it has
+    is_flat: bool = False  # its references and choices were read, only its own keywords are left
+    rank: tuple[int, ...] = ()  # its position in the document, by the keywords that lead to it
 
     def within(self, schema: Any, *steps: int) -> SchemaPart:
-        """A schema within it that holds for the same value."""
+        """Make the part of a schema within this one that applies to the same value."""
         return self._replace(schema=schema, rank=(*self.rank, *steps))
 
 
 class SchemaChoice(NamedTuple):
-    """One of these ways holds, each of several parts."""
+    """A choice between ways, each of which is a list of parts."""
 
     keyword: str
     number: int
@@ -51,7 +51,7 @@ class SchemaChoice(NamedTuple):
 
 @dataclass(slots=True)
 class SchemaReading:
-    """Schemas of one value that are being put together."""
+    """One combination of choices that is being read."""
 
     waiting: list[SchemaPart]
     parts: list[SchemaPart] = field(default_factory=list)
@@ -59,15 +59,15 @@ class SchemaReading:
     seen: set[tuple[int, tuple[int, ...], bool, bool]] = field(default_factory=set)
     types: set[str] = field(default_factory=lambda: set(EVERY_TYPE))
     required: set[str] = field(default_factory=set)
-    constants: dict[str, list[Exact]] = field(default_factory=dict)  # of properties
+    constants: dict[str, list[Exact]] = field(default_factory=dict)  # by property
     excluded: dict[str, list[Exact]] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)  # ways of oneOf, by the choice's number
     loose: dict[str, Any] = field(default_factory=dict)
-    """Keywords that it does not hold wholly, with a value."""
+    """Keywords that the reading does not fully enforce, with a value."""
     holders: dict[int, Schema] = field(default_factory=dict)
 
     def by(self, choice: SchemaChoice, number: int) -> SchemaReading:
-        """A reading on one of the ways."""
+        """Copy the reading and continue it on one of the ways."""
         taken = self.taken
         if choice.keyword == "oneOf":
             taken = {**taken, choice.number: number}
@@ -95,11 +95,11 @@ class SchemaReader:
         self.document = document
         self._is_lenient = is_lenient
         self._left = MOST_IN_ALL
-        self._made: dict[Any, Any] = {}  # kept, so that no other gets their ids
-        self._found: dict[tuple[int, str], list[Any]] = {}  # by reference
+        self._made: dict[Any, Any] = {}  # schemas made here, kept alive so that ids stay unique
+        self._found: dict[tuple[int, str], list[Any]] = {}  # targets by schema and keyword
 
     def readings(self, schemas: Sequence[Any]) -> list[SchemaReading]:
-        """All ways to satisfy all of them; none if nothing does."""
+        """Return all ways to satisfy all of the schemas; none if they contradict each other."""
         done: list[SchemaReading] = []
         first = [SchemaPart(each, rank=(number,)) for number, each in enumerate(schemas)]
         pending = [SchemaReading(first[::-1])]
@@ -120,8 +120,8 @@ class SchemaReader:
         return done
 
     def targets(self, schema: Schema, keys: Sequence[str] = REFERENCES) -> list[Any]:
-        """What a schema refers to; for a dynamic reference, all that it may mean. Raises
-        ``SchemaError`` for another file."""
+        """Return what a schema refers to; for a dynamic reference, all possible targets. Raises
+        ``SchemaError`` for a target outside the document."""
         found: list[Any] = []
         for key in keys:
             if key not in schema:
@@ -136,14 +136,14 @@ class SchemaReader:
         return found
 
     def read(self, schema: Schema) -> Schema:
-        """Its keywords that count: in older drafts none next to a reference."""
+        """Drop keywords that do not count: in drafts up to 7 all those next to a reference."""
         if len(schema) > 1 and "$ref" in schema and self._draft(schema) <= 7:
             only: Schema = self._made.setdefault(("$ref", id(schema)), {"$ref": schema["$ref"]})
             return only
         return schema
 
     def home(self, schema: Schema) -> SchemaResource | None:
-        """The part of the document in which it stands; ``None`` for one of ours."""
+        """Return the resource that has the schema; ``None`` for a schema made here."""
         try:
             return self.document.home(schema)
         except KeyError:
@@ -163,10 +163,10 @@ class SchemaReader:
             return [target]
         return [each.dynamic[name] for each in self.document.resources if name in each.dynamic]
 
-    # -- reading on
+    # -- reading
 
     def _read_on(self, reading: SchemaReading) -> bool:
-        """Up to the next choices; ``False`` if nothing satisfies it."""
+        """Read up to the next choices. Returns ``False`` if the reading contradicts itself."""
         while reading.waiting:
             part = reading.waiting.pop()
             if part.schema is False:
@@ -187,7 +187,7 @@ class SchemaReader:
         schema = self.read(part.schema)
         if part.is_flat:
             reading.parts.append(part._replace(schema=schema))
-            return self._note(reading, schema)
+            return self._add_limits(reading, schema)
         check_shapes(schema, is_lenient=self._is_lenient)
         holders = part.holders
         if any(key in schema and not is_idle(key, schema[key]) for key in UNEVALUATED):
@@ -199,7 +199,7 @@ class SchemaReader:
         return True
 
     def _in_order(self, schema: Schema, part: SchemaPart) -> Iterator[SchemaPart]:
-        """What holds next to each other."""
+        """Yield the schema's own keywords and the parts that always apply, in its order."""
         keys = list(schema)
         place = keys.index("properties") if "properties" in schema else len(keys)
         yield part._replace(is_flat=True, rank=(*part.rank, place))
@@ -211,21 +211,19 @@ class SchemaReader:
                 for each in self.targets(part.schema, [key]):
                     yield part.within(each, at)
 
-    def _note(self, reading: SchemaReading, schema: Schema) -> bool:
-        """Whether it may still hold with what was read before."""
+    def _add_limits(self, reading: SchemaReading, schema: Schema) -> bool:
+        """Record types and constants. Returns ``False`` if they contradict earlier ones."""
         if "type" in schema:
             reading.types &= types_of(schema)
         if not reading.types:
             return False
         if reading.types == {"object"}:
-            reading.required.update(
-                each for each in listed(schema.get("required")) if isinstance(each, str)
-            )
+            reading.required.update(texts_in(schema.get("required")))
         for name, each in named(schema.get("properties")).items():
-            self._note_constants(reading, name, each)
+            self._add_constants(reading, name, each)
         return not any(reading.constants.get(name) == [] for name in reading.required)
 
-    def _note_constants(self, reading: SchemaReading, name: str, schema: Any) -> None:
+    def _add_constants(self, reading: SchemaReading, name: str, schema: Any) -> None:
         if schema is False:
             reading.constants[name] = []
         if not isinstance(schema, dict):
@@ -242,7 +240,7 @@ class SchemaReader:
             ]
 
     def _values(self, schema: Schema) -> list[Exact] | None:
-        """Values of enum or const, its own or of what it refers to."""
+        """Return the values of enum or const, also of a schema that it refers to."""
         for _ in range(8):
             if "const" in schema:
                 return [exact(schema["const"])]
@@ -320,7 +318,7 @@ class SchemaReader:
         return SchemaChoice(key, id(absent), [without, with_it])
 
     def _pass_over(self, reading: SchemaReading, choice: SchemaChoice) -> None:
-        """Its ways are too many. What they name is offered, of the types that it has in some."""
+        """Replace a choice with too many ways by a schema of the properties that they name."""
         reading.loose[choice.keyword] = True
         own = ("union", choice.keyword, choice.number)
         if own not in self._made:
@@ -346,7 +344,7 @@ class SchemaReader:
         return found
 
     def _around(self, way: list[SchemaPart]) -> Iterator[Schema]:
-        """The schemas that hold for the same value on a way, those of further choices too."""
+        """Yield the schemas of a way that apply to the same value, including nested choices."""
         waiting = [each.schema for each in way if not each.is_silent]
         seen = set()
         while waiting:
@@ -371,7 +369,7 @@ def _any(schemas: list[Any]) -> Any:
 
 
 def together(alternatives: Sequence[Any]) -> list[list[Any]]:
-    """Several of them at once, where each may name properties that the others do not."""
+    """Return combinations of alternatives, each of which may name properties others do not."""
     able = [each for each in alternatives if _may_name(each)]
     if not 1 < len(able) <= MOST_TOGETHER:
         return []

@@ -1,4 +1,4 @@
-"""Strings and numbers of several schemas at once, in the library's words."""
+"""Merges the keywords for strings and numbers of several schemas into one schema for llguidance."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from engine.structured.weakened.looks import (
 from engine.structured.weakened.shapes import is_number
 
 Schema = dict[str, Any]
-Loosen = Callable[[str, Any], None]  # a keyword and its value, which the grammar does not hold
+Loosen = Callable[[str, Any], None]  # called with a keyword that the grammar cannot enforce
 
-# Formats that the library knows.
+# Formats that llguidance supports.
 WRITTEN = (
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"),
 )
-LONGER = ("email", "hostname")  # in which the library writes parts of a host that are too long
-_LARGE = 10**18  # the library has no range that ends farther from zero
+LONGER = ("email", "hostname")  # llguidance allows host labels that are too long in these
+_LARGE = 10**18  # the largest bound of a range in llguidance
 
 
 def strings(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
-    """What they say of strings; ``None`` if no string is right."""
+    """Return one schema for the strings of all schemas; ``None`` if no string is valid."""
     found = limits(schemas, "minLength", "maxLength")
     if found is None:
         return None
@@ -56,7 +56,7 @@ def strings(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
 
 
 def numbers(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
-    """What they say of numbers; ``None`` if none is right."""
+    """Return one schema for the numbers of all schemas; ``None`` if no number is valid."""
     lows = [*_bounds(schemas, "minimum", "exclusiveMinimum")]
     highs = [*_bounds(schemas, "maximum", "exclusiveMaximum")]
     found: Schema = {}
@@ -82,7 +82,7 @@ def numbers(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
 
 
 def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
-    """The least and the most that two keywords say; ``None`` if nothing is right."""
+    """Merge a lower and an upper limit of all schemas; ``None`` if they contradict each other."""
     least = max((int(value) for value in _each(schemas, low)), default=0)
     most = min((int(value) for value in _each(schemas, high)), default=None)
     if most is not None and most < least:
@@ -92,7 +92,7 @@ def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
 
 
 def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[float, bool]]:
-    """Ends of ranges, and whether they are exclusive: in draft 4 a bool says so."""
+    """Yield bounds and whether they are exclusive, which is a bool of its own in draft 4."""
     for each in schemas:
         if is_number(each.get(key)):
             yield each[key], each.get(strict) is True
@@ -101,14 +101,12 @@ def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[
 
 
 def _each(schemas: Sequence[Schema], key: str) -> list[Any]:
-    """The values of a keyword in these schemas, without repeats."""
-    found: list[Any] = []
-    found += (each[key] for each in schemas if key in each and each[key] not in found)
-    return list(dict.fromkeys(found))
+    """Return the different values of a keyword in these schemas."""
+    return list(dict.fromkeys(each[key] for each in schemas if key in each))
 
 
 def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
-    """The pattern as the library reads it, in one or several; none if it takes no part of it."""
+    """Translate a pattern to one or several of llguidance's; none if it accepts no part of it."""
     written = of_rust(pattern)
     if is_taken(written):
         return [written]
@@ -118,9 +116,9 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
         return apart
     wider = widened(pattern)
     if wider == pattern:
-        return [written]  # the library says what is wrong
-    # The checker decides where the text ends. One that a look-around forbids could go on for ever,
-    # unless a format leaves little choice.
+        return [written]  # llguidance reports the error in it
+    # The checker only decides where the string may end. A string that a look-around forbids could
+    # grow forever, unless a format leaves little choice.
     is_held = has_format or not LOOKS.search(pattern)
     loosen("pattern" if is_held else "idle look-ahead" if is_idle else "look-around", pattern)
     written = of_rust(wider)
@@ -128,19 +126,19 @@ def _written(pattern: str, loosen: Loosen, *, has_format: bool) -> list[str]:
 
 
 def _excludes_nothing(pattern: str) -> bool:
-    """Whether a look-ahead excludes what the rest does not match anyway: most likely a mistake."""
+    """Whether a look-ahead excludes only what the rest does not match: most likely a mistake."""
     return any(no_text_matches(of_rust(each), of_rust(rest)) for each, rest in excluded_by(pattern))
 
 
 def widened(pattern: str) -> str:
-    """The pattern without what looks around or back: it matches all that the pattern does."""
+    """Remove look-around and back-references: the result matches all that the pattern matches."""
     found: list[str] = []
     rest = pattern
     while rest:
         if LOOKS.match(rest):
             end = closing(rest)
             if end is None:
-                return pattern  # no pattern at all
+                return pattern  # malformed
             rest = re.sub(r"^(?:[*+?]|\{\d+(?:,\d*)?\})\??", "", rest[end + 1 :])
             found.append("(?:)")
             continue

@@ -1,4 +1,4 @@
-"""Values of keywords, read safely."""
+"""Checks the values of a schema's keywords, and reads them without raising."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ KEYWORDS_OF: dict[str, frozenset[str]] = {
     "array": OF_ARRAYS,
     "object": OF_OBJECTS,
 }
-"""The keywords that speak of values of a type alone."""
+"""The keywords that apply to values of a type only."""
 IDLE: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
     "unevaluatedItems": (True, {}),
     "propertyNames": (True, {}),
 }
-# What nobody enforces, and the way out.
+# Keywords that are never enforced, with the way out.
 REFUSED = {
-    "x-guidance": "would set the library's own options: leave it out",
+    "x-guidance": "would set internal options of the grammar library: leave it out",
     "divisibleBy": "is a keyword of draft 3 and not enforced: use multipleOf",
     "disallow": "is a keyword of draft 3 and not enforced: use type",
     "extends": "is a keyword of draft 3 and not enforced: use allOf",
@@ -76,15 +76,15 @@ def is_idle(key: str, value: Any) -> bool:
 
 
 def check_shapes(schema: dict[str, Any], *, is_lenient: bool) -> None:
-    """Raise ``SchemaError`` for a keyword that nobody enforces, unless that is passed over, or
-    whose value is of a kind that it cannot have."""
+    """Raise ``SchemaError`` for a keyword with a value of the wrong type, or one that is never
+    enforced. is_lenient: accept the latter."""
     for key, value in schema.items():
         if key in REFUSED and not is_lenient:
             raise SchemaError(f"{key} is {value!r:.80}, which {REFUSED[key]}")
         if key == "required" and isinstance(value, bool):
             raise SchemaError(
-                f"required is {value}, which is of draft 3 and not enforced: list the names in the "
-                "object's required"
+                f"required is {value}, which is the syntax of draft 3 and not enforced: list the "
+                "names in the object's required"
             )
         if (kind := _KINDS.get(key)) is not None and not _is(value, kind):
             raise SchemaError(f"{key} is {value!r:.80}, must be {kind}")
@@ -133,3 +133,13 @@ def listed(value: Any) -> list[Any]:
 
 def named(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
+
+
+def texts_in(value: Any) -> list[str]:
+    """Return the texts of a list, without repeats; none of any other value."""
+    return list(dict.fromkeys(each for each in listed(value) if isinstance(each, str)))
+
+
+def enumerated(schema: dict[str, Any]) -> list[Any]:
+    """Return the values that ``const``, or else ``enum``, allows. The schema has one of them."""
+    return [schema["const"]] if "const" in schema else listed(schema["enum"])

@@ -1,9 +1,8 @@
-"""Writes a schema for the library: each value of the document as definitions without choices
-next to other keywords, which the library would refuse or could not put together.
+"""Writes a JSON schema for llguidance, which neither supports nor merges choices next to keywords.
 
-The grammar of what is written allows all that the schema allows, but for spellings that are never
-written, and more where a keyword is left to the checker. A place is a set of schemas that hold for
-the same value; each is written once.
+Each value of the document becomes a definition without such choices. The resulting grammar allows
+all that the schema allows, except for unusual spellings, and more where a keyword is left to the
+checker. A place is a set of schemas that apply to the same value; each place is written once.
 """
 
 from __future__ import annotations
@@ -40,43 +39,43 @@ from engine.structured.weakened.shapes import (
     OF_NUMBERS,
     OF_OBJECTS,
     OF_STRINGS,
+    enumerated,
     listed,
 )
 
 Schema = dict[str, Any]
-MOST_ORDERED = 8_000  # properties in an order: each is seven symbols
-MOST_TRIED = 32  # keywords that are left out in turn, to name those that contradict each other
-MOST_TRIED_BYTES = 10_000  # of such a schema: each trial writes the whole of it
-MOST_INLINE = 5_000  # values of properties that are written where they stand
-MOST_REFERENCES = 100  # that lead to each other
+MOST_ORDERED = 8_000  # properties in a fixed order in the whole document: seven symbols each
+MOST_TRIED = 32  # keywords that are removed in turn, to name those that contradict each other
+MOST_TRIED_BYTES = 10_000  # of the schema: each trial writes all of it
+MOST_INLINE = 5_000  # properties whose schemas are written inline
+MOST_REFERENCES = 100  # in a chain
 Key = frozenset[Any]
 Signature = tuple[Any, ...]
-_SCALARS = frozenset({"null", "boolean", "integer", "number", "string"})
-# What is read of a schema before its own keywords, and what says nothing.
+# Keywords that are read before the ones of a flat schema, or that do not limit values.
 _SILENT = ANNOTATIONS | {*REFERENCES, *UNEVALUATED, "type", "allOf", "anyOf", "oneOf", "not"}
 _SILENT |= {"if", "then", "else", "dependentSchemas", "dependentRequired", "dependencies"}
 _OF_SCALARS = OF_STRINGS | OF_NUMBERS
 
 
 class Written(NamedTuple):
-    """A schema for the library."""
+    """A schema that was written for llguidance."""
 
     schema: Any
     needs_checker: bool
-    """Whether it allows more than it was made from."""
+    """Whether it allows more than the original schema."""
     may_repeat: bool
-    """Whether it has objects in which a name might come twice."""
+    """Whether it has objects in which a name may come twice."""
 
 
 def written(
     schema: Any, *, is_free: bool = False, is_lenient: bool = False, is_closed: bool = False
 ) -> Written:
-    """The schema for the library. Raises ``SchemaError`` that names the keyword which nobody
-    enforces.
+    """Write a schema for llguidance. Raises ``SchemaError`` that names a keyword which cannot be
+    enforced.
 
-    is_free: properties may be written in any order, as those of a schema that is too large for an
-    order; is_lenient: what cannot be enforced is passed over; is_closed: ``closed`` made it, which
-    leaves open what several schemas say of one object together.
+    is_free: properties may come in any order, as also in a schema too large for a fixed order;
+    is_lenient: ignore keywords that cannot be enforced; is_closed: the schema was made by
+    ``closed``, so close objects that several schemas describe too.
     """
     try:
         return _written(schema, is_free, is_lenient, is_closed)
@@ -88,14 +87,18 @@ def written(
 def _written(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> Written:
     try:
         order: Order = "free" if is_free else "schema"
-        return _Writer(schema, order, is_lenient=is_lenient, is_closed=is_closed).whole(schema)
+        return _SchemaWriter(schema, order, is_lenient=is_lenient, is_closed=is_closed).whole(
+            schema
+        )
     except _TooManyError:
-        return _Writer(schema, "small", is_lenient=is_lenient, is_closed=is_closed).whole(schema)
+        return _SchemaWriter(schema, "small", is_lenient=is_lenient, is_closed=is_closed).whole(
+            schema
+        )
 
 
 def _contradicting(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool) -> str:
-    """Outermost keywords that contradict the others: without one of them a value would be valid.
-    "" for a schema that would take long to try."""
+    """Name the outermost keywords without which the schema would allow a value. Returns "" for a
+    schema that would take long to try."""
     is_small = isinstance(schema, dict) and len(schema) <= MOST_TRIED
     if not is_small or len(msgspec.json.encode(schema)) > MOST_TRIED_BYTES:
         return ""
@@ -109,15 +112,15 @@ def _contradicting(schema: Any, is_free: bool, is_lenient: bool, is_closed: bool
 
 
 class _ContradictionError(SchemaError):
-    """No value is valid."""
+    """The schema allows no value."""
 
 
 class _TooManyError(Exception):
-    """Properties in an order, of which the library could not count the symbols."""
+    """More properties in a fixed order than llguidance can count symbols for."""
 
 
-class _Writer:
-    """Writes one document. ``arrays.Writes``."""
+class _SchemaWriter:
+    """Writes one document; implements ``arrays.Writes``."""
 
     def __init__(self, schema: Any, order: Order, *, is_lenient: bool, is_closed: bool) -> None:
         self._reader = SchemaReader(Document(schema), is_lenient=is_lenient)
@@ -129,7 +132,7 @@ class _Writer:
         self._by_readings: dict[Signature, Any] = {}
         self._definitions: dict[str, Any] = {}
         self._waiting: deque[tuple[str, list[SchemaReading]]] = deque()
-        self._kept: list[Any] = []  # schemas that were made, so that no other gets their ids
+        self._kept: list[Any] = []  # schemas made here, kept alive so that their ids stay unique
         self._is_loose = False
         self._may_repeat = False
 
@@ -154,7 +157,7 @@ class _Writer:
     # -- Writes
 
     def place(self, schemas: list[Any]) -> Any:
-        """What satisfies all of these schemas, or a reference to it."""
+        """Return one schema, or a reference to it, for values that satisfy all of these."""
         if any(each is False for each in schemas):
             return False
         kept = [each for each in schemas if not (each is True or _is_annotation(each))]
@@ -164,7 +167,7 @@ class _Writer:
         self._kept.append(kept)
         key = frozenset(map(self._key, kept))
         if key not in self._found:
-            self._found[key] = False  # a choice that comes back to itself is none
+            self._found[key] = False  # a choice that leads back to itself allows nothing new
             self._found[key] = self._place(kept)
         return self._found[key]
 
@@ -180,7 +183,7 @@ class _Writer:
         return None if None in counts else sum(filter(None, counts))
 
     def _key(self, schema: Any) -> Any:
-        """Equal for schemas that are the same in other words."""
+        """Return a key that is equal for equivalent schemas."""
         schema = self._followed(schema)
         if isinstance(schema, dict) and _is_closing(schema) and len(listed(schema["allOf"])) == 1:
             return ("closed", self._key(schema["allOf"][0]))
@@ -190,7 +193,7 @@ class _Writer:
         return id(home), self._digests.of(schema)
 
     def _followed(self, schema: Any) -> Any:
-        """What it refers to, if it is nothing but a reference."""
+        """Follow a schema that is only a reference to its target."""
         for _ in range(MOST_REFERENCES):
             if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
                 break
@@ -220,7 +223,7 @@ class _Writer:
         return {"$ref": f"#/$defs/{name}"}
 
     def _union(self, schema: Any) -> list[list[Any]] | None:
-        """The alternatives of a schema that is only an ``anyOf`` or ``oneOf``; else ``None``."""
+        """Return the alternatives of a schema that is only an ``anyOf`` or ``oneOf``."""
         schema = self._followed(schema)
         is_closed = False
         if isinstance(schema, dict) and _is_closing(schema) and len(schema["allOf"]) == 1:
@@ -243,7 +246,7 @@ class _Writer:
         return ways
 
     def _closed(self, schemas: list[Any]) -> Schema:
-        """All of them, without properties that none of them names."""
+        """Make a schema for values that satisfy all of these, with no unnamed properties."""
         made = {"allOf": schemas, "unevaluatedProperties": False}
         self._kept.append(made)
         return made
@@ -255,14 +258,14 @@ class _Writer:
             for key, value in reading.loose.items():
                 self._loosen(key, value)
         part_types(readings)
-        # A grammar's numbers are whole ones, too.
+        # A number in a grammar may be a whole one too, so the alternatives may overlap.
         are_fractions = any(e.types & {"integer", "number"} == {"number"} for e in readings)
         if are_fractions or not are_apart(readings):
             self._loosen("oneOf", True)
         return one_of([way for each in readings for way in self._ways(each)])
 
     def _ways(self, reading: SchemaReading) -> list[Any]:
-        """What a reading allows: values that are listed, or types with what they must be."""
+        """Return schemas for the values of a reading: an enum, or one for each way of an object."""
         if (values := self._values(reading)) is not None:
             return self._listed(values)
         types = self._types(reading)
@@ -289,7 +292,7 @@ class _Writer:
         return [_typed(types, each, at) for at, each in enumerate(ways)]
 
     def _listed(self, values: list[Any]) -> list[Any]:
-        """Schemas of these values; an object may have its members in any order if that is free."""
+        """Return schemas for these values; with a free order, one per object among them."""
         is_free = self._order == "free"
         free = [each for each in values if is_free and isinstance(each, dict) and len(each) > 1]
         found = [self.place([self._constant(each)]) for each in free]
@@ -329,14 +332,10 @@ class _Writer:
         return types
 
     def _values(self, reading: SchemaReading) -> list[Any] | None:
-        """Values of enum and const that are right; ``None`` if it has neither keyword."""
-        lists = [
-            [part.schema["const"]] if "const" in part.schema else listed(part.schema["enum"])
-            for part in reading.parts
-            if "enum" in part.schema or "const" in part.schema
-        ]
-        both = [p.schema for p in reading.parts if "const" in p.schema and "enum" in p.schema]
-        lists += [listed(each["enum"]) for each in both]
+        """Return the valid values of enum and const; ``None`` without either keyword."""
+        own = [part.schema for part in reading.parts if part.schema.keys() & {"enum", "const"}]
+        lists = [*map(enumerated, own)]
+        lists += [listed(each["enum"]) for each in own if "const" in each and "enum" in each]
         excluded = [each for part in reading.parts for each in part.schema.get(EXCEPT, ())]
         if not lists:
             if excluded and reading.types <= {"boolean", "null"}:
@@ -360,7 +359,7 @@ class _Writer:
         return list(found.values())
 
     def _is_right(self, value: Any, reading: SchemaReading, checkers: Sequence[Checker]) -> bool:
-        """Whether a value that is listed is not seen to break another keyword."""
+        """Whether a listed value breaks no other keyword, as far as this can be checked."""
         if not reading.types & types_of_value(value):
             return False
         if isinstance(value, dict | list):
@@ -381,18 +380,18 @@ class _Writer:
             return
         if key in _LOOKING:
             raise SchemaError(f"pattern is {value!r:.80}, {_LOOKING[key]}: write it without")
-        raise SchemaError(f"{key} is {value!r:.80}, which is not enforced")
+        raise SchemaError(f"{key} is {value!r:.80}, which cannot be enforced: leave it out")
 
     # -- definitions that allow nothing
 
     def _at(self, written: Any) -> Any:
-        """What a reference leads to."""
+        """Follow a reference to its definition."""
         if isinstance(written, dict) and written.keys() == {"$ref"}:
             return self._definitions[written["$ref"].rpartition("/")[2]]
         return written
 
     def _leave_out_nothing(self) -> None:
-        """Put ``False`` in the place of references to what allows nothing."""
+        """Remove references to definitions that allow nothing."""
         while any(each is False for each in self._definitions.values()):
             nothing = {name for name, each in self._definitions.items() if each is False}
             for name in nothing:
@@ -405,16 +404,16 @@ class _Writer:
         }
 
 
-# What the checker enforces that is no keyword of its own, or one that the grammar mostly holds.
+# Keywords that the checker enforces in full, though the grammar enforces most of them.
 _HELD = frozenset({"enum", "required", "format", "pattern", "anyOf"})
 _LOOKING = {
-    "look-around": "which has look-around",
-    "idle look-ahead": "whose look-ahead excludes nothing that the rest matches",
+    "look-around": "which has look-around that cannot be enforced",
+    "idle look-ahead": "which has a look-ahead that excludes nothing",
 }
 
 
 def _without(schema: Any, nothing: set[str]) -> Any:
-    """A schema without references to these definitions."""
+    """Remove references to these definitions, which allow nothing."""
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
@@ -436,7 +435,7 @@ def _without(schema: Any, nothing: set[str]) -> Any:
 
 
 def _typed_without(found: Schema) -> Any:
-    """Less the types that have become impossible."""
+    """Remove the types that have become impossible; ``False`` if none is left."""
     types = found.get("type", list(EVERY_TYPE))
     types = [types] if isinstance(types, str) else types
     names = [n for n in found.get("required", ()) if found.get("properties", {}).get(n) is False]
@@ -456,7 +455,7 @@ def _typed_without(found: Schema) -> Any:
 
 
 def _typed(types: set[str], found: Schema, at: int) -> Any:
-    """With its types; only the first of several ways has those that are no objects."""
+    """Add the types. at: the number of the way; only the first has types other than object."""
     kept = {"object"} & types if at else types
     if "number" in kept:
         kept = kept - {"integer"}
@@ -471,7 +470,7 @@ def _speaks(schemas: Sequence[Schema], keys: frozenset[str]) -> bool:
 
 
 def shared(definitions: dict[str, Any]) -> dict[str, Any]:
-    """Definitions whose many equal values are written once: the library counts each."""
+    """Write equal schemas of properties once where there are many: llguidance counts each one."""
     named = [names for each in definitions.values() for names in _named_in(each)]
     if sum(map(len, named)) < MOST_INLINE:
         return definitions
@@ -489,7 +488,7 @@ def shared(definitions: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named_in(schema: Any) -> list[dict[str, Any]]:
-    """The properties of an object, or of each of its ways."""
+    """Return the properties of an object schema, or of each of its alternatives."""
     if not isinstance(schema, dict):
         return []
     objects = [each for each in (schema, *schema.get("anyOf", ())) if isinstance(each, dict)]
@@ -497,7 +496,7 @@ def _named_in(schema: Any) -> list[dict[str, Any]]:
 
 
 def _signature(readings: Sequence[SchemaReading]) -> Signature:
-    """Equal for readings that say the same by the same schemas."""
+    """Return a key that is equal for readings with the same types and schemas."""
     return tuple(_signature_of(each) for each in readings)
 
 
@@ -519,7 +518,7 @@ def _signature_of(reading: SchemaReading) -> Signature:
 
 
 def _is_closing(schema: Schema) -> bool:
-    """Whether it only closes the one schema that it holds."""
+    """Whether a schema only adds ``unevaluatedProperties: false`` to its one ``allOf``."""
     keywords = schema.keys() - ANNOTATIONS
     return (
         keywords == {"allOf", "unevaluatedProperties"} and schema["unevaluatedProperties"] is False
@@ -539,5 +538,5 @@ def _is_scalar(reading: SchemaReading) -> bool:
 
 
 def _is_excluded(value: Any, types: set[str]) -> bool:
-    """Whether a value is left out by the types already."""
+    """Whether the types exclude a value already."""
     return not types_of_value(value) & types
