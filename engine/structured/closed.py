@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 
 from engine.messages.references import REFERENCES, References
+from engine.structured.keywords import enumerated, listed, named, texts_in
 
 Schema = dict[str, Any]
 Choices = tuple[tuple[int, int], ...]  # each choice on the way to a schema, with the way taken
@@ -119,7 +120,7 @@ class _Closer:
         unnamed = [name for name in nest.required if not _is_in(name, nest)]
         if unnamed:
             schema["properties"] = {
-                **_dict(schema.get("properties")),
+                **named(schema.get("properties")),
                 **dict.fromkeys(unnamed, True),
             }
         if _APPLYING.isdisjoint(schema):
@@ -140,7 +141,7 @@ class _Closer:
         if nest.own_names:
             return
         for key in _SOME:
-            for at, each in enumerate(_list(schema.get(key))):
+            for at, each in enumerate(listed(schema.get(key))):
                 if each is True or (isinstance(each, dict) and _may_be_object(each)):
                     own = {} if each is True else each
                     if each is True or not self._nest(each).is_named:
@@ -171,13 +172,13 @@ class _Closer:
                 continue
             seen.add(id(part))
             yield part, choices, is_question
-            for each in (*self._led(part), *_list(part.get("allOf"))):
+            for each in (*self._led(part), *listed(part.get("allOf"))):
                 waiting.append((each, choices, is_question))
             for key in _SOME:
                 own = id(part.get(key))
                 waiting += [
                     (each, (*choices, (own, at)), is_question)
-                    for at, each in enumerate(_list(part.get(key)))
+                    for at, each in enumerate(listed(part.get(key)))
                 ]
             for at, key in enumerate(_CASES):
                 case = (*choices, (id(part), min(at, 1) if key != "else" else 2))
@@ -185,7 +186,7 @@ class _Closer:
             for key in ("dependentSchemas", "dependencies"):
                 waiting += [
                     (each, (*choices, (id(each), 0)), is_question)
-                    for each in _dict(part.get(key)).values()
+                    for each in named(part.get(key)).values()
                 ]
 
     def _led(self, schema: Schema) -> list[Any]:
@@ -202,9 +203,9 @@ class _Closer:
         for schemas in nest.children.values():
             if len(schemas) == 1:
                 continue
-            named = [(each, choices) for each, choices in schemas if self._nest(each).is_named]
-            for at, (one, choices) in enumerate(named[:64]):
-                for other, others in named[:at]:
+            naming = [(each, choices) for each, choices in schemas if self._nest(each).is_named]
+            for at, (one, choices) in enumerate(naming[:64]):
+                for other, others in naming[:at]:
                     if one is not other and _go_together(choices, others):
                         yield one
                         yield other
@@ -231,7 +232,7 @@ class _Closer:
         rest = schema.keys() - _ANNOTATIONS
         if len(rest) != 1 or (key := next(iter(rest))) not in _SOME:
             return None
-        able = [each for each in _list(schema[key]) if each is True or _may_be_object(each)]
+        able = [each for each in listed(schema[key]) if each is True or _may_be_object(each)]
         return able[0] if len(able) == 1 and isinstance(able[0], dict) else None
 
     def _is_left_to_target(self, schema: Schema) -> bool:
@@ -243,15 +244,15 @@ class _Closer:
 
 
 def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None:
-    properties, patterns = _dict(part.get("properties")), _dict(part.get("patternProperties"))
+    properties, patterns = named(part.get("properties")), named(part.get("patternProperties"))
     if properties or patterns:
         nest.is_closed = nest.is_closed and any(key in part for key in OF_OTHERS)
     nest.names |= properties.keys()
     nest.patterns |= patterns.keys()
-    nest.required += [name for name in _list(part.get("required")) if isinstance(name, str)]
+    nest.required += texts_in(part.get("required"))
     for key in ("dependentRequired", "dependencies"):
-        for names in _dict(part.get(key)).values():
-            nest.required += [name for name in _list(names) if isinstance(name, str)]
+        for names in named(part.get(key)).values():
+            nest.required += texts_in(names)
     if not choices:
         nest.own_names = nest.own_names or bool(properties or patterns)
         nest.is_answered = nest.is_answered or any(key in part for key in _ANSWERS)
@@ -277,9 +278,9 @@ def _outermost(whole: Schema) -> Iterator[Schema]:
             if key in _QUESTIONS:
                 continue
             if key in (*_PARTS_BY_NAME, *_DEFINITIONS, "dependentSchemas", "dependencies"):
-                waiting += [(each, key in _PARTS_BY_NAME) for each in _dict(value).values()]
+                waiting += [(each, key in _PARTS_BY_NAME) for each in named(value).values()]
             elif key in (*_ALL, *_SOME) or (key in _PARTS_IN_LISTS and isinstance(value, list)):
-                waiting += [(each, key in _PARTS_IN_LISTS) for each in _list(value)]
+                waiting += [(each, key in _PARTS_IN_LISTS) for each in listed(value)]
             elif key in _PARTS or key in _CASES:
                 waiting.append((value, key in _PARTS))
 
@@ -301,13 +302,9 @@ def _may_be_object(schema: Any) -> bool:
     if not isinstance(schema, dict):
         return False
     if "const" in schema or "enum" in schema:
-        return any(isinstance(each, dict) for each in _values(schema))
+        return any(isinstance(each, dict) for each in enumerated(schema))
     kind = schema.get("type", "object")
     return "object" in (kind if isinstance(kind, list) else [kind])
-
-
-def _values(schema: Schema) -> list[Any]:
-    return [schema["const"]] if "const" in schema else _list(schema["enum"])
 
 
 def _is_in(name: str, nest: Nest) -> bool:
@@ -320,11 +317,3 @@ def _is_in(name: str, nest: Nest) -> bool:
         except re.error:
             continue
     return False
-
-
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def _dict(value: Any) -> Schema:
-    return value if isinstance(value, dict) else {}

@@ -150,7 +150,7 @@ class GuidanceCompiler:
             return True
         return sum(each.num_bytes for each in self._kept.values()) > MAX_KEPT_COMPILED_BYTES
 
-    def _compile(self, compilation: GuidanceCompilation, grammar: str, eos: Eos) -> None:
+    def _compile(self, compilation: GuidanceCompilation, text: str, eos: Eos) -> None:
         if self._is_given_up(compilation):
             return
         try:
@@ -160,18 +160,18 @@ class GuidanceCompiler:
             compilation.future.set_exception(GrammarError(str(error)))
             return
         try:
-            form = grammar_from(grammar)
-            if form.backend == "xgrammar":
-                self._hand_over(compilation, form, "", tokenizer)
+            grammar = grammar_from(text)
+            if grammar.backend == "xgrammar":
+                self._hand_over(compilation, grammar, "", tokenizer)
                 return
-            matchers = matchers_of(form, tokenizer)
-            checked = self._checked(checker_of(form), eos)
+            matchers = matchers_of(grammar, tokenizer)
+            checked = self._checked(checker_of(grammar), eos)
         except BaseException as error:  # llguidance may panic, which is not an Exception
             why = GrammarError(reason(error))
-            if isinstance(error, msgspec.MsgspecError) or form.backend != "auto":
+            if isinstance(error, msgspec.MsgspecError) or grammar.backend != "auto":
                 compilation.future.set_exception(why)
             else:
-                self._hand_over(compilation, form, str(why), tokenizer)
+                self._hand_over(compilation, grammar, str(why), tokenizer)
         else:
             compilation.future.set_result(
                 lambda: checked(followed([each.deep_copy() for each in matchers], tokenizer, eos))
@@ -204,24 +204,28 @@ class GuidanceCompiler:
         return True
 
     def _hand_over(
-        self, compilation: GuidanceCompilation, form: Grammar, refusal: str, tokenizer: LLTokenizer
+        self,
+        compilation: GuidanceCompilation,
+        grammar: Grammar,
+        refusal: str,
+        tokenizer: LLTokenizer,
     ) -> None:
         """Queue the compilation for xgrammar's thread, or fail it.
 
         refusal: llguidance's error; empty where the grammar names xgrammar.
         """
-        if self._other is None or form.kind not in OF_XGRAMMAR:
+        if self._other is None or grammar.kind not in OF_XGRAMMAR:
             compilation.future.set_exception(GrammarError(refusal or xgrammar.NOT_INSTALLED))
             return
         try:
-            source = self._other.source_of(form)
+            source = self._other.source_of(grammar)
         except BaseException as error:
             compilation.future.set_exception(of_both(refusal, reason(error)))
             return
         compilation.library = ("xgrammar", compilation.library[1])
         with self._making:
             self._other_waiting.put(
-                lambda: self._compile_there(compilation, form, source, tokenizer, refusal)
+                lambda: self._compile_there(compilation, grammar, source, tokenizer, refusal)
             )
             if self._other_thread is None:
                 self._other_thread = started(partial(serve, self._other_waiting))
@@ -229,7 +233,7 @@ class GuidanceCompiler:
     def _compile_there(
         self,
         compilation: GuidanceCompilation,
-        form: Grammar,
+        grammar: Grammar,
         source: GrammarSource,
         tokenizer: LLTokenizer,
         refusal: str,
@@ -246,7 +250,7 @@ class GuidanceCompiler:
             compilation.future.set_exception(GrammarError(f"xgrammar cannot be used: {error}"))
             return
         try:
-            compiled = other.compiled(form, source, library[1])
+            compiled = other.compiled(grammar, source, library[1])
             checked = self._checked(source.checker, library[1])
         except BaseException as error:  # whatever a library raises
             compilation.future.set_exception(of_both(refusal, reason(error)))
@@ -312,13 +316,13 @@ class GuidanceMatcher:
         self._eos = eos
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
-        text = self._without_end(tokens)
+        text = before_end(tokens, self._eos)
         found: int = self._matcher.validate_tokens(text) if text else 0
         self._check()
         return found + (found == len(text) < len(tokens) and self._may_end_after(text))
 
     def advance(self, tokens: Sequence[int]) -> None:
-        if text := self._without_end(tokens):
+        if text := before_end(tokens, self._eos):
             self._matcher.consume_tokens(text)
             self._check()
 
@@ -338,16 +342,7 @@ class GuidanceMatcher:
     def forced(self, recent: Sequence[int], most: int) -> list[int]:
         text = self._matcher.compute_ff_bytes()
         self._check()
-        if not text:
-            return []
-        # Without the end of the text, which may become one token with what follows.
-        tokens, _ = self._tokenizer.tokenize_partial(text, recent_tokens=list(recent))
-        return list(tokens[:most])
-
-    def _without_end(self, tokens: Sequence[int]) -> list[int]:
-        """Return the tokens before the first end-of-text token."""
-        ends = [place for place, token in enumerate(tokens) if token in self._eos]
-        return list(tokens[: ends[0]] if ends else tokens)
+        return tokenized(self._tokenizer, text, recent, most)
 
     def _may_end_after(self, text: list[int]) -> bool:
         ahead = self._matcher.deep_copy() if text else self._matcher
@@ -359,6 +354,19 @@ class GuidanceMatcher:
 
     def _check(self) -> None:
         _check_one(self._matcher)
+
+
+def before_end(tokens: Sequence[int], eos: Eos) -> list[int]:
+    """Return the tokens before the first end-of-text token."""
+    ends = [place for place, token in enumerate(tokens) if token in eos]
+    return list(tokens[: ends[0]] if ends else tokens)
+
+
+def tokenized(tokenizer: LLTokenizer, text: bytes, recent: Sequence[int], most: int) -> list[int]:
+    """Return at most ``most`` tokens of a text after the recent tokens, without the end of the
+    text, which may become one token with what follows."""
+    tokens, _ = tokenizer.tokenize_partial(text, recent_tokens=list(recent)) if text else ([], b"")
+    return list(tokens[:most])
 
 
 class JointMatcher:
@@ -411,20 +419,20 @@ class CheckedOnly:
         """Do nothing: no state is kept."""
 
 
-def _check(form: Grammar) -> str:
+def _check(grammar: Grammar) -> str:
     """Raise ``GrammarError`` for a grammar that a compiler with the same libraries would refuse."""
     refusal = ""
-    if form.backend != "xgrammar":
-        refusal = _refusal(form)
+    if grammar.backend != "xgrammar":
+        refusal = _refusal(grammar)
         if not refusal:
             return ""
-        if form.backend == "guidance":
+        if grammar.backend == "guidance":
             raise GrammarError(refusal)
-    if form.kind not in OF_XGRAMMAR or not xgrammar.is_installed():
+    if grammar.kind not in OF_XGRAMMAR or not xgrammar.is_installed():
         raise GrammarError(refusal or xgrammar.NOT_INSTALLED)
     from engine.structured.xgrammar.compiler import wrong_in
 
-    if wrong := wrong_in(form):
+    if wrong := wrong_in(grammar):
         raise of_both(refusal, wrong)
     return ""
 
@@ -451,16 +459,15 @@ def serve(waiting: SimpleQueue[Callable[[], None] | None]) -> None:
         work()
 
 
-def matchers_of(form: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
+def matchers_of(grammar: Grammar, tokenizer: LLTokenizer) -> list[LLMatcher]:
     """Return new matchers of llguidance, all of which must accept the output. Raises if the grammar
     is invalid."""
     from llguidance import LLMatcher
 
     found = []
-    for source in sources_of(form, partial(special_of, tokenizer)):
-        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits(form))
-        if matcher.is_error():
-            raise GrammarError(_words(matcher.get_error()))
+    for source in sources_of(grammar, partial(special_of, tokenizer)):
+        matcher = LLMatcher(tokenizer, source, log_level=0, limits=limits(grammar))
+        _check_one(matcher)
         found.append(matcher)
     return found
 
@@ -499,22 +506,22 @@ def special_of(tokenizer: LLTokenizer, text: str) -> int | None:
     return tokens[0] if is_one else None
 
 
-def fault_of(form: Grammar) -> str:
+def fault_of(grammar: Grammar) -> str:
     """Return llguidance's error for a grammar, "" if the grammar is valid for any tokenizer."""
     try:
-        return elsewhere(partial(_refusal, form), timeout=MAX_SECONDS)
+        return elsewhere(partial(_refusal, grammar), timeout=MAX_SECONDS)
     except TimeoutError:
         return f"compiling took longer than {MAX_SECONDS:g} seconds: make the grammar smaller"
 
 
-def _refusal(form: Grammar) -> str:
+def _refusal(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
     try:
         reports = [
-            LLMatcher.validate_grammar(each, limits=limits(form)) for each in sources_of(form)
+            LLMatcher.validate_grammar(each, limits=limits(grammar)) for each in sources_of(grammar)
         ]
-        checker_of(form)
+        checker_of(grammar)
     except BaseException as error:  # llguidance may panic, which is not an Exception
         return reason(error)
     return next(filter(None, map(_words, reports)), "")
@@ -535,17 +542,17 @@ def elsewhere(work: Callable[[], str], timeout: float | None = None) -> str:
     return future.result(timeout)
 
 
-def limits(form: Grammar) -> LLParserLimits:
+def limits(grammar: Grammar) -> LLParserLimits:
     """Return llguidance's limits for a grammar."""
     from llguidance import LLParserLimits
 
-    has_schemas = form.kind in WITH_SCHEMAS or bool(form.parts)
+    has_schemas = grammar.kind in WITH_SCHEMAS or bool(grammar.parts)
     return LLParserLimits(
         max_grammar_size=MAX_SYMBOLS_OF_SCHEMAS if has_schemas else MAX_SYMBOLS,
         max_items_in_row=MAX_ITEMS_OF_SCHEMAS if has_schemas else MAX_ITEMS,
         step_max_items=MAX_MASK_ITEMS_OF_SCHEMAS if has_schemas else MAX_MASK_ITEMS,
         max_lexer_states=MAX_LEXER_STATES,
-        step_lexer_fuel=STEP_FUEL + form.num_ways * STEP_FUEL_OF_WAY,
+        step_lexer_fuel=STEP_FUEL + grammar.num_ways * STEP_FUEL_OF_WAY,
         verbose_errors=False,
     )
 

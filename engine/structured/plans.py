@@ -32,11 +32,11 @@ class SchemaPlan(NamedTuple):
     """Whether the grammar of ``written`` allows the same name twice in an object."""
 
 
-def plan_of(schema: Any, form: Grammar) -> SchemaPlan:
+def plan_of(schema: Any, grammar: Grammar) -> SchemaPlan:
     """Plan how to enforce a schema. Raises ``SchemaError`` if it cannot be enforced."""
-    others: Others = "named" if form.is_closed else form.additional_properties or "closed"
-    is_free = form.property_order == "free"
-    return _plan(msgspec.json.encode(schema), others, is_free, form.is_lenient)
+    others: Others = "named" if grammar.is_closed else grammar.additional_properties or "closed"
+    is_free = grammar.property_order == "free"
+    return _plan(msgspec.json.encode(schema), others, is_free, grammar.is_lenient)
 
 
 @lru_cache(maxsize=MAX_KEPT)

@@ -22,9 +22,9 @@ DATE = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_MONTH_AND_DAY})"  # valid calendar date
 _DATED = f"(?:{_LEAP_YEAR}-02-29|{_YEAR}-{_DAY})"
 _CLOCK = r"\d\d:\d\d:[0-5]"
 _ATOM = r"[a-zA-Z0-9!#$%&'*+\-/=?^_`{|}~]+"
-_LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
-_BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_HOST = rf"(?:{_LABEL}(?:\.{_LABEL})*|\[(?:{_BYTE}\.){{3}}{_BYTE}\])"
+LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HOST = rf"(?:{LABEL}(?:\.{LABEL})*|\[(?:{BYTE}\.){{3}}{BYTE}\])"
 # These replace llguidance's formats: it allows host labels of any length, RFC 1123 at most 63.
 INSTEAD_OF_FORMAT: dict[str, dict[str, Any]] = {
     "email": {"pattern": rf"^{_ATOM}(?:\.{_ATOM})*@{_HOST}$"},
@@ -42,8 +42,8 @@ MORE_OF_FORMAT: dict[str, dict[str, Any]] = {
 
 # ECMAScript's \s. llguidance also counts U+0085 and does not count U+FEFF. Rust allows a class
 # within a class.
-_SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
-_CLASSES = {r"\s": f"[{_SPACE}]", r"\S": f"[^{_SPACE}]"}
+SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
+_CLASSES = {r"\s": f"[{SPACE}]", r"\S": f"[^{SPACE}]"}
 
 
 EVERY_TYPE = ("null", "boolean", "integer", "number", "string", "array", "object")

@@ -42,14 +42,14 @@ AS_TRAINED: JsonCompileOptions = {
 NamedGrammar = dict[str, Any]  # a grammar of llguidance's with its name
 
 
-def sources_of(form: Grammar, special_of: SpecialOf = none_special) -> list[str]:
+def sources_of(grammar: Grammar, special_of: SpecialOf = none_special) -> list[str]:
     """Return the inputs for llguidance: one, or two that must both accept the output.
 
     special_of: returns the special token with a given text. Raises ``GrammarError``.
     """
-    found = [_source(list(_grammars(form, "wanted", special_of)))]
-    if any(each.whitespace is not None for each in (form, *form.parts)):
-        found.append(_source(list(_grammars(form, "wanted", special_of, is_spacing=True))))
+    found = [_source(list(_grammars(grammar, "wanted", special_of)))]
+    if any(each.whitespace is not None for each in (grammar, *grammar.parts)):
+        found.append(_source(list(_grammars(grammar, "wanted", special_of, is_spacing=True))))
     return found
 
 
@@ -62,7 +62,7 @@ def _source(grammars: Sequence[NamedGrammar]) -> str:
 
 
 def _grammars(
-    form: Grammar, name: str, special_of: SpecialOf, *, is_spacing: bool = False
+    grammar: Grammar, name: str, special_of: SpecialOf, *, is_spacing: bool = False
 ) -> Iterator[NamedGrammar]:
     """Yield the grammar under this name, then the grammars that it refers to.
 
@@ -70,42 +70,42 @@ def _grammars(
     """
 
     def of_value(schema: Any, name: str) -> NamedGrammar:
-        if is_spacing and form.whitespace is not None:
-            return {"lark_grammar": _spacing(form.whitespace), "name": name}
-        return of_schema(schema, form, name)
+        if is_spacing and grammar.whitespace is not None:
+            return {"lark_grammar": _spacing(grammar.whitespace), "name": name}
+        return of_schema(schema, grammar, name)
 
-    if form.kind == "json_object":
+    if grammar.kind == "json_object":
         yield of_value({"type": "object"}, name)
-    elif form.kind == "json":
-        yield of_value(msgspec.json.decode(form.text), name)
-    elif form.kind == "structural_tag":
-        tags = msgspec.json.decode(form.text)
+    elif grammar.kind == "json":
+        yield of_value(msgspec.json.decode(grammar.text), name)
+    elif grammar.kind == "structural_tag":
+        tags = msgspec.json.decode(grammar.text)
         yield {"lark_grammar": lark_of(tags, special_of, name), "name": name}
         for number, structure in enumerate(tags["structures"]):
             yield of_value(structure["schema"], f"{name}_{number}")
-    elif form.kind in ("regex", "choice"):
-        yield {"lark_grammar": _of_expression(form), "name": name}
+    elif grammar.kind in ("regex", "choice"):
+        yield {"lark_grammar": _of_expression(grammar), "name": name}
     else:
-        yield {"lark_grammar": _of_grammar(form.text), "name": name}
-        for number, part in enumerate(form.parts):
+        yield {"lark_grammar": _of_grammar(grammar.text), "name": name}
+        for number, part in enumerate(grammar.parts):
             yield from _grammars(part, f"part_{number}", special_of, is_spacing=is_spacing)
 
 
-def of_schema(schema: Any, form: Grammar, name: str) -> NamedGrammar:
+def of_schema(schema: Any, grammar: Grammar, name: str) -> NamedGrammar:
     """Compile a schema to a grammar with this name. Raises ``SchemaError``."""
     from llguidance import LLMatcher
 
-    options: JsonCompileOptions = {"whitespace_pattern": form.whitespace or WHITESPACE}
-    if form.is_dense:
+    options: JsonCompileOptions = {"whitespace_pattern": grammar.whitespace or WHITESPACE}
+    if grammar.is_dense:
         options = {"whitespace_flexible": False}
-    elif form.is_as_trained:
+    elif grammar.is_as_trained:
         options = {**AS_TRAINED}
-    if form.is_lenient:
+    if grammar.is_lenient:
         options = {**options, "lenient": True}
-    text = json_text(plan_of(schema, form).written)
+    text = json_text(plan_of(schema, grammar).written)
     made = LLMatcher.grammar_from_json_schema(text, overrides=options)
-    (grammar,) = msgspec.json.decode(made)["grammars"]
-    return {**grammar, "name": name}
+    (compiled,) = msgspec.json.decode(made)["grammars"]
+    return {**compiled, "name": name}
 
 
 def _spacing(pattern: str) -> str:
@@ -135,14 +135,14 @@ def _may_be_empty(pattern: str) -> bool:
         return True
 
 
-def _of_expression(form: Grammar) -> str:
+def _of_expression(grammar: Grammar) -> str:
     from llguidance import LLMatcher
 
-    expression = form.text
-    if form.kind == "choice":
-        expression = "|".join(map(quoted, msgspec.json.decode(form.text)))
-    (grammar,) = msgspec.json.decode(LLMatcher.grammar_from_regex(expression))["grammars"]
-    found: str = grammar["lark_grammar"]
+    expression = grammar.text
+    if grammar.kind == "choice":
+        expression = "|".join(map(quoted, msgspec.json.decode(grammar.text)))
+    (compiled,) = msgspec.json.decode(LLMatcher.grammar_from_regex(expression))["grammars"]
+    found: str = compiled["lark_grammar"]
     return found
 
 

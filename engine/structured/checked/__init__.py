@@ -1,1 +1,1 @@
-"""What a grammar cannot hold is enforced on the JSON written so far."""
+"""Enforces the parts of JSON schemas that a grammar cannot, on the JSON written so far."""

@@ -1,8 +1,8 @@
-"""Looks ahead: can what is written still be finished, and what may the next name or value be?
+"""Looks ahead: whether a text can still become valid, and which names or values may follow.
 
-It errs to one side: what it finds impossible is, and what it finds possible may turn out not to be.
-Where only a value's own rules count, what they leave is found once for all texts; it is looked at
-what a name or a value would bring about only where other rules depend on it.
+It errs to one side: what it calls impossible is impossible, what it calls possible may not be.
+Where only a value's own rules matter, the result is computed once for all texts; the effect of a
+name or value is only tried where other rules depend on it.
 """
 
 from __future__ import annotations
@@ -17,33 +17,31 @@ from engine.structured.checked.frames import MOST_NESTED, UNSEEN, ValueFrame, ve
 from engine.structured.checked.places import KINDS, Place, PlaceTable, Vector
 
 Found = TypeVar("Found")
-Options = tuple[bytes, ...] | None  # all beginnings that are allowed, ``None`` for any
-MOST_NAMES = 256  # that are looked at one by one
+Options = tuple[bytes, ...] | None  # all allowed spellings, ``None`` if any is
+MOST_NAMES = 256  # names that are tried one by one
 MOST_MISSING = 64  # ways to add members that are tried
-MOST_LOOKS = 200  # values that are looked at for one question
-MOST_KEPT = 4_000  # answers
-MOST_DIGITS = 8  # of a number of which an answer is kept
-_GROWING = re.compile(rb"-?[0-9.]+[eE]\+?[0-9]+")  # with further digits, farther from zero
-MAX_DEPTH, MAX_COMPARED_DEPTH = 2, 6  # values that are looked at, one after the other
+MOST_LOOKS = 200  # values that are tried per query
+MOST_KEPT = 4_000  # cached results
+MOST_DIGITS = 8  # of a number whose result is cached
+_GROWING = re.compile(rb"-?[0-9.]+[eE]\+?[0-9]+")  # further digits only increase the magnitude
+MAX_DEPTH, MAX_COMPARED_DEPTH = 2, 6  # values tried in succession
 OTHER_NAME = "\uffff another"
 
 
 class Ahead:
-    """Looks ahead in the texts of one schema."""
+    """Looks ahead in texts of one schema, with caches."""
 
     def __init__(self) -> None:
         self._depth = 0
-        self._num_looks = 0  # values that were looked at for one question
-        self._num_out = 0  # values around the one that is looked at that are looked at, too
-        self._kept: dict[
-            tuple[str, int, int, Any], tuple[Any, str]
-        ] = {}  # answers, with the keyword
-        # By place and digits, whether they begin a number that is right, with the keyword.
+        self._num_looks = 0  # values tried for the current query
+        self._num_out = 0  # enclosing values that are tried, too
+        self._kept: dict[tuple[str, int, int, Any], tuple[Any, str]] = {}  # results with ``why``
+        # By place and digits: whether they start a valid number, with ``why``.
         self._numbers: dict[tuple[Place, bytes], tuple[bool, str]] = {}
-        self.why = ""  # what was answered last cannot go on
+        self.why = ""  # the keyword that made the last result negative
 
     def is_alive(self, frame: ValueFrame) -> bool:
-        """Whether an object or an array, in which no value is open, may be closed at some time."""
+        """Whether an object or array that waits for a comma or its end can be completed."""
         if frame.parent is None or not frame.is_watched or self._is_as_before(frame):
             return True
         return bool(self._kept_or("alive", frame, self._is_alive))
@@ -52,12 +50,12 @@ class Ahead:
         if self._may_close(frame):
             return True
         if frame.table.kind == "object":
-            # Where values are compared, there must be one that is not there yet.
+            # Where values are compared, a name must be left that leads to a new value.
             return (not frame.is_compared or self.names(frame) != ()) and self._can_finish(frame)
         return self.may_go_on(frame) and self._can_finish_array(frame)
 
     def may_go_on(self, frame: ValueFrame) -> bool:
-        """Whether another member or item may follow."""
+        """Whether a comma may follow, with another member or item."""
         if not frame.is_watched:
             return True
         if frame.table.kind == "object":
@@ -66,7 +64,7 @@ class Ahead:
         return self._judged(began) and self.has_value(began)
 
     def names(self, frame: ValueFrame) -> Options:
-        """What the next name may be, with the quotation mark before it."""
+        """Return the allowed next names, each with its opening quotation mark."""
         if not frame.is_watched:
             return None
         if frame.next_names is UNSEEN:
@@ -77,7 +75,7 @@ class Ahead:
         return found
 
     def values(self, frame: ValueFrame, kind: str) -> Options:
-        """What the value that is open may be, of one kind: strings without quotation marks."""
+        """Return the allowed values of this kind, strings without quotation marks."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
         listed = place.listed(kind)
@@ -101,7 +99,7 @@ class Ahead:
         return [v for v in place.listed(kind) if self._is_option(frame, v, verdicts)]
 
     def _kept_or(self, what: str, frame: ValueFrame, look: Callable[[ValueFrame], Found]) -> Found:
-        """The answer to a question that was put to such a frame before, as deeply as now."""
+        """Return the cached result for an equivalent frame at the same depth, or compute it."""
         standing = frame.standing
         if standing is None:
             return look(frame)
@@ -117,12 +115,12 @@ class Ahead:
         return found
 
     def may_become(self, frame: ValueFrame, text: bytes) -> bool:
-        """Whether these digits, or more after them, are a number that is right."""
+        """Whether these digits are the start of a valid number."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
         if not place.is_must or len(text) > MOST_DIGITS:
             return self._may_become(frame, place, text)
-        # Nothing but the place decides, and a mask tries all short numbers that are tokens.
+        # Only the place decides, and a mask tries every short number that is a token.
         key = place, text
         if key not in self._numbers:
             if len(self._numbers) >= MOST_KEPT:
@@ -150,7 +148,7 @@ class Ahead:
         return most is None or number * 1000 <= most
 
     def _is_within(self, place: Place, number: Number) -> bool:
-        """Whether a number that can only go farther from zero is within its range."""
+        """Whether a number whose magnitude can only grow is still in its range."""
         if place.most_number is not None and number > max(place.most_number, 0):
             self.why = "maximum"
             return False
@@ -168,7 +166,7 @@ class Ahead:
         return self._judged(with_news(frame.filled(vector, number)))
 
     def is_possible(self, frame: ValueFrame, value: Exact) -> bool:
-        """Whether the value that is open may be this one, a literal."""
+        """Whether the open value may be this literal."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
         if place.is_must and not frame.compares:
@@ -178,7 +176,7 @@ class Ahead:
         return self._may_be(frame, verdicts_on(place, value), value)
 
     def has_value(self, frame: ValueFrame) -> bool:
-        """Whether the value that is open may be anything at all."""
+        """Whether any value may be written here."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
         if (not frame.compares or place.is_endless) and (place.is_easy or place.is_must):
@@ -186,14 +184,14 @@ class Ahead:
         return any(self._has_kind(frame, kind) for kind in KINDS)
 
     def _has_container(self, frame: ValueFrame, table: PlaceTable) -> bool:
-        """Whether the value that is open may be an object, or an array."""
+        """Whether the open value may be an object, or an array."""
         if not frame.compares or table.place.is_endless:
             return True
         began = with_news(ValueFrame.begun(table, frame))
         return self._judged(began) and self._deeper(lambda: self.is_alive(began))
 
     def _has_kind(self, frame: ValueFrame, kind: str) -> bool:
-        """Whether the value that is open may be one of this kind."""
+        """Whether the open value may be of this kind."""
         assert frame.open is not None, "a value is expected"
         place = frame.open[1].place
         table = place.table(kind)
@@ -211,11 +209,11 @@ class Ahead:
     # -- helpers
 
     def _is_as_before(self, frame: ValueFrame) -> bool:
-        """Whether the last member changed nothing about what else must be or may be there."""
+        """Whether the last member affects neither required nor allowed names."""
         return frame.last in frame.table.quiet and not frame.is_compared
 
     def _fits(self, vector: Vector) -> bool:
-        """Whether verdicts that all count are right."""
+        """Whether none of these verdicts failed."""
         for verdict in vector:
             if isinstance(verdict, str):
                 self.why = verdict
@@ -223,7 +221,7 @@ class Ahead:
         return True
 
     def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
-        """known: whether values with such verdicts may follow, where nothing else matters."""
+        """Whether a listed value may follow. known: results by verdicts, where those decide."""
         assert frame.open is not None, "a value is expected"
         vector = frame.open[1].place.on_listed(value)
         is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
@@ -234,11 +232,11 @@ class Ahead:
         return known[vector]
 
     def _may_be(self, frame: ValueFrame, vector: Vector, value: Exact) -> bool:
-        """Whether the text may go on after a value with these verdicts."""
+        """Whether the text may continue after a value with these verdicts."""
         filled = with_news(frame.filled(vector, value))
         if not self._judged(filled):
             return False
-        # Where values are compared, one that is not there yet may come late in an object.
+        # Where values are compared, the difference may come late in an object.
         most = MAX_COMPARED_DEPTH if filled.is_compared else MAX_DEPTH
         return self._deeper(lambda: self.is_alive(filled), most)
 
@@ -271,7 +269,7 @@ class Ahead:
             self._num_out -= 1
 
     def _fits_closed(self, frame: ValueFrame, closed: ValueFrame) -> bool:
-        """Whether the frame may end as ``closed``, without a look at what follows in its parent."""
+        """Whether the frame may close here, judged without what follows in its parent."""
         parent, place = frame.parent, frame.table.place
         assert parent is not None, "the document itself is not closed"
         if place.is_must and not frame.is_compared:
@@ -296,7 +294,7 @@ class Ahead:
         return tuple(b'"' + name.encode() for name in names if self._is_possible(frame, name))
 
     def _names_left(self, frame: ValueFrame) -> Sequence[str] | None:
-        """The names that may follow; ``None`` if there is no end of them."""
+        """Return the known names that may follow; ``None`` if other names may follow too."""
         place = frame.table.place
         if place.has_patterns or self._judged(with_news(frame.named(OTHER_NAME, place.others))):
             return None
@@ -316,12 +314,12 @@ class Ahead:
         return self._is_as_before(began) or self._deeper(lambda: self._is_finished_by(began))
 
     def _is_finished_by(self, began: ValueFrame) -> bool:
-        """Whether the object can be finished after a value that nothing is known of."""
+        """Whether the object can be completed after an unknown value."""
         filled = self._filled(began)
         return self._may_close(filled) or self._can_finish(filled)
 
     def _can_finish(self, frame: ValueFrame) -> bool:
-        """Whether members that nothing is known of may make an object whole."""
+        """Whether members with unknown values can complete an object."""
         why, waiting, seen = self.why, [frame], {frozenset[str](frame.names)}
         closed = frame.closed()
         if not self._fits_closed(frame, closed):
@@ -333,7 +331,7 @@ class Ahead:
         for _ in range(MOST_MISSING):
             if not waiting:
                 self.why = why
-                # A name that only a pattern matches may do what no known name does.
+                # A name that matches a pattern may do what no known name does.
                 place = frame.table.place
                 return place.has_patterns or len(place.known_names) > MOST_NAMES
             frame = waiting.pop()
@@ -344,17 +342,17 @@ class Ahead:
                 if (names := frozenset((*frame.names, name))) not in seen:
                     seen.add(names)
                     waiting += self._with_member(frame, name)
-        return True  # it would take too long to find out
+        return True  # unknown: the search would take too long
 
     def _with_member(self, frame: ValueFrame, name: str) -> Iterator[ValueFrame]:
-        """With a member of which only the name is known, unless that is not allowed."""
+        """Yield the frame with a member of unknown value, unless the member is not allowed."""
         is_other = name.startswith(OTHER_NAME)
         began = with_news(frame.named(name, frame.table.place.others if is_other else None))
         if self._judged(began):
             yield self._filled(began)
 
     def _others(self, frame: ValueFrame, closed: ValueFrame) -> list[str]:
-        """Names that may still be written: last those that it lacks."""
+        """Return the names that may still be added, the missing ones last."""
         lacking = [n for n in closed.missing if isinstance(n, str) and n not in frame.names]
         if len(frame.table.place.known_names) > MOST_NAMES:
             return lacking
@@ -366,7 +364,7 @@ class Ahead:
         return [*found, *lacking]
 
     def _filled(self, began: ValueFrame) -> ValueFrame:
-        """With a value that nothing is known of."""
+        """Add an unknown value."""
         assert began.open is not None, "a value is open"
         return with_news(began.filled(began.open[1].place.start, UNKNOWN))
 
@@ -390,7 +388,7 @@ class Ahead:
         return True
 
     def _num_options(self, began: ValueFrame) -> int | None:
-        """How many different values an item may have; ``None`` if there is no end of them."""
+        """Count the different values that an item may have; ``None`` if there are too many."""
         assert began.open is not None, "an item is expected"
         place, found = began.open[1].place, 0
         if place.is_endless:
@@ -412,14 +410,14 @@ class Ahead:
 
 
 def verdict_of(frame: ValueFrame) -> Verdict:
-    """How the whole text stands."""
+    """Return the verdict on the whole text."""
     while frame.parent is not None:
         frame = frame.parent
     return frame.verdicts[-1]
 
 
 def spellings(value: Exact) -> tuple[bytes, ...]:
-    """How a value may begin to be written, of one of which all is known."""
+    """Return how a known value may start in JSON."""
     if isinstance(value, str):
         return (value.encode("utf-8", "surrogatepass"),)
     return (str(value).encode(),)

@@ -1,4 +1,4 @@
-"""Follows a text of JSON byte by byte, and forbids what no right text begins with.
+"""Follows JSON text byte by byte, and refuses bytes after which no valid text can follow.
 
 state = Checker(schema).begin()
 state.feed(b'{"names": ["a", "a"')   # False
@@ -41,13 +41,13 @@ SYNTAX = "JSON"
 
 
 class Checker:
-    """A schema, ready to follow any number of texts."""
+    """A schema, compiled to check any number of texts."""
 
     def __init__(self, schema: Any) -> None:
-        """Raises ``SchemaError`` for what cannot be checked."""
+        """Raises ``SchemaError`` for a schema that cannot be checked."""
         self.is_only_of_names = schema is True
-        """Whether nothing is wrong but a name that is written twice, and what is never right: a
-        huge number, and half a character."""
+        """Whether it only refuses repeated names and what is invalid in any text: huge numbers and
+        lone surrogates."""
         self.places = PlaceIndex()
         outermost = Rule()
         outermost.elements = Elements()
@@ -56,13 +56,12 @@ class Checker:
         self.ahead = Ahead()
 
     def begin(self) -> CheckerState:
-        """Nothing is written."""
-        state = CheckerState(self, ValueFrame.begun(self._top, None).at_item())
-        return state
+        """Return the state before the first byte."""
+        return CheckerState(self, ValueFrame.begun(self._top, None).at_item())
 
 
 class CheckerState:
-    """How far a text has come. One that has failed is of no further use."""
+    """The state of one text so far. Useless after a failure."""
 
     __slots__ = ("buffer", "checker", "escape", "frame", "is_first", "mode", "options", "why")
 
@@ -70,14 +69,14 @@ class CheckerState:
         self.checker = checker
         self.frame = frame
         self.mode = VALUE
-        self.buffer = b""  # of the string, the number or the literal that is being written
-        self.escape = 0  # characters that an escape still lacks
-        self.is_first = False  # nothing stands yet in the object or the array
-        self.options: tuple[bytes, ...] | None = None  # all that the string may become
+        self.buffer = b""  # the unfinished string, number or literal
+        self.escape = 0  # characters that an unfinished escape still needs
+        self.is_first = False  # right after an opening bracket
+        self.options: tuple[bytes, ...] | None = None  # the only allowed contents of the string
         self.why = ""
 
     def copy(self) -> CheckerState:
-        """Another that stands there."""
+        """Return an independent copy of the state."""
         other = CheckerState.__new__(CheckerState)
         other.checker, other.frame, other.mode = self.checker, self.frame, self.mode
         other.buffer, other.escape, other.is_first = self.buffer, self.escape, self.is_first
@@ -86,13 +85,13 @@ class CheckerState:
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes without which any text may follow; ``None`` if each is looked at."""
+        """The bytes to look at here; all others are allowed. ``None`` if each byte must be fed."""
         is_text = self.mode == STRING or (self.mode == NAME and self.buffer)
         return IN_STRINGS if is_text and self.options is None and not self.escape else None
 
     @property
     def skips(self) -> bytes:
-        """The bytes that change nothing about what may follow."""
+        """The bytes that do not change what may follow."""
         if self.mode == COLON:
             return SPACES + b":"
         is_between = self.mode in (VALUE, AFTER) or (self.mode == NAME and not self.buffer)
@@ -100,7 +99,7 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """The quotation marks that a text has at least which may not follow."""
+        """The fewest quotation marks in a text that may be refused here."""
         if not self.checker.is_only_of_names:
             return 0
         if self.mode == NUMERAL and b"e" in self.buffer.lower():
@@ -111,8 +110,8 @@ class CheckerState:
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts after which a string may not end, where a grammar may not let it go on: what else
-        may follow them is to be looked at."""
+        """Texts that would end a string as one that is used already, while the grammar may not
+        allow a longer one: what follows them must be checked."""
         text, mode = self.buffer, self.mode
         if mode not in (VALUE, STRING, NAME) or not (taken := self._taken()):
             return []
@@ -125,8 +124,7 @@ class CheckerState:
         return [each[len(text) :] for each in taken if each.startswith(text)]
 
     def _taken(self) -> list[bytes]:
-        """The strings, or the names, that are written and must not come again, if not any others
-        may be."""
+        """Return the strings or names already used here, if the schema does not allow any other."""
         frame = self.frame
         if self.mode == NAME:
             names = frame.names if frame.table.place.has_names and self.buffer else ()
@@ -137,18 +135,18 @@ class CheckerState:
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may be whole."""
+        """Whether the text may end here."""
         if self.mode == NUMERAL and self.frame.parent is None:
             return self.copy()._end_number()
         return self.is_whole
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing but spaces may follow."""
+        """Whether only spaces may follow."""
         return self.mode == AFTER and self.frame.parent is None
 
     def feed(self, data: bytes) -> bool:
-        """Go on by these bytes. ``False`` if no right text begins so; ``why`` then names the
+        """Feed more bytes. Returns ``False`` if no valid text starts so; ``why`` then names the
         keyword."""
         at = 0
         while at < len(data):
@@ -158,8 +156,8 @@ class CheckerState:
         return True
 
     def feed_value(self, data: bytes, at: int) -> int:
-        """Go on up to the end of the value, of which other text follows. Where it stopped; -1 if
-        no right value begins so."""
+        """Feed bytes up to the end of the value. Returns the index after the last byte used, or -1
+        if no valid value starts so."""
         while at < len(data) and not self.is_whole:
             at = _READERS[self.mode](self, data, at)
             if at < 0:
@@ -168,10 +166,10 @@ class CheckerState:
 
     @property
     def is_untouched(self) -> bool:
-        """Whether nothing but spaces is written."""
+        """Whether only spaces were fed."""
         return self.mode == VALUE and self.frame.parent is None
 
-    # -- one thing each; they return where they stopped, or -1
+    # -- readers of one element each; they return the next index, or -1 on failure
 
     def _value(self, data: bytes, at: int) -> int:
         byte = data[at]
@@ -192,7 +190,7 @@ class CheckerState:
         return at + 1 if mode == STRING else at
 
     def _name(self, data: bytes, at: int) -> int:
-        """Before and in the name of a property."""
+        """Read in or before the name of a property."""
         if self.buffer:
             return self._text(data, at)
         byte = data[at]
@@ -238,7 +236,7 @@ class CheckerState:
         return at + 1 if self._start_item() else -1
 
     def _text(self, data: bytes, at: int) -> int:
-        """In a string."""
+        """Read in a string."""
         if self.escape:
             return self._escaped(data, at)
         found = _SPECIAL.search(data, at)
@@ -290,7 +288,7 @@ class CheckerState:
         return -1
 
     def _judged(self) -> bool:
-        """Whether the text may still become right, by what its values say."""
+        """Whether the values so far leave the text valid."""
         verdict = verdict_of(self.frame)
         if isinstance(verdict, str):
             self.why = verdict
@@ -303,8 +301,8 @@ class CheckerState:
         return self._judged()
 
     def _learn(self, kind: str, word: Exact) -> bool:
-        """The kind of the scalar that begins. word: if it is a literal."""
-        # Each digit begins the same kind, and each is tried before one of them is written.
+        """Begin a scalar of this kind. word: its value, if it is a literal."""
+        # All digits begin the same kind, and a mask tries each of them.
         learned = self.frame.learned
         if (kind, word) not in learned:
             learned[kind, word] = self._learned(kind, word)
@@ -312,7 +310,7 @@ class CheckerState:
         return not self.why
 
     def _learned(self, kind: str, word: Exact) -> tuple[ValueFrame, tuple[bytes, ...] | None, str]:
-        """The frame that knows the kind, what the scalar may become, and why it must not begin."""
+        """Return the next frame, the allowed contents, and why the scalar must not begin."""
         assert self.frame.open is not None, "a value is expected"
         frame, ahead = self.frame, self.checker.ahead
         vector = self.frame.open[1].place.table(kind).vector
@@ -370,7 +368,7 @@ class CheckerState:
         return self._fill(number_of(self.buffer.decode()))
 
     def _fill(self, value: Exact) -> bool:
-        """A scalar is whole."""
+        """End a scalar."""
         assert self.frame.open is not None, "a value is expected"
         place = self.frame.open[1].place
         return self._filled(self.frame, place.on_scalar(value), value)
@@ -379,7 +377,7 @@ class CheckerState:
         self.mode, self.options = AFTER, None
         if frame.keeps_values or value is UNKNOWN:
             self.frame, self.why = self._after_value(frame, vector, value)
-        else:  # Values with the same verdicts go on alike.
+        else:  # values with equal verdicts lead to equal states
             if vector not in frame.learned:
                 frame.learned[vector] = self._after_value(frame, vector, value)
             self.frame, self.why = frame.learned[vector]
@@ -388,7 +386,7 @@ class CheckerState:
     def _after_value(
         self, frame: ValueFrame, vector: Vector, value: Exact
     ) -> tuple[ValueFrame, str]:
-        """The frame with its value, and why the text cannot go on after it."""
+        """Return the frame after its value, and why the text cannot continue after it."""
         filled = with_news(frame.filled(vector, value))
         verdict = verdict_of(filled)
         if isinstance(verdict, str):
@@ -397,7 +395,7 @@ class CheckerState:
         return filled, "" if ahead.is_alive(filled) else ahead.why or SYNTAX
 
     def _fits(self) -> bool:
-        """Whether what is written of a string or a number begins something that is allowed."""
+        """Whether the unfinished string or number can become an allowed one."""
         written = self.buffer
         if self.options is None:
             if self.mode != NUMERAL or self.checker.ahead.may_become(self.frame, written):
@@ -405,7 +403,7 @@ class CheckerState:
             self.why = self.checker.ahead.why
             return False
         if self.mode == NUMERAL and _FRACTION.search(written):
-            return True  # it may be the same number in other digits
+            return True  # it may be an allowed number in other digits
         if self.mode != NUMERAL and b"\\" in written:
             written = _unescaped(written)
         if any(option.startswith(written) for option in self.options):
@@ -416,7 +414,7 @@ class CheckerState:
 
 def _after_spaces(data: bytes, at: int) -> int:
     found = _SPACES.match(data, at)
-    assert found is not None, "it matches nothing, too"
+    assert found is not None, "the pattern matches the empty text"
     return found.end()
 
 
@@ -429,7 +427,7 @@ def _decoded(text: bytes) -> str | None:
 
 
 def _unescaped(text: bytes) -> bytes:
-    """What is written of a string, without an escape that is not whole."""
+    """Decode a string up to its last complete escape."""
     quote = text[:1] if text.startswith(b'"') else b""
     rest = text[len(quote) :]
     for cut in range(7):

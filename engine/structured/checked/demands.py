@@ -1,6 +1,6 @@
-"""The demands of a rule, each as a function of the value that is being written.
+"""Translates the demands of a rule to functions that judge the value being written.
 
-It gets a frame (``frames``), or a ``Scalar``, whose ``verdicts`` has those of the rules before.
+Each takes a frame (see ``frames``) or a ``Scalar``, whose ``verdicts`` has those of earlier rules.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from engine.structured.checked.exact import is_whole
 from engine.structured.checked.rules import Rule
 
 Verdict = bool | str | None
-Part = Callable[[Any], Verdict]  # a demand, of a value that is being written
+Judge = Callable[[Any], Verdict]  # judges one demand on a value that is being written
 UNKNOWN, OTHER = ("unknown",), ("other",)
-"""A scalar that nothing is known of, and one of which only is known that no schema lists it."""
+"""Scalars of which nothing is known, or only that no schema lists them."""
 UNREAD = (UNKNOWN, OTHER)
-Numbers = dict[Rule, int]  # of rules in what they are looked at together
+Numbers = dict[Rule, int]  # the index of each rule of a place
 
 
-def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Part, ...]:
-    """Demands of one rule on values of this kind, the cheaper ones first."""
-    found: list[Part] = []
+def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Judge, ...]:
+    """Return the judges of one rule for values of this kind, the cheap ones first."""
+    found: list[Judge] = []
     if kind in _OF_KIND:
         found += _OF_KIND[kind](rule, numbers)
     if rule.values is not None:
@@ -30,7 +30,7 @@ def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Part, ...]:
     return tuple(found)
 
 
-def _is_one_of(rule: Rule) -> Part:
+def _is_one_of(rule: Rule) -> Judge:
     values = rule.values or {}
 
     def judge(frame: Any) -> Verdict:
@@ -44,7 +44,7 @@ def _is_one_of(rule: Rule) -> Part:
 # -- schemas for the same value
 
 
-def _of_parts(rule: Rule, at: Numbers) -> Iterator[Part]:
+def _of_parts(rule: Rule, at: Numbers) -> Iterator[Judge]:
     for each in rule.all_of:
         yield _same_as(at[each])
     for group in rule.any_of:
@@ -58,11 +58,11 @@ def _of_parts(rule: Rule, at: Numbers) -> Iterator[Part]:
         yield _conditional(at[rule.condition], *(None if e is None else at[e] for e in ways))
 
 
-def _same_as(number: int) -> Part:
+def _same_as(number: int) -> Judge:
     return lambda frame: frame.verdicts[number]
 
 
-def _any_of(numbers: Sequence[int]) -> Part:
+def _any_of(numbers: Sequence[int]) -> Judge:
     def judge(frame: Any) -> Verdict:
         found: Verdict = "anyOf"
         for number in numbers:
@@ -76,7 +76,7 @@ def _any_of(numbers: Sequence[int]) -> Part:
     return judge
 
 
-def _one_of(numbers: Sequence[int]) -> Part:
+def _one_of(numbers: Sequence[int]) -> Judge:
     def judge(frame: Any) -> Verdict:
         num_true = num_open = 0
         for number in numbers:
@@ -90,7 +90,7 @@ def _one_of(numbers: Sequence[int]) -> Part:
     return judge
 
 
-def _negated(number: int) -> Part:
+def _negated(number: int) -> Judge:
     def judge(frame: Any) -> Verdict:
         verdict = frame.verdicts[number]
         return None if verdict is None else "not" if verdict is True else True
@@ -98,7 +98,7 @@ def _negated(number: int) -> Part:
     return judge
 
 
-def _conditional(condition: int, positive: int | None, negative: int | None) -> Part:
+def _conditional(condition: int, positive: int | None, negative: int | None) -> Judge:
     def judge(frame: Any) -> Verdict:
         verdicts = frame.verdicts
         verdict = verdicts[condition]
@@ -117,14 +117,14 @@ def _conditional(condition: int, positive: int | None, negative: int | None) -> 
 # -- scalars
 
 
-def _of_text(rule: Rule, numbers: Numbers) -> Iterator[Part]:
+def _of_text(rule: Rule, numbers: Numbers) -> Iterator[Judge]:
     for keyword, holds in rule.texts:
         yield _check_whole(keyword, holds)
     if rule.few_texts is not None:
         yield _is_in(rule.few_texts, "pattern")
 
 
-def _of_number(rule: Rule, numbers: Numbers) -> Iterator[Part]:
+def _of_number(rule: Rule, numbers: Numbers) -> Iterator[Judge]:
     if rule.types is not None and "number" not in rule.types:
         yield _check_whole("type", is_whole)
     for keyword, holds in rule.numbers:
@@ -133,7 +133,7 @@ def _of_number(rule: Rule, numbers: Numbers) -> Iterator[Part]:
         yield _is_in(rule.domain, "maximum")
 
 
-def _is_in(domain: range | dict[str, None], keyword: str) -> Part:
+def _is_in(domain: range | dict[str, None], keyword: str) -> Judge:
     def judge(frame: Any) -> Verdict:
         if frame.exact is UNKNOWN:
             return None
@@ -142,14 +142,14 @@ def _is_in(domain: range | dict[str, None], keyword: str) -> Part:
     return judge
 
 
-def _check_whole(keyword: str, holds: Callable[[Any], bool]) -> Part:
+def _check_whole(keyword: str, holds: Callable[[Any], bool]) -> Judge:
     return lambda frame: None if frame.exact in UNREAD else holds(frame.exact) or keyword
 
 
 # -- objects
 
 
-def _of_object(rule: Rule, numbers: Numbers) -> Iterator[Part]:
+def _of_object(rule: Rule, numbers: Numbers) -> Iterator[Judge]:
     if rule.members.required:
         yield _required(rule.members.required)
     if rule.members.least:
@@ -166,7 +166,7 @@ def _of_object(rule: Rule, numbers: Numbers) -> Iterator[Part]:
         yield _unevaluated(rule, numbers, "unevaluatedProperties")
 
 
-def _required(names: tuple[str, ...]) -> Part:
+def _required(names: tuple[str, ...]) -> Judge:
     def judge(frame: Any) -> Verdict:
         missing = (name for name in names if name not in frame.names)
         if (first := next(missing, None)) is None:
@@ -179,7 +179,7 @@ def _required(names: tuple[str, ...]) -> Part:
     return judge
 
 
-def _least_properties(least: int) -> Part:
+def _least_properties(least: int) -> Judge:
     def judge(frame: Any) -> Verdict:
         if len(frame.names) >= least:
             return True
@@ -191,7 +191,7 @@ def _least_properties(least: int) -> Part:
     return judge
 
 
-def _most_properties(most: int) -> Part:
+def _most_properties(most: int) -> Judge:
     def judge(frame: Any) -> Verdict:
         if len(frame.names) > most:
             return "maxProperties"
@@ -207,8 +207,8 @@ def _early_names(rule: Rule) -> tuple[str, ...] | None:
     return None if is_open else tuple(rule.members.properties)
 
 
-def _members(number: int, names: tuple[str, ...] | None) -> Part:
-    """What is known of the values of members or items: did one fail? names: that decide alone."""
+def _members(number: int, names: tuple[str, ...] | None) -> Judge:
+    """Judge the values of members or items. names: the only names with demands, if limited."""
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.account.failed.get(number)) is not None:
@@ -224,7 +224,7 @@ def _members(number: int, names: tuple[str, ...] | None) -> Part:
     return judge
 
 
-def _dependent_names(name: str, others: tuple[str, ...]) -> Part:
+def _dependent_names(name: str, others: tuple[str, ...]) -> Judge:
     def judge(frame: Any) -> Verdict:
         if name not in frame.names:
             return frame.is_over or all(each in frame.names for each in others) or None
@@ -239,7 +239,7 @@ def _dependent_names(name: str, others: tuple[str, ...]) -> Part:
     return judge
 
 
-def _dependent(name: str, number: int) -> Part:
+def _dependent(name: str, number: int) -> Judge:
     def judge(frame: Any) -> Verdict:
         verdict: Verdict = frame.verdicts[number]
         if name in frame.names or verdict is True:
@@ -252,7 +252,7 @@ def _dependent(name: str, number: int) -> Part:
 # -- arrays
 
 
-def _of_array(rule: Rule, numbers: Numbers) -> Iterator[Part]:
+def _of_array(rule: Rule, numbers: Numbers) -> Iterator[Judge]:
     if rule.elements.least:
         yield _least_items(rule.elements.least)
     if rule.elements.most is not None:
@@ -267,7 +267,7 @@ def _of_array(rule: Rule, numbers: Numbers) -> Iterator[Part]:
         yield _unevaluated(rule, numbers, "unevaluatedItems")
 
 
-def _least_items(least: int) -> Part:
+def _least_items(least: int) -> Judge:
     def judge(frame: Any) -> Verdict:
         if frame.count >= least:
             return True
@@ -279,7 +279,7 @@ def _least_items(least: int) -> Part:
     return judge
 
 
-def _most_items(most: int) -> Part:
+def _most_items(most: int) -> Judge:
     def judge(frame: Any) -> Verdict:
         if frame.count > most:
             return "maxItems"
@@ -294,7 +294,7 @@ def _unique(frame: Any) -> Verdict:
     return True if frame.is_over else None
 
 
-def _contains(rule: Rule, number: int) -> Part:
+def _contains(rule: Rule, number: int) -> Judge:
     least, most, room = (
         rule.elements.least_contained,
         rule.elements.most_contained,
@@ -319,8 +319,8 @@ def _contains(rule: Rule, number: int) -> Part:
 # -- what other rules have evaluated
 
 
-def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Part:
-    """Members and items that fail, unless a rule that holds has evaluated them."""
+def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
+    """Judge the members and items that no other valid rule may leave unevaluated."""
     number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:
@@ -335,7 +335,7 @@ def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Part:
 
 
 def _is_evaluated(rule: Rule, numbers: Numbers, key: Any, frame: Any) -> bool:
-    """Whether a part of the rule that may hold speaks of that member or item."""
+    """Whether a part of the rule that may hold evaluates this member or item."""
     if frame.may_contain(numbers[rule], key):
         return True
     waiting = _contributing(rule, numbers, frame)
@@ -363,14 +363,14 @@ def _contributing(rule: Rule, numbers: Numbers, frame: Any) -> list[Rule]:
 
 
 def names_members(rule: Rule) -> bool:
-    """Whether it demands something of values of properties."""
+    """Whether a rule has demands on the values of properties."""
     others = (rule.members.additional, rule.members.unevaluated)
     return bool(
         rule.members.properties or rule.members.patterns or any(each is not None for each in others)
     )
 
 
-_OF_KIND: dict[str, Callable[[Rule, Numbers], Iterator[Part]]] = {
+_OF_KIND: dict[str, Callable[[Rule, Numbers], Iterator[Judge]]] = {
     "string": _of_text,
     "number": _of_number,
     "object": _of_object,

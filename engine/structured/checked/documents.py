@@ -1,6 +1,6 @@
-"""A schema's document: where its parts are at home, and what references in it lead to.
+"""Resolves the references of a schema document.
 
-A part with an ``$id`` begins a resource of its own, in which anchors and fragments are looked up.
+A schema with an ``$id`` starts its own resource, in which anchors and fragments are looked up.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ ALONE = (
     *("items", "additionalItems", "contains", "unevaluatedItems", "additionalProperties"),
     *("propertyNames", "unevaluatedProperties", "not", "if", "then", "else"),
 )
-# By what stands in the address of a draft's own schema. Unknown ones are read as the newest.
+# Drafts by a part of the address of their own schema. Unknown ones are read as the newest.
 DRAFTS = {"draft-03": 3, "draft-04": 4, "draft-06": 6, "draft-07": 7, "2019-09": 2019}
 NEWEST = 2020
 
 
 class SchemaResource:
-    """A part of the document with an address."""
+    """A part of the document with its own address."""
 
     def __init__(self, address: str, root: Any, draft: int) -> None:
         self.address = address
@@ -38,17 +38,17 @@ class SchemaResource:
 
     @property
     def is_recursive(self) -> bool:
-        """Whether ``$recursiveRef`` may lead past it to one that refers to it."""
+        """Whether ``$recursiveRef`` may lead to an outer resource instead of this one."""
         return isinstance(self.root, dict) and self.root.get("$recursiveAnchor") is True
 
 
 class Document:
-    """All resources of a schema."""
+    """A schema document with all its resources."""
 
     def __init__(self, schema: Any) -> None:
         self._resources: dict[str, SchemaResource] = {}
         self._homes: dict[int, SchemaResource] = {}
-        self.is_dynamic = False  # some reference depends on how its schema was reached
+        self.is_dynamic = False  # a reference depends on how its schema was reached
         base = ""
         if isinstance(schema, dict) and isinstance(schema.get("$id"), str):
             base = urldefrag(_joined("", schema["$id"]))[0]
@@ -58,14 +58,14 @@ class Document:
 
     @property
     def resources(self) -> list[SchemaResource]:
-        """All of them, each once."""
+        """All resources, each once."""
         return list(dict.fromkeys(self._resources.values()))
 
     def home(self, schema: Schema) -> SchemaResource:
         return self._homes[id(schema)]
 
     def found(self, schema: Schema, reference: str, keyword: str) -> Any:
-        """What a reference leads to. Raises ``SchemaError`` if that is not in the document."""
+        """Resolve a reference. Raises ``SchemaError`` if its target is not in the document."""
         home = self.home(schema)
         if reference.startswith("#"):
             resource: SchemaResource | None = home
@@ -75,8 +75,7 @@ class Document:
             resource = self._resources.get(address)
         if resource is None:
             raise SchemaError(
-                f"{keyword} is {reference!r:.120}, which is another file: put what it has into "
-                "$defs"
+                f"{keyword} is {reference!r:.120}, which is another file: copy it into $defs"
             )
         fragment = unquote(fragment)
         target = (
@@ -85,7 +84,9 @@ class Document:
             else self._at(resource, fragment)
         )
         if not isinstance(target, dict | bool):
-            raise SchemaError(f"{keyword} is {reference!r:.120}, which leads to no schema")
+            raise SchemaError(
+                f"{keyword} is {reference!r:.120}, which is not a schema in the document"
+            )
         if isinstance(target, dict) and id(target) not in self._homes:
             self._walk(target, resource)
         return target
@@ -120,7 +121,7 @@ class Document:
             waiting.extend((part, resource) for part in parts(each))
 
     def _entered(self, schema: Schema, resource: SchemaResource) -> SchemaResource:
-        """The resource that a schema belongs to, within another."""
+        """Return the resource of a schema inside another."""
         named = schema.get("$id", schema.get("id") if resource.draft <= 4 else None)
         is_hidden = resource.draft <= 7 and "$ref" in schema
         if not isinstance(named, str) or is_hidden:
@@ -142,7 +143,7 @@ class Document:
 
 
 def parts(schema: Schema) -> Iterator[Any]:
-    """The schemas that stand in a schema."""
+    """Yield the schemas directly inside a schema."""
     for key, value in schema.items():
         if key in BY_NAME and isinstance(value, dict):
             yield from value.values()
@@ -153,12 +154,12 @@ def parts(schema: Schema) -> Iterator[Any]:
 
 
 def _joined(base: str, reference: str) -> str:
-    """The address to which a reference leads from there."""
+    """Resolve a reference against a base address."""
     if base.startswith("urn:") and not reference.startswith("#"):
         return reference
     if base.startswith("urn:"):
         return base + reference
     try:
         return urljoin(base, reference)
-    except ValueError:  # no address at all
+    except ValueError:  # malformed
         return reference

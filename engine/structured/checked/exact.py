@@ -1,7 +1,7 @@
-"""Values of JSON in a form that compares and hashes as JSON schema compares them.
+"""Converts JSON values to hashable ones that are equal exactly if JSON schema calls them equal.
 
-Numbers are equal by value (1 and 1.0 are one), booleans equal no number, and the order of an
-object's members says nothing. A string stands for itself, a number is an ``int`` or a ``Decimal``.
+Numbers are equal by value (1 equals 1.0), booleans equal no number, and the order of an object's
+members does not matter. A string stays a string, a number becomes an ``int`` or a ``Decimal``.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ Number = int | Decimal
 NULL, TRUE, FALSE = ("null",), ("true",), ("false",)
 LITERALS: dict[bytes, Exact] = {b"null": NULL, b"true": TRUE, b"false": FALSE}
 _KINDS = {"null": "null", "true": "boolean", "false": "boolean", "array": "array"}
-MOST_DIGITS = 4_000  # of a whole number that is one for Python
-HUGE = re.compile(rb"[eE][+-]?[0-9]{5}")  # no program reads such a number
+MOST_DIGITS = 4_000  # of an integer: Python limits the conversion
+HUGE = re.compile(rb"[eE][+-]?[0-9]{5}")  # hardly any program reads such a number
 NUMBER = re.compile(rb"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?")
 NUMBER_PREFIX = re.compile(
     rb"-?(?:(?:0|[1-9][0-9]*)(?:\.(?:[0-9]+(?:[eE](?:[+-]?[0-9]*)?)?)?|[eE](?:[+-]?[0-9]*)?)?)?"
@@ -26,7 +26,7 @@ NUMBER_PREFIX = re.compile(
 
 
 def number_of(text: str) -> Number:
-    """A number as JSON writes it, exactly."""
+    """Convert a number in JSON's notation, exactly."""
     if text.lstrip("-").isdecimal() and len(text) < MOST_DIGITS:
         return int(text)
     found = Decimal(text)
@@ -38,7 +38,7 @@ def number_of(text: str) -> Number:
 
 
 def exact(value: Any) -> Exact:
-    """The form of a value that a library has read."""
+    """Convert a value that a JSON library decoded."""
     if isinstance(value, str):
         return value
     if value is None or isinstance(value, bool):
@@ -63,7 +63,7 @@ def object_of(members: Iterable[tuple[str, Exact]]) -> Exact:
 
 
 def kind_of(value: Exact) -> str:
-    """The type that JSON schema calls it by; ``number`` for whole ones, too."""
+    """Return the value's type in JSON schema, with ``number`` for integers too."""
     if isinstance(value, str):
         return "string"
     if isinstance(value, tuple):
@@ -76,7 +76,7 @@ def is_whole(value: Number) -> bool:
 
 
 def is_multiple(value: Number, step: Number) -> bool:
-    """Whether a number is a multiple of another, both taken as they are written in decimals."""
+    """Whether a number is a multiple of another, computed exactly in decimals."""
     if not value or not step:
         return not value
     number, exponent = _scaled(value)
@@ -89,7 +89,7 @@ def is_multiple(value: Number, step: Number) -> bool:
 
 
 def _scaled(value: Number) -> tuple[int, int]:
-    """A positive whole number and the power of ten it is multiplied by."""
+    """Return the absolute value as an integer and a power of ten."""
     if isinstance(value, int):
         return abs(value), 0
     return int("".join(map(str, value.as_tuple().digits))), _exponent(value)

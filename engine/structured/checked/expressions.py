@@ -1,4 +1,4 @@
-"""Patterns of schemas, as ECMAScript reads them, by Python's expressions."""
+"""Runs the patterns of schemas, which are ECMAScript, with Python's ``regex`` package."""
 
 from __future__ import annotations
 
@@ -6,45 +6,46 @@ import re
 from collections.abc import Callable
 from functools import lru_cache
 
-from engine.structured.schemas import SchemaError
+from engine.structured.schemas import SPACE, SchemaError
 
-MAX_SECONDS = 0.5  # for one look at one text, on a busy machine too
-# What only looser readers take: repeats of nothing, brackets that are not escaped.
+MAX_SECONDS = 0.5  # per search of one text, also on a busy machine
+# Only lax readers accept these: repeats of nothing, unescaped brackets.
 _ESCAPED_OR_CLASS = re.compile(r"\\.|\[\^?(?:\\.|[^\]\\])*\]|\{\d+(?:,\d*)?\}", re.S)
 _LOOSE = re.compile(
     r"(?:^|[\^$(|])[*+?](?<!\(\?)|[\]{}]|[*+?][*+]|\(\?[^:=!<]|\(\?<?[=!][^()]*\)[*+?]"
 )
 _NO_ESCAPE = re.compile(r"\\[^dDwWsSbBtnvfr0-9cxukpP^$\\.*+?()\[\]{}|/-]")
-_SPACE = "\\t-\\r\\x20\\u00A0\\u1680\\u2000-\\u200A\\u2028\\u2029\\u202F\\u205F\\u3000\\uFEFF"
-_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": _SPACE}
-_OTHERS = {r"\D": "0-9", r"\W": "A-Za-z0-9_", r"\S": _SPACE}
+_CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_", r"\s": SPACE}
+_OTHERS = {r"\D": "0-9", r"\W": "A-Za-z0-9_", r"\S": SPACE}
 _PARTS = re.compile(r"\\c[A-Za-z]|\\u\{[0-9a-fA-F]+\}|\(\?<(?![=!])|\\k<|\\.|.", re.S)
 
 
 @lru_cache(maxsize=1024)
 def searcher(pattern: str) -> Callable[[str], bool]:
-    """Whether a text has a match somewhere. Raises ``SchemaError`` for what is no expression."""
+    """Make a function that searches a text. Raises ``SchemaError`` for a malformed pattern."""
     import regex
 
     try:
         found = regex.compile(_of_python(pattern), regex.V0)
     except regex.error as error:
-        raise SchemaError(f"pattern is {pattern!r:.80}, which is no expression: {error}") from error
+        raise SchemaError(
+            f"pattern is {pattern!r:.80}, which is not a regular expression: {error}"
+        ) from error
 
     def is_found(text: str) -> bool:
         try:
             return found.search(text, timeout=MAX_SECONDS) is not None
         except TimeoutError as error:
             raise SchemaError(
-                f"pattern is {pattern!r:.80}, which takes too long to search for: write it "
-                "without repeats of repeats"
+                f"pattern is {pattern!r:.80}, which takes too long to search for: avoid nested "
+                "repeats"
             ) from error
 
     return is_found
 
 
 def is_expression(pattern: str) -> bool:
-    """Whether this is a regular expression, by ECMAScript's stricter rules."""
+    """Whether this is a regular expression by ECMAScript's strict rules."""
     bare = _ESCAPED_OR_CLASS.sub(_kept_repeat, pattern)
     if _LOOSE.search(bare) or _NO_ESCAPE.search(pattern.replace("\\\\", "")):
         return False
@@ -60,7 +61,7 @@ def _kept_repeat(found: re.Match[str]) -> str:
 
 
 def _of_python(pattern: str) -> str:
-    """In Python's dialect."""
+    """Translate a pattern to Python's dialect."""
     written = []
     in_class = False
     for part in _PARTS.findall(pattern):

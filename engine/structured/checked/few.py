@@ -1,4 +1,4 @@
-"""All texts that match a pattern, where these are few."""
+"""Lists all texts that match a pattern, where there are few."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _RANGE = re.compile(rf"({_MEMBER})-({_MEMBER})|\\d|{_MEMBER}")
 
 
 class ManyError(Exception):
-    """They are too many, or the pattern is none of those that are looked at."""
+    """There are too many texts, or the pattern is not supported."""
 
 
 def few_texts(pattern: str) -> list[str] | None:
-    """All texts of a pattern of the whole text; ``None`` if they are more than a few."""
+    """List all texts that an anchored pattern matches; ``None`` if there are too many."""
     if not pattern.startswith("^") or not pattern.endswith("$") or pattern.endswith("\\$"):
         return None
     try:
@@ -41,7 +41,7 @@ class _FewReader:
         return self._at == len(self._text)
 
     def ways(self, *, is_outermost: bool = False) -> list[str]:
-        """What ``|`` separates. Outermost it would separate the ends of the text, too."""
+        """Read alternatives. Outermost ``|`` would also separate the anchors, so it is refused."""
         found = self._sequence()
         while self._takes("|"):
             if is_outermost:

@@ -1,4 +1,4 @@
-"""Formats of strings, by the documents that JSON schema names for them."""
+"""Checks the formats of strings, by the specifications that JSON schema refers to."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
 
 from engine.structured.checked.expressions import is_expression
-from engine.structured.schemas import DATE
+from engine.structured.schemas import DATE, LABEL
 
-MOST_LOCAL = 64  # characters before the host, by RFC 5321
+MOST_LOCAL = 64  # characters before the "@", by RFC 5321
 Check = Callable[[str], bool]
 
 _OFFSET = r"(?:[Zz]|[+-](?:[01]\d|2[0-3]):[0-5]\d)"
 _TIME = r"(?:[01]\d|2[0-3]):[0-5]\d:(?:[0-5]\d|60)(?:\.\d+)?" + _OFFSET
-_LABEL = r"[A-Za-z0-9](?:[A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
-_HOST = rf"(?=.{{1,253}}\Z){_LABEL}(?:\.{_LABEL})*"
+_HOST = rf"(?=.{{1,253}}\Z){LABEL}(?:\.{LABEL})*"
 _ATOM = r"[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]+"
 _IDN_ATOM = r"(?:[A-Za-z0-9!#$%&'*+/=?^_`{|}~-]|[^\x00-\x7F\s])+"
 _QUOTED = r'"(?:[\x20\x21\x23-\x5B\x5D-\x7E]|\\[\x20-\x7E])*"'
@@ -38,7 +37,7 @@ _TEMPLATE = (
 
 
 def _reference(more: str) -> tuple[str, str]:
-    """Addresses with a scheme, and all references, of RFC 3986 or 3987."""
+    """Return patterns of absolute and of all references by RFC 3986, or RFC 3987 with ``more``."""
     hexes = "%[0-9A-Fa-f]{2}"
     char = rf"(?:[{_UNRESERVED}{_SUB}:@{more}]|{hexes})"
     first = rf"(?:[{_UNRESERVED}{_SUB}@{more}]|{hexes})+"
@@ -91,7 +90,7 @@ def _ipv4(text: str) -> bool:
 
 
 def _host(text: str) -> bool:
-    """A label with two hyphens in third place is one in another alphabet, written in this."""
+    """Check a host; a label with "--" at index 2 is an encoded international one."""
     others = [label for label in text.split(".") if label[2:4] == "--"]
     return _ascii_host(text) and (not others or _idn_host(".".join(others)))
 
@@ -118,11 +117,11 @@ def _email(text: str) -> bool:
 
 def _idn_email(text: str) -> bool:
     local, _, host = text.rpartition("@")
-    return _idn_local(local) and len(local) <= 64 and _idn_host(host)
+    return _idn_local(local) and len(local) <= MOST_LOCAL and _idn_host(host)
 
 
 def _time(text: str) -> bool:
-    """A leap second is one at the end of a day of UTC."""
+    """Check a time; a leap second only occurs at the end of a day in UTC."""
     if not _clock(text):
         return False
     if text[6:8] != "60":

@@ -1,4 +1,4 @@
-"""Checkers of the forms that requests ask for."""
+"""Makes the checkers for parsed grammars."""
 
 from __future__ import annotations
 
@@ -14,50 +14,50 @@ from engine.structured.plans import SchemaPlan, plan_of
 from engine.structured.schemas import SchemaError
 
 
-def checker_of(form: Grammar) -> Checker | Layout | None:
-    """The checker of a form; ``None`` where its grammar holds all of it. Raises ``SchemaError`` for
-    what cannot be checked, unless the form passes over that."""
-    if form.kind in ("json", "json_object"):
-        schema = msgspec.json.decode(form.text) if form.kind == "json" else {"type": "object"}
-        plan = plan_of(schema, form)
+def checker_of(grammar: Grammar) -> Checker | Layout | None:
+    """Make the checker of a grammar; ``None`` if it needs none. Raises ``SchemaError`` for what
+    cannot be checked, unless the grammar is lenient."""
+    if grammar.kind in ("json", "json_object"):
+        schema = msgspec.json.decode(grammar.text) if grammar.kind == "json" else {"type": "object"}
+        plan = plan_of(schema, grammar)
         if plan.needs_checker:
-            return _checker(plan, form)
+            return _checker(plan, grammar)
         return Checker(True) if plan.may_repeat else None  # of names that come twice
-    if form.kind == "structural_tag":
-        tags = msgspec.json.decode(form.text)["structures"]
-        places = [(each["begin"], "", False, each["schema"], form) for each in tags]
+    if grammar.kind == "structural_tag":
+        tags = msgspec.json.decode(grammar.text)["structures"]
+        places = [(each["begin"], "", False, each["schema"], grammar) for each in tags]
     else:
         places = [
             (each.text, each.scope, each.follows, msgspec.json.decode(part.text), part)
-            for each in form.openings
-            if (part := form.parts[each.part]).kind == "json"
+            for each in grammar.openings
+            if (part := grammar.parts[each.part]).kind == "json"
         ]
     openings = [*_openings(places)]
     return Layout(openings) if openings else None
 
 
-Place = tuple[str, str, bool, Any, Grammar]  # an opening, and the schema that follows
+Place = tuple[str, str, bool, Any, Grammar]  # an opening with the schema that follows it
 
 
 def _openings(places: list[Place]) -> Iterator[PartOpening]:
-    """The openings after which some schema needs a checker."""
+    """Yield the openings with a schema that needs a checker."""
     together: dict[tuple[str, str, bool], list[tuple[SchemaPlan, Grammar]]] = {}
-    for text, scope, follows, schema, form in places:
-        plan = plan_of(schema, form)
-        together.setdefault((text, scope, follows), []).append((plan, form))
+    for text, scope, follows, schema, grammar in places:
+        plan = plan_of(schema, grammar)
+        together.setdefault((text, scope, follows), []).append((plan, grammar))
     for (text, scope, follows), plans in together.items():
         if any(plan.needs_checker for plan, _ in plans):
-            checkers = tuple(_checker(plan, form) for plan, form in plans)
+            checkers = tuple(_checker(plan, grammar) for plan, grammar in plans)
             yield PartOpening(text.encode(), checkers, scope.encode(), follows)
 
 
-def _checker(plan: SchemaPlan, form: Grammar) -> Checker:
+def _checker(plan: SchemaPlan, grammar: Grammar) -> Checker:
     try:
         return Checker(plan.schema)
     except SchemaError:
-        if not form.is_lenient:
+        if not grammar.is_lenient:
             raise
     schema = plan.schema
-    # A call of a tool is still known by its name.
+    # Several tools may share an opening: at least the name in a call is checked.
     name = schema.get("properties", {}).get("name", True) if isinstance(schema, dict) else True
     return Checker({"properties": {"name": name}} if isinstance(name, dict) else True)

@@ -1,7 +1,7 @@
-"""Objects and arrays that are being written, each within the one that holds it.
+"""The objects and arrays that are open in a text, as frames that link to the one around them.
 
-A frame never changes once it is part of a state: every step makes a new one, so that a state is
-copied by a reference to its innermost frame.
+A frame never changes once it is part of a state: each step makes new frames, so copying a state
+only copies a reference to the innermost frame.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from engine.structured.checked.demands import UNKNOWN, Verdict
 from engine.structured.checked.exact import Exact, array_of, kind_of, object_of
 from engine.structured.checked.places import Member, Place, PlaceTable, Vector
 
-MOST_COMPARED = 64  # names or items
-MOST_NESTED = 8  # values within each other that are compared, or looked at
-UNSEEN = object()  # it was not looked at what may be named next
+MOST_COMPARED = 64  # names or items of a frame in a key
+MOST_NESTED = 8  # nested frames in a key, or frames to look outward
+UNSEEN = object()  # the allowed names were not computed yet
 Key = str | int  # the name of a property, or the index of an item
 
 
 class MemberAccount:
-    """What is known of the members or items that are written, by the number of a rule."""
+    """What is known about the written members or items, by the number of a rule."""
 
     __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
 
     def __init__(self) -> None:
-        self.failed: dict[int, str] = {}  # the keyword by which one is wrong
-        self.left: dict[int, tuple[Key, ...]] = {}  # wrong unless another rule speaks of them
-        self.hits: dict[int, frozenset[Key]] = {}  # what ``contains`` is looking for
-        self.perhaps: dict[int, frozenset[Key]] = {}  # of which that is not known
-        self.unsure: frozenset[int] = frozenset()  # one of them may be wrong
+        self.failed: dict[int, str] = {}  # the keyword that one of them breaks
+        self.left: dict[int, tuple[Key, ...]] = {}  # invalid unless another rule evaluates them
+        self.hits: dict[int, frozenset[Key]] = {}  # those that satisfy ``contains``
+        self.perhaps: dict[int, frozenset[Key]] = {}  # those that may satisfy it
+        self.unsure: frozenset[int] = frozenset()  # rules that one of them may break
 
     def _copy(self) -> MemberAccount:
         other = MemberAccount.__new__(MemberAccount)
@@ -38,7 +38,7 @@ class MemberAccount:
         return other
 
     def with_failed(self, failed: Sequence[tuple[int, str]]) -> MemberAccount:
-        """With rules that a member or an item breaks, and the keyword; the first one counts."""
+        """Copy with more broken rules and their keywords; the first keyword of a rule stays."""
         if all(number in self.failed for number, _ in failed):
             return self
         other = self._copy()
@@ -61,7 +61,7 @@ class MemberAccount:
         return other
 
     def with_held(self, number: int, key: Key, verdict: Verdict) -> MemberAccount:
-        """verdict: whether the item is what ``contains`` is looking for."""
+        """Copy with a verdict whether an item satisfies ``contains``."""
         if isinstance(verdict, str):
             return self
         other = self._copy()
@@ -78,7 +78,7 @@ NOTHING = MemberAccount()
 
 
 class ValueFrame:
-    """A value that others stand in, up to what is written of it."""
+    """The document, an object or an array, as far as it is written."""
 
     __slots__ = (
         *("parent", "table", "verdicts", "account"),
@@ -108,7 +108,7 @@ class ValueFrame:
 
     @classmethod
     def begun(cls, table: PlaceTable, parent: ValueFrame | None) -> ValueFrame:
-        """An object or an array of which nothing is written."""
+        """Return the frame of an object or array right after its opening bracket."""
         self = cls()
         self.table, self.parent = table, parent
         self.verdicts = table.start.copy()
@@ -129,25 +129,24 @@ class ValueFrame:
 
     @property
     def keeps_values(self) -> bool:
-        """Whether the values in it are compared with others."""
+        """Whether its values are compared with others (``uniqueItems``, ``enum``)."""
         return self.is_kept or self.table.is_unique
 
     @property
     def compares(self) -> bool:
-        """Whether what may follow depends on which values it has, and not on their verdicts
-        alone."""
+        """Whether what may follow depends on the exact values in it, not only on verdicts."""
         return self.is_compared or self.table.is_unique
 
     @property
     def vector(self) -> Vector:
-        """The verdicts that whoever holds it waits for."""
+        """The verdicts of the rules that its parent depends on."""
         verdicts = self.verdicts
         return tuple([verdicts[number] for number in self.table.place.ends])
 
     @property
     def standing(self) -> Any:
-        """All that decides about how it may go on; equal ones go on alike. ``None`` if that depends
-        on too much to be compared."""
+        """A key that is equal for frames with the same continuations. ``None`` if that depends on
+        too much to compare."""
         found: list[Any] = []
         frame: ValueFrame | None = self
         for _ in range(MOST_NESTED):
@@ -166,7 +165,7 @@ class ValueFrame:
 
     @property
     def exact(self) -> Exact:
-        """The whole value, of one that is kept; equal to no other if something of it is unknown."""
+        """The whole value, if it is kept; equal to no other value if a part is unknown."""
         if self.is_vague:
             return object()
         found, parts = [], self.parts
@@ -177,7 +176,7 @@ class ValueFrame:
         return object_of(found) if self.table.kind == "object" else array_of(found)
 
     def copy(self) -> ValueFrame:
-        """One that may be changed, its lists of verdicts too."""
+        """Return a copy that may be changed."""
         other = ValueFrame()
         other.parent, other.table, other.account = self.parent, self.table, self.account
         other.names, other.count, other.open = self.names, self.count, self.open
@@ -190,7 +189,7 @@ class ValueFrame:
         return other
 
     def named(self, name: str, member: Member | None = None) -> ValueFrame:
-        """With a name whose value follows. member: what holds for it, if that is known."""
+        """Add a name whose value follows. member: its rules, if already known."""
         other = self.copy()
         if member is None:
             member = self.table.place.property(name)
@@ -198,25 +197,25 @@ class ValueFrame:
         other.last = name
         if member.failing:
             other.account = self.account.with_failed(member.failing)
-        other._note(name, member, member.place.start, is_whole=False)
+        other._record(name, member, member.place.start, is_whole=False)
         return other
 
     def at_item(self) -> ValueFrame:
-        """With an item that begins."""
+        """Begin the next item."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += 1
-        other._note(self.count, member, member.place.start, is_whole=False)
+        other._record(self.count, member, member.place.start, is_whole=False)
         return other
 
     def opened(self, vector: Vector) -> ValueFrame:
-        """With news of the value that is being written in it."""
+        """Update the verdicts on the value that is being written."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
-        other._note(self.open[0], self.open[1], vector, is_whole=False)
+        other._record(self.open[0], self.open[1], vector, is_whole=False)
         return other
 
     def filled(self, vector: Vector, value: Exact) -> ValueFrame:
-        """With the value that was being written. value: if it is kept."""
+        """Add the finished value. value: needed only if values are kept."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         key, member, _ = self.open
@@ -227,43 +226,42 @@ class ValueFrame:
         if self.is_kept:
             part = value if self.table.kind == "array" else (key, value)
             other.parts = part, self.parts
-        other._note(key, member, vector, is_whole=True)
+        other._record(key, member, vector, is_whole=True)
         return other
 
     def with_members(self, names: Sequence[str]) -> ValueFrame:
-        """A copy with members of which only the names are known."""
+        """Add members of which only the names are known."""
         other, place = self.copy(), self.table.place
         members = {name: place.property(name) for name in names}
         other.names, other.last, other.is_vague = {**self.names, **members}, names[-1], True
         for name, member in members.items():
             other.account = other.account.with_failed(member.failing)
-            other._note(name, member, member.place.start, is_whole=True, is_judged=False)
+            other._record(name, member, member.place.start, is_whole=True, is_judged=False)
         self.table.judge(other)
         return other
 
     def stretched(self, num_more: int) -> ValueFrame:
-        """A copy with this many items of which nothing is known."""
+        """Add this many items of which nothing is known."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += num_more - 1
-        other._note(other.count, member, member.place.start, is_whole=True)
+        other._record(other.count, member, member.place.start, is_whole=True)
         other.count += 1
         other.is_vague = True
         return other
 
     def closed(self) -> ValueFrame:
-        """With nothing after it."""
+        """Close the object or array."""
         other = self.copy()
         other.is_over = True
         self.table.judge(other)
         return other
 
     def is_evaluated_by(self, number: int, key: Key) -> bool:
-        """Whether a rule of the value speaks of a member or an item in it."""
+        """Whether a rule evaluates a member or an item."""
         return number in self._member(key).evaluators or self.may_contain(number, key)
 
     def may_contain(self, number: int, key: Key) -> bool:
-        """Whether an item may be what a rule's ``contains`` is looking for, which counts as
-        evaluated."""
+        """Whether an item may satisfy a rule's ``contains``, which counts as evaluated."""
         rule = self.table.place.rules[number]
         if rule.elements.contained is None or not rule.elements.contained_is_evaluated:
             return False
@@ -276,7 +274,7 @@ class ValueFrame:
     def _member(self, key: Key) -> Member:
         return self.names[key] if isinstance(key, str) else self.table.place.item(key)
 
-    def _note(
+    def _record(
         self,
         key: Key,
         member: Member,
@@ -285,7 +283,7 @@ class ValueFrame:
         is_whole: bool,
         is_judged: bool = True,
     ) -> None:
-        """What the value of a member or an item says of this one. is_judged: it is all there is."""
+        """Record the verdicts on a member or item. is_judged: judge the frame, too."""
         self.open = None if is_whole else (key, member, vector)
         account = self.account
         for number, keyword, slot in member.wires:
@@ -309,7 +307,7 @@ class ValueFrame:
 
 
 def with_news(frame: ValueFrame) -> ValueFrame:
-    """A new frame, within frames that know how it stands."""
+    """Pass the verdicts of a new frame outward, as far as they change. Returns the frame."""
     child = frame
     while (parent := child.parent) is not None and parent.open is not None:
         vector = child.vector
@@ -320,7 +318,7 @@ def with_news(frame: ValueFrame) -> ValueFrame:
 
 
 def verdicts_on(place: Place, value: Exact) -> Vector:
-    """The verdicts of a place's roots on a whole value."""
+    """Return the verdicts of a place's roots on a complete value."""
     table = place.table(kind_of(value))
     if table.kind not in ("object", "array"):
         return place.on_scalar(value)

@@ -1,4 +1,4 @@
-"""The keywords that the checker enforces: the grammar leaves them to it, and refuses the others."""
+"""Names the keywords that the checker enforces; the grammar need not enforce these."""
 
 from __future__ import annotations
 
@@ -12,4 +12,4 @@ KNOWN: frozenset[str] = frozenset(
         *("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"),
     }
 )
-"""Names of keywords of JSON schema. A name is added here when the checker enforces it wholly."""
+"""Names of JSON schema keywords. Add a name only when the checker enforces it completely."""

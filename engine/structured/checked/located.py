@@ -1,8 +1,8 @@
-"""Finds the parts of a text that are JSON, by what is written before them, and checks them.
+"""Finds the parts of a text that are JSON by what is written before them, and checks them.
 
-What stands between is free here: the grammar next to this knows what it may be, and that it is
-JSON what begins in such a place. Where several parts may begin, as calls of several tools, one of
-their checkers must let the text pass.
+Any text is allowed between them: the grammar limits that text, and requires JSON after each
+opening. Where several schemas may apply, as for calls of several tools, one of their checkers must
+accept the part.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from engine.structured.checked.vocabulary import SPECIAL, Stops
 
 
 class PartOpening(NamedTuple):
-    """What is written before a part."""
+    """A text that is written before a part."""
 
-    text: bytes  # nothing: the whole text begins with the part
+    text: bytes  # empty: the whole text starts with the part
     checkers: tuple[Checker, ...]
-    scope: bytes = b""  # what was written last of all that are scopes
-    follows: bool = False  # it stands right after another part
+    scope: bytes = b""  # the scope that was written last before it, empty for any
+    follows: bool = False  # it stands directly after another part
 
 
 class Layout:
-    """The places of all parts of a text."""
+    """All openings of a grammar, indexed for the search."""
 
     def __init__(self, openings: Sequence[PartOpening]) -> None:
         self._openings = openings
@@ -49,7 +49,7 @@ class Layout:
         return text in self._scopes
 
     def at(self, text: bytes, scope: bytes) -> list[Checker]:
-        """Checkers of the parts that begin after this text."""
+        """Return the checkers of the parts that start after this text."""
         return [
             checker
             for each in self._openings
@@ -59,17 +59,17 @@ class Layout:
 
 
 class Located:
-    """How far a text with parts has come."""
+    """The state of a text with parts; a ``Following``."""
 
     __slots__ = ("_after", "_layout", "_longer", "_scope", "_states", "_tail", "why")
 
     def __init__(self, layout: Layout) -> None:
         self._layout = layout
-        self._states = [checker.begin() for checker in layout.first]  # of parts that may stand here
-        self._tail = b""  # the end of the free text
-        self._after: bytes | None = None  # what is written after a part, while that says something
+        self._states = [checker.begin() for checker in layout.first]  # of the possible parts here
+        self._tail = b""  # the end of the free text, which may start an opening
+        self._after: bytes | None = None  # text since the last part, while another may follow it
         self._scope = b""
-        self._longer: list[tuple[bytes, int]] = []  # openings that may still come, how far they are
+        self._longer: list[tuple[bytes, int]] = []  # started openings, and bytes read of each
         self.why = ""
 
     def copy(self) -> Located:
@@ -81,34 +81,34 @@ class Located:
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes without which any text may follow; ``None`` if each is looked at."""
+        """The bytes to look at here; all others are allowed. ``None`` if each byte must be fed."""
         if self._longer or self._after is not None or len(self._states) > 1:
             return None
         return self._states[0].stops if self._states else self._layout.stops
 
     @property
     def skips(self) -> bytes:
-        """The bytes that change nothing about what may follow."""
+        """The bytes that do not change what may follow."""
         is_sure = len(self._states) == 1 and not self._longer
         return self._states[0].skips if is_sure and not self._states[0].is_untouched else b""
 
     @property
     def least_quotes(self) -> int:
-        """The quotation marks that a text has at least which may not follow."""
-        return 0  # other parts may follow, of which more is checked
+        """0: another part may follow with a stricter checker."""
+        return 0
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts after which a string may not end, where a grammar may not let it go on."""
+        """Texts that would end a string, while the grammar may not allow a longer one."""
         return self._states[0].pressing if len(self._states) == 1 else []
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end within the JSON, if it is in some."""
+        """Whether the text may end here."""
         return not self._states or any(state.may_end for state in self._states)
 
     def feed(self, data: bytes) -> bool:
-        """Go on by these bytes. ``False`` if no right text begins so; ``why`` then names the
+        """Feed more bytes. Returns ``False`` if no valid text starts so; ``why`` then names the
         keyword."""
         at = 0
         while at < len(data):
@@ -123,7 +123,7 @@ class Located:
         return True
 
     def _parts(self, data: bytes, at: int) -> int:
-        """In parts that are JSON."""
+        """Read in the JSON of the parts."""
         alive, ends, is_text, why = [], [], True, ""
         for state in self._states:
             is_new = state.is_untouched
@@ -147,7 +147,7 @@ class Located:
         return -1
 
     def _byte(self, data: bytes, at: int) -> int:
-        """In parts, or in a longer opening of another."""
+        """Read one byte that may belong to a part or to a longer opening."""
         end = self._parts(data[: at + 1], at)
         longer = [(text, done + 1) for text, done in self._longer if text[done] == data[at]]
         self._longer = [(text, done) for text, done in longer if done < len(text)]
@@ -160,7 +160,7 @@ class Located:
         return at + 1
 
     def _text(self, data: bytes, at: int) -> int:
-        """In free text, up to a part."""
+        """Read free text up to the next part."""
         if data[at : at + 1] == SPECIAL:
             return at + 1
         end = data.find(SPECIAL, at)
@@ -185,7 +185,7 @@ class Located:
         self._longer += [(other, len(text)) for other in self._layout.longer[text]]
 
     def _between(self, new: bytes) -> int:
-        """How many of the new bytes belong to what separates parts."""
+        """Count the new bytes that belong to the separator before another part."""
         assert self._after is not None, "a part has ended"
         num_before, text = len(self._after), self._after + new
         for each in self._layout.between:

@@ -1,4 +1,4 @@
-"""Follows a text of tokens by a matcher of the grammar and by a checker next to it."""
+"""Follows a text of tokens with a grammar's matcher and a checker together."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.structured.checked.narrowing import Following, Narrowing
 from engine.structured.checked.vocabulary import Vocabulary
 from engine.structured.decide import WORD, GrammarError, Matcher
 
-MOST_PRESSING = 16  # texts after which it is looked at what may follow
+MOST_PRESSING = 16  # texts whose continuations are checked
 
 
 class CheckedMatcher:
-    """A ``Matcher``: what another allows and a checker does not forbid."""
+    """A ``Matcher`` that allows what both another matcher and a checker allow."""
 
     def __init__(
         self, matcher: Matcher, state: Following, vocabulary: Vocabulary, eos: tuple[int, ...]
@@ -24,7 +24,7 @@ class CheckedMatcher:
         self._state = state
         self._vocabulary = vocabulary
         self._eos = eos
-        # What was looked at last: it is mostly what follows then.
+        # The last result: the text mostly continues with those tokens.
         self._looked: tuple[list[int], Following] = ([], state)
 
     def num_allowed(self, tokens: Sequence[int]) -> int:
@@ -61,7 +61,7 @@ class CheckedMatcher:
             if not why and self._clear_stuck(words, state, drafts[:index]):
                 why = "uniqueItems"
             if not index and why:
-                raise GrammarError(f"no text can go on from here: {why} forbids all that is left")
+                raise GrammarError(f"no text can follow here: {why} forbids all that is left")
             if index == len(drafts) or drafts[index] in self._eos or drafts[index] < 0:
                 break
             if not state.feed(self._vocabulary.text(drafts[index])):
@@ -73,8 +73,8 @@ class CheckedMatcher:
         return tokens[: self.num_allowed(tokens)] if len(tokens) else tokens
 
     def _clear_stuck(self, words: Column, state: Following, before: Sequence[int]) -> bool:
-        """Clear the bits of tokens after which nothing can follow; is none left? before: drafts
-        before them."""
+        """Clear the bits of tokens that nothing can follow; ``True`` if no bit is left. before:
+        the drafts before them."""
         if not (pressing := state.pressing):
             return False
         bits = words.view(np.uint32)
@@ -89,7 +89,7 @@ class CheckedMatcher:
         return not words.any()
 
     def _is_stuck(self, tokens: Sequence[int], state: Following) -> bool:
-        """Whether nothing can follow these tokens. state: after them."""
+        """Whether nothing can follow these tokens. state: the checker after them."""
         num_words = -(-len(self._vocabulary.in_order) // WORD)
         masks: Column = np.zeros((len(tokens) + 1, num_words), np.int32)
         self._matcher.fill(masks, tokens)
@@ -97,7 +97,7 @@ class CheckedMatcher:
         return not masks[-1].any()
 
     def _narrow(self, words: Column, state: Following) -> str:
-        """Clear the bits of what the checker forbids; the reason where nothing is left."""
+        """Clear the bits of forbidden tokens. Returns the reason if no bit is left, else ""."""
         may_end = [token for token in self._eos if words[token // WORD] >> token % WORD & 1]
         narrowing = Narrowing(self._vocabulary)
         forbidden = narrowing.forbidden(words, may_end, state)

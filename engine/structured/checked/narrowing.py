@@ -1,4 +1,4 @@
-"""Finds the tokens that a checker forbids, without a look at each of many."""
+"""Finds the tokens of a mask that a checker forbids, and skips most of those it allows."""
 
 from __future__ import annotations
 
@@ -11,39 +11,39 @@ from engine.structured.checked.vocabulary import Skipped, Stops, Vocabulary
 
 
 class Following(Protocol):
-    """How far a checker has followed a text."""
+    """The state of a checker in a text; implemented by ``CheckerState`` and ``Located``."""
 
     why: str
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes without which any text may follow; ``None`` if each is looked at."""
+        """The bytes to look at here; all others are allowed. ``None`` if each byte must be fed."""
 
     @property
     def skips(self) -> bytes:
-        """The bytes that change nothing about what may follow."""
+        """The bytes that do not change what may follow."""
 
     @property
     def least_quotes(self) -> int:
-        """The quotation marks that a text has at least which may not follow."""
+        """The fewest quotation marks in a text that may be refused here."""
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts after which a string may not end, where a grammar may not let it go on."""
+        """Texts that would end a string, while the grammar may not allow a longer one."""
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may be whole."""
+        """Whether the text may end here."""
 
     def copy(self) -> Following:
-        """Another that stands there."""
+        """Return an independent copy."""
 
     def feed(self, data: bytes) -> bool:
-        """Go on by these bytes. ``False`` if no right text begins so; ``why`` then says why."""
+        """Feed bytes. Returns ``False`` if no valid text starts so; ``why`` then has the reason."""
 
 
 class Narrowing:
-    """The tokens that a grammar allows somewhere, as a tree of their bytes."""
+    """Walks the tokens of a mask as a tree of their bytes."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -51,8 +51,8 @@ class Narrowing:
         self.why = ""
 
     def forbidden(self, words: Column, without: Sequence[int], state: Following) -> Column:
-        """The tokens that a mask allows and the checker forbids where it stands; ``why`` is the
-        reason of one. without: tokens that are not looked at."""
+        """Return the tokens that the mask allows and the checker forbids; ``why`` is the reason of
+        one of them. without: tokens to skip."""
         skipped = Skipped(state.stops, state.skips, state.least_quotes)
         ranks = self._vocabulary.candidates(words, without, skipped)
         self._look(ranks, 0, state)
@@ -60,7 +60,7 @@ class Narrowing:
         return found
 
     def _look(self, ranks: list[int], depth: int, state: Following) -> None:
-        """Look at tokens whose first bytes, which are the same, were fed. They are in order."""
+        """Check tokens, in order, whose first ``depth`` bytes are equal and were fed."""
         stops, texts = state.stops, self._vocabulary.in_order
         at = 0
         while at < len(ranks):
@@ -76,7 +76,7 @@ class Narrowing:
                 above = bisect_left(texts, _above(beginning), rank)
                 after = bisect_left(ranks, above, after)
             further = state.copy()
-            # What no other token begins with is read in one go.
+            # The rest of a token is fed in one call if no other token shares its start.
             if not further.feed(beginning[depth:] if after > at + 1 else text[depth:]):
                 self.why = further.why
                 self._forbidden += ranks[at:after]
@@ -86,7 +86,7 @@ class Narrowing:
             at = after
 
     def _left(self, ranks: list[int], depth: int, state: Following) -> list[int]:
-        """The tokens among these that say more after their first bytes than what is passed over."""
+        """Drop the tokens whose remaining bytes can all be skipped."""
         if state.stops is not None:
             last_stops = self._vocabulary.last_stops(state.stops).data
             return [rank for rank in ranks if last_stops[rank] >= depth]
@@ -97,6 +97,6 @@ class Narrowing:
 
 
 def _above(beginning: bytes) -> bytes:
-    """A text after all that begin so, and before all others that come after them."""
+    """Return a text that sorts after all texts with this beginning, and before all later ones."""
     byte = beginning[-1]
     return beginning[:-1] + bytes([byte + 1]) if byte < 0xFF else beginning + b"\xff" * 64

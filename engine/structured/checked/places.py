@@ -1,7 +1,7 @@
-"""What is known of one value: the rules that hold for it together, and how each stands.
+"""The state of one value's rules: those that apply to it together, with a verdict for each.
 
-A verdict is ``True``, ``None`` while it may still become either, or the name of the keyword that
-failed. Once it is not ``None`` it stays.
+A verdict is ``True``, the name of the keyword that failed, or ``None`` while both are possible; the
+first two are final.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from engine.structured.checked.demands import (
     OTHER,
     UNKNOWN,
-    Part,
+    Judge,
     Verdict,
     demands_of,
     names_members,
@@ -21,19 +21,19 @@ from engine.structured.checked.demands import (
 from engine.structured.checked.exact import FALSE, NULL, TRUE, Exact, Number, kind_of
 from engine.structured.checked.rules import MANY, Rule, num_values
 
-Vector = tuple[Verdict, ...]  # of several rules
-Row = tuple[int, tuple[Part, ...]]  # the demands of one rule, by its number in the place
-MOST_MEMBERS = 4096  # whose names are remembered
-MOST_CHARACTERS = 64  # of a string of which the verdicts are kept
-MOST_SCALARS = 16_384  # of a schema whose verdicts are kept: some 150 bytes each
+Vector = tuple[Verdict, ...]  # the verdicts of several rules
+Row = tuple[int, tuple[Judge, ...]]  # the judges of one rule, by its number in the place
+MOST_MEMBERS = 4096  # cached names per place
+MOST_CHARACTERS = 64  # of a string whose verdicts are cached
+MOST_SCALARS = 16_384  # cached scalars per schema, about 150 bytes each
 
 
 class Member:
-    """What holds for a property of some name, or an item at some place."""
+    """The rules that apply to a property with some name, or to an item at some index."""
 
     def __init__(self, place: Place, demands: Sequence[tuple[int, str, Rule]]) -> None:
-        """place: that of the value. demands: rules of the value by the number of the rule that has
-        them, with the keyword."""
+        """place: the place of its value. demands: the number of the rule around it, the keyword,
+        and the rule for the value."""
         self.place = place
         slots = {rule: slot for slot, rule in enumerate(place.roots)}
         found = [(number, keyword, slots[rule]) for number, keyword, rule in demands]
@@ -41,19 +41,19 @@ class Member:
         self.left = [(each[0], each[2]) for each in found if each[1].startswith("unevaluated")]
         self.held = [(each[0], each[2]) for each in found if each[1] == "contains"]
         self.evaluators = frozenset(number for number, key, _ in found if key != "contains")
-        self.failing: tuple[tuple[int, str], ...] = ()  # by its name alone
+        self.failing: tuple[tuple[int, str], ...] = ()  # rules that the name alone breaks
 
 
 APART = ("contains", "unevaluatedProperties", "unevaluatedItems")
 
 
 class Place:
-    """Rules that are looked at for one value, and those they lead to for the same value."""
+    """The rules that apply to one value together, including those they refer to."""
 
     def __init__(
         self, roots: tuple[Rule, ...], places: PlaceIndex, musts: tuple[bool, ...] = ()
     ) -> None:
-        """musts: for each root, whether the text is wrong if it does not hold."""
+        """musts: for each root, whether the whole text is invalid if that root fails."""
         self.roots = roots
         self.is_must = all(musts) and bool(musts)
         self.places = places
@@ -74,7 +74,7 @@ class Place:
         self.prefix = max((len(rule.elements.prefix) for rule in self.rules), default=0)
 
     def _must(self, musts: tuple[bool, ...]) -> frozenset[int]:
-        """The rules without which the text is wrong."""
+        """Return the rules whose failure makes the whole text invalid."""
         found: set[int] = set()
         waiting = [rule for rule, must in zip(self.roots, musts, strict=False) if must]
         while waiting:
@@ -85,41 +85,41 @@ class Place:
         return frozenset(found)
 
     def table(self, kind: str) -> PlaceTable:
-        """The demands on a value of this kind."""
+        """Return the judges for values of this kind."""
         if kind not in self._tables:
             self._tables[kind] = PlaceTable(self, kind)
         return self._tables[kind]
 
     def on_scalar(self, value: Exact) -> Vector:
-        """The verdicts of the roots on a string, a number or a literal."""
+        """Return the verdicts of the roots on a string, a number or a literal."""
         if isinstance(value, str) and len(value) > MOST_CHARACTERS:
             return self._judged(value)
-        # A mask tries the same short strings and numbers again and again.
+        # A mask tries the same short strings and numbers many times.
         if (found := self._on_scalars.get(value)) is None:
             self.places.note_scalar()
             found = self._on_scalars[value] = self._judged(value)
         return found
 
     def forget_scalars(self) -> None:
-        """Keep no verdicts on strings, numbers and literals."""
+        """Clear the cached verdicts on scalars."""
         self._on_scalars.clear()
 
     def _judged(self, value: Exact) -> Vector:
         return Scalar(self.table(kind_of(value)), value).vector
 
     def on_others(self, kind: str) -> Vector:
-        """The verdicts on a value of this kind that no schema lists."""
+        """Return the verdicts on a value of this kind that no schema lists."""
         return Scalar(self.table(kind), OTHER).vector
 
     def on_listed(self, value: Exact) -> Vector:
-        """The verdicts on a scalar that a schema lists."""
+        """Return the verdicts on a scalar that a schema lists."""
         if (found := self._on_listed.get(value)) is None:
             found = self._on_listed[value] = self._judged(value)
         return found
 
     @cached_property
     def known_names(self) -> list[str]:
-        """All that a schema mentions."""
+        """All property names that a schema mentions."""
         names = [each.members.names for each in self.rules if each.members.names is not None]
         place = self.places.place(tuple(dict.fromkeys(names)))
         others = (name for rule in self.rules for name in rule.names)
@@ -127,12 +127,12 @@ class Place:
 
     @cached_property
     def is_endless(self) -> bool:
-        """Whether there are more values than will be written, as far as is seen at a glance."""
+        """Whether there are more values than an output can have, by a cheap estimate."""
         return all(num_values(rule) >= MANY for rule in self.roots)
 
     @cached_property
     def has_value(self) -> bool:
-        """Whether there is a value at all, as far as its own rules say."""
+        """Whether any value satisfies its own rules."""
         return self.is_easy or any(self._has_value(kind) for kind in KINDS)
 
     def _has_value(self, kind: str) -> bool:
@@ -143,8 +143,8 @@ class Place:
         return kind in ("object", "array") or self.own_options(kind) != []
 
     def own_options(self, kind: str) -> list[Exact] | None:
-        """The strings or numbers that its own rules leave, where these are listed; ``None`` for any
-        number of them."""
+        """Return the listed strings or numbers that its own rules allow; ``None`` if they allow
+        others too."""
         if kind not in self._options:
             found, listed = None, self.listed(kind)
             if listed and not _may_hold(self.on_others(kind)):
@@ -154,7 +154,7 @@ class Place:
 
     @cached_property
     def is_plain(self) -> bool:
-        """Whether a grammar holds all that its rules say of scalars."""
+        """Whether the grammar enforces all demands on scalars."""
         lists = [rule for rule in self.rules if rule.values is not None]
         return len(lists) <= 1 and not any(
             rule.one_of or rule.negated is not None or rule.condition is not None
@@ -163,35 +163,35 @@ class Place:
 
     @cached_property
     def most_number(self) -> Number | None:
-        """No number above is right."""
+        """No larger number is valid, if its rules limit it."""
         found = [self.rules[number].most for number in self.must]
         return min((each for each in found if each is not None), default=None)
 
     @cached_property
     def least_number(self) -> Number | None:
-        """No number below is right."""
+        """No smaller number is valid, if its rules limit it."""
         found = [self.rules[number].least for number in self.must]
         return max((each for each in found if each is not None), default=None)
 
     @cached_property
     def is_of_whole_numbers(self) -> bool:
-        """Whether numbers must be whole, and more is demanded of them than a grammar holds."""
+        """Whether numbers must be integers and the grammar does not enforce all other demands."""
         own = [self.rules[number] for number in self.must]
         is_whole = any(rule.types is not None and "number" not in rule.types for rule in own)
         return is_whole and not (self.is_plain and self.is_must)
 
     @cached_property
     def is_shaped(self) -> bool:
-        """Whether not all texts are right as strings."""
+        """Whether some rule limits strings."""
         return any(rule.texts for rule in self.rules)
 
     @cached_property
     def is_easy(self) -> bool:
-        """Whether there are any number of values, as far as is seen at a glance."""
+        """Whether no rule visibly limits the number of values."""
         return not any(_is_narrow(rule) for rule in self.rules)
 
     def listed(self, kind: str) -> list[Exact]:
-        """The values of a kind that some schema lists."""
+        """Return the values of a kind that a schema lists."""
         if kind not in self._listed:
             lists = [
                 each for rule in self.rules for each in (rule.values, rule.domain, rule.few_texts)
@@ -202,7 +202,7 @@ class Place:
 
     @cached_property
     def others(self) -> Member:
-        """What holds for a property that no schema names."""
+        """The rules for properties that no schema names."""
         demands = [
             (number, keyword, rule)
             for number in self.named
@@ -213,7 +213,7 @@ class Place:
         return found
 
     def property(self, name: str) -> Member:
-        """What holds for a property of this name."""
+        """Return the rules for a property with this name."""
         is_named = any(name in self.rules[number].members.properties for number in self.named)
         key = name if is_named or self.has_names else None
         if (found := self._members.get(key)) is None:
@@ -267,22 +267,22 @@ class Place:
 
 
 class PlaceIndex:
-    """All places of a schema, made as they are met."""
+    """All places of a schema, created on demand."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[tuple[Rule, ...], tuple[bool, ...]], Place] = {}
         self._num_scalars = 0
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
-        """musts: for each root, whether the text is wrong if it does not hold."""
+        """musts: for each root, whether the whole text is invalid if that root fails."""
         key = roots, musts
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)
         return self._places[key]
 
     def note_scalar(self) -> None:
-        """The verdicts on one more scalar are kept; all before it are forgotten if they are too
-        many. A schema has many places, and many schemas are kept."""
+        """Count one more cached scalar, and clear all caches at the limit: a schema has many
+        places, and many schemas are kept."""
         self._num_scalars += 1
         if self._num_scalars > MOST_SCALARS:
             for place in self._places.values():
@@ -291,7 +291,7 @@ class PlaceIndex:
 
 
 class PlaceTable:
-    """The demands of a place on values of one kind."""
+    """The judges of a place for values of one kind."""
 
     def __init__(self, place: Place, kind: str) -> None:
         self.place = place
@@ -319,7 +319,7 @@ class PlaceTable:
         return Scalar(self, UNKNOWN).vector
 
     def _is_watchful(self, rule: Rule) -> bool:
-        """Whether a rule of objects or arrays demands what a grammar cannot hold."""
+        """Whether a rule for objects or arrays has demands that a grammar cannot enforce."""
         at, start = self.place.numbers, self.start
         if any(each is not None for each in (rule.negated, rule.condition)) or rule.values:
             return True
@@ -339,7 +339,7 @@ class PlaceTable:
         return bool(is_bound) or any(each is not None for each in others)
 
     def _quiet(self) -> frozenset[str]:
-        """Names that change nothing about what else must be or may be there."""
+        """Return the names that do not affect which other names are required or allowed."""
         loud: set[str] = set()
         for number, rule in enumerate(self.place.rules):
             own, is_must = rule.members, number in self.place.must
@@ -359,14 +359,14 @@ class PlaceTable:
         return frozenset(self.place.known_names) - loud
 
     def judge(self, frame: Any) -> None:
-        """Bring the verdicts up to date with what is written, those of parts first."""
+        """Update the verdicts of a frame, those of inner rules first."""
         verdicts = frame.verdicts
         for number, parts in self.rows:
             if verdicts[number] is None:
                 verdicts[number] = _of_all(parts, frame)
 
 
-# All values of a kind, where they are few.
+# All values of each kind, or none where there are many.
 KINDS: dict[str, tuple[Exact, ...]] = {
     **dict.fromkeys(("object", "array", "string", "number"), ()),
     "boolean": (TRUE, FALSE),
@@ -376,7 +376,7 @@ _TYPES = {"number": {"number", "integer"}}
 
 
 class Scalar:
-    """A string, a number or a literal, whole."""
+    """A complete string, number or literal, in place of a frame."""
 
     is_over = True
     vector: Vector
@@ -389,7 +389,7 @@ class Scalar:
         self.vector = tuple([self.verdicts[number] for number in table.place.ends])
 
 
-def _of_all(parts: tuple[Part, ...], frame: Any) -> Verdict:
+def _of_all(parts: tuple[Judge, ...], frame: Any) -> Verdict:
     found: Verdict = True
     for part in parts:
         verdict = part(frame)
@@ -401,7 +401,7 @@ def _of_all(parts: tuple[Part, ...], frame: Any) -> Verdict:
 
 
 def _at_once(rule: Rule, kind: str) -> Verdict:
-    """What the kind of a value alone decides."""
+    """Return the verdict that the kind of a value alone decides."""
     if rule.is_false:
         return "false"
     if rule.types is not None and not rule.types & _TYPES.get(kind, {kind}):
@@ -416,7 +416,7 @@ def _may_hold(vector: Vector) -> bool:
 
 
 def _is_narrow(rule: Rule) -> bool:
-    """Whether it may allow only some values, or none."""
+    """Whether a rule may allow only a few values, or none."""
     if rule.is_false or rule.one_of or rule.lists:
         return True
     if rule.negated is not None or rule.condition is not None:
@@ -425,7 +425,7 @@ def _is_narrow(rule: Rule) -> bool:
 
 
 def _in_order(roots: Sequence[Rule]) -> list[Rule]:
-    """All of them and what they lead to, each once and after its own parts."""
+    """Return the roots and the rules they refer to, each once and after its own parts."""
     found: dict[Rule, None] = {}
     waiting = [(rule, False) for rule in reversed(roots)]
     while waiting:

@@ -1,5 +1,5 @@
-"""A schema as rules: each schema of the document once, with what it demands sorted by the kind of
-value that it speaks of. References are resolved, recursive ones too.
+"""Compiles schemas to rules: one for each schema of a document, its demands sorted by the type of
+value that they apply to. References are resolved, also recursive ones.
 """
 
 from __future__ import annotations
@@ -8,27 +8,23 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from engine.structured.checked.documents import Document, Schema, SchemaResource
-from engine.structured.checked.exact import (
-    Exact,
-    Number,
-    exact,
-    is_multiple,
-)
+from engine.structured.checked.exact import Exact, Number, exact, is_multiple
 from engine.structured.checked.expressions import searcher
 from engine.structured.checked.few import few_texts
 from engine.structured.checked.formats import FORMATS
+from engine.structured.keywords import is_number, listed, named, texts_in
 from engine.structured.schemas import SchemaError
 
-Scope = tuple[SchemaResource, ...]  # resources that were entered, the outermost first
-MAX_DEPTH = 4  # of rules within each other that are looked at
-MANY = 64  # values: more than will be written
+Scope = tuple[SchemaResource, ...]  # the resources entered so far, the outermost first
+MAX_DEPTH = 4  # nested rules when counting values
+MANY = 64  # values: more than an output will have
 MOST_IN_DOMAIN = 64
-TextCheck = tuple[str, Callable[[str], bool]]  # with the keyword
+TextCheck = tuple[str, Callable[[str], bool]]  # a keyword with its check
 NumberCheck = tuple[str, Callable[[Number], bool]]
 
 
 class MemberRules:
-    """What a schema demands of an object."""
+    """The demands of a schema on an object."""
 
     def __init__(self) -> None:
         self.properties: dict[str, Rule] = {}
@@ -43,7 +39,7 @@ class MemberRules:
 
 
 class Elements:
-    """What a schema demands of an array."""
+    """The demands of a schema on an array."""
 
     def __init__(self) -> None:
         self.prefix: list[Rule] = []
@@ -58,25 +54,25 @@ class Elements:
         self.is_unique = False
 
 
-NO_MEMBERS, NO_ELEMENTS = MemberRules(), Elements()  # of all that demand nothing of them
+NO_MEMBERS, NO_ELEMENTS = MemberRules(), Elements()  # shared by rules without such demands
 
 
 class Rule:
-    """What one schema demands of a value."""
+    """The demands of one schema on a value."""
 
     def __init__(self) -> None:
         self.is_false = False
         self.types: frozenset[str] | None = None
-        self.values: dict[Exact, None] | None = None  # of enum or const, in their order
+        self.values: dict[Exact, None] | None = None  # allowed by enum or const, in order
         self.texts: list[TextCheck] = []
         self.most_chars: int | None = None
         self.numbers: list[NumberCheck] = []
-        self.most: Number | None = None  # no number above is right
-        self.least: Number | None = None  # and none below
-        # All numbers, or all strings, that it allows, if they are few.
+        self.most: Number | None = None  # no valid number is larger
+        self.least: Number | None = None  # no valid number is smaller
+        # All valid numbers or strings, if there are few.
         self.domain: range | None = None
         self.few_texts: dict[str, None] | None = None
-        # Schemas that hold for the same value.
+        # Rules that apply to the same value.
         self.all_of: list[Rule] = []
         self.any_of: list[list[Rule]] = []
         self.one_of: list[list[Rule]] = []
@@ -84,35 +80,35 @@ class Rule:
         self.condition: Rule | None = None
         self.consequence: Rule | None = None
         self.alternative: Rule | None = None
-        self.dependents: list[tuple[str, Rule]] = []  # if there is a property of this name
+        self.dependents: list[tuple[str, Rule]] = []  # each applies if this property is present
         self.members = NO_MEMBERS
         self.elements = NO_ELEMENTS
 
     @property
     def lists(self) -> list[Iterable[Exact]]:
-        """What it allows, listed in one way or another."""
+        """All lists of the values that it allows."""
         found: tuple[Iterable[Exact] | None, ...] = (self.values, self.domain, self.few_texts)
         return [each for each in found if each is not None]
 
     @property
     def names(self) -> list[str]:
-        """Names of properties that it mentions."""
+        """The names of properties that it mentions."""
         own = self.members
         found = [*own.properties, *own.required, *(name for name, _ in self.dependents)]
         return found + [name for first, rest in own.dependent_names for name in (first, *rest)]
 
     @property
     def same(self) -> list[Rule]:
-        """The rules that are looked at for the same value."""
+        """All rules it refers to that apply to the same value."""
         found = [*self.all_of, *(each for group in self.any_of + self.one_of for each in group)]
         single = (self.negated, self.condition, self.consequence, self.alternative)
         return [*found, *filter(None, single), *(each for _, each in self.dependents)]
 
 
 def num_values(rule: Rule, depth: int = 0) -> int:
-    """How many values satisfy a rule, up to ``MANY``: an upper bound that is quick to find.
+    """Count the values that satisfy a rule, up to ``MANY``: an upper bound that is cheap to find.
 
-    depth: how deep the rule is within others that were looked at.
+    depth: the number of rules around this one.
     """
     if rule.is_false or depth > MAX_DEPTH:
         return 0 if rule.is_false else MANY
@@ -140,29 +136,29 @@ def _num_objects(rule: Rule, depth: int) -> int:
 
 
 def rules_of(schema: Any) -> Rule:
-    """The rule of a whole document. Raises ``SchemaError`` for a reference to another file, or one
-    that leads back to itself with no value in between."""
-    reader = _Reader(Document(schema))
+    """Compile a document to the rule of its root. Raises ``SchemaError`` for a reference to another
+    file, or one that leads back to itself for the same value."""
+    reader = _RuleCompiler(Document(schema))
     root = reader.rule(schema)
     reader.read_all()
     _check_cycles(reader.made)
     return root
 
 
-class _Reader:
-    """Makes rules, each once for a schema and the scope it is reached in."""
+class _RuleCompiler:
+    """Compiles schemas to rules, each once per scope it is reached in."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
         self._rules: dict[tuple[int, Scope], Rule] = {}
         self._waiting: list[tuple[Schema, Rule, Scope]] = []
         self._scope: Scope = ()
-        self.draft = 0  # of the schema that is read
+        self.draft = 0  # of the current schema
         self.schema: Schema = {}
         self.made: list[Rule] = []
 
     def rule(self, schema: Any) -> Rule:
-        """The rule of a schema that is reached from the one that is read."""
+        """Return the rule of a schema that the current one contains or refers to."""
         if not isinstance(schema, dict):
             rule = Rule()
             rule.is_false = schema is False
@@ -196,7 +192,7 @@ class _Reader:
         rule.all_of.append(self.rule(target))
 
     def _outermost(self, target: Schema, keyword: str) -> Any:
-        """The schema that a dynamic reference means where it is read."""
+        """Resolve a dynamic reference in the current scope."""
         if keyword == "$recursiveRef":
             if not self._document.home(target).is_recursive:
                 return target
@@ -225,18 +221,14 @@ def _domain(schema: Schema) -> range | None:
 
 
 def _end(schema: Schema, key: str, strict: str, step: int) -> int | None:
-    """The first or the last whole number; ``None`` if that is not plain to see."""
+    """Return the first or last allowed integer; ``None`` if it has none or is not an integer."""
     if strict in schema:
-        return schema[strict] + step if _is_int(schema[strict]) else None
-    return schema[key] if _is_int(schema.get(key)) else None
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        return schema[strict] + step if type(schema[strict]) is int else None
+    return schema[key] if type(schema.get(key)) is int else None
 
 
 def _check_cycles(rules: Sequence[Rule]) -> None:
-    """Refuse a schema that holds for a value if it holds for this value."""
+    """Raise ``SchemaError`` for a schema that applies to a value if it applies to that value."""
     done: set[Rule] = set()
     for first in rules:
         if not first.same:
@@ -251,7 +243,9 @@ def _check_cycles(rules: Sequence[Rule]) -> None:
                 done.add(rule)
                 continue
             if rule in on_path:
-                raise SchemaError("$ref leads back to itself with no property or item in between")
+                raise SchemaError(
+                    "$ref leads back to itself with no property or item in between: break the cycle"
+                )
             if rule in done:
                 continue
             path.append(rule)
@@ -260,10 +254,8 @@ def _check_cycles(rules: Sequence[Rule]) -> None:
             waiting.extend((each, False) for each in rule.same)
 
 
-Keyword = Callable[[_Reader, Rule, Any], None]
-
-
-Part = Callable[[Rule], Any]
+Keyword = Callable[[_RuleCompiler, Rule, Any], None]
+RulePart = Callable[[Rule], Any]
 
 
 def _itself(rule: Rule) -> Any:
@@ -283,35 +275,35 @@ def _elements(rule: Rule) -> Elements:
 
 
 def _many(attribute: str) -> Keyword:
-    """Lists of schemas for the same value."""
+    """Make a reader for keywords with a list of schemas for the same value."""
 
-    def read(reader: _Reader, rule: Rule, value: Any) -> None:
+    def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         if isinstance(value, list):
             getattr(rule, attribute).append([reader.rule(each) for each in value])
 
     return read
 
 
-def _one(attribute: str, of: Part = _itself) -> Keyword:
-    """A schema. of: the part of the rule that has it."""
+def _one(attribute: str, of: RulePart = _itself) -> Keyword:
+    """Make a reader for keywords with one schema. of: returns the part of the rule to set it in."""
 
-    def read(reader: _Reader, rule: Rule, value: Any) -> None:
+    def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         setattr(of(rule), attribute, reader.rule(value))
 
     return read
 
 
-def _count(attribute: str, of: Part) -> Keyword:
-    def read(reader: _Reader, rule: Rule, value: Any) -> None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+def _count(attribute: str, of: RulePart) -> Keyword:
+    def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+        if is_number(value):
             setattr(of(rule), attribute, int(value))
 
     return read
 
 
 def _bound(keyword: str, holds: Callable[[Number, Number], bool]) -> Keyword:
-    def read(reader: _Reader, rule: Rule, value: Any) -> None:
-        if isinstance(value, int | float) and not isinstance(value, bool):
+    def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+        if is_number(value):
             limit = exact(value)
             rule.numbers.append((keyword, lambda number: holds(number, limit)))
             if keyword.endswith("aximum"):
@@ -323,9 +315,9 @@ def _bound(keyword: str, holds: Callable[[Number, Number], bool]) -> Keyword:
 
 
 def _limit(keyword: str, strict: str, holds: Callable[[Number, Number], bool]) -> Keyword:
-    """A bound, which draft 4 makes exclusive by a boolean."""
+    """Make a reader for a bound that draft 4 makes exclusive by a bool."""
 
-    def read(reader: _Reader, rule: Rule, value: Any) -> None:
+    def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         is_strict = reader.schema.get(strict) is True
         bound = _bound(keyword, lambda a, b: holds(a, b) and not (is_strict and a == b))
         bound(reader, rule, value)
@@ -333,22 +325,20 @@ def _limit(keyword: str, strict: str, holds: Callable[[Number, Number], bool]) -
     return read
 
 
-def _all_of(reader: _Reader, rule: Rule, value: Any) -> None:
-    if isinstance(value, list):
-        rule.all_of += [reader.rule(each) for each in value]
+def _all_of(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    rule.all_of += [reader.rule(each) for each in listed(value)]
 
 
 def _reference(keyword: str) -> Keyword:
     return lambda reader, rule, value: reader.referred(rule, keyword, value)
 
 
-def _types(reader: _Reader, rule: Rule, value: Any) -> None:
+def _types(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     rule.types = frozenset([value] if isinstance(value, str) else map(str, value))
 
 
-def _values(reader: _Reader, rule: Rule, value: Any) -> None:
-    allowed = dict.fromkeys(map(exact, value if isinstance(value, list) else []))
-    _allow(rule, allowed)
+def _values(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    _allow(rule, dict.fromkeys(map(exact, listed(value))))
 
 
 def _allow(rule: Rule, allowed: dict[Exact, None]) -> None:
@@ -357,67 +347,61 @@ def _allow(rule: Rule, allowed: dict[Exact, None]) -> None:
     )
 
 
-def _least_chars(reader: _Reader, rule: Rule, value: Any) -> None:
+def _least_chars(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     rule.texts.append(("minLength", lambda text: len(text) >= value))
 
 
-def _most_chars(reader: _Reader, rule: Rule, value: Any) -> None:
+def _most_chars(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     rule.texts.append(("maxLength", lambda text: len(text) <= value))
     rule.most_chars = int(value)
 
 
-def _pattern(reader: _Reader, rule: Rule, value: Any) -> None:
+def _pattern(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     if isinstance(value, str):
         rule.texts.append(("pattern", searcher(value)))
         if (few := few_texts(value)) is not None:
             rule.few_texts = dict.fromkeys(few)
 
 
-def _format(reader: _Reader, rule: Rule, value: Any) -> None:
+def _format(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     if isinstance(value, str) and value in FORMATS:
         rule.texts.append(("format", FORMATS[value]))
 
 
-def _multiple(reader: _Reader, rule: Rule, value: Any) -> None:
+def _multiple(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     step = exact(value)
     rule.numbers.append(("multipleOf", lambda number: is_multiple(number, step)))
 
 
-def _properties(reader: _Reader, rule: Rule, value: Any) -> None:
-    if isinstance(value, dict):
-        _members(rule).properties = {name: reader.rule(each) for name, each in value.items()}
+def _properties(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    _members(rule).properties = {name: reader.rule(each) for name, each in named(value).items()}
 
 
-def _patterns(reader: _Reader, rule: Rule, value: Any) -> None:
-    if isinstance(value, dict):
-        _members(rule).patterns = [
-            (searcher(name), reader.rule(each)) for name, each in value.items()
-        ]
+def _patterns(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    _members(rule).patterns = [
+        (searcher(name), reader.rule(each)) for name, each in named(value).items()
+    ]
 
 
-def _required(reader: _Reader, rule: Rule, value: Any) -> None:
-    if isinstance(value, list):
-        _members(rule).required = tuple(
-            dict.fromkeys(each for each in value if isinstance(each, str))
-        )
+def _required(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    _members(rule).required = tuple(texts_in(value))
 
 
-def _dependents(reader: _Reader, rule: Rule, value: Any) -> None:
-    """``dependentRequired``, ``dependentSchemas`` and what was one of both before."""
-    for name, each in value.items() if isinstance(value, dict) else ():
+def _dependents(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    """Read ``dependentRequired``, ``dependentSchemas``, or ``dependencies`` of earlier drafts."""
+    for name, each in named(value).items():
         if isinstance(each, list):
             _members(rule).dependent_names.append((name, tuple(map(str, each))))
         else:
             rule.dependents.append((name, reader.rule(each)))
 
 
-def _prefix(reader: _Reader, rule: Rule, value: Any) -> None:
-    if isinstance(value, list):
-        _elements(rule).prefix = [reader.rule(each) for each in value]
+def _prefix(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    _elements(rule).prefix = [reader.rule(each) for each in listed(value)]
 
 
-def _items(reader: _Reader, rule: Rule, value: Any) -> None:
-    """A list is what ``prefixItems`` is now, and ``additionalItems`` then what ``items`` is."""
+def _items(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
+    """Read ``items``; a list of earlier drafts means ``prefixItems`` and ``additionalItems``."""
     if not isinstance(value, list):
         _elements(rule).items = reader.rule(value)
         return
@@ -426,12 +410,12 @@ def _items(reader: _Reader, rule: Rule, value: Any) -> None:
         _elements(rule).items = reader.rule(reader.schema["additionalItems"])
 
 
-def _contains(reader: _Reader, rule: Rule, value: Any) -> None:
+def _contains(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     _elements(rule).contained = reader.rule(value)
     _elements(rule).contained_is_evaluated = reader.draft > 2019
 
 
-def _unique(reader: _Reader, rule: Rule, value: Any) -> None:
+def _unique(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
     _elements(rule).is_unique = value is True
 
 

@@ -1,4 +1,4 @@
-"""The texts of a model's tokens, as a checker reads them."""
+"""The bytes of a model's tokens, indexed for the search for tokens that a checker forbids."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from engine.messages.step import Column
 from engine.structured.checked.exact import HUGE
 
 SPACES = b" \t\r\n"
-MOST_KEPT = 256  # lists of candidates
-MOST_CANDIDATES = 16_384  # in a list that is kept
-_ODD = re.compile(HUGE.pattern + rb"|\\u")  # or an escape that may be half a character
+MOST_KEPT = 256  # cached lists of candidates
+MOST_CANDIDATES = 16_384  # in a cached list
+_ODD = re.compile(HUGE.pattern + rb"|\\u")  # or an escape that may be half a surrogate pair
 SPECIAL = b"\xff"
-"""What the bytes of a token that no text spells begin with: no text has this byte."""
+"""Prefix of the bytes of special tokens: no text has this byte."""
 
 
 class Stops:
-    """Bytes at which a checker looks closely; it passes over all others where it stands."""
+    """Bytes that a checker must look at; it skips all others."""
 
     def __init__(self, stops: Iterable[int]) -> None:
         self.bytes = frozenset(stops)
@@ -30,38 +30,38 @@ class Stops:
         )
 
     def next(self, text: bytes, at: int) -> int:
-        """Where the next of them stands; the length if none does."""
+        """Return the index of the next of them, or the length of the text."""
         found = self._pattern.search(text, at)
         return len(text) if found is None else found.start()
 
 
 class Skipped(NamedTuple):
-    """The tokens that a checker passes over where it stands."""
+    """Which tokens a checker need not look at."""
 
     stops: Stops | None
-    """Tokens without any of these bytes."""
+    """Tokens without any of these bytes are skipped."""
     only: bytes
-    """Tokens of such bytes alone."""
+    """Tokens of only these bytes are skipped."""
     least_quotes: int
-    """Tokens with fewer quotation marks than this, unless a checker may refuse them in any JSON."""
+    """Tokens with fewer quotation marks are skipped, unless they may be invalid in any JSON."""
 
 
 class Vocabulary:
-    """All tokens by number."""
+    """The texts of all tokens."""
 
     def __init__(self, texts: list[bytes]) -> None:
-        """texts: the bytes that each token spells."""
+        """texts: the bytes of each token."""
         self._texts = texts
         tokens = sorted(range(len(texts)), key=texts.__getitem__)
         self.tokens: Column = np.array(tokens, dtype=np.int32)
-        """All of them in the order of their bytes; a token's place there is its rank."""
+        """All token ids, sorted by their bytes; the rank of a token is its index here."""
         self.in_order = [texts[token] for token in tokens]
         self.ranks = np.empty_like(self.tokens)
         self.ranks[self.tokens] = np.arange(len(texts), dtype=np.int32)
         self.num_quotes: Column = np.array([text.count(b'"') for text in self.in_order])
-        """By rank, the quotation marks in it."""
+        """The number of quotation marks, by rank."""
         self.is_odd = np.array([_ODD.search(text) is not None for text in self.in_order], np.bool_)
-        """By rank, whether it may be wrong in any JSON."""
+        """Whether a token may be invalid in any JSON, by rank."""
         self._candidates: dict[tuple[bytes, tuple[int, ...], Skipped], Column] = {}
         self._tails: dict[bytes, Column] = {}
         self._last_stops: dict[frozenset[int], Column] = {}
@@ -70,16 +70,16 @@ class Vocabulary:
         return self._texts[token]
 
     def spelling(self, text: bytes) -> int | None:
-        """A token that is this text."""
+        """Return the token with exactly this text."""
         at = bisect_left(self.in_order, text)
         is_there = at < len(self.in_order) and self.in_order[at] == text
         return int(self.tokens[at]) if is_there else None
 
     def candidates(self, words: Column, without: Sequence[int], skipped: Skipped) -> list[int]:
-        """The ranks of the tokens of a mask that a checker has to look at, in order.
+        """Return the ranks of the allowed tokens that a checker must look at, in order.
 
-        words: the mask, a bit for each token; without: tokens to leave out, with those that are
-        skipped. The same masks come again and again, so lists that are not long are kept.
+        words: the mask, one bit per token; without: further tokens to skip. The same masks recur,
+        so short results are cached.
         """
         key = (words.tobytes(), tuple(without), skipped)
         found = self._candidates.get(key)
@@ -93,7 +93,7 @@ class Vocabulary:
         return ranks
 
     def _sought(self, words: Column, without: Sequence[int], skipped: Skipped) -> Column:
-        # As booleans, of which the library finds those that are set in a tenth of the time.
+        # As booleans, because numpy finds the set ones in a tenth of the time.
         is_allowed = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
         is_allowed[[*without]] = False
         ranks: Column = np.sort(self.ranks[is_allowed[: len(self.ranks)].nonzero()[0]])
@@ -105,13 +105,13 @@ class Vocabulary:
         return ranks[self.tails(skipped.only)[ranks] > 0] if skipped.only else ranks
 
     def tails(self, skipped: bytes) -> Column:
-        """By rank, from where on there are only these bytes."""
+        """Return the length of each token without these bytes at its end, by rank."""
         if skipped not in self._tails:
             self._tails[skipped] = np.array([len(text.rstrip(skipped)) for text in self.in_order])
         return self._tails[skipped]
 
     def last_stops(self, stops: Stops) -> Column:
-        """By rank, where the last of these bytes stands; -1 where none does."""
+        """Return the index of the last of these bytes in each token, by rank; -1 if none."""
         if stops.bytes not in self._last_stops:
             flat = np.frombuffer(b"".join(text + b"\0" for text in self.in_order), np.uint8)
             ends = np.cumsum([len(text) + 1 for text in self.in_order])
@@ -128,7 +128,7 @@ class Vocabulary:
 def vocabulary_of(
     spelled: Callable[[int], bytes], is_special: Callable[[int], bool], size: int
 ) -> Vocabulary:
-    """spelled: the bytes of a token; is_special: whether no text spells it."""
+    """spelled: returns the bytes of a token; is_special: whether no text spells a token."""
     return Vocabulary(
         [(SPECIAL if is_special(token) else b"") + spelled(token) for token in range(size)]
     )

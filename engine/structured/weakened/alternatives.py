@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.structured.checked.exact import Exact, exact
+from engine.structured.keywords import KEYWORDS_OF, enumerated, named, texts_in
 from engine.structured.weakened.opposites import EXCEPT
 from engine.structured.weakened.readings import SchemaReading
-from engine.structured.weakened.shapes import KEYWORDS_OF, enumerated, named, texts_in
 
 Schema = dict[str, Any]
 

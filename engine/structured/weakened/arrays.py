@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from engine.structured.keywords import is_idle, is_number, listed
 from engine.structured.weakened.readings import SchemaPart, SchemaReading
 from engine.structured.weakened.scalars import Loosen, limits
-from engine.structured.weakened.shapes import is_idle, is_number, listed
 
 Schema = dict[str, Any]
 

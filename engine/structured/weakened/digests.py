@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.structured.weakened.shapes import ANNOTATIONS
+from engine.structured.keywords import ANNOTATIONS
 
 _BY_NAME = frozenset(
     {"properties", "patternProperties", "dependentSchemas", "dependentRequired", "dependencies"}

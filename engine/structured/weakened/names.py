@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.structured.checked.expressions import searcher
+from engine.structured.keywords import listed, named
 from engine.structured.schemas import SchemaError
 from engine.structured.weakened.readings import SchemaPart, SchemaReading
-from engine.structured.weakened.shapes import listed, named
 
 Schema = dict[str, Any]
 UNEVALUATED = "unevaluatedProperties"

@@ -8,13 +8,13 @@ from itertools import combinations
 from math import comb
 from typing import Any, Literal
 
+from engine.structured.keywords import listed, named, texts_in
 from engine.structured.schemas import of_rust, quoted
 from engine.structured.weakened.arrays import Writes
 from engine.structured.weakened.library import is_taken, no_name_matches
 from engine.structured.weakened.names import SchemasByName, matches
 from engine.structured.weakened.readings import SchemaReading
 from engine.structured.weakened.scalars import Loosen, limits, widened
-from engine.structured.weakened.shapes import listed, named, texts_in
 
 Schema = dict[str, Any]
 Order = Literal["schema", "free", "small"]

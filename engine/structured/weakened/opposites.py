@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from itertools import islice, product
 from typing import Any
 
+from engine.structured.keywords import ANNOTATIONS, listed, named
 from engine.structured.schemas import EVERY_TYPE, types_of
-from engine.structured.weakened.shapes import ANNOTATIONS, listed, named
 
 Schema = dict[str, Any]
 Targets = Callable[[Schema], Sequence[Any]]  # the schemas that a schema refers to

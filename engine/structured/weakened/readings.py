@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 from engine.structured.checked.documents import NEWEST, Document, SchemaResource
 from engine.structured.checked.exact import Exact, exact
+from engine.structured.keywords import check_shapes, is_idle, listed, named, texts_in
 from engine.structured.schemas import EVERY_TYPE, SchemaError, types_of
 from engine.structured.weakened.opposites import EXCEPT, Opposite
-from engine.structured.weakened.shapes import check_shapes, is_idle, listed, named, texts_in
 
 Schema = dict[str, Any]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from engine.structured.checked.formats import FORMATS
+from engine.structured.keywords import is_number
 from engine.structured.schemas import INSTEAD_OF_FORMAT, MORE_OF_FORMAT, of_rust
 from engine.structured.weakened.library import is_taken, no_text_matches
 from engine.structured.weakened.looks import (
@@ -16,7 +17,6 @@ from engine.structured.weakened.looks import (
     excluded_by,
     without_looks,
 )
-from engine.structured.weakened.shapes import is_number
 
 Schema = dict[str, Any]
 Loosen = Callable[[str, Any], None]  # called with a keyword that the grammar cannot enforce

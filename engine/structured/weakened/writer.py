@@ -18,6 +18,15 @@ from engine.structured.checked.checker import Checker
 from engine.structured.checked.documents import Document
 from engine.structured.checked.exact import exact
 from engine.structured.checked.known import KNOWN
+from engine.structured.keywords import (
+    ANNOTATIONS,
+    OF_ARRAYS,
+    OF_NUMBERS,
+    OF_OBJECTS,
+    OF_STRINGS,
+    enumerated,
+    listed,
+)
 from engine.structured.schemas import EVERY_TYPE, SchemaError, types_of_value
 from engine.structured.weakened.alternatives import are_apart, part_types
 from engine.structured.weakened.arrays import array
@@ -33,15 +42,6 @@ from engine.structured.weakened.readings import (
     together,
 )
 from engine.structured.weakened.scalars import numbers, strings
-from engine.structured.weakened.shapes import (
-    ANNOTATIONS,
-    OF_ARRAYS,
-    OF_NUMBERS,
-    OF_OBJECTS,
-    OF_STRINGS,
-    enumerated,
-    listed,
-)
 
 Schema = dict[str, Any]
 MOST_ORDERED = 8_000  # properties in a fixed order in the whole document: seven symbols each

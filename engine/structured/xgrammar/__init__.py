@@ -1,4 +1,4 @@
-"""Grammars compiled by xgrammar, which is optional: modules are imported if it is installed."""
+"""Compiles grammars with xgrammar, an optional package: the modules here load only if it exists."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ NOT_INSTALLED = (
 
 
 def is_installed() -> bool:
-    """Whether the library is there. Does not import it."""
+    """Whether xgrammar is installed. Does not import it."""
     return find_spec("xgrammar") is not None

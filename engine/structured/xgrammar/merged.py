@@ -1,4 +1,4 @@
-"""Two JSON schemas of one value as one: no keyword stands next to a reference or a choice."""
+"""Merges two JSON schemas of one value, so that no keyword is next to a reference or a choice."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ _SMALLER = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "maxProperti
 
 
 class NothingAllowedError(SchemaError):
-    """No value is right: as one of a choice it is left out."""
+    """No value is valid. Within a choice, this way is dropped."""
 
 
 def as_object(schema: Any) -> Schema:
-    """``True`` and ``False`` are schemas, too."""
+    """Convert ``True`` to an empty schema. Raises for ``False`` and anything but an object."""
     if schema is True:
         return {}
     if schema is False:
@@ -28,7 +28,7 @@ def as_object(schema: Any) -> Schema:
 
 
 def values_of(schema: Schema) -> list[Any] | None:
-    """Values that enum and const leave; ``None`` if it has neither."""
+    """Return the values that enum and const both allow; ``None`` without either keyword."""
     found = [schema["const"]] if "const" in schema else None
     if "enum" not in schema:
         return found
@@ -40,7 +40,7 @@ def values_of(schema: Schema) -> list[Any] | None:
 
 
 def are_same(one: Any, other: Any) -> bool:
-    """Equality of JSON: 1 is 1.0 and not true."""
+    """Whether two values are equal in JSON: 1 equals 1.0, but not true."""
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, dict) and isinstance(other, dict):
@@ -51,15 +51,18 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def merged(one: Schema, other: Schema) -> Schema:
-    """Allows what both allow. Raises ``SchemaError`` that names what cannot be put together.
+    """Merge two schemas; the result allows what both allow. Raises ``SchemaError`` that names
+    keywords which cannot be merged.
 
-    other: stands within the one, as what it refers to. Neither has annotations; what they hold may
-    still be references.
+    other: a schema inside ``one``, or its target. Neither has annotations; values of their keywords
+    may still be references.
     """
     if not one or not other:
         return {**one, **other}
     if wrong := other.keys() & {"unevaluatedProperties", "unevaluatedItems"}:
-        raise SchemaError(f"{min(wrong)} of a schema within another is not enforced by xgrammar")
+        raise SchemaError(
+            f"{min(wrong)} of a schema within another is not enforced by xgrammar: leave it out"
+        )
     found = {**one, **other}
     for key in one.keys() & other.keys():
         if key not in ("enum", "const"):
@@ -90,12 +93,14 @@ def _both(key: str, one: Any, other: Any) -> Any:
         try:
             return max(one, other) if key in _LARGER else min(one, other)
         except TypeError as error:
-            raise SchemaError(f"{key} is {one!r:.80}, must be a number") from error
+            raise SchemaError(f"{key} is {one!r:.80} and {other!r:.80}, must be numbers") from error
     if key in ("items", "propertyNames"):
         return _all_of(one, other)
     if type(one) is type(other) and one == other:
         return one
-    raise SchemaError(f"{key} is given twice for one value, which is not enforced by xgrammar")
+    raise SchemaError(
+        f"{key} is {one!r:.80} and {other!r:.80} for one value; xgrammar does not enforce both"
+    )
 
 
 def _all_of(one: Any, other: Any) -> Any:
@@ -103,7 +108,7 @@ def _all_of(one: Any, other: Any) -> Any:
 
 
 def _check_arrays(one: Schema, other: Schema) -> None:
-    """What holds for the items after some others depends on what stands next to it."""
+    """Raise for items keywords that depend on a ``prefixItems`` of the other schema."""
     keys = {"items", "prefixItems", "unevaluatedItems"}
     if (
         (one.keys() | other.keys()) & keys != {"items"}
@@ -111,15 +116,19 @@ def _check_arrays(one: Schema, other: Schema) -> None:
         and other.keys() & keys
     ):
         raise SchemaError(
-            "prefixItems or unevaluatedItems with items of another schema is not enforced"
+            "prefixItems or unevaluatedItems next to items of another schema is not enforced by "
+            "xgrammar: put them into one schema"
         )
 
 
 def _properties(one: Schema, other: Schema, found: Schema) -> Schema:
-    """Properties of both: one that only one of them names is an additional property of the
+    """Merge the properties. A name that only one schema has is an additional property of the
     other."""
     if "unevaluatedProperties" in found and "additionalProperties" in found:
-        raise SchemaError("unevaluatedProperties next to additionalProperties is not enforced")
+        raise SchemaError(
+            "unevaluatedProperties next to additionalProperties is not enforced by xgrammar: leave "
+            "one of them out"
+        )
     names = {**_object(one), **_object(other)}
     properties = {}
     for name in names:

@@ -1,11 +1,12 @@
-"""JSON schemas as xgrammar is given them: in those of its words that it enforces.
+"""Rewrites JSON schemas with the keywords that xgrammar enforces.
 
-The library ignores some keywords (``not``, ``if``, ``uniqueItems``, ``contains``), and others in
-company: what stands next to a reference, ``anyOf`` or ``enum``, lengths next to a pattern, a
-minimum where no type is given. So a schema is written anew: what stands side by side is merged,
-``oneOf`` becomes ``anyOf`` (a checker next to the grammar forbids values that two of its schemas
-allow), and what is left is refused by name. But for ``oneOf``, the new schema may allow less than
-the old one, never more: an object whose properties are named has no others."""
+xgrammar ignores some keywords (``not``, ``if``, ``uniqueItems``, ``contains``), and others only in
+combination: those next to a reference, ``anyOf`` or ``enum``, lengths next to a pattern, a minimum
+without a type. So schemas of the same value are merged, ``oneOf`` becomes ``anyOf`` (a checker
+next to the grammar refuses values that two of its schemas allow), and any other such keyword is
+refused by name. Except for ``oneOf``, the new schema may allow less than the old one, never more:
+an object with named properties has no others.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +16,27 @@ from collections.abc import Iterator
 from functools import reduce
 from typing import Any, NamedTuple
 
-from engine.structured.schemas import DATE, EVERY_TYPE, SchemaError, types_of, types_of_value
+from engine.structured.schemas import (
+    BYTE,
+    DATE,
+    EVERY_TYPE,
+    SchemaError,
+    types_of,
+    types_of_value,
+)
 from engine.structured.xgrammar.merged import NothingAllowedError, as_object, merged, values_of
 from engine.structured.xgrammar.patterns import of_length, of_whole_text
 
 Schema = dict[str, Any]
 
-# What is compiled cannot be interrupted: these keep it to seconds.
-MAX_SCHEMAS = 1_000  # within each other and next to each other, as they are written
-MAX_DEPTH = 24  # between two references
-MAX_NAMES = 500  # properties in all
-MAX_VALUES = 2_000  # of all enums
-MAX_LENGTH = 1_000  # of a text or an array that has a limit
+# Compiling cannot be interrupted: these limits keep it to seconds.
+MAX_SCHEMAS = 1_000  # written schemas in total
+MAX_DEPTH = 24  # nesting between two references
+MAX_NAMES = 500  # properties in total
+MAX_VALUES = 2_000  # values of all enums
+MAX_LENGTH = 1_000  # the largest limit of a text or an array
 MAX_MULTIPLE = 1_000
-EXACT = 1 << 53  # the library reads numbers as doubles
+EXACT = 1 << 53  # xgrammar reads numbers as doubles
 
 _ANNOTATIONS = (
     *("title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"),
@@ -45,7 +53,7 @@ _OF_TYPE = {
     ),
 }
 _OF_TYPE["number"] = _OF_TYPE["integer"]
-# Keywords that the library ignores, or enforces in part, with values that say nothing.
+# Keywords that xgrammar does not fully enforce, with the values that allow everything anyway.
 _REFUSED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("not", "if", "then", "else", "contains", "minContains", "maxContains"), ()),
     **dict.fromkeys(("$dynamicRef", "$recursiveRef", "additionalItems", "x-guidance"), ()),
@@ -54,7 +62,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "patternProperties": ({},),
 }
-_HEX, _BYTE = "[0-9a-fA-F]", "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
+_HEX = "[0-9a-fA-F]"
 _TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,9})?"
 _ZONE = r"(?:Z|[+-](?:[01][0-9]|2[0-3]):[0-5][0-9])"
 FORMATS = {
@@ -62,36 +70,36 @@ FORMATS = {
     "time": f"^{_TIME}{_ZONE}$",
     "date-time": f"^{DATE}T{_TIME}{_ZONE}$",
     "uuid": f"^{_HEX}{{8}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{4}}-{_HEX}{{12}}$",
-    "ipv4": rf"^{_BYTE}\.{_BYTE}\.{_BYTE}\.{_BYTE}$",
+    "ipv4": rf"^{BYTE}\.{BYTE}\.{BYTE}\.{BYTE}$",
 }
 
 
 class Narrowed(NamedTuple):
-    """A schema for xgrammar."""
+    """A schema that was rewritten for xgrammar."""
 
     schema: Schema
     needs_checker: bool
-    """Whether it allows values that the schema it was made of forbids."""
+    """Whether it allows values that the original schema forbids."""
 
 
 def narrowed(schema: Any, *, is_closed: bool) -> Narrowed:
-    """The schema for xgrammar. Raises ``SchemaError`` that names the keyword or the limit.
+    """Rewrite a schema for xgrammar. Raises ``SchemaError`` that names the keyword or the limit.
 
-    is_closed: no properties but those that it names.
+    is_closed: forbid properties that the schema does not name.
     """
     writer = _NarrowedWriter(schema, is_closed)
     return Narrowed(writer.whole(), writer.has_one_of)
 
 
 class _NarrowedWriter:
-    """Writes one schema and what it refers to."""
+    """Rewrites one schema and the definitions that it refers to."""
 
     def __init__(self, root: Any, is_closed: bool) -> None:
         self._root = root
         self._is_closed = is_closed
-        self.has_one_of = False  # of what has been written
+        self.has_one_of = False  # some ``oneOf`` was written as ``anyOf``
         self._left = {"schemas": MAX_SCHEMAS, "properties": MAX_NAMES, "values of enum": MAX_VALUES}
-        self._names: dict[str, str] = {}  # of definitions, by the reference to them
+        self._names: dict[str, str] = {}  # names of definitions by reference
         self._written: dict[str, Schema] = {}
 
     def whole(self) -> Schema:
@@ -103,7 +111,7 @@ class _NarrowedWriter:
     def _write(self, schema: Any, depth: int) -> Schema:
         self._spend("schemas", 1)
         if depth > MAX_DEPTH:
-            raise SchemaError(f"it is nested more than {MAX_DEPTH} deep: use references")
+            raise SchemaError(f"the schema is nested more than {MAX_DEPTH} deep: use references")
         wanted = self._checked(schema)
         if "$ref" in wanted:
             return self._reference(wanted, depth)
@@ -115,14 +123,19 @@ class _NarrowedWriter:
         return self._typed(wanted, depth)
 
     def _checked(self, schema: Any) -> Schema:
-        """Without what says nothing. Raises for what is not enforced."""
+        """Drop keywords that limit nothing. Raises for a keyword that xgrammar does not enforce."""
         found = {}
         for key, value in as_object(schema).items():
             if key in _REFUSED:
                 if not any(type(value) is type(idle) and value == idle for idle in _REFUSED[key]):
-                    raise SchemaError(f"{key} is {value!r:.80}, which xgrammar does not enforce")
+                    raise SchemaError(
+                        f"{key} is {value!r:.80}, which xgrammar does not enforce: leave it out"
+                    )
             elif key == "$id" and schema is not self._root:
-                raise SchemaError(f"$id is {value!r:.80} within a schema, which is not enforced")
+                raise SchemaError(
+                    f"$id is {value!r:.80} within a schema, which xgrammar does not support: use "
+                    "it only at the root"
+                )
             elif key not in _ANNOTATIONS:
                 found[key] = value
         return found
@@ -131,13 +144,15 @@ class _NarrowedWriter:
         self._left[what] -= count
         if self._left[what] < 0:
             limits = {"schemas": MAX_SCHEMAS, "properties": MAX_NAMES, "values of enum": MAX_VALUES}
-            raise SchemaError(f"it has too many {what} for xgrammar, the limit is {limits[what]}")
+            raise SchemaError(
+                f"the schema has too many {what} for xgrammar, the limit is {limits[what]}"
+            )
 
-    # -- references, and schemas that are put together
+    # -- references, and schemas that are merged
 
     def _found(self, reference: Any) -> Any:
         if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
-            raise SchemaError(f"$ref is {reference!r:.80}, must be '#' or begin with '#/'")
+            raise SchemaError(f"$ref is {reference!r:.80}, must be '#' or start with '#/'")
         place = self._root
         for part in reference.split("/")[1:]:
             part = part.replace("~1", "/").replace("~0", "~")
@@ -148,13 +163,15 @@ class _NarrowedWriter:
         return place
 
     def resolved(self, schema: Any) -> Schema:
-        """The schema merged with what it refers to and with all of its allOf."""
+        """Merge a schema with the target of its $ref and with its allOf."""
         wanted, seen = self._checked(schema), 0
         while "$ref" in wanted or "allOf" in wanted:
             self._spend("schemas", 1)
             seen += 1
             if seen > MAX_DEPTH:
-                raise SchemaError("its references lead to each other without end")
+                raise SchemaError(
+                    "$ref and allOf lead to each other without end: break the cycle of references"
+                )
             if "$ref" in wanted:
                 rest = {key: value for key, value in wanted.items() if key != "$ref"}
                 wanted = merged(rest, self._checked(self._found(wanted["$ref"])))
@@ -170,17 +187,19 @@ class _NarrowedWriter:
         if reference not in self._names:
             found = self._found(reference)
             name = self._names[reference] = f"d{len(self._names)}"
-            self._written[name] = {}  # that it has a name is enough for those within it
+            self._written[name] = {}  # references inside the definition only need its name
             self._written[name] = self._write(found, 0)
         return {"$ref": f"#/$defs/{self._names[reference]}"}
 
     def _check_ends(self, name: str) -> None:
-        """A definition that is only a reference must come to another end than itself."""
+        """Raise for a definition that is only a reference, through others, to itself."""
         seen = {name}
         while "$ref" in self._written[name]:
             name = self._written[name]["$ref"].rpartition("/")[2]
             if name in seen:
-                raise SchemaError("$ref leads back to itself with no schema in between")
+                raise SchemaError(
+                    "$ref leads back to itself with no schema in between: break the cycle"
+                )
             seen.add(name)
 
     def _all(self, key: str, wanted: Schema, depth: int) -> Schema:
@@ -207,15 +226,21 @@ class _NarrowedWriter:
     def _values(self, values: list[Any], wanted: Schema) -> Schema:
         others = wanted.keys() - {"enum", "const", "type"}
         if wrong := sorted(key for keys in _OF_TYPE.values() for key in keys if key in others):
-            raise SchemaError(f"{wrong[0]} next to enum or const is not enforced by xgrammar")
+            raise SchemaError(
+                f"{wrong[0]} next to enum or const is not enforced by xgrammar: leave it out"
+            )
         allowed = types_of(wanted)
         kept = [each for each in values if types_of_value(each) & allowed]
         self._spend("values of enum", len(kept))
         if not kept:
-            raise NothingAllowedError(f"enum is {values!r:.80}, none of which type allows")
+            raise NothingAllowedError(
+                f"enum is {values!r:.80}, none of which has an allowed type: {sorted(allowed)}"
+            )
         for each in _leaves(kept):
             if isinstance(each, int | float) and abs(each) > EXACT:
-                raise SchemaError(f"enum has {each}, larger than what is compared exactly")
+                raise SchemaError(
+                    f"enum has {each}, which xgrammar cannot compare exactly: the limit is {EXACT}"
+                )
         return {"enum": kept}
 
     def _typed(self, wanted: Schema, depth: int) -> Schema:
@@ -249,7 +274,9 @@ class _NarrowedWriter:
         first = _list("prefixItems", own["prefixItems"]) if "prefixItems" in own else []
         others = own.get("items", own.get("unevaluatedItems", True))
         if first and "unevaluatedItems" in own and "items" in own:
-            raise SchemaError("unevaluatedItems next to items is not enforced by xgrammar")
+            raise SchemaError(
+                "unevaluatedItems next to items is not enforced by xgrammar: leave one of them out"
+            )
         if most is not None:
             first = first[:most]
         prefix = [self._write(each, depth + 1) for each in first]
@@ -258,7 +285,7 @@ class _NarrowedWriter:
         except NothingAllowedError:
             items, most = False, len(prefix) if most is None else min(most, len(prefix))
         if most is not None and most < least:
-            raise NothingAllowedError(f"minItems is {least}, of at most {most}")
+            raise NothingAllowedError(f"minItems is {least}, at most {most} items are allowed")
         if most is not None and most <= len(prefix):
             items = False
         found: Schema = {"prefixItems": prefix} if prefix else {}
@@ -278,7 +305,9 @@ class _NarrowedWriter:
         if not named and not required:
             return self._map(own, others, (least, most), depth)
         if "propertyNames" in own:
-            raise SchemaError("propertyNames next to properties is not enforced by xgrammar")
+            raise SchemaError(
+                "propertyNames next to properties is not enforced by xgrammar: leave it out"
+            )
         found: Schema = {}
         for name in [*named, *(each for each in required if each not in named)]:
             try:
@@ -288,15 +317,17 @@ class _NarrowedWriter:
                     raise
         self._spend("properties", len(found))
         if least > len(found) or (most is not None and most < len(set(required))):
-            raise NothingAllowedError(f"minProperties is {least}, of {len(found)} properties")
+            raise NothingAllowedError(
+                f"minProperties is {least} and maxProperties {most}, of {len(found)} properties "
+                f"{len(set(required))} are required: no object is allowed"
+            )
         written: Schema = {"properties": found, "additionalProperties": False}
         written |= {"required": list(dict.fromkeys(required))} if required else {}
         written |= {"minProperties": least} if least > len(set(required)) else {}
         return written if most is None or most >= len(found) else {**written, "maxProperties": most}
 
     def _map(self, own: Schema, others: Any, limits: tuple[int, int | None], depth: int) -> Schema:
-        """Objects of properties that have no names here. One may be written twice, and then counts
-        once."""
+        """Write objects whose schema names no properties. A name may come twice and counts once."""
         least, most = limits
         try:
             values: Any = self._write(others, depth + 1)
@@ -304,12 +335,12 @@ class _NarrowedWriter:
             values = False
         if values is False or most == 0:
             if least:
-                raise NothingAllowedError(f"minProperties is {least}, but none are allowed")
+                raise NothingAllowedError(f"minProperties is {least}, no properties are allowed")
             return {"additionalProperties": False}
         if least > 1:
             raise SchemaError(
-                f"minProperties is {least}, which is only enforced up to 1 where the schema names "
-                "no properties: name them in properties"
+                f"minProperties is {least}, for xgrammar at most 1 without properties: "
+                "name them in properties"
             )
         found: Schema = {"additionalProperties": values}
         if "propertyNames" in own and (names := self._names_of(own["propertyNames"])):
@@ -320,7 +351,9 @@ class _NarrowedWriter:
     def _names_of(self, schema: Any) -> Schema:
         wanted = self.resolved(schema)
         if wrong := wanted.keys() & {"anyOf", "oneOf"}:
-            raise SchemaError(f"{min(wrong)} in propertyNames is not enforced by xgrammar")
+            raise SchemaError(
+                f"{min(wrong)} in propertyNames is not enforced by xgrammar: use one pattern"
+            )
         written = self._write({**wanted, "type": "string"}, 0)
         return {key: value for key, value in written.items() if key != "type"}
 
@@ -343,7 +376,7 @@ def _is_text(value: object) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Values that hold no others."""
+    """Yield the scalars within a value."""
     if isinstance(value, dict | list):
         for each in value.values() if isinstance(value, dict) else value:
             yield from _leaves(each)
@@ -352,7 +385,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _counts(own: Schema, low: str, high: str, limit: int) -> tuple[int, int | None]:
-    """The least and the most that two keywords say."""
+    """Read a lower and an upper limit, 0 and ``None`` by default."""
     for key in (low, high):
         value = own.get(key, 0)
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
@@ -369,7 +402,9 @@ def _string(own: Schema) -> Schema:
     shape = [key for key in ("pattern", "format") if key in own]
     sizes = [key for key in ("minLength", "maxLength") if own.get(key)]
     if len(shape) == 2 or (shape and sizes):
-        raise SchemaError(f"{(shape + sizes)[1]} next to {shape[0]} is not enforced by xgrammar")
+        raise SchemaError(
+            f"{(shape + sizes)[1]} next to {shape[0]} is not enforced by xgrammar: leave one out"
+        )
     if not shape:
         least, most = _counts(own, "minLength", "maxLength", MAX_LENGTH)
         return {"pattern": of_length(least, most)} if least or most is not None else {}
@@ -377,7 +412,7 @@ def _string(own: Schema) -> Schema:
     if shape[0] == "format":
         if value not in FORMATS:
             raise SchemaError(
-                f"format is {value!r:.80}, for xgrammar there are: {', '.join(FORMATS)}"
+                f"format is {value!r:.80}, for xgrammar must be one of: {', '.join(FORMATS)}"
             )
         return {"pattern": of_whole_text(FORMATS[value], is_proved=True)}
     if not isinstance(value, str):
@@ -392,7 +427,10 @@ def _bounds(own: Schema) -> dict[str, int | float]:
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise SchemaError(f"{key} is {value!r:.80}, must be a number")
         if abs(value) > EXACT or (isinstance(value, float) and "e" in repr(value)):
-            raise SchemaError(f"{key} is {value}, which xgrammar does not compare exactly")
+            raise SchemaError(
+                f"{key} is {value}, which xgrammar cannot compare exactly: the limit is {EXACT}, "
+                "without an exponent"
+            )
         if key in own:
             found[key] = value
     return found
@@ -417,8 +455,8 @@ def _integer(own: Schema) -> Schema:
         return found
     if found or step != int(step) or not 0 < step <= MAX_MULTIPLE:
         raise SchemaError(
-            f"multipleOf is {step}, which xgrammar enforces up to {MAX_MULTIPLE}, of whole numbers "
-            "without a minimum and a maximum"
+            f"multipleOf is {step}, for xgrammar must be a whole number from 1 to {MAX_MULTIPLE}, "
+            "without minimum and maximum"
         )
     return {"multipleOf": int(step)}
 
@@ -442,8 +480,8 @@ _EXCLUSIVE = ("exclusiveMinimum", "exclusiveMaximum")
 
 
 def readable(text: str) -> Any:
-    """A schema from its text. Raises ``SchemaError`` if it is nested too deeply to be read."""
+    """Parse a schema. Raises ``SchemaError`` if it is nested too deeply."""
     try:
         return json.loads(text)
     except RecursionError as error:
-        raise SchemaError("it is nested too deeply") from error
+        raise SchemaError("the schema is nested too deeply: use references") from error

@@ -1,9 +1,9 @@
-"""Patterns of JSON schemas in words that xgrammar enforces.
+"""Rewrites the patterns of JSON schemas so that xgrammar enforces them.
 
-The library reads a pattern as what stands between the quotation marks: it anchors it at both ends,
-lets quotation marks and backslashes through as they are, and leaves look-around out of account.
-Here a pattern is read, and written as one of the whole text, of characters that JSON has unescaped.
-A text that it lets pass matches the pattern; texts with escaped characters are not written.
+xgrammar applies a pattern to the raw text between quotation marks: it anchors both ends, allows
+unescaped quotation marks and backslashes, and ignores look-around. The rewritten pattern covers the
+whole text and only has characters that JSON does not escape. Each text that it allows matches the
+original pattern; texts with escapes are never allowed.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from engine.structured.schemas import SchemaError
 
 Ranges = list[tuple[int, int]]  # of code points, both ends included
 
-MAX_REPEATS = 1_000  # of one counted repeat
-MAX_NESTED = 100  # of counted repeats within each other, multiplied: compiling takes seconds
+MAX_REPEATS = 1_000  # in one counted repeat
+MAX_NESTED = 100  # the product of nested counts: compiling takes seconds
 LAST = 0x10FFFF
-# What JSON escapes, and halves of characters.
+# Characters that JSON escapes, and surrogates.
 _ESCAPED: Ranges = [(0, 0x1F), (0x22, 0x22), (0x5C, 0x5C), (0xD800, 0xDFFF)]
 _DIGIT: Ranges = [(0x30, 0x39)]
 _WORD: Ranges = [(0x30, 0x39), (0x41, 0x5A), (0x5F, 0x5F), (0x61, 0x7A)]
-# Dialects differ beyond the first: what all call a space, and what any does.
+# Dialects differ in which characters are spaces: those in all dialects, and those in any.
 _SPACE: Ranges = [(0x9, 0xD), (0x20, 0x20)]
 _ANY_SPACE: Ranges = [
     *(*_SPACE, (0x1C, 0x1F), (0x85, 0x85), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A)),
@@ -32,7 +32,7 @@ _LINE_ENDS: Ranges = [(0xA, 0xA), (0xD, 0xD), (0x2028, 0x2029)]
 
 
 def without(own: Ranges, others: Ranges) -> Ranges:
-    """What is in the first and not in the second."""
+    """Return the code points in the first ranges that are not in the second."""
     for low, high in others:
         own = [
             part
@@ -58,31 +58,31 @@ _SYNTAX = "\\^$.|?*+()[]{}/-\"'#%&,:;<=>@_`~! "
 
 
 def of_whole_text(pattern: str, *, is_proved: bool = False) -> str:
-    """The pattern for xgrammar. Raises ``SchemaError`` for what it could not enforce.
+    """Rewrite a pattern for xgrammar. Raises ``SchemaError`` for one that it does not enforce.
 
-    is_proved: tests have shown that it enforces this one. Of others, those are refused in which two
-    ways may begin alike: it lets wrong texts through some of them.
+    is_proved: tests show that xgrammar enforces this pattern. Any other pattern is refused if two
+    alternatives may start alike, since xgrammar allows wrong texts for some of these.
     """
     return _PatternReader(pattern, is_proved).whole()
 
 
 def of_length(least: int, most: int | None) -> str:
-    """Texts of this many characters, ``None`` for any number. The library's own way to count them
-    lets control characters through."""
+    """Return a pattern of texts with ``least`` to ``most`` characters, ``None`` for no limit.
+    xgrammar's own lengths allow control characters."""
     return f"{_written(without(ALL, _ESCAPED))}{{{least},{'' if most is None else most}}}"
 
 
-class _Part(NamedTuple):
-    """A part of a pattern as it is written."""
+class _WrittenPart(NamedTuple):
+    """A rewritten part of a pattern."""
 
     text: str
-    times: int  # that something in it may be repeated by counts
+    times: int  # the product of its nested counts
     may_be_empty: bool
-    first: Ranges  # characters that it may begin with
+    first: Ranges  # characters that it may start with
 
 
 class _PatternReader:
-    """Reads a pattern from left to right and writes it as it goes."""
+    """Rewrites a pattern from left to right."""
 
     def __init__(self, pattern: str, is_proved: bool) -> None:
         self._text = pattern
@@ -95,24 +95,24 @@ class _PatternReader:
             raise self.refusal("closes a bracket that is not open")
         return written
 
-    def _ways(self, *, is_outermost: bool) -> _Part:
-        """What ``|`` separates."""
+    def _ways(self, *, is_outermost: bool) -> _WrittenPart:
+        """Read alternatives."""
         found = [self._sequence(is_outermost=is_outermost)]
         while self._takes("|"):
             found.append(self._sequence(is_outermost=is_outermost))
         if len(found) > 1 and not self._is_proved and _are_alike(found):
             raise self.refusal(
-                "ends alternatives that may begin alike or be empty, which is not enforced: write "
-                "what they share before the bracket"
+                "ends alternatives that may begin alike or be empty, which xgrammar does not "
+                "enforce: write their common start before the bracket"
             )
-        return _Part(
+        return _WrittenPart(
             "|".join(f"(?:{way.text})" for way in found),
             max(way.times for way in found),
             any(way.may_be_empty for way in found),
             [part for way in found for part in way.first],
         )
 
-    def _sequence(self, *, is_outermost: bool) -> _Part:
+    def _sequence(self, *, is_outermost: bool) -> _WrittenPart:
         anything = f"{_written(without(ALL, _ESCAPED))}*"
         before = after = anything if is_outermost else ""
         if is_outermost and self._takes("^"):
@@ -132,9 +132,9 @@ class _PatternReader:
             if not part.may_be_empty:
                 break
         is_open = all(part.may_be_empty for part in parts)
-        return _Part(text, times, is_open, [*first, *(ALL if after and is_open else [])])
+        return _WrittenPart(text, times, is_open, [*first, *(ALL if after and is_open else [])])
 
-    def _repeated(self, atom: _Part) -> _Part:
+    def _repeated(self, atom: _WrittenPart) -> _WrittenPart:
         sign, times = self._here(), atom.times
         if sign in ("*", "+", "?"):
             self._at += 1
@@ -147,17 +147,17 @@ class _PatternReader:
                     f"repeats {times} times, the limit is {MAX_REPEATS}, and {MAX_NESTED} for "
                     "repeats within each other"
                 )
-            if atom.may_be_empty:  # the library then counts wrongly
+            if atom.may_be_empty:  # xgrammar then miscounts
                 raise self.refusal("counts repeats of what may be empty, which is not enforced")
         else:
             return atom
-        self._takes("?")  # whether it tries few first changes nothing about what matches
+        self._takes("?")  # lazy or greedy, the same texts match
         if self._here() in ("*", "+", "?", "{"):
             raise self.refusal("repeats a repeat")
         may_be_empty = atom.may_be_empty or sign[0] in "*?" or sign.startswith("{0")
-        if sign == "?":  # the library's own lets half of a group through that ends in a repeat
-            return _Part(f"(?:{atom.text}|)", times, True, atom.first)
-        return _Part(f"{atom.text}{sign}", times, may_be_empty, atom.first)
+        if sign == "?":  # xgrammar's own allows half of a group that ends in a repeat
+            return _WrittenPart(f"(?:{atom.text}|)", times, True, atom.first)
+        return _WrittenPart(f"{atom.text}{sign}", times, may_be_empty, atom.first)
 
     def _counts(self) -> tuple[int, int | None]:
         end = self._text.find("}", self._at)
@@ -170,8 +170,8 @@ class _PatternReader:
             raise self.refusal("is no count of repeats")
         return int(low), most
 
-    def _atom(self) -> _Part:
-        """One character, class or group."""
+    def _atom(self) -> _WrittenPart:
+        """Read one character, class or group."""
         if self._takes("("):
             return self._group()
         if self._takes("["):
@@ -179,10 +179,10 @@ class _PatternReader:
         if self._takes("."):
             return self._class(without(ALL, _LINE_ENDS))
         if self._here() in ("^", "$", "*", "+", "?", "{"):
-            raise self.refusal("is not offered there")
+            raise self.refusal("is not supported at this position")
         return self._class(self._one())
 
-    def _group(self) -> _Part:
+    def _group(self) -> _WrittenPart:
         if self._takes("?") and not self._takes(":"):
             end = self._text.find(">", self._at)
             if self._here() != "<" or end < 0 or self._here(1) in ("=", "!"):
@@ -193,13 +193,13 @@ class _PatternReader:
             raise self.refusal("leaves a bracket open")
         return inner._replace(text=f"(?:{inner.text})")
 
-    def _class(self, members: Ranges) -> _Part:
+    def _class(self, members: Ranges) -> _WrittenPart:
         if kept := without(members, _ESCAPED):
-            return _Part(_written(kept), 1, False, kept)
-        raise self.refusal("allows only characters that JSON escapes, which are not written here")
+            return _WrittenPart(_written(kept), 1, False, kept)
+        raise self.refusal("allows only characters that JSON escapes, which is not supported")
 
     def _members(self) -> Ranges:
-        """Of a class, after its bracket."""
+        """Read the characters of a class, after its opening bracket."""
         is_negated = self._takes("^")
         found: Ranges = []
         while not self._takes("]"):
@@ -214,7 +214,7 @@ class _PatternReader:
         return without(ALL, found) if is_negated else found
 
     def _one(self) -> Ranges:
-        """One character, or the class that an escape stands for."""
+        """Read one character, or the class of an escape."""
         if self._at >= len(self._text):
             raise self.refusal("leaves a class open")
         char = self._here()
@@ -229,9 +229,7 @@ class _PatternReader:
             return [(_CONTROLS[char], _CONTROLS[char])]
         if char and char in _SYNTAX:
             return [(ord(char), ord(char))]
-        if found := re.compile("x([0-9a-fA-F]{2})|u([0-9a-fA-F]{4})").match(
-            self._text, self._at - 1
-        ):
+        if found := _BY_NUMBER.match(self._text, self._at - 1):
             self._at = found.end()
             code = int(found[1] or found[2], 16)
             return [(code, code)]
@@ -239,7 +237,7 @@ class _PatternReader:
         raise self.refusal("is an escape that is not enforced")
 
     def _here(self, ahead: int = 0) -> str:
-        """The next character, or one after it; nothing at the end."""
+        """Return the next character, or a later one; "" after the end."""
         return self._text[self._at + ahead : self._at + ahead + 1]
 
     def _takes(self, sign: str) -> bool:
@@ -249,13 +247,13 @@ class _PatternReader:
         return True
 
     def refusal(self, why: str) -> SchemaError:
-        """With what stands where it reads."""
+        """Make an error that shows the current position."""
         shown = self._text[max(self._at - 4, 0) : self._at + 8]
         return SchemaError(f"pattern is {self._text!r:.80}, of which {shown!r} {why}")
 
 
-def _are_alike(ways: list[_Part]) -> bool:
-    """May two of them begin with the same character, or one have none?"""
+def _are_alike(ways: list[_WrittenPart]) -> bool:
+    """Whether two alternatives may start with the same character, or one may be empty."""
     seen: Ranges = []
     for way in ways:
         if way.may_be_empty or sum(map(_size, _united(without(way.first, seen)))) < sum(
@@ -267,7 +265,7 @@ def _are_alike(ways: list[_Part]) -> bool:
 
 
 def _united(ranges: Ranges) -> Ranges:
-    """The same characters, each once."""
+    """Remove overlaps."""
     found: Ranges = []
     for each in ranges:
         found += without([each], found)
