@@ -36,6 +36,7 @@ from engine.structured.checked.vocabulary import Vocabulary, vocabulary_of
 from engine.structured.decide import Compiled, GrammarError, Matcher
 from engine.structured.schemas import as_given
 from engine.structured.sources import sources_of
+from engine.structured.tokens import Eos, before_end, special_of, tokenized
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -77,7 +78,6 @@ MAX_KEPT = 512  # compiled grammars
 MAX_KEPT_BYTES = 8 << 20  # of their source texts
 MAX_KEPT_COMPILED_BYTES = 256 << 20  # of grammars that xgrammar compiled
 
-Eos = tuple[int, ...]
 Library = tuple[str, Eos]  # a grammar library with the end-of-text ids that its tokenizer has
 Make = Callable[[], Matcher]  # makes a new matcher
 
@@ -356,19 +356,6 @@ class GuidanceMatcher:
         _check_one(self._matcher)
 
 
-def before_end(tokens: Sequence[int], eos: Eos) -> list[int]:
-    """Return the tokens before the first end-of-text token."""
-    ends = [place for place, token in enumerate(tokens) if token in eos]
-    return list(tokens[: ends[0]] if ends else tokens)
-
-
-def tokenized(tokenizer: LLTokenizer, text: bytes, recent: Sequence[int], most: int) -> list[int]:
-    """Return at most ``most`` tokens of a text after the recent tokens, without the end of the
-    text, which may become one token with what follows."""
-    tokens, _ = tokenizer.tokenize_partial(text, recent_tokens=list(recent)) if text else ([], b"")
-    return list(tokens[:most])
-
-
 class JointMatcher:
     """A ``Matcher`` that allows what all of several matchers allow."""
 
@@ -497,13 +484,6 @@ def started(work: Callable[[], None]) -> Thread:
     finally:
         stack_size(before)
     return thread
-
-
-def special_of(tokenizer: LLTokenizer, text: str) -> int | None:
-    """Return the token with exactly this text, if it is a special token."""
-    tokens = tokenizer.tokenize_str(text)
-    is_one = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
-    return tokens[0] if is_one else None
 
 
 def fault_of(grammar: Grammar) -> str:

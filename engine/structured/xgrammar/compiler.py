@@ -23,8 +23,8 @@ from engine.messages.step import Column
 from engine.messages.structured import OF_XGRAMMAR, Grammar
 from engine.structured.checked.checker import Checker
 from engine.structured.decide import GrammarError
-from engine.structured.guidance import Eos, before_end, tokenized
 from engine.structured.schemas import SchemaError
+from engine.structured.tokens import Eos, before_end, tokenized
 from engine.structured.xgrammar.narrowed import narrowed, readable
 
 if TYPE_CHECKING:

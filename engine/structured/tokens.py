@@ -1,0 +1,31 @@
+"""Looks at tokens with llguidance's tokenizer, for the matchers of both grammar libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+Eos = tuple[int, ...]  # end-of-text ids
+
+
+def before_end(tokens: Sequence[int], eos: Eos) -> list[int]:
+    """Return the tokens before the first end-of-text token."""
+    ends = [place for place, token in enumerate(tokens) if token in eos]
+    return list(tokens[: ends[0]] if ends else tokens)
+
+
+def tokenized(tokenizer: LLTokenizer, text: bytes, recent: Sequence[int], most: int) -> list[int]:
+    """Return at most ``most`` tokens of a text after the recent tokens, without the end of the
+    text, which may become one token with what follows."""
+    tokens, _ = tokenizer.tokenize_partial(text, recent_tokens=list(recent)) if text else ([], b"")
+    return list(tokens[:most])
+
+
+def special_of(tokenizer: LLTokenizer, text: str) -> int | None:
+    """Return the token with exactly this text, if it is a special token."""
+    tokens = tokenizer.tokenize_str(text)
+    is_one = len(tokens) == 1 and tokenizer.is_special_token(tokens[0])
+    return tokens[0] if is_one else None
