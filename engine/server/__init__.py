@@ -1,39 +1,39 @@
 """The HTTP server: the APIs of OpenAI and Anthropic over an ``AsyncLLMEngine``.
 
-run          uvicorn and the engine
-app          the routes
-http         what comes before a route: connections, bodies, names of requests, the document
-keys         who may ask, by keys that may change
-limits       how much one request may ask for
-gate         a full queue refuses before any work
-drain        the end: open requests go on to theirs
-readers      clients that do not read their answers
+run          start uvicorn and the engine, and end them
+app          the routes and the ASGI application
+http         connections, request bodies, request ids, CORS and the OpenAPI document
+keys         API keys, the admin key and the key file
+limits       limits on what one request may contain
+gate         refuse requests while the queue is full, before any work is done for them
+drain        shut down: finish open requests and refuse new ones
+readers      clients that do not read their responses
 
-absent       fields that ask for nothing
-bodies       bodies of completions and chats as structs, and what they mean for the engine
-diagnosis    what is wrong with a body
-completions  texts that go on from prompts
-conversation messages in one plain form, whichever API they came by
-adapt        conversations as a model's chat template takes them
-dialogue     a conversation that goes on by an answer: what the next three share
-chat         chat completions
-responses    OpenAI's newer form, and those that are stored (responses_body: its requests;
+absent       drop fields of a body that have no effect
+bodies       bodies of completions and chat completions, and their engine parameters
+diagnosis    find the wrong field in a body
+completions  POST /v1/completions
+conversation messages of all APIs in one plain form
+adapt        change a conversation into what the model's chat template accepts
+dialogue     one chat generation: shared by chat, responses and messages
+chat         POST /v1/chat/completions
+responses    POST /v1/responses and stored responses (responses_body: its requests;
              responses_items: the conversation; responses_tools: kinds of tools)
-messages     Anthropic's form (messages_body: its requests)
-speech       what a model says, taken apart: thinking, text, tool calls
-blocks       an answer as blocks in order, and answers made of them
-tokenize     texts to token ids and back
+messages     Anthropic's POST /v1/messages (messages_body: its requests)
+speech       parse the output of a chat model into thinking, text and tool calls
+blocks       the blocks of an answer, for responses and messages
+tokenize     POST /tokenize and /detokenize
 
-answers      whole answers, and chunks of them
-logprobs     log-probabilities as clients read them
-offsets      where in a text its tokens begin
-direct       streams of one request, written where its outputs arrive
-streams      server-sent events, and who has left
-errors       errors as clients read them
-blame        fields as each API names them
+answers      base classes of answers, complete or streamed
+logprobs     log-probabilities in the APIs' forms
+offsets      character offsets of tokens
+direct       streams of one engine request, written where its outputs arrive
+streams      server-sent events, and clients that disconnect
+errors       errors in the APIs' forms
+blame        field names in errors as the client's API spells them
 
-operations   health and load, and what takes the admin key
-traffic      what is under way, answers by status
-metrics      what Prometheus reads
-tracing      spans of OpenTelemetry, an extra
+operations   health, load and metrics, and the routes that need the admin key
+traffic      open requests, and responses by status
+metrics      GET /metrics for Prometheus
+tracing      OpenTelemetry spans (an extra)
 """

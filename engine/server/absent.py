@@ -1,8 +1,8 @@
-"""Fields that ask for nothing: null, and values that mean what leaving them out means.
+"""Drop fields of a request body that have no effect: null, and values equal to the API's default.
 
-Clients spell out fields that they do not use, and parameters of an API that this server does not
-have. A struct's class attribute ``nothing`` lists, for such a parameter, the values with which it
-asks for nothing; any other is refused by name.
+Clients often send fields that they do not use, also of features that this server does not have. A
+struct's class attribute ``no_effect`` lists the harmless values of such a field. A field with any
+other value is kept, and is refused by name later.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import msgspec
 
 
 def without_absent(given: Any, kind: type[msgspec.Struct]) -> Any:
-    """The body of a request, or a part of it, without fields that ask for nothing."""
+    """Return the JSON body of a request, or a part of it, without fields that have no effect."""
     if not isinstance(given, dict):
         return given
-    nothing: Mapping[str, tuple[Any, ...]] = getattr(kind, "nothing", {})
+    no_effect: Mapping[str, tuple[Any, ...]] = getattr(kind, "no_effect", {})
     inner = _structs_of(kind)
     plain = _plain_objects_of(kind)
     kept = {
         name: without_absent(value, inner[name]) if name in inner else value
         for name, value in given.items()
-        if value is not None and not _is_in(value, nothing.get(name, ()))
+        if value is not None and not _is_in(value, no_effect.get(name, ()))
     }
     for name in plain & kept.keys():
         if isinstance(kept[name], dict):
@@ -33,13 +33,13 @@ def without_absent(given: Any, kind: type[msgspec.Struct]) -> Any:
 
 
 def _is_in(value: Any, values: tuple[Any, ...]) -> bool:
-    """Equal and of the same type: 0 is not False."""
+    """Whether a value is one of ``values`` and of the same type: 0 is not False."""
     return any(type(value) is type(each) and value == each for each in values)
 
 
 @lru_cache(maxsize=32)
 def _plain_objects_of(kind: type[msgspec.Struct]) -> frozenset[str]:
-    """The fields that are objects of texts or numbers: null says nothing in them."""
+    """Names of the fields that are objects of texts or numbers, in which nulls are dropped."""
     return frozenset(
         field.encode_name
         for field in msgspec.structs.fields(kind)
@@ -50,7 +50,7 @@ def _plain_objects_of(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 @lru_cache(maxsize=32)
 def _structs_of(kind: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
-    """The fields that are structs themselves."""
+    """The fields whose type is a struct, by name."""
     found = {}
     for field in msgspec.structs.fields(kind):
         for arm in (field.type, *get_args(field.type)):

@@ -1,10 +1,11 @@
-"""Conversations as a model's chat template takes them.
+"""Change a conversation into what the model's chat template accepts.
 
-Templates differ: some take one system message, at the beginning, or none at all; some want user and
-assistant by turns, call ids of nine letters, one call at a time. What a template does not take it
-refuses, or silently leaves out. So a template is tried once, with small conversations made of words
-that it cannot know: for each ``Trait`` the mildest way is chosen with which nothing is refused and
-nothing is lost. A conversation that a template takes as it is stays as it is.
+Templates differ: some accept one system message at the beginning, or none; some require alternating
+user and assistant turns, call ids of nine letters, or one tool call per message. A template raises
+an error for anything else, or silently drops it. So each template is tried once with small probe
+conversations of made-up words. For each ``Trait`` the first rewrite is chosen with which the
+template raises no error and the prompt contains all words. A conversation that a template accepts
+is not changed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from engine.server.conversation import Message, joined_turns, thought_of, with_t
 from engine.text.tokenizer import Tokenizer
 
 Messages = list[Message]
-Way = Callable[[Messages], Messages]
+Rewrite = Callable[[Messages], Messages]
 MAX_SECONDS = 2.0  # for trying one template
-SHORT_ID = 9  # letters and digits of a call's id, all that Mistral's templates take
+SHORT_ID = 9  # length of a tool call's id that Mistral's templates require
 ALPHABET = string.digits + string.ascii_letters
 WORDS = tuple(f"Wq{number}zk" for number in range(8))
-"""Words that no template has."""
+"""Words of the probe conversations, which no template contains."""
 TOOL = {
     "type": "function",
     "function": {
@@ -43,73 +44,76 @@ TOOL = {
 
 
 class Trait(NamedTuple):
-    """What templates differ in: conversations that show it, and what can be done, mildest first."""
+    """A way in which templates differ: probe conversations, and rewrites, the smallest first."""
 
     probes: tuple[Messages, ...]
-    ways: tuple[Way, ...]
+    rewrites: tuple[Rewrite, ...]
 
 
 class Adapter:
-    """What one chat template takes."""
+    """Rewrites conversations for one chat template."""
 
     def __init__(self, render: Callable[[Messages], str]) -> None:
-        """render: raises ``RequestError`` for what the template refuses."""
+        """render: fills the template; raises ``RequestError`` if the template does."""
         self._render = render
-        self._ways: list[Way] | None = None
+        self._rewrites: list[Rewrite] | None = None
 
     def adapt(self, messages: Messages) -> Messages | None:
-        """The conversation as the template takes it; ``None`` if that must be learned first."""
-        if self._ways is None:
-            return messages if all(_is_the_same(messages, trait) for trait in TRAITS) else None
-        return _after(self._ways, messages)
+        """Rewrite a conversation; ``None`` if ``learn`` must be called first."""
+        if self._rewrites is None:
+            return messages if all(_leaves(messages, trait) for trait in TRAITS) else None
+        return _rewritten(self._rewrites, messages)
 
     def learn(self) -> None:
-        """Try the template, which takes some milliseconds."""
+        """Choose the rewrites by trying the template, which takes some milliseconds."""
         ends = time.monotonic() + MAX_SECONDS
-        ways: list[Way] = []
+        chosen: list[Rewrite] = []
         for trait in TRAITS:
             is_late = time.monotonic() > ends
-            ways.append(trait.ways[0] if is_late else self._mildest(ways, trait))
-        self._ways = ways
+            chosen.append(trait.rewrites[0] if is_late else self._smallest(chosen, trait))
+        self._rewrites = chosen
 
-    def _mildest(self, before: list[Way], trait: Trait) -> Way:
-        """The first of all if none helps: then it is not up to this trait."""
-        for way in trait.ways:
-            if all(self._takes(probe, [*before, way]) for probe in trait.probes):
-                return way
-        return trait.ways[0]
+    def _smallest(self, before: list[Rewrite], trait: Trait) -> Rewrite:
+        """The first rewrite with which the template accepts all probes of a trait; the trait's
+        first if none does, since the reason is then another one."""
+        for rewrite in trait.rewrites:
+            if all(self._accepts(probe, [*before, rewrite]) for probe in trait.probes):
+                return rewrite
+        return trait.rewrites[0]
 
-    def _takes(self, probe: Messages, ways: list[Way]) -> bool:
-        """Whether all words that are not the assistant's reach the prompt."""
+    def _accepts(self, probe: Messages, rewrites: list[Rewrite]) -> bool:
+        """Whether the prompt contains all words of the probe that are not the assistant's."""
         try:
-            prompt = self._render(_after(ways, probe))
+            prompt = self._render(_rewritten(rewrites, probe))
         except RequestError:
             return False
         return all(word in prompt for word in _words_of(probe))
 
 
 def strictest(messages: Messages) -> Messages:
-    """For a template that refuses a conversation for reasons that no trial has shown."""
+    """Apply the strongest rewrites, for a template that refuses a conversation although it accepted
+    the probes."""
     traits = (OF_SYSTEM, *OF_TURNS, OF_ARGUMENTS, OF_OPEN_CALLS)
-    return _after([trait.ways[-1] for trait in traits], messages)
+    return _rewritten([trait.rewrites[-1] for trait in traits], messages)
 
 
 @lru_cache(maxsize=16)
 def adapter_of(tokenizer: Tokenizer, chat_template: str | None, has_tools: bool) -> Adapter:
-    """chat_template: instead of the model's own."""
+    """The adapter of the model's chat template, or of ``chat_template`` in its place."""
     tools = [TOOL] if has_tools else None
     render = partial(tokenizer.apply_chat_template, chat_template=chat_template, tools=tools)
     return Adapter(render)
 
 
-def _after(ways: Iterable[Way], messages: Messages) -> Messages:
-    for way in ways:
-        messages = way(messages)
+def _rewritten(rewrites: Iterable[Rewrite], messages: Messages) -> Messages:
+    for rewrite in rewrites:
+        messages = rewrite(messages)
     return messages
 
 
-def _is_the_same(messages: Messages, trait: Trait) -> bool:
-    return all(way(messages) == messages for way in trait.ways)
+def _leaves(messages: Messages, trait: Trait) -> bool:
+    """Whether no rewrite of a trait changes this conversation."""
+    return all(rewrite(messages) == messages for rewrite in trait.rewrites)
 
 
 def _words_of(messages: Messages) -> list[str]:
@@ -119,10 +123,10 @@ def _words_of(messages: Messages) -> list[str]:
     return [word for word in WORDS if word in written]
 
 
-# Ways. Each returns the same messages where there is nothing to do.
+# Rewrites. Each returns equal messages if there is nothing to change.
 
 
-def as_it_is(messages: Messages) -> Messages:
+def unchanged(messages: Messages) -> Messages:
     return messages
 
 
@@ -139,7 +143,7 @@ def with_short_ids(messages: Messages) -> Messages:
 
 
 def short_id(name: Any) -> Any:
-    """A short id; equal ids get equal ones."""
+    """An id of nine characters made by hashing ``name``, so that equal ids stay equal."""
     if not isinstance(name, str) or (len(name) == SHORT_ID and name.isalnum() and name.isascii()):
         return name
     number = int.from_bytes(hashlib.sha256(name.encode()).digest())
@@ -151,7 +155,7 @@ def short_id(name: Any) -> Any:
 
 
 def with_written_arguments(messages: Messages) -> Messages:
-    """Arguments of calls as JSON text, which some templates add to texts."""
+    """Write arguments of calls as JSON text, which some templates concatenate with text."""
     return [
         {**message, "tool_calls": [_written(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -161,7 +165,7 @@ def with_written_arguments(messages: Messages) -> Messages:
 
 
 def with_object_arguments(messages: Messages) -> Messages:
-    """Arguments that are no object, as those of a call that broke off, are a member of one."""
+    """Put arguments that are no JSON object, such as those of a truncated call, into one."""
     return [
         {**message, "tool_calls": [_with_object(call) for call in message["tool_calls"]]}
         if message.get("tool_calls")
@@ -185,7 +189,7 @@ def _written(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_calls_alone(messages: Messages) -> Messages:
-    """A message with calls has no text: the text before them becomes its own message."""
+    """Move the text of a message with tool calls into a message of its own before it."""
     found = []
     for message in messages:
         if message.get("tool_calls"):
@@ -196,8 +200,8 @@ def with_calls_alone(messages: Messages) -> Messages:
     return found
 
 
-def with_words_in_thinking(messages: Messages) -> Messages:
-    """A message that calls has thinking or a text, not both."""
+def with_text_in_thinking(messages: Messages) -> Messages:
+    """Move the text of a message with tool calls into its thinking, if it has both."""
     found = []
     for message in messages:
         thought = thought_of(message)
@@ -210,7 +214,7 @@ def with_words_in_thinking(messages: Messages) -> Messages:
 
 
 def with_one_call_each(messages: Messages) -> Messages:
-    """Each call in a message of its own, its result after it."""
+    """Put each tool call into a message of its own, followed by its result."""
     found: Messages = []
     at = 0
     while at < len(messages):
@@ -234,8 +238,8 @@ def with_one_call_each(messages: Messages) -> Messages:
     return found
 
 
-def with_lost_results_as_words(messages: Messages) -> Messages:
-    """A result without a call before it becomes a message of the user."""
+def with_lost_results_as_text(messages: Messages) -> Messages:
+    """Make a user message of a tool result that follows no call."""
     found: Messages = []
     was_called = False
     for message in messages:
@@ -248,8 +252,8 @@ def with_lost_results_as_words(messages: Messages) -> Messages:
     return found if found == messages else joined_turns(found)
 
 
-def with_words_in_results(messages: Messages) -> Messages:
-    """What the user says after a result is a part of it."""
+def with_text_in_results(messages: Messages) -> Messages:
+    """Append a user message that follows a tool result to that result."""
     found: Messages = []
     for message in messages:
         if message["role"] == "user" and found and found[-1]["role"] == "tool":
@@ -260,7 +264,7 @@ def with_words_in_results(messages: Messages) -> Messages:
 
 
 def with_bridges(messages: Messages, words: str = "") -> Messages:
-    """With a message of the assistant between a tool call and the next turn of the user."""
+    """Insert an assistant message between a tool call and the next user message."""
     found: Messages = []
     for message in messages:
         is_open = bool(found) and (found[-1].get("tool_calls") or found[-1]["role"] == "tool")
@@ -271,7 +275,7 @@ def with_bridges(messages: Messages, words: str = "") -> Messages:
 
 
 def with_system_first(messages: Messages) -> Messages:
-    """One system message, at the beginning."""
+    """Join all system messages into one at the beginning."""
     systems = [message for message in messages if message["role"] == "system"]
     if not systems or (len(systems) == 1 and messages[0] is systems[0]):
         return messages
@@ -281,7 +285,7 @@ def with_system_first(messages: Messages) -> Messages:
 
 
 def with_system_in_user(messages: Messages) -> Messages:
-    """The system's text begins the first turn of the user."""
+    """Put the system text at the beginning of the first user message."""
     messages = with_system_first(messages)
     if not messages or messages[0]["role"] != "system":
         return messages
@@ -293,7 +297,8 @@ def with_system_in_user(messages: Messages) -> Messages:
 
 
 def with_some_user(messages: Messages) -> Messages:
-    """Without any turn of the user there is one: the system's words if they are all, or nothing."""
+    """Make sure that there is a user message: the system message if there is no other message,
+    otherwise an empty one at the beginning."""
     roles = {message["role"] for message in messages}
     if "user" in roles:
         return messages
@@ -303,7 +308,7 @@ def with_some_user(messages: Messages) -> Messages:
 
 
 def with_user_first(messages: Messages) -> Messages:
-    """The user begins, if with nothing."""
+    """Make sure that the first message after the system message is a user's, if an empty one."""
     at = 1 if messages and messages[0]["role"] == "system" else 0
     if len(messages) > at and messages[at]["role"] == "user":
         return messages
@@ -311,7 +316,7 @@ def with_user_first(messages: Messages) -> Messages:
 
 
 def without_empty_answers(messages: Messages) -> Messages:
-    """An answer without any text is left out."""
+    """Drop assistant messages without text and calls."""
     kept = [
         message
         for message in messages
@@ -320,8 +325,8 @@ def without_empty_answers(messages: Messages) -> Messages:
     return messages if len(kept) == len(messages) else joined_turns(kept)
 
 
-def with_turns_of_anybody(messages: Messages) -> Messages:
-    return joined_turns(messages, whoever=True)
+def with_all_turns_joined(messages: Messages) -> Messages:
+    return joined_turns(messages, ignore_names=True)
 
 
 def _system(word: str) -> Message:
@@ -362,19 +367,19 @@ OF_SYSTEM = Trait(
         [_system(A), _system(B), _user(C), _assistant(D), _system(E), _user(F)],
         [_user(A), _system(B)],
     ),
-    (as_it_is, with_system_first, with_system_in_user),
+    (unchanged, with_system_first, with_system_in_user),
 )
 BROKEN = _assistant("", B)
 BROKEN["tool_calls"][0]["function"]["arguments"] = f'{{"key": "{B}'
 OF_ARGUMENTS = Trait(
     ([_user(A), BROKEN, _result(C, B)],),
-    (as_it_is, with_object_arguments),
+    (unchanged, with_object_arguments),
 )
 OF_TOOLS = (
     Trait(
         (CALLED,),
         (
-            as_it_is,
+            unchanged,
             with_short_ids,
             with_written_arguments,
             lambda messages: with_short_ids(with_written_arguments(messages)),
@@ -382,33 +387,33 @@ OF_TOOLS = (
         ),
     ),
     OF_ARGUMENTS,
-    Trait((TEXT_AND_CALL,), (as_it_is, with_calls_alone)),
-    Trait((THOUGHT,), (as_it_is, with_words_in_thinking)),
+    Trait((TEXT_AND_CALL,), (unchanged, with_calls_alone)),
+    Trait((THOUGHT,), (unchanged, with_text_in_thinking)),
     Trait(
         ([_user(A), _assistant("", B, C), _result(D, B), _result(E, C)],),
-        (as_it_is, with_one_call_each),
+        (unchanged, with_one_call_each),
     ),
 )
 OF_TURNS = (
-    Trait(([_result(A, B)], [_user(C), _result(A, B)]), (as_it_is, with_lost_results_as_words)),
+    Trait(([_result(A, B)], [_user(C), _result(A, B)]), (unchanged, with_lost_results_as_text)),
     Trait(
         ([*CALLED, _user(D)], [*CALLED, _user(D), _assistant(E), _user(F)]),
-        (as_it_is, with_words_in_results),
+        (unchanged, with_text_in_results),
     ),
-    Trait(([_system(A)],), (as_it_is, with_some_user)),
+    Trait(([_system(A)],), (unchanged, with_some_user)),
     Trait(
         ([_assistant(A), _user(B)], [_system(C), _assistant(A), _user(B)]),
-        (as_it_is, with_user_first),
+        (unchanged, with_user_first),
     ),
-    Trait(([_user(A), _assistant(""), _user(B)],), (as_it_is, without_empty_answers)),
-    Trait(([_user(A, name="ann"), _user(B, name="bob")],), (as_it_is, with_turns_of_anybody)),
+    Trait(([_user(A), _assistant(""), _user(B)],), (unchanged, without_empty_answers)),
+    Trait(([_user(A, name="ann"), _user(B, name="bob")],), (unchanged, with_all_turns_joined)),
 )
 OF_OPEN_CALLS = Trait(
     ([_user(A), _assistant("", B), _user(C)],),
-    (as_it_is, with_bridges, partial(with_bridges, words="...")),
+    (unchanged, with_bridges, partial(with_bridges, words="...")),
 )
 OF_FIRST_CALLS = Trait(
-    ([_assistant("", A), _result(B, A), _assistant(C), _user(D)],), (as_it_is, with_user_first)
+    ([_assistant("", A), _result(B, A), _assistant(C), _user(D)],), (unchanged, with_user_first)
 )
 TRAITS = (
     OF_SYSTEM,
@@ -416,4 +421,4 @@ TRAITS = (
     *OF_TOOLS,
     OF_FIRST_CALLS,
     OF_OPEN_CALLS,
-)  # those last that part what others join
+)  # in the order in which they are applied: rewrites that split messages after those that join

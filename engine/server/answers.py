@@ -1,4 +1,4 @@
-"""What clients get: whole answers, and chunks of them."""
+"""Base classes of the answers to clients: complete, or streamed as chunks."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import msgspec
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput, code_of
-from engine.server.blame import in_words_of
+from engine.server.blame import with_client_names
 from engine.server.bodies import RequestBody
 from engine.server.errors import as_api_error, error_of_end
 from engine.server.streams import DONE, event_of
 
 TEXT = b"<text>"
-OURS = "~"  # in the engine's name of a request, before what makes it differ from all others
+OURS = "~"  # in the engine's request ids: separates the client's id from a random suffix
 
 
 class PromptDetails(msgspec.Struct):
@@ -30,7 +30,7 @@ class CompletionDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens that were read and written."""
+    """Numbers of prompt and output tokens, in OpenAI's form."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -40,17 +40,18 @@ class Usage(msgspec.Struct):
 
 
 class TokenCounter:
-    """Tokens of one answer, of all its prompts and sequences."""
+    """Counts the tokens of one answer over all its prompts and sequences."""
 
     def __init__(self) -> None:
-        self._prompts: dict[int, tuple[int, int]] = {}  # tokens, and those that were cached
+        self._prompts: dict[int, tuple[int, int]] = {}  # number of tokens, and of cached tokens
         self.num_written = 0
-        self.thinking = 0  # of those that were written
+        self.thinking = 0  # output tokens that were thinking
 
     def add(
         self, place: int, output: RequestOutput, completions: Sequence[CompletionOutput]
     ) -> None:
-        """place: that of the prompt; completions: the output's that were not counted yet."""
+        """Count an output. place: index of its prompt; completions: the new part of each sequence,
+        not counted before."""
         self._prompts[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
         self.num_written += sum(len(each.token_ids) for each in completions)
 
@@ -64,51 +65,53 @@ class TokenCounter:
 
 
 class Frame(NamedTuple):
-    """A chunk, as bytes, around the text of a delta."""
+    """The JSON of a chunk, encoded once: the bytes before and after the text of its delta."""
 
     before: bytes
     after: bytes
 
 
-class Answer(ABC):
-    """One request to the server, whole or as events."""
+class HttpAnswer(ABC):
+    """The answer to one HTTP request, sent complete or as server-sent events."""
 
     left_out: tuple[str, ...] = ()
-    """Kinds of tools that a server would have to run, which the model does not see."""
+    """Types of requested tools that the server would have to run; the prompt does not list them."""
 
-    def tell_as(self, request_id: str) -> None:  # noqa: B027  (most have names of their own)
-        """The name that the client knows the request by: its own, which others may have too."""
+    def set_request_id(self, request_id: str) -> None:  # noqa: B027  (most make their own ids)
+        """Use the HTTP request's id in the answer. A client may use the same id again."""
 
     @abstractmethod
     async def whole(self) -> bytes:
-        """The answer, when all of it is there."""
+        """Wait for the end of the generation and return the complete response body."""
 
     @abstractmethod
     async def open(self) -> Reader:
-        """Ask the engine; of an answer that is one request to it."""
+        """Add the request to the engine. Only for an answer that needs one engine request."""
 
     @abstractmethod
     def events_of(self, output: RequestOutput) -> bytes:
-        """What is new. Raises ``ApiError`` for an end that is no answer."""
+        """The events for a new output. Raises ``ApiError`` if the generation ended with an
+        error."""
 
     @abstractmethod
     def end(self) -> bytes:
-        """What is sent after all events."""
+        """The bytes that are sent after all events."""
 
     @abstractmethod
     def failure(self, error: BaseException) -> bytes:
-        """The end of an answer that failed after it had begun."""
+        """The last events of a stream that failed after it had begun."""
 
 
-class OpenAIAnswer(Answer):
-    """Answers in the form of OpenAI's completions and chat completions."""
+class OpenAIAnswer(HttpAnswer):
+    """An answer in the form of OpenAI's completions and chat completions."""
 
     def __init__(self, body: RequestBody, kind: str, prefix: str, model: str) -> None:
+        """kind: ``object`` of the answer; prefix: how its id begins."""
         self.body = body
         self.name = f"{prefix}-{uuid.uuid4().hex}"
-        """Tokens and requests of the engine, counted."""
+        """Id of the engine's request, or how the ids of several begin."""
         self.extra: dict[str, Any] = {}
-        """What the next answer or chunk has in addition to its choices."""
+        """Fields of the next answer or chunk besides its choices."""
         self._prefix = prefix
         self._counted = TokenCounter()
         self._head: dict[str, Any] = {
@@ -118,7 +121,7 @@ class OpenAIAnswer(Answer):
             "model": model,
         }
 
-    def tell_as(self, request_id: str) -> None:
+    def set_request_id(self, request_id: str) -> None:
         self._head["id"] = f"{self._prefix}-{request_id}"
         self.name = f"{self._head['id']}{OURS}{uuid.uuid4().hex[:12]}"
 
@@ -129,7 +132,7 @@ class OpenAIAnswer(Answer):
         return usage + DONE
 
     def failure(self, error: BaseException) -> bytes:
-        return event_of(in_words_of(self.body, as_api_error(error)).body()) + DONE
+        return event_of(with_client_names(self.body, as_api_error(error)).body()) + DONE
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         options = self.body.stream_options
@@ -143,8 +146,8 @@ class OpenAIAnswer(Answer):
         return msgspec.json.encode({**self._head, "choices": choices, **extra})
 
     def _frame(self, choice: bytes) -> Frame | None:
-        """The frame of a choice in which ``TEXT`` stands for the text; ``None`` if a chunk has more
-        to tell that differs."""
+        """The frame made of an encoded choice with the placeholder ``TEXT``; ``None`` if chunks
+        differ in more than their text."""
         body, options = self.body, self.body.stream_options
         is_counting = options is not None and options.continuous_usage_stats
         if body.n != 1 or body.return_token_ids or is_counting:
@@ -156,7 +159,8 @@ class OpenAIAnswer(Answer):
 
 
 def reason_of(completion: CompletionOutput) -> str | None:
-    """Why the text has ended. Raises ``ApiError`` for an end that is no answer."""
+    """The finish reason of a sequence, ``None`` while it is generated. Raises ``ApiError`` if it
+    ended with an error."""
     reason = completion.finish_reason
     code = None if reason is None else code_of(reason, completion.code)
     if code is None:

@@ -1,4 +1,4 @@
-"""The application: routes, keys, and errors as OpenAI words them."""
+"""The ASGI application and the handlers of the API's routes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.near import did_you_mean
-from engine.server.answers import Answer
+from engine.server.answers import HttpAnswer
 from engine.server.blame import KEY as BODY
 from engine.server.bodies import ChatRequest, CompletionRequest, read
 from engine.server.chat import Chat
@@ -57,13 +57,13 @@ NOT_YET = (
     "/v1/audio/translations",
 )
 LEFT_OUT = "X-Left-Out-Tools"
-"""The header that names tools which the model does not see."""
+"""Response header with the types of tools that the server did not pass to the model."""
 logger = logging.getLogger("engine.server")
 A = TypeVar("A", bound=msgspec.Struct)
 
 
 class Api:
-    """What the routes do."""
+    """The handlers of the API's routes."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class Api:
         limits: ServerLimits,
         chat_template: str | None,
     ) -> None:
-        """chat_template: instead of the model's own."""
+        """chat_template: replaces the model's own."""
         self._engine = engine
         self._model = ChatModel(engine, chat_template)
         self._store = ResponseStore()
@@ -83,7 +83,7 @@ class Api:
         self._began = int(time.time())
 
     def routes(self) -> list[ApiRoute]:
-        """Each with what it takes and gives, for the document."""
+        """The routes, with the types of their bodies for the OpenAPI document."""
         return [
             ApiRoute("POST", "/v1/completions", self.completions, CompletionRequest, dict),
             ApiRoute("POST", "/v1/chat/completions", self.chat, ChatRequest, dict),
@@ -102,77 +102,77 @@ class Api:
         ]
 
     async def completions(self, request: Request) -> ASGIApp:
-        """Texts that go on from one prompt or several."""
+        """Continue one prompt or several."""
         body = await self._read(request, CompletionRequest)
         answer = Completion(self._engine, body, self._names.first)
         return await self._answer(request, body.stream, answer)
 
     async def chat(self, request: Request) -> ASGIApp:
-        """Answers to a conversation."""
+        """Answer a conversation."""
         body = await self._read(request, ChatRequest)
         answer = Chat(await self._model.voice(), body, self._names.first)
         return await self._answer(request, body.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
-        """A response, which may be stored and gone on with."""
+        """Create a response, which may be stored and continued."""
         body = await self._read(request, ResponsesRequest)
         owner = owner_of(request.scope)
         answer = Responses(await self._model.voice(), body, self._names.first, self._store, owner)
         return await self._answer(request, body.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
-        """A response that was stored."""
+        """Get a stored response."""
         name, owner = request.path_params["response_id"], owner_of(request.scope)
         return Response(self._store.get(name, owner).response, media_type="application/json")
 
     async def forget(self, request: Request) -> ASGIApp:
-        """Delete a response that was stored."""
+        """Delete a stored response."""
         name = request.path_params["response_id"]
         self._store.delete(name, owner_of(request.scope))
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def messages(self, request: Request) -> ASGIApp:
-        """A message, in Anthropic's form."""
+        """Create a message, in Anthropic's form."""
         body = await self._read(request, MessagesRequest)
         answer = Messages(await self._model.voice(), body, self._names.first)
         return await self._answer(request, body.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
-        """Tokens that a message would read."""
+        """Count the prompt tokens of a message request."""
         body = await self._read(request, MessagesRequest)
         counted = await count_tokens(await self._model.voice(), body)
         return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:
-        """The names that the model is served under."""
+        """List the names under which the model is served."""
         return json_response(
             {"object": "list", "data": [self._about(name) for name in self._names.listed]}
         )
 
     async def model(self, request: Request) -> ASGIApp:
-        """One of them."""
+        """Describe the model under one of its names."""
         name = request.path_params["name"]
         self._check_model(name)
         return json_response(self._about(name))
 
     async def version(self, request: Request) -> ASGIApp:
-        """The server's own."""
+        """Report the server's version."""
         return json_response({"version": version("metronome-engine")})
 
     async def tokenize(self, request: Request) -> ASGIApp:
-        """Token ids of a text or a conversation."""
+        """Encode a text or a conversation as token ids."""
         return json_response(
             await tokenize(self._model, await self._read(request, TokenizeRequest))
         )
 
     async def detokenize(self, request: Request) -> ASGIApp:
-        """The text of token ids."""
+        """Decode token ids to text."""
         return json_response(
             await detokenize(self._engine, await self._read(request, DetokenizeRequest))
         )
 
     async def document(self, request: Request) -> ASGIApp:
-        """This document."""
+        """Return this OpenAPI document."""
         return json_response(document_of(request.app.routes, self._names.listed))
 
     # -- helpers
@@ -183,9 +183,9 @@ class Api:
         self._check_model(body.model)  # type: ignore[attr-defined]
         return body
 
-    async def _answer(self, request: Request, is_stream: bool, answer: Answer) -> ASGIApp:
+    async def _answer(self, request: Request, is_stream: bool, answer: HttpAnswer) -> ASGIApp:
         name = request_id_of(request.scope)
-        answer.tell_as(name)
+        answer.set_request_id(name)
         headers = self._without_server_tools(name, answer.left_out)
         if not is_stream:
             body = await while_there(answer.whole(), request.receive)
@@ -194,33 +194,34 @@ class Api:
         if isinstance(answer, Completion) and not answer.is_one:
             stream = EventStream(answer.events())
         stream.headers += [(key.lower().encode(), text.encode()) for key, text in headers.items()]
-        await while_there(stream.begin(), request.receive)  # what is wrong has a status of its own
+        await while_there(stream.begin(), request.receive)  # an error before this has its status
         return stream
 
     def _without_server_tools(self, name: str, left_out: Sequence[str]) -> dict[str, str]:
-        """Headers that say which tools were left out; name: that of the request. Raises
-        ``ApiError`` where they are refused."""
+        """Response headers with the tools that were left out; name: the request's id. Raises
+        ``ApiError`` if the server refuses such tools (``--refuse-server-tools``)."""
         if not left_out:
             return {}
         kinds = ", ".join(dict.fromkeys(left_out))
         if self._limits.refuse_server_tools:
             raise ApiError(
                 400,
-                f"tools has {kinds}, which a server would have to run: leave it out, or start the "
-                "server without --refuse-server-tools",
+                f"tools has {kinds}, which the server would have to run and cannot: leave it out, "
+                "or start the server without --refuse-server-tools",
                 param="tools",
             )
         logger.info("request %s: left out tools that a server would have to run: %s", name, kinds)
         return {LEFT_OUT: kinds}
 
     def _check_model(self, name: str | None) -> None:
-        """``None``: the request names no model, and need not."""
+        """Raise ``ApiError`` for an unknown model; ``None``: the request names no model, which is
+        allowed."""
         if name is not None and not self._names.has(name):
             listed = self._names.listed
             near = did_you_mean(name, listed) if len(listed) > 1 else ""
             raise ApiError(
                 404,
-                f"model is {name!r:.80}, there are: {', '.join(listed)}{near}",
+                f"model is {name!r:.80}, must be one of: {', '.join(listed)}{near}",
                 param="model",
                 code="model_not_found",
             )
@@ -246,26 +247,26 @@ def make_app(
 ) -> ASGIApp:
     """The ASGI application that serves this engine; ``chat_template`` replaces the model's own."""
 
-    async def not_there(scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(404, f"there is no {scope['path']!r:.80}")
+    async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
+        error = ApiError(404, f"there is no route {scope['path']!r:.80}")
         answer = error_response(error, scope["path"])
         await stamped(answer, scope)(scope, receive, send)
 
-    async def not_so(request: Request, error: Exception) -> Response:
+    async def method_not_allowed(request: Request, error: Exception) -> Response:
         path = request.scope["path"]
-        wrong = ApiError(405, f"{path!r:.80} does not take {request.method:.20}")
-        refusal = error_response(wrong, path)
         fitting = [route for route in routes if route.matches(request.scope)[0] != Match.NONE]
-        known = {method for route in fitting for method in route.methods or ()}
-        refusal.headers["Allow"] = ", ".join(sorted(known))
+        allowed = ", ".join(sorted({each for route in fitting for each in route.methods or ()}))
+        wrong = ApiError(405, f"{path!r:.80} does not take {request.method:.20}: use {allowed}")
+        refusal = error_response(wrong, path)
+        refusal.headers["Allow"] = allowed
         stamped(refusal, request.scope)
         return refusal
 
     limits = limits or ServerLimits()
     routes = routes_of(engine, names, operations, limits, chat_template)
-    app = Starlette(routes=routes, exception_handlers={405: not_so})
-    app.router.default = not_there
-    app.router.redirect_slashes = False  # where to would be what the Host header says
+    app = Starlette(routes=routes, exception_handlers={405: method_not_allowed})
+    app.router.default = not_found
+    app.router.redirect_slashes = False  # a redirect would go to the host of the Host header
     gate = QueueGate(app, engine)
     guard = KeyGuard(gate, operations.keys, limits.max_requests_per_key)
     return operations.traffic.counting(guard, routes)
@@ -278,15 +279,15 @@ def routes_of(
     limits: ServerLimits,
     chat_template: str | None = None,
 ) -> list[ApiRoute]:
-    """All that is answered."""
+    """All routes of the server."""
     return [*Api(engine, names, limits, chat_template).routes(), *operations.routes()]
 
 
 async def not_yet(request: Request) -> ASGIApp:
-    """Not there yet: 400, since clients ask again after a 501."""
+    """Not supported yet (answered with 400, since clients retry after a 501)."""
     raise ApiError(
         400,
-        f"{request.scope['path']} is not supported yet: this server has texts only",
+        f"{request.scope['path']} is not supported yet: this server generates text only",
         code="not_supported",
     )
 

@@ -1,4 +1,4 @@
-"""Fields as the client has named them: each API calls some of them otherwise than the engine."""
+"""Rename fields in errors to what the client's API calls them: the engine's names may differ."""
 
 from __future__ import annotations
 
@@ -9,27 +9,28 @@ import msgspec
 
 from engine.server.errors import ApiError
 
-KEY = "metronome.body"  # the request as it was read, in the scope
+KEY = "metronome.body"  # the decoded body of the request, in the scope
 
 
-def in_words_of(body: msgspec.Struct | None, error: ApiError) -> ApiError:
-    """This error, naming the field that the client has sent.
+def with_client_names(body: msgspec.Struct | None, error: ApiError) -> ApiError:
+    """Change an error so that it names the field that the client has sent.
 
-    ``called`` of the request's class has, for the engine's name of a field, the names that this API
-    has for it: of several the one that was given, or the first. A field that this API does not have
-    is not blamed. ``body`` is ``None`` for what has no such class.
+    ``client_names`` of the body's class maps the engine's name of a field to the API's names for
+    it. If there are several, the one that the client has set is used, or else the first. ``param``
+    becomes ``None`` for a field that the API does not have. ``body`` is ``None`` for a request
+    without a body.
     """
     if body is None:
         return error
     if error.param is not None:
-        name = _called(body, error.param)
+        name = _client_name(body, error.param)
         error.message = _reworded(error.message, error.param, name, body)
         error.param = name
     return error
 
 
-def _called(body: msgspec.Struct, name: str) -> str | None:
-    names: tuple[str, ...] | None = getattr(body, "called", {}).get(name)
+def _client_name(body: msgspec.Struct, name: str) -> str | None:
+    names: tuple[str, ...] | None = getattr(body, "client_names", {}).get(name)
     if names is not None:
         return next((each for each in names if _given(body, each)), names[0])
     return name if hasattr(body, re.split(r"[.\[]", name)[0]) else None
@@ -40,11 +41,13 @@ def _given(body: msgspec.Struct, name: str) -> bool:
 
 
 def _reworded(message: str, before: str, now: str | None, body: msgspec.Struct) -> str:
-    """With this API's names of fields, where a word can be nothing but a field's name."""
+    """Replace names of fields in a message: the first word, and others that have an underscore and
+    so can only be a field's name."""
     if now is not None:
         message = re.sub(rf"\A{re.escape(before)}(?= )", now, message)
-    called: dict[str, Any] = getattr(body, "called", {})
-    for name in called:
+    client_names: dict[str, Any] = getattr(body, "client_names", {})
+    for name in client_names:
         if "_" in name:
-            message = re.sub(rf"(?<![\w.]){name}(?!\w)", _called(body, name) or name, message)
+            known = _client_name(body, name) or name
+            message = re.sub(rf"(?<![\w.]){name}(?!\w)", known, message)
     return message

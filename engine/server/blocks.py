@@ -1,4 +1,4 @@
-"""An answer as blocks in order: thinking, text, tool calls."""
+"""Answers made of blocks (thinking, text, tool calls), as responses and messages have them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
-from engine.server.answers import Answer, TokenCounter
+from engine.server.answers import HttpAnswer, TokenCounter
 from engine.server.dialogue import Dialogue
 from engine.server.speech.events import CallArguments, CallBegin, CallEnd, Event, Text
 
@@ -21,21 +21,21 @@ Kind = Literal["thinking", "text", "call"]
 
 
 class Block:
-    """A part of an answer."""
+    """One block of an answer; ``call`` is set for a tool call."""
 
     def __init__(self, kind: Kind, index: int, call: CallBegin | None = None) -> None:
         self.kind = kind
         self.index = index
         self.call = call
-        self.parts: list[str] = []  # of its text, or of the JSON text of the call's arguments
+        self.parts: list[str] = []  # pieces of its text, or of the JSON of the call's arguments
 
     @property
     def text(self) -> str:
         return "".join(self.parts)
 
 
-class Change(NamedTuple):
-    """What happened to a block: it began, has more text, or ended."""
+class BlockChange(NamedTuple):
+    """A block began, has more text, or ended."""
 
     what: Literal["begin", "more", "end"]
     block: Block
@@ -43,18 +43,19 @@ class Change(NamedTuple):
 
 
 class Blocks:
-    """The blocks of one answer, as they come."""
+    """Collects the blocks of one answer while it is generated."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._open: Block | None = None
 
-    def take(self, events: Iterable[Event]) -> Iterator[Change]:
-        """Texts of one kind are one block; so are the arguments of a call, which may be empty."""
+    def take(self, events: Iterable[Event]) -> Iterator[BlockChange]:
+        """Add events and yield the changes of blocks. Consecutive texts of one kind are one block,
+        as are the arguments of a call, which may be empty."""
         for event in events:
             if isinstance(event, CallBegin):
                 yield from self.end()
-                yield Change("begin", self._begin("call", event))
+                yield BlockChange("begin", self._begin("call", event))
             elif isinstance(event, CallEnd):
                 yield from self.end()
             elif isinstance(event, CallArguments):
@@ -63,19 +64,19 @@ class Blocks:
                 kind: Kind = "text" if isinstance(event, Text) else "thinking"
                 if self._open is None or self._open.kind != kind:
                     yield from self.end()
-                    yield Change("begin", self._begin(kind))
+                    yield BlockChange("begin", self._begin(kind))
                 yield self._add(event.text)
 
-    def _add(self, text: str) -> Change:
+    def _add(self, text: str) -> BlockChange:
         assert self._open is not None
         self._open.parts.append(text)
-        return Change("more", self._open, text)
+        return BlockChange("more", self._open, text)
 
-    def end(self) -> Iterator[Change]:
-        """Nothing follows."""
+    def end(self) -> Iterator[BlockChange]:
+        """End the open block, if there is one."""
         block, self._open = self._open, None
         if block is not None:
-            yield Change("end", block)
+            yield BlockChange("end", block)
 
     def _begin(self, kind: Kind, call: CallBegin | None = None) -> Block:
         block = self._open = Block(kind, len(self.all), call)
@@ -83,14 +84,14 @@ class Blocks:
         return block
 
 
-class BlockAnswer(Answer):
-    """An answer whose events describe its blocks, and which is sent whole as its last event has
-    it."""
+class BlockAnswer(HttpAnswer):
+    """An answer whose events describe changes of its blocks. The complete answer is the one that
+    the last event contains."""
 
     def __init__(self, name: str, dialogue: Dialogue) -> None:
         self.name = name
         self.response: Json = {}
-        """The answer, as far as it is there."""
+        """The answer with the blocks that have ended so far."""
         self._dialogue = dialogue
         self._blocks = Blocks()
         self._counted = TokenCounter()
@@ -112,10 +113,10 @@ class BlockAnswer(Answer):
 
     @abstractmethod
     def _events(self, output: RequestOutput) -> Iterator[Json]:
-        """To be encoded one by one: what they show goes on to change. Raises ``ApiError`` for an
-        end that is no answer."""
+        """The events for a new output. Encode each before taking the next: they share objects that
+        change. Raises ``ApiError`` if the generation ended with an error."""
 
 
 def named_event(event: Json) -> bytes:
-    """An event as it is sent, under the name of its type."""
+    """Encode a server-sent event whose name is its type."""
     return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))

@@ -1,7 +1,7 @@
-"""What a request to the server may hold, and what that means for the engine.
+"""Bodies of completions and chat completions, and the engine parameters that they mean.
 
-Names and defaults are OpenAI's, further ones vLLM's where they mean the same. A field that is not
-here is refused by name.
+Names and defaults are OpenAI's, and vLLM's for fields that OpenAI does not have. A field that is
+not listed here is refused by name.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from engine.server.absent import without_absent
 from engine.server.diagnosis import read_from
 from engine.server.errors import ApiError
 
-MAX_ID_DIGITS = 10  # of a token
+MAX_ID_DIGITS = 10  # of a token id
 HALF = re.compile(
     rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])"
     rb"|(?<!\\u[dD][89abAB][0-9a-fA-F]{2})\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 )
-"""A surrogate in JSON without the other half."""
+"""An escaped UTF-16 surrogate without its other half."""
 FORMS = ("text", "json_object", "json_schema")
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
-    """What a stream has besides its chunks."""
+    """Options of a streamed answer."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
-    include_obfuscation: bool = False  # of no effect: it is never done
+    include_obfuscation: bool = False  # no effect: streams are never obfuscated
 
 
 class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """What every completion may ask. ``None`` is a field that was left out."""
+    """Fields of completions and chat completions. ``None``: the field was left out."""
 
-    nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
+    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "echo": (False,),
         "length_penalty": (1, 1.0),
         "spaces_between_special_tokens": (True,),
         "use_beam_search": (False,),
     }
-    """Parameters that the API has and this server has not, and the values that ask for nothing."""
+    """Fields of the API that this server does not have, and their values without an effect."""
 
     model: str
     max_tokens: int | None = None
@@ -90,15 +90,15 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     # ours
     timeout: float | None = None
     queue_timeout: float | None = None
-    deadline: float | None = None  # seconds from now, a wish
-    tbt: float | None = None  # seconds between tokens, a wish
+    deadline: float | None = None  # seconds from now; a goal for the policy
+    tbt: float | None = None  # seconds between tokens; a goal for the policy
     expected_tokens: int | None = None
-    additional_properties: AdditionalProperties | None = None  # of structured outputs and tools
-    property_order: PropertyOrder | None = None  # the same
+    additional_properties: AdditionalProperties | None = None  # for structured outputs and tools
+    property_order: PropertyOrder | None = None  # for structured outputs and tools
     hints: dict[str, Any] | None = None
 
     def options(self) -> RequestOptions:
-        """Options of the request other than prompt and sampling. Raises ``ApiError``."""
+        """Options of the engine request besides prompt and sampling. Raises ``ApiError``."""
         options: RequestOptions = {}
         for name in OPTIONS:
             if getattr(self, name) is not None:
@@ -115,7 +115,7 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         return options
 
     def fill(self, recommended: Mapping[str, Any]) -> None:
-        """Give fields that were left out the values that the model's makers recommend."""
+        """Set fields that were left out to the values of the model's ``generation_config.json``."""
         for name, value in recommended.items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
@@ -123,15 +123,17 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def sampling(
         self, *, max_tokens: int | None, logprobs: int | None, echoed: int | None = None
     ) -> SamplingParams:
-        """Where all ``n`` texts are the same, the engine makes one (``copies``).
+        """The sampling parameters. With greedy sampling all ``n`` texts are the same, so that the
+        engine generates one (see ``copies``).
 
-        echoed: log-probabilities of the prompt that are reported with its text. Raises
-        ``RequestError`` for a value out of range.
+        echoed: number of log-probabilities per prompt token if the prompt is echoed with them.
+        Raises ``RequestError`` for a value out of range.
         """
         if self.prompt_logprobs is not None and self.stream:
             raise ApiError(
                 400,
-                f"prompt_logprobs is {self.prompt_logprobs} with stream: leave one of them out",
+                f"prompt_logprobs is {self.prompt_logprobs} with stream, which are not supported "
+                "together: leave one of them out",
                 param="prompt_logprobs",
             )
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
@@ -144,28 +146,29 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             prompt_logprobs=self.prompt_logprobs if echoed is None else echoed,
             logit_bias=_bias(self.logit_bias),
             output_kind="delta" if self.stream else "final",
-            structured_outputs=self._form(),
+            structured_outputs=self._structured_outputs(),
         )
 
     @property
     def objects(self) -> ObjectRules:
-        """For objects of the JSON schemas that it has."""
+        """Rules for objects in the JSON schemas of this request."""
         return ObjectRules(self.additional_properties, self.property_order)
 
-    def _form(self) -> StructuredOutputsParams | None:
-        """The form of the text, by either name."""
+    def _structured_outputs(self) -> StructuredOutputsParams | None:
+        """The value of ``structured_outputs`` or ``response_format``. Raises ``ApiError``."""
         if self.structured_outputs is not None and self.response_format is not None:
             raise ApiError(
                 400,
                 "structured_outputs and response_format are both given: leave one of them out",
                 param="response_format",
             )
-        form: StructuredOutputsParams | None = None
+        found: StructuredOutputsParams | None = None
         if self.structured_outputs is not None:
-            form = read_from(self.structured_outputs, StructuredOutputsParams, "structured_outputs")
+            given = self.structured_outputs
+            found = read_from(given, StructuredOutputsParams, "structured_outputs")
         elif self.response_format is not None:
-            form = form_of(self.response_format)
-        return None if form is None else with_rules(form, self.objects)
+            found = structured_outputs_of(self.response_format)
+        return None if found is None else with_rules(found, self.objects)
 
 
 OPTIONS: tuple[Literal["priority", "user", "timeout", "queue_timeout"], ...] = (
@@ -177,12 +180,12 @@ SAMPLED = tuple(
     if name in RequestBody.__struct_fields__
     and name not in ("n", "max_tokens", "prompt_logprobs", "logit_bias", "structured_outputs")
 )
-"""Fields that the engine takes as they are."""
-FORM = ("structured_outputs", "response_format")
+"""Fields that are passed to ``SamplingParams`` unchanged."""
+OUTPUT_FIELDS = ("structured_outputs", "response_format")
 
 
 def copies(outputs: list[CompletionOutput], num: int) -> list[CompletionOutput]:
-    """The ``num`` texts that a client wants: the engine made all of them, or one."""
+    """The ``num`` sequences of an answer: the engine's, or copies of the only one it generated."""
     if num == 1 or len(outputs) != 1:
         return outputs
     return [msgspec.structs.replace(outputs[0], index=index) for index in range(num)]
@@ -191,16 +194,15 @@ def copies(outputs: list[CompletionOutput], num: int) -> list[CompletionOutput]:
 class CompletionRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/completions``."""
 
-    called: ClassVar = {
-        "grammar": FORM,
+    client_names: ClassVar = {
+        "grammar": OUTPUT_FIELDS,
         "hints": ("hints", "expected_tokens"),
         "prompt_token_ids": ("prompt",),
-        "structured_outputs": FORM,
+        "structured_outputs": OUTPUT_FIELDS,
     }
-    """Names of fields here, by those that the engine has for them; of several the one that was
-    given is meant."""
+    """This API's names of a field, by the engine's name (see ``blame``)."""
 
-    nothing: ClassVar = {**RequestBody.nothing, "add_special_tokens": (True,)}
+    no_effect: ClassVar = {**RequestBody.no_effect, "add_special_tokens": (True,)}
 
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
@@ -210,8 +212,8 @@ class CompletionRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class WithoutEffect(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """Fields of chat completions that change nothing here: nothing is stored, there is one tier,
-    and prefixes are cached anyway."""
+    """Fields of chat completions that are accepted without effect: answers are not stored, there is
+    one service tier, and prefixes are always cached."""
 
     store: bool | None = None
     metadata: dict[str, str] | None = None
@@ -226,17 +228,17 @@ class WithoutEffect(RequestBody, kw_only=True, forbid_unknown_fields=True):
 class ChatRequest(WithoutEffect, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/chat/completions``."""
 
-    called: ClassVar = {
-        "grammar": (*FORM, "tools"),
+    client_names: ClassVar = {
+        "grammar": (*OUTPUT_FIELDS, "tools"),
         "hints": ("hints", "expected_tokens"),
         "logprobs": ("top_logprobs", "logprobs"),
         "max_tokens": ("max_completion_tokens", "max_tokens"),
         "prompt": ("messages",),
         "prompt_token_ids": ("messages",),
-        "structured_outputs": (*FORM, "tools"),
+        "structured_outputs": (*OUTPUT_FIELDS, "tools"),
     }
-    nothing: ClassVar = {
-        **RequestBody.nothing,
+    no_effect: ClassVar = {
+        **RequestBody.no_effect,
         "add_special_tokens": (False,),
         "best_of": (1,),
         "function_call": ("auto", "none"),
@@ -256,14 +258,14 @@ class ChatRequest(WithoutEffect, kw_only=True, forbid_unknown_fields=True):
     include_reasoning: bool = True
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    web_search_options: dict[str, Any] | None = None  # left out: a server would have to search
+    web_search_options: dict[str, Any] | None = None  # left out: the server cannot search
 
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read(body: bytes, kind: type[T]) -> T:
-    """A request from its JSON. Raises ``ApiError`` that names the field."""
+    """Decode the body of a request from JSON. Raises ``ApiError`` that names the wrong field."""
     try:
         try:
             return msgspec.json.decode(body, type=kind)
@@ -273,12 +275,12 @@ def read(body: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _no_json(body, str(error)) from error
     except RecursionError as error:
-        raise ApiError(400, "the body has too many levels: nest it less") from error
+        raise ApiError(400, "the body is nested too deeply: use fewer levels") from error
 
 
 def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
-    """The body read without a type. Raises ``ApiError`` for a number that no type has, which
-    ``error`` has found."""
+    """Decode the body without a type. Raises ``ApiError`` if that fails too, as for a number that
+    is too large."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError:
@@ -289,22 +291,22 @@ def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
 
 
 def _no_json(body: bytes, why: str) -> ApiError:
-    """The error for bytes that are no JSON. It names the field with the wrong value, if known."""
+    """The error for a body that is not valid JSON, with the name of the field if it is known."""
     if not body.strip():
         return ApiError(400, "the body is empty, must be a JSON object")
     half = HALF.search(body)
     if half is not None and ("surrogate" in why or why.endswith("truncated")):
         return ApiError(
             400,
-            f"the body has {half[0].decode()}, half of a character: send both halves, or none",
+            f"the body has {half[0].decode()}, which is half of a surrogate pair: send both halves",
         )
     place = re.search(r"\(byte (\d+)\)", why)
     end = int(place[1]) if place else 0
     field = re.search(rb'"(\w{1,64})"\s*:\s*-?$', body[max(0, end - 100) : end])
     if field is None:
-        return ApiError(400, f"the body is no JSON: {why}")
+        return ApiError(400, f"the body is not valid JSON: {why}")
     name = field[1].decode(errors="replace")
-    return ApiError(400, f"{name}: {why}; NaN and Infinity are no JSON either", param=name)
+    return ApiError(400, f"{name}: {why}; NaN and Infinity are not valid JSON", param=name)
 
 
 N = TypeVar("N", int, float)
@@ -316,8 +318,8 @@ def _above_zero(name: str, value: N) -> N:
     return value
 
 
-def form_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
-    """What OpenAI's ``response_format`` asks for. Raises ``ApiError``."""
+def structured_outputs_of(response_format: dict[str, Any]) -> StructuredOutputsParams | None:
+    """The structured outputs that OpenAI's ``response_format`` means. Raises ``ApiError``."""
     kind = response_format.get("type")
     if kind == "text":
         return None
@@ -341,6 +343,8 @@ def _bias(body: dict[str, float] | None) -> dict[int, float] | None:
     wrong = [token for token in body if not token.isdecimal() or len(token) > MAX_ID_DIGITS]
     if wrong:
         raise ApiError(
-            400, f"logit_bias has {wrong[0]!r:.40}, must have token ids", param="logit_bias"
+            400,
+            f"logit_bias has the key {wrong[0]!r:.40}, must have token ids as keys",
+            param="logit_bias",
         )
     return {int(token): bias for token, bias in body.items()}

@@ -1,4 +1,4 @@
-"""Answers to conversations: ``POST /v1/chat/completions``."""
+"""Chat completions: ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from engine.server.speech.events import (
 
 
 class ChatChoice:
-    """One sequence of an answer that is sent whole."""
+    """Collects one sequence of an answer that is not streamed."""
 
     def __init__(self) -> None:
         self.logprobs: list[dict[str, Any]] | None = None
@@ -43,11 +43,11 @@ class ChatChoice:
 
 
 class Chat(OpenAIAnswer):
-    """One request for an answer, or for ``n``."""
+    """One chat completion with ``n`` choices."""
 
     def __init__(self, voice: Voice, body: ChatRequest, name: str) -> None:
-        """name: that of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
-        requested."""
+        """name: the model's name. Raises ``RequestError`` or ``ApiError`` for a field whose value
+        is not supported."""
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
         super().__init__(body, kind, "chatcmpl", name)
         if body.web_search_options is not None:
@@ -58,8 +58,8 @@ class Chat(OpenAIAnswer):
         self._token_names = TokenNames(voice.tokenizer)
         self._dialogue = Dialogue(voice, body)
         self._has_begun = False
-        self._inputs: dict[int, dict[int, InputReader]] = {}  # of custom tools, by sequence
-        self._num_calls: dict[int, int] = {}  # that were sent, by sequence
+        self._inputs: dict[int, dict[int, InputReader]] = {}  # custom tools, by sequence and call
+        self._num_calls: dict[int, int] = {}  # tool calls that were sent, by sequence
         self._text_frame: Frame | None = None
 
     async def whole(self) -> bytes:
@@ -114,7 +114,7 @@ class Chat(OpenAIAnswer):
         return chat_logprobs(piece.completion, self._num_logprobs, self._token_names)
 
     def _delta(self, piece: AnswerPiece, num_calls: int) -> dict[str, Any]:
-        """num_calls: those that began before."""
+        """The delta of a piece; num_calls: the calls of this sequence that began before it."""
         content = "".join(e.text for e in piece.events if isinstance(e, Text))
         thinking = "".join(e.text for e in piece.events if isinstance(e, Thinking))
         delta: dict[str, Any] = {"content": content} if content else {}
@@ -151,7 +151,7 @@ class Chat(OpenAIAnswer):
         logprobs: dict[str, Any] | None,
         token_ids: list[int],
     ) -> dict[str, Any]:
-        """A choice with the fields that every choice has."""
+        """A choice with the fields that complete and streamed choices share."""
         completion = piece.completion
         choice = {
             "index": completion.index,
@@ -166,18 +166,18 @@ class Chat(OpenAIAnswer):
 
 
 def chat_reason(completion: CompletionOutput, turn: AnswerReader) -> str | None:
-    """Why the answer has ended. Raises ``ApiError`` for an end that is no answer."""
+    """The finish reason in chat completions' words. Raises ``ApiError`` if it is an error."""
     reason = reason_of(completion)
     return "tool_calls" if reason == "stop" and turn.calls else reason
 
 
 def thinking_fields(thinking: str) -> dict[str, str]:
-    """Under the two names that clients know."""
+    """The fields for thinking: clients read one or the other of two names."""
     return {"reasoning": thinking, "reasoning_content": thinking}
 
 
 def whole_call(call: ToolCall, custom: Container[str]) -> dict[str, Any]:
-    """A tool call of a whole answer; custom: tools whose input is a text."""
+    """A tool call of an answer that is not streamed; custom: tools whose input is plain text."""
     if call.name in custom:
         about = {"name": call.name, "input": input_of(call.arguments)}
         return {"id": call.id, "type": "custom", "custom": about}
@@ -191,10 +191,10 @@ def whole_call(call: ToolCall, custom: Container[str]) -> dict[str, Any]:
 def call_deltas(
     events: list[Event], num_calls: int, custom: Container[str], readers: dict[int, InputReader]
 ) -> list[dict[str, Any]]:
-    """What is new of tool calls, an entry for each.
+    """The deltas of tool calls, one for each call that the events change.
 
-    num_calls: those that began before; custom: tools whose input is a text; readers: those of the
-    inputs, by number of the call.
+    num_calls: calls that began before; custom: tools whose input is plain text; readers: decoders
+    of their inputs by index of the call, to which new calls are added.
     """
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:
@@ -221,7 +221,7 @@ FUNCTION = ("function", "arguments")
 def _more_of_call(
     event: CallArguments | CallEnd, reader: InputReader | None
 ) -> tuple[str, tuple[str, str]]:
-    """The text that a piece of a call's arguments brings, and where it goes."""
+    """The new text of a call, and the type and field of the delta that it belongs to."""
     if reader is None:
         return (event.text if isinstance(event, CallArguments) else ""), FUNCTION
     text = reader.feed(event.text) if isinstance(event, CallArguments) else reader.end()

@@ -1,4 +1,4 @@
-"""Texts that go on from prompts: ``POST /v1/completions``."""
+"""Completions of prompts: ``POST /v1/completions``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from engine.server.offsets import TextOffsets
 from engine.server.streams import together
 
 MAX_PROMPTS = 256
-MAX_TOKENS = 16  # where a request does not say how many
-MAX_TEXTS = 2048  # of all prompts together
+MAX_TOKENS = 16  # OpenAI's default for max_tokens
+MAX_TEXTS = 2048  # n times the number of prompts
 
 
 class Completion(OpenAIAnswer):
-    """One request for texts."""
+    """One completion request: ``n`` texts for each prompt."""
 
     def __init__(self, engine: AsyncLLMEngine, body: CompletionRequest, model: str) -> None:
-        """Raises ``RequestError`` or ``ApiError`` for what cannot be requested."""
+        """Raises ``RequestError`` or ``ApiError`` for a field whose value is not supported."""
         super().__init__(body, "text_completion", "cmpl", model)
         refuse_unsupported(body)
         if body.max_tokens is None:
@@ -38,7 +38,7 @@ class Completion(OpenAIAnswer):
         self._num_logprobs, self._has_echo = body.logprobs, body.echo
         self._prompts = prompts_of(body)
         self._is_echo_alone = body.echo and body.max_tokens == 0
-        # Both are returned: as many as the larger of the two counts.
+        # The prompt's log-probabilities are computed once, for the larger of the two counts.
         counts = [each for each in (body.logprobs, body.prompt_logprobs) if each is not None]
         is_echoed = body.echo and body.logprobs is not None
         self._params = body.sampling(
@@ -49,12 +49,14 @@ class Completion(OpenAIAnswer):
         self._names = TokenNames(engine.tokenizer)
         self._logprobs: dict[int, TextLogprobs] = {}  # by choice
         self._text_frame: Frame | None = None
-        self._begun: set[int] = set()  # choices of which something was sent
-        self._read: dict[int, RequestOutput] = {}  # by place: what is known of the prompt
+        self._begun: set[int] = set()  # choices of which a part was returned
+        self._first: dict[
+            int, RequestOutput
+        ] = {}  # first output of each prompt, which describes it
 
     @property
     def is_one(self) -> bool:
-        """It is one request to the engine."""
+        """Whether there is one prompt, and so one engine request."""
         return len(self._prompts) == 1
 
     async def whole(self) -> bytes:
@@ -79,8 +81,8 @@ class Completion(OpenAIAnswer):
         return frame.before + msgspec.json.encode(completion.text) + frame.after
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """Events of several prompts. An error before the first is raised; a later one is an
-        event."""
+        """The events of several prompts. An error before the first event is raised, a later one is
+        sent as an event."""
         is_begun = False
         try:
             async with aclosing(self._outputs()) as outputs:
@@ -114,7 +116,7 @@ class Completion(OpenAIAnswer):
         return await self._engine.open(prompt, self._params, name, **options)
 
     def _choices(self, place: int, output: RequestOutput) -> list[dict[str, Any]]:
-        self._read.setdefault(place, output)
+        self._first.setdefault(place, output)
         if self._is_echo_alone:
             for completion in output.outputs:
                 _forget_text(completion)
@@ -123,7 +125,7 @@ class Completion(OpenAIAnswer):
         return [self._choice(place, each) for each in texts]
 
     async def _with_text(self, prompt: Prompt) -> Prompt:
-        """A prompt that can be sent to a client."""
+        """The prompt with its text, which is decoded from token ids if necessary."""
         if isinstance(prompt, list):
             prompt = {"prompt_token_ids": prompt}
         if isinstance(prompt, dict) and "prompt" not in prompt:
@@ -131,7 +133,7 @@ class Completion(OpenAIAnswer):
         return prompt
 
     def _choice(self, place: int, completion: CompletionOutput) -> dict[str, Any]:
-        index, read = place * self.body.n + completion.index, self._read[place]
+        index, first = place * self.body.n + completion.index, self._first[place]
         choice: dict[str, Any] = {
             "index": index,
             "text": completion.text,
@@ -142,22 +144,22 @@ class Completion(OpenAIAnswer):
         is_first = index not in self._begun
         self._begun.add(index)
         if is_first and self._has_echo:
-            choice["text"] = (read.prompt or "") + completion.text
+            choice["text"] = (first.prompt or "") + completion.text
         if completion.logprobs is not None:
             if is_first:
-                self._logprobs[index] = self._begin_logprobs(read)
+                self._logprobs[index] = self._begin_logprobs(first)
             choice["logprobs"] = self._logprobs[index].of(completion)
         if self.body.return_token_ids:
             choice["token_ids"] = completion.token_ids
             if is_first:
-                choice["prompt_token_ids"] = read.prompt_token_ids
+                choice["prompt_token_ids"] = first.prompt_token_ids
         if self.body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = prompt_logprobs(read.prompt_logprobs)
+            choice["prompt_logprobs"] = prompt_logprobs(first.prompt_logprobs)
         return choice
 
-    def _begin_logprobs(self, read: RequestOutput) -> TextLogprobs:
-        """Log-probabilities of a text, with those of its prompt where that is echoed."""
-        ids, names, echoed = read.prompt_token_ids, self._names, read.prompt or ""
+    def _begin_logprobs(self, first: RequestOutput) -> TextLogprobs:
+        """Log-probabilities of a new choice, which include the prompt's if it is echoed."""
+        ids, names, echoed = first.prompt_token_ids, self._names, first.prompt or ""
         offsets = TextOffsets(
             names.tokenizer,
             skips_special=self._params.skip_special_tokens,
@@ -167,12 +169,13 @@ class Completion(OpenAIAnswer):
         logprobs = TextLogprobs(self._num_logprobs or 0, names, offsets)
         if self._has_echo:
             may_be_cut = self.body.truncate_prompt_tokens is not None
-            logprobs.echo(echoed, ids, read.prompt_logprobs or [], may_be_cut=may_be_cut)
+            logprobs.echo(echoed, ids, first.prompt_logprobs or [], may_be_cut=may_be_cut)
         return logprobs
 
 
 def _forget_text(completion: CompletionOutput) -> None:
-    """Only the prompt was requested: the token that had to be generated is not returned."""
+    """Remove the one token that was generated although ``max_tokens`` is 0: only the prompt is
+    echoed."""
     completion.text, completion.token_ids = "", []
     completion.logprobs = None if completion.logprobs is None else []
     if completion.finish_reason == "stop":
@@ -180,35 +183,40 @@ def _forget_text(completion: CompletionOutput) -> None:
 
 
 def refuse_unsupported(body: CompletionRequest) -> None:
+    """Raises ``ApiError`` for a suffix, and for ``best_of`` other than ``n``."""
     if body.suffix:
-        raise ApiError(400, "suffix is not supported: put it into the prompt", param="suffix")
+        raise ApiError(
+            400, f"suffix is {body.suffix!r:.80}, not supported: leave it out", param="suffix"
+        )
     if body.best_of not in (None, body.n):
         raise ApiError(
-            400, f"best_of is {body.best_of}, must be n, which is {body.n}", param="best_of"
+            400,
+            f"best_of is {body.best_of}, must be equal to n, which is {body.n}: leave it out",
+            param="best_of",
         )
 
 
 def prompts_of(body: CompletionRequest) -> list[Prompt]:
-    """One or several, as text or as token ids."""
+    """The prompts of a request, each a text or token ids. Raises ``ApiError``."""
     prompt: Any = body.prompt
     many: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if len({type(each) for each in many}) > 1:
         raise ApiError(
             400,
-            f"prompt is {prompt!r:.80}, must be a text, token ids, or a list of one of these",
+            f"prompt is {prompt!r:.80}, must be a text, a list of token ids, or a list of either",
             param="prompt",
         )
     if many and isinstance(many[0], int):
         many = [prompt]
     if not 0 < len(many) <= MAX_PROMPTS:
         raise ApiError(
-            400, f"prompt has {len(many)} prompts, must have 1 to {MAX_PROMPTS}", param="prompt"
+            400, f"prompt has {len(many)} entries, must have 1 to {MAX_PROMPTS}", param="prompt"
         )
     if len(many) * body.n > MAX_TEXTS:
         raise ApiError(
             400,
-            f"n is {body.n} with {len(many)} prompts, the limit is {MAX_TEXTS} texts: ask for "
-            "fewer at a time",
+            f"n is {body.n} for {len(many)} prompts, {len(many) * body.n} texts together, the "
+            f"limit is {MAX_TEXTS}: send several requests",
             param="n",
         )
     if body.cache_salt is None:

@@ -1,9 +1,9 @@
-"""The messages of a conversation in one plain form, whichever API they came by.
+"""Convert the messages of all APIs into one plain form.
 
-A message is a role and one text; one of the assistant may have tool calls with arguments as
-objects, and what was thought before it. Consecutive turns of one role are one turn, metadata of
-clients is left out, and roles that nobody knows are refused. ``adapt`` fits the result to a model's
-chat template.
+A message has a role and one text. An assistant message may also have tool calls, with arguments as
+objects, and the thinking before it. Consecutive messages of one role are joined, metadata of
+clients is dropped, and unknown roles are refused. ``adapt`` then rewrites the conversation for the
+model's chat template.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from engine.text.chat import REASONING_NAMES
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-SYSTEM_ROLES = ("system", "developer")  # the newer name, which templates do not know
+SYSTEM_ROLES = ("system", "developer")  # templates know the first, newer clients send the second
 TURNS = ("user", "assistant")
 TEXT_PARTS = (
     "text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal",
 )  # fmt: skip
 METADATA = re.compile(r"(?:\s*x-anthropic-billing-header:[^\n]*(?:\n|\Z))+\n*", re.IGNORECASE)
-"""Lines at the beginning of a system text that a client writes for its own service. They change
-with every request, so that no prefix would ever be found cached."""
+"""Billing lines at the beginning of a system text. They differ in every request, so that no prompt
+would find its prefix in the cache."""
 
 
 def plain_messages(given: Iterable[Message], param: str = "messages") -> list[Message]:
-    """The conversation in plain form. Raises ``ApiError`` for a malformed one."""
+    """Convert a conversation to plain form. Raises ``ApiError`` for a malformed message."""
     messages: list[Message] = []
     for each in given:
         message = plain_message(each, param)
@@ -42,7 +42,7 @@ def plain_messages(given: Iterable[Message], param: str = "messages") -> list[Me
 
 
 def plain_message(message: Message, param: str = "messages") -> Message | None:
-    """One message; ``None`` if it holds nothing but metadata. Raises ``ApiError``."""
+    """Convert one message; ``None`` if it has only metadata. Raises ``ApiError``."""
     role = known_role(message.get("role"), ROLES, param)
     plain = {key: value for key, value in message.items() if value is not None}
     if "tool_call_id" in plain:
@@ -61,10 +61,10 @@ def plain_message(message: Message, param: str = "messages") -> Message | None:
 
 
 def known_role(role: Any, known: Sequence[str], param: str) -> str:
-    """Raises ``ApiError`` for any other."""
+    """Return the role if it is a known one. Raises ``ApiError`` for any other value."""
     if not isinstance(role, str) or role not in known:
         raise ApiError(
-            400, f"{param} has the role {role!r:.40}, must be one of: {', '.join(known)}"
+            400, f"{param} has a role {role!r:.40}, must be one of: {', '.join(known)}"
             f"{near_value(role, known)}",
             param=param,
         )  # fmt: skip
@@ -72,7 +72,7 @@ def known_role(role: Any, known: Sequence[str], param: str) -> str:
 
 
 def system_text(content: Any, param: str = "messages", between: str = "") -> str:
-    """The text of a system message without metadata, which may begin it or one of its parts."""
+    """The text of a system message without metadata at the beginning of it or of its parts."""
     if not isinstance(content, list):
         return without_metadata(plain_content(content, param))
     texts = [plain_content([part], param) for part in content]
@@ -85,7 +85,7 @@ def without_metadata(text: str) -> str:
 
 
 def plain_content(content: Any, param: str = "messages") -> str:
-    """The text of a message, whole or in parts. Raises ``ApiError`` that names ``param``."""
+    """The text of a message, which may be given in parts. Raises ``ApiError`` for ``param``."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -93,7 +93,7 @@ def plain_content(content: Any, param: str = "messages") -> str:
     if not isinstance(content, list):
         raise ApiError(
             400,
-            f"a message's content is {content!r:.80}, must be a text or parts of one",
+            f"{param} has a content {content!r:.80}, must be a text or a list of text parts",
             param=param,
         )
     for part in content:
@@ -101,8 +101,7 @@ def plain_content(content: Any, param: str = "messages") -> str:
             kind = part.get("type") if isinstance(part, dict) else part
             raise ApiError(
                 400,
-                f"{param} has a part of type {kind!r:.40}, which is not supported yet: only "
-                "text is",
+                f"{param} has a part of type {kind!r:.40}, which is not supported: send text parts",
                 param=param,
             )
     return "".join(
@@ -111,7 +110,7 @@ def plain_content(content: Any, param: str = "messages") -> str:
 
 
 def text_of(part: dict[str, Any], name: str, param: str) -> str:
-    """This field of a part, which must be a text."""
+    """The field ``name`` of a content part. Raises ``ApiError`` if it is not a text."""
     text = part.get(name)
     if not isinstance(text, str):
         raise ApiError(
@@ -120,9 +119,9 @@ def text_of(part: dict[str, Any], name: str, param: str) -> str:
     return text
 
 
-def joined_turns(messages: Iterable[Message], *, whoever: bool = False) -> list[Message]:
-    """Consecutive turns of the user, or of the assistant, as one; whoever: even if their users have
-    different names."""
+def joined_turns(messages: Iterable[Message], *, ignore_names: bool = False) -> list[Message]:
+    """Join consecutive user messages, and assistant messages, into one; ignore_names: also those
+    of users with different names."""
     turns: list[Message] = []
     for message in messages:
         last = turns[-1] if turns else None
@@ -130,7 +129,7 @@ def joined_turns(messages: Iterable[Message], *, whoever: bool = False) -> list[
             last is not None
             and message["role"] == last["role"]
             and message["role"] in TURNS
-            and (whoever or message.get("name") == last.get("name"))
+            and (ignore_names or message.get("name") == last.get("name"))
         )
         if last is not None and is_same:
             turns[-1] = _joined(last, message)
@@ -140,7 +139,7 @@ def joined_turns(messages: Iterable[Message], *, whoever: bool = False) -> list[
 
 
 def _joined(first: Message, second: Message) -> Message:
-    """Both in one; texts go before calls."""
+    """Join two messages of one role; the texts precede the calls."""
     whole = {**first, **second, "content": with_text(first, second["content"])["content"]}
     calls = [*first.get("tool_calls", []), *second.get("tool_calls", [])]
     if calls:
@@ -158,19 +157,19 @@ def with_text(message: Message, text: str, between: str = "\n") -> Message:
 
 
 def thought_of(message: Message) -> str:
-    """What the model thought before a message."""
+    """The thinking of an assistant message, empty if there is none."""
     found = next((message[name] for name in REASONING_NAMES if message.get(name)), "")
     return found if isinstance(found, str) else ""
 
 
 def think(message: Message, text: str) -> None:
-    """Add to what the model thought before a message."""
+    """Append a text to the thinking of a message."""
     before = message.get("reasoning_content")
     message["reasoning_content"] = text if before is None else f"{before}\n{text}"
 
 
 def last_answer(messages: list[Message]) -> Message:
-    """The message of the assistant at the end, a new one if there is none."""
+    """The last message if it is the assistant's, or else a new one that is appended."""
     if not messages or messages[-1]["role"] != "assistant":
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -184,7 +183,9 @@ def _refusal_of(message: Message) -> str:
 def _add_calls(message: Message, param: str) -> None:
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list):
-        raise ApiError(400, f"tool_calls is {calls!r:.80}, must be a list", param=param)
+        raise ApiError(
+            400, f"{param} has tool_calls {calls!r:.80}, must be a list of calls", param=param
+        )
     old = message.pop("function_call", None)  # OpenAI's older form, without ids
     if old is not None:
         calls = [*calls, {"type": "function", "function": old}]
@@ -203,12 +204,12 @@ def _plain_call(call: Any, param: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ApiError(
             400,
-            f"tool_calls has {call!r:.80}, must have a function with name and arguments",
+            f"{param} has a tool call {call!r:.80}, must have a function with name and arguments",
             param=param,
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # a model may have written it so
+        with contextlib.suppress(ValueError, RecursionError):  # a model may write invalid JSON
             arguments = json.loads(arguments)
     plain = {**call, "function": {**function, "arguments": arguments}}
     if call.get("id") is not None:
@@ -217,7 +218,7 @@ def _plain_call(call: Any, param: str) -> dict[str, Any]:
 
 
 def _name_old_calls(messages: list[Message]) -> None:
-    """Give ids to calls without one, and to their results, in order."""
+    """Give ids to calls without one, and the same ids to their results, in order."""
     waiting: list[str] = []
     number = 0
     for message in messages:

@@ -1,4 +1,4 @@
-"""What is wrong with the body of a request: the first field that is not what it must be."""
+"""Find the first wrong field in the body of a request, and describe the error."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ SAME = (
     {"response_format", "text", "output_config"},
     {"reasoning_effort", "reasoning", "thinking"},
 )
-"""Fields that mean the same in different APIs."""
+"""Groups of fields that mean the same in different APIs."""
 
 
 T = TypeVar("T", bound=msgspec.Struct)
 
 
 def read_from(given: Any, kind: type[T], path: str = "") -> T:
-    """A struct from JSON's types; ``path`` leads to it from the body. Raises ``ApiError`` that
-    names the field, or the ``RequestError`` of the struct itself."""
+    """Convert decoded JSON to a struct. ``path``: where it is in the body. Raises ``ApiError``
+    that names the field, or the ``RequestError`` that the struct's own check raised."""
     try:
         return msgspec.convert(given, kind)
     except msgspec.ValidationError as error:
@@ -37,10 +37,9 @@ def read_from(given: Any, kind: type[T], path: str = "") -> T:
 
 
 def _refuse(given: Any, kind: Any, why: str, path: str = "") -> NoReturn:
-    """Raise the ``ApiError`` for a value that is not of this type.
+    """Raise the ``ApiError`` for decoded JSON that does not have the type ``kind``.
 
-    ``given`` is made of JSON's types, ``path`` leads to it from the body, and ``why`` is what the
-    decoder says, for what has no better words.
+    path: where the value is in the body; why: msgspec's message, used if there is no better one.
     """
     if isinstance(given, dict) and (struct := _struct_of(kind)) is not None:
         _refuse_fields(given, struct, path)
@@ -71,7 +70,7 @@ def _refuse_fields(given: dict[str, Any], kind: type[msgspec.Struct], path: str)
             raise unknown_field(name, fields, before)
     for name, field in fields.items():
         if field.required and name not in given:
-            message = f"{before}{name} is missing: it must be given"
+            message = f"{before}{name} is missing: add it, it is required"
             code = "missing_required_parameter"
             raise ApiError(400, message, param=f"{before}{name}", code=code)
     for name, value in given.items():
@@ -80,7 +79,7 @@ def _refuse_fields(given: dict[str, Any], kind: type[msgspec.Struct], path: str)
 
 
 def unknown_field(name: str, known: Any, before: str = "") -> ApiError:
-    """The error for a field that is not known; ``before``: the path of what has it."""
+    """The error for an unknown field; ``before``: path of the object that has it, with a dot."""
     same = [other for group in SAME if name in group for other in group & {*known}]
     near = f"; did you mean {same[0]!r}?" if len(same) == 1 else did_you_mean(name, known)
     return ApiError(
@@ -92,7 +91,7 @@ def unknown_field(name: str, known: Any, before: str = "") -> ApiError:
 
 
 def _fault(value: Any, kind: Any) -> str | None:
-    """What the decoder says of a value; ``None`` if it is right."""
+    """msgspec's message for a value of the wrong type; ``None`` if the type is right."""
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
@@ -112,7 +111,7 @@ def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
 
 
 def _parts(given: Any, kind: Any) -> list[tuple[str, Any, Any]]:
-    """The parts of a list or an object: how the path goes on, the part, and its type."""
+    """The items of a list or an object: the suffix of the path, the item, and its type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is list and isinstance(given, list):
         return [(f"[{place}]", item, inner[0]) for place, item in enumerate(given)]

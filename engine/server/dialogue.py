@@ -1,4 +1,4 @@
-"""A conversation that goes on by an answer: what chat completions, responses and messages share."""
+"""Chat generation, shared by chat completions, responses and messages: prompt, request, output."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ OWN_FIELDS = (
 
 
 class ChatModel:
-    """An engine, and how conversations with its model are written and read."""
+    """An engine with its chat template: renders the prompts of conversations."""
 
     def __init__(self, engine: AsyncLLMEngine, chat_template: str | None = None) -> None:
-        """chat_template: to use instead of the model's own."""
+        """chat_template: replaces the model's own."""
         self.engine = engine
         self.chat_template = chat_template
         self._speech: asyncio.Future[Speech] | None = None
 
     async def voice(self) -> Voice:
-        """Made once, in a thread: it takes a second."""
+        """This model with its parser. The parser is made once, in a thread: it takes a second."""
         made = self._speech
         if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
             tokenizer = self.engine.get_tokenizer()
@@ -61,11 +61,11 @@ class ChatModel:
     async def render(
         self, messages: list[Message], *, continues: bool = False, **options: Any
     ) -> TextPrompt:
-        """The prompt of a conversation, adapted to the chat template. What a message says is plain
-        text, whatever it looks like.
+        """Render the prompt of a conversation, after adapting it to the chat template. Texts of
+        messages that look like special tokens are encoded as plain text.
 
         ``options`` are those of ``Tokenizer.apply_chat_template``; continues: the prompt ends with
-        the text of the last message. Raises ``RequestError`` if the template refuses it.
+        the text of the last message. Raises ``RequestError`` if the template raises an error.
         """
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
@@ -91,7 +91,7 @@ class ChatModel:
     async def _fill(
         self, messages: list[Message], options: dict[str, Any], *, continues: bool
     ) -> TextPrompt:
-        """The chat template with these messages."""
+        """Fill the chat template with messages that are adapted."""
         tokenizer = self.engine.get_tokenizer()
         if continues or has_special_tokens(tokenizer, messages, options.get("tools")):
             render = partial(render_plainly, continues=continues)
@@ -101,7 +101,7 @@ class ChatModel:
 
 
 class Voice(NamedTuple):
-    """A model for conversations, and how its answers are read."""
+    """A chat model with the parser of its output."""
 
     model: ChatModel
     speech: Speech
@@ -112,7 +112,7 @@ class Voice(NamedTuple):
 
 
 class AnswerPiece(NamedTuple):
-    """What is new of one sequence."""
+    """The new part of one sequence: events, and the reader that has parsed all of its text."""
 
     completion: CompletionOutput
     events: list[Event]
@@ -121,10 +121,10 @@ class AnswerPiece(NamedTuple):
 
 
 class Dialogue:
-    """One answer to a conversation, or ``n`` of them."""
+    """The generation for one chat request, with ``n`` sequences."""
 
     def __init__(self, voice: Voice, body: ChatRequest) -> None:
-        """Raises ``RequestError`` or ``ApiError`` for what cannot be requested."""
+        """Raises ``RequestError`` or ``ApiError`` for a field whose value is not supported."""
         check_body(body)
         body.fill(voice.model.engine.recommended)
         self._voice = voice
@@ -143,23 +143,23 @@ class Dialogue:
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """Names of tools whose input is a text."""
+        """Names of tools whose input is plain text instead of JSON."""
         return frozenset() if self._tools is None else self._tools.custom
 
     async def open(self, name: str) -> Reader:
-        """Ask the model; name: of the request."""
+        """Add the request to the engine under the id ``name``."""
         prompt = await self.prompt()
         self._prompt = self._as_read(prompt)
         changes: dict[str, Any] = {"structured_outputs": await self._form(self._prompt["prompt"])}
         if self._voice.speech.reader(has_tools=self._tools is not None) is not None:
-            # Markers may be special tokens.
+            # The markers that the parser looks for may be special tokens.
             changes |= {"skip_special_tokens": False, "output_kind": "delta"}
         params = msgspec.structs.replace(self._params, **changes)
         options = self._body.options()
         return await self._voice.model.engine.open(prompt, params, name, **options)
 
     def read(self, output: RequestOutput) -> list[AnswerPiece]:
-        """What is new, by sequence."""
+        """Parse an output: the new part of each sequence."""
         texts = copies(output.outputs, self._num_copies)
         return [self._read(output, completion) for completion in texts]
 
@@ -174,7 +174,7 @@ class Dialogue:
         is_single = self._tools is not None and self._tools.is_single
         was_thinking, before = turn.is_thinking, turn.num_thinking or 0
         events = turn.read(completion, max_calls=1 if is_single else None)
-        if turn.num_thinking is None:  # its markers are no tokens: an estimate
+        if turn.num_thinking is None:  # markers of several tokens: count all tokens of the piece
             is_thinking = was_thinking or turn.is_thinking
             self.num_thinking_tokens += len(completion.token_ids) * is_thinking
         else:
@@ -182,7 +182,7 @@ class Dialogue:
         return AnswerPiece(completion, events, turn, output)
 
     async def prompt(self) -> TextPrompt:
-        """The conversation as the model reads it. Raises ``RequestError``."""
+        """The rendered prompt of the conversation. Raises ``RequestError``."""
         body = self._body
         variables = dict(body.chat_template_kwargs or {})
         if body.reasoning_effort is not None:
@@ -200,8 +200,8 @@ class Dialogue:
         return prompt
 
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
-        """The prompt for who reads the answer. Of an answer that is begun only the markers of
-        thinking matter: whether it thinks, or has thought."""
+        """The prompt that the parser gets. If the client has begun the answer, only its last marker
+        of thinking matters: whether the answer is inside of its thinking or after it."""
         thinking = self._voice.speech.thinking
         if self._begun is None or thinking is None:
             return prompt
@@ -210,7 +210,8 @@ class Dialogue:
         return {**prompt, "prompt": begin if is_thinking else end}
 
     async def _form(self, prompt: str) -> StructuredOutputsParams | None:
-        """Raises ``ApiError`` for schemas of tools that cannot be enforced."""
+        """The grammar of the answer, with its tool calls. Raises ``ApiError`` for schemas of tools
+        that cannot be enforced."""
         form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
         rules = self._body.objects.or_else(self._voice.model.engine.object_rules)
         if tools is None:
@@ -222,7 +223,7 @@ class Dialogue:
 
 
 def check_body(body: ChatRequest) -> None:
-    """Raises ``ApiError`` for what no model can do."""
+    """Raises ``ApiError`` for fields that contradict each other, whatever the model is."""
     if body.top_logprobs and not body.logprobs:
         raise ApiError(
             400,
@@ -232,7 +233,7 @@ def check_body(body: ChatRequest) -> None:
     if wrong := sorted({*OWN_FIELDS} & {*(body.chat_template_kwargs or {})}):
         raise ApiError(
             400,
-            f"chat_template_kwargs has {wrong[0]}, no variable of a template: leave it out",
+            f"chat_template_kwargs has {wrong[0]}, which the server sets itself: leave it out",
             param="chat_template_kwargs",
         )
     if not body.messages:
@@ -246,16 +247,16 @@ def check_body(body: ChatRequest) -> None:
 
 
 def begun_answer(body: ChatRequest, messages: list[Message]) -> str | None:
-    """The text of the last message if the model is to go on with it; ``None`` where a new message
-    is to be written, as after an empty one, which is taken away."""
+    """The text of the last message if the model continues it, ``None`` if the model begins a new
+    one. An empty assistant message at the end is removed from ``messages``."""
     if not body.continue_final_message:
         return None
     last = messages[-1]
     if last.get("tool_calls"):
         raise ApiError(
             400,
-            "the last message has tool calls, which cannot be continued: leave them out, or add "
-            "their results",
+            "continue_final_message is true, and the last of messages has tool calls, which cannot "
+            "be continued: leave them out, or add their results",
             param="messages",
         )
     if last["role"] == "assistant" and not last["content"] and len(messages) > 1:

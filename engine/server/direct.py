@@ -1,5 +1,5 @@
-"""Streams of one request: events are made and written where its outputs arrive, as a rule, so that
-no task is woken for them."""
+"""Streams of one engine request. Events are usually written where the outputs arrive, so that no
+asyncio task is woken for each token."""
 
 from __future__ import annotations
 
@@ -7,26 +7,26 @@ from starlette.types import Receive, Scope, Send
 
 from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
-from engine.server.answers import Answer
+from engine.server.answers import HttpAnswer
 from engine.server.errors import log_unforeseen
 from engine.server.http.writing import Writer, writer_of
 from engine.server.streams import Streaming, while_there
 
 
 class DirectStream(Streaming):
-    """The events of an answer that is one request. A reader who leaves ends them, and one that is
-    slow gets several steps at once."""
+    """Streams the events of an answer that has one engine request. The request is aborted when the
+    client disconnects; a slow client gets the outputs of several steps in one event."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: HttpAnswer) -> None:
         super().__init__()
         self._answer = answer
         self._first = b""
-        self._reader: Reader | None = None  # none before it has begun, nor if that failed
+        self._reader: Reader | None = None  # until ``begin`` has succeeded
         self._writer: Writer | None = None
         self._error: Exception | None = None
 
     async def begin(self) -> None:
-        """Wait for the first event. Raises what is wrong."""
+        """Wait for the first event. Raises the error of a request that ends before it."""
         reader = await self._answer.open()
         try:
             self._is_finished = False
@@ -53,7 +53,7 @@ class DirectStream(Streaming):
         try:
             while not self._is_finished:
                 output = await reader.next(sink)
-                if self._error is not None:  # this output was taken, and something went wrong
+                if self._error is not None:  # ``_write`` has failed with this output
                     raise self._error
                 event = self._take(output)
                 if event:
@@ -69,7 +69,8 @@ class DirectStream(Streaming):
         return self._answer.events_of(output)
 
     def _write(self, output: RequestOutput) -> bool:
-        """Write the events of an output; False if it is the last, or cannot be sent now."""
+        """Write the events of an output. False if the output is the last, or the client is not
+        ready for it."""
         assert self._writer is not None
         if output.finished or self._error is not None or not self._writer.is_ready:
             return False
@@ -77,7 +78,7 @@ class DirectStream(Streaming):
             event = self._answer.events_of(output)
             if event:
                 self._writer.write(event)
-        except Exception as error:  # other requests wait for this one
+        except Exception as error:  # raised later in our own task: the caller serves all requests
             self._error = error
             return False
         return True

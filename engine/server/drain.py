@@ -1,4 +1,4 @@
-"""The end of a server: open answers go on to theirs, new requests are refused."""
+"""Graceful shutdown: requests that are open are finished, new ones are refused."""
 
 from __future__ import annotations
 
@@ -16,20 +16,19 @@ from engine.server.streams import swallow
 
 logger = logging.getLogger("engine.server")
 
-WHILE_DRAINING = ("/health", "/ping", "/load", "/metrics", "/version")  # go on to be answered
-TELL_SECONDS = 0.5  # for answers that were aborted to end
-LOOK_SECONDS = 0.02
+WHILE_DRAINING = ("/health", "/ping", "/load", "/metrics", "/version")  # answered during shutdown
+ABORT_SECONDS = 0.5  # for aborted requests to send their last events
+LOOK_SECONDS = 0.02  # between two checks whether all requests have ended
 
 
 class Drain:
-    """Counts the requests that are open; once it has begun, refuses new ones with 503.
+    """ASGI middleware that counts open requests, and refuses new ones with 503 after ``begin``.
 
-    Wrap the application with it. ``begin`` and ``hurry`` may be called in signal handlers of the
-    loop.
+    ``begin`` and ``hurry`` may be called in signal handlers of the event loop.
     """
 
     def __init__(self, app: ASGIApp, engine: AsyncLLMEngine, timeout: float) -> None:
-        """timeout: seconds that open requests have to end by themselves."""
+        """timeout: seconds that open requests may still take before they are aborted."""
         self.is_begun = False
         self.num_open = 0
         self._app = app
@@ -50,8 +49,8 @@ class Drain:
             self.num_open -= 1
 
     def begin(self, timeout: float | None = None) -> None:
-        """Refuse requests from now on, and start no core again. ``timeout``: instead of that which
-        the server was given."""
+        """Refuse requests from now on, and restart no core. ``timeout``: a shorter one than the
+        server's, in seconds."""
         timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         self.is_begun = True
         self._until = time.monotonic() + timeout
@@ -59,18 +58,19 @@ class Drain:
         logger.warning("the server is ending: %d open requests have %g s", self.num_open, timeout)
 
     def hurry(self) -> None:
-        """Do not wait any longer for open requests."""
+        """Abort open requests now."""
         self._until = 0.0
 
     async def finish(self) -> None:
-        """Wait until all requests have ended. At the deadline those that are left get an
-        error, whatever the core does."""
+        """Wait until all requests have ended. At the deadline the others end with an error, even if
+        the core does not respond."""
         num_before, num_notified = self.num_open, 0
         while self.num_open and time.monotonic() < self._until:
             await asyncio.sleep(LOOK_SECONDS)
-        tell_until = time.monotonic() + TELL_SECONDS
-        while self.num_open and time.monotonic() < tell_until:
-            error = ApiError(503, "the request was aborted: the server is ending", code="aborted")
+        abort_until = time.monotonic() + ABORT_SECONDS
+        while self.num_open and time.monotonic() < abort_until:
+            message = "the request was aborted, because the server is shutting down: send it again"
+            error = ApiError(503, message, code="aborted")
             num_notified += self._engine.give_up(error)
             await asyncio.sleep(LOOK_SECONDS)
         logger.warning(
@@ -81,16 +81,17 @@ class Drain:
         )
 
     def _last_on_connection(self, send: Send) -> Send:
-        """Answers that begin once the end has begun say that their connection ends with them."""
+        """Add ``Connection: close`` to responses that begin during shutdown."""
 
-        async def say(message: Message) -> None:
+        async def send_closing(message: Message) -> None:
             if self.is_begun and message["type"] == "http.response.start":
                 message["headers"] = [*message.get("headers", ()), (b"connection", b"close")]
             await send(message)
 
-        return say
+        return send_closing
 
     def _refusal(self, scope: Scope) -> ASGIApp:
         seconds = self._until - time.monotonic()
-        error = ApiError(503, "the server is ending", code="draining", retry_after=seconds)
+        message = "the server is shutting down: send the request again, see Retry-After"
+        error = ApiError(503, message, code="draining", retry_after=seconds)
         return stamped(error_response(error, scope["path"]), scope)

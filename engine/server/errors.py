@@ -1,4 +1,4 @@
-"""Errors as OpenAI's clients read them."""
+"""HTTP errors in the forms of OpenAI and Anthropic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from engine.messages.requests import ErrorCode
 from engine.server.records import note_error
 
 INSIDE = re.compile(r"0x[0-9a-fA-F]{6,}|(?<![\w:/])/[\w.+-]+(?:/[\w.+-]+)+")
-"""Addresses and paths, which are hidden from clients."""
+"""Memory addresses and file paths, which clients do not see."""
 
 STATUS_OF_END: dict[ErrorCode, int] = {
     "aborted": 503,
@@ -32,13 +32,13 @@ STATUS_OF_END: dict[ErrorCode, int] = {
     "no_token_is_allowed": 400,
     "request_failed": 500,
 }
-"""HTTP status of a request that the engine took and could not complete."""
+"""HTTP status of a request that the engine accepted and could not complete."""
 TEXT_OF_END: dict[ErrorCode, str] = {
-    "aborted": "the request was aborted: the server is ending",
+    "aborted": "the request was aborted, because the server is shutting down: send it again",
     "core_died": "the core that ran this request has died: send it again",
-    "deadline_exceeded": "the time for this request is over",
+    "deadline_exceeded": "the request took longer than its timeout: send it with a longer one",
 }
-"""What a client reads of it where the engine has no text, or one for the operator alone."""
+"""Messages for these codes if the engine has none, or one for operators only."""
 FOR_OPERATORS: tuple[ErrorCode, ...] = ("aborted", "core_died")
 
 CODES = {
@@ -53,16 +53,16 @@ CODES = {
     500: "internal_error",
 }
 """Codes by status, for errors that have no code of their own."""
-FOR_NOW = (429, 503)
-RETRY_SECONDS = 1.0  # that they tell if nothing better is known
+TEMPORARY = (429, 503)
+RETRY_SECONDS = 1.0  # default ``Retry-After`` of temporary errors
 
 logger = logging.getLogger("engine.server")
 
 
 class ApiError(Exception):
-    """Answered with this status; ``param`` is the field that is to blame.
+    """An error that is answered with an HTTP status; ``param``: the field that caused it.
 
-    What is refused for now (429, 503) always says in how many seconds to come again.
+    retry_after: seconds after which the client may retry; 429 and 503 always have it.
     """
 
     def __init__(
@@ -81,18 +81,18 @@ class ApiError(Exception):
         self.code = code or CODES.get(status)
         if code is None and param is not None and status == 400:
             self.code = "invalid_value"
-        if retry_after is None and status in FOR_NOW:
+        if retry_after is None and status in TEMPORARY:
             retry_after = RETRY_SECONDS
         self.retry_after = retry_after
 
     @property
     def shown(self) -> str:
-        """The message as clients read it; without addresses and paths if the fault is ours."""
+        """The message for the client, without addresses and paths if the status is 5xx."""
         return INSIDE.sub("...", self.message) if self.status >= 500 else self.message
 
     @property
     def type(self) -> str:
-        """OpenAI's word for this kind of error."""
+        """OpenAI's ``type`` of an error with this status."""
         if self.status >= 500:
             return "server_error"
         kinds = {
@@ -118,7 +118,7 @@ class ApiError(Exception):
         return {"type": "error", "error": about}
 
     def body(self) -> bytes:
-        """The error object, which is a whole answer or the last event of a stream."""
+        """This error in OpenAI's form: the body of a response, or the last event of a stream."""
         about = {
             "message": self.shown,
             "type": self.type,
@@ -129,7 +129,7 @@ class ApiError(Exception):
 
 
 def as_api_error(error: BaseException) -> ApiError:
-    """An error as a client sees it. One that nobody foresaw is not described to it."""
+    """Convert an error for the client. Details of an unexpected error are only in the log."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RefusedError):
@@ -144,24 +144,25 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ConfigError):  # without a tokenizer
         return ApiError(400, str(error))
     if isinstance(error, EngineDeadError):
-        return ApiError(503, "the engine is not running", code="engine_dead", retry_after=10.0)
-    return ApiError(500, "the server failed; its log says why")
+        message = "the engine is not running: its operator must restart the server"
+        return ApiError(503, message, code="engine_dead", retry_after=10.0)
+    return ApiError(500, "the server failed with an unexpected error, which is in its log")
 
 
 def _too_long(error: PromptTooLongError) -> str:
-    """Clients know this error by words of OpenAI ("maximum context length is 4096 tokens") and
-    of Anthropic ("prompt is too long: 5000 tokens > 4095 maximum"), and cut their conversation."""
+    """The message for a prompt that is too long, in the words of OpenAI ("maximum context length is
+    4096 tokens") and Anthropic ("prompt is too long"), by which clients decide to shorten it."""
     if not error.length:
         return str(error)
     return (
-        f"This model's maximum context length is {error.limit} tokens, prompt and at least one "
-        f"output token together. However, the prompt is too long: {error.length} > "
-        f"{error.limit - 1} maximum; shorten it, or raise --max-model-len of the server"
+        f"This model's maximum context length is {error.limit} tokens, for the prompt and at least "
+        f"one output token. However, the prompt is too long: {error.length} > {error.limit - 1} "
+        "maximum; shorten it, or raise --max-model-len of the server"
     )
 
 
 def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
-    """The error for a request that ended with this code; ``text``: what the engine says of it."""
+    """The error for a request that ended with this code; ``text``: the engine's message."""
     if text is None or code in FOR_OPERATORS:
         text = TEXT_OF_END.get(code, "the request failed")
     param = "grammar" if code == "invalid_grammar" else None
@@ -169,7 +170,8 @@ def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
 
 
 def log_unforeseen(error: BaseException) -> None:
-    """Log an error of an answer that has begun: the message to its client refers to the log."""
+    """Log an unexpected error of a stream that has begun, since its client is referred to the
+    log."""
     api_error = as_api_error(error)
     note_error(api_error.code or api_error.type, api_error.param)
     if api_error.status == 500 and not isinstance(error, ApiError):
@@ -177,7 +179,8 @@ def log_unforeseen(error: BaseException) -> None:
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """path: that of the request; Anthropic's have errors in their own form."""
+    """The response for an error; ``path``: the request's, which decides between OpenAI's and
+    Anthropic's form."""
     note_error(error.code or error.type, error.param)
     headers = {}
     if error.retry_after is not None:
@@ -185,11 +188,11 @@ def error_response(error: ApiError, path: str = "") -> Response:
     if error.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     if error.status == 408 or error.code == "request_failed":
-        headers["x-should-retry"] = "false"  # clients would, and fail again
+        headers["x-should-retry"] = "false"  # clients would retry, and fail again
     body = msgspec.json.encode(error.anthropic()) if is_anthropic(path) else error.body()
     return Response(body, error.status, headers, "application/json")
 
 
 def is_anthropic(path: str) -> bool:
-    """Whether Anthropic's clients ask there."""
+    """Whether a path belongs to Anthropic's API."""
     return path.startswith("/v1/messages")

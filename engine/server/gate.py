@@ -1,4 +1,4 @@
-"""A full queue refuses requests before anything is done for them."""
+"""Refuse requests while the engine's queue is full, before their body is read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ QUEUED_PATHS = frozenset(
 
 
 class QueueGate:
-    """Lets requests for texts through while the engine's queue has room."""
+    """ASGI middleware that answers generation requests with 503 while the queue is full."""
 
     def __init__(self, app: ASGIApp, engine: AsyncLLMEngine) -> None:
         self._app = app

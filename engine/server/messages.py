@@ -9,7 +9,7 @@ import msgspec
 
 from engine.messages.requests import RequestOutput
 from engine.server.answers import reason_of
-from engine.server.blocks import Block, BlockAnswer, Change, Json, named_event
+from engine.server.blocks import Block, BlockAnswer, BlockChange, Json, named_event
 from engine.server.dialogue import AnswerPiece, Dialogue, Voice
 from engine.server.errors import ApiError, as_api_error
 from engine.server.messages_body import MessagesRequest, chat_of, left_out_of
@@ -76,7 +76,7 @@ class Messages(BlockAnswer):
         yield {"type": "message_delta", "delta": ended, "usage": self._usage()}
         yield {"type": "message_stop"}
 
-    def _keep(self, change: Change) -> None:
+    def _keep(self, change: BlockChange) -> None:
         if change.what == "end":
             self.response["content"].append(whole_block(change.block))
 
@@ -98,7 +98,7 @@ async def count_tokens(voice: Voice, body: MessagesRequest) -> bytes:
     return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
 
 
-def from_change(change: Change) -> Json:
+def from_change(change: BlockChange) -> Json:
     """The event that tells of it."""
     block, index = change.block, change.block.index
     if change.what == "begin":

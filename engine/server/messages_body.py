@@ -33,27 +33,27 @@ assert set(TOOL_CHOICES.values()) == set(CHOICES)
 THINKING = ("enabled", "disabled", "adaptive")
 
 
-FORM = ("output_format", "output_config", "tools")
+OUTPUT_FIELDS = ("output_format", "output_config", "tools")
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/messages``, and, without ``max_tokens``, its ``count_tokens``."""
 
-    nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
+    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fallbacks": ([],),
         "mcp_servers": ([],),
         "speed": ("standard",),
     }
 
-    called: ClassVar = {
-        "grammar": FORM,
+    client_names: ClassVar = {
+        "grammar": OUTPUT_FIELDS,
         "max_completion_tokens": ("max_tokens",),
         "parallel_tool_calls": ("tool_choice",),
         "prompt": ("messages",),
         "prompt_token_ids": ("messages",),
-        "response_format": FORM,
+        "response_format": OUTPUT_FIELDS,
         "stop": ("stop_sequences",),
-        "structured_outputs": FORM,
+        "structured_outputs": OUTPUT_FIELDS,
         "user": ("metadata",),
     }
     model: str

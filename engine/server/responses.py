@@ -15,7 +15,7 @@ import msgspec
 
 from engine.messages.requests import RequestOutput
 from engine.server.answers import reason_of
-from engine.server.blocks import Block, BlockAnswer, Change, Json, named_event
+from engine.server.blocks import Block, BlockAnswer, BlockChange, Json, named_event
 from engine.server.bodies import ChatRequest
 from engine.server.conversation import Message
 from engine.server.dialogue import AnswerPiece, Dialogue, Voice
@@ -158,7 +158,7 @@ class Responses(BlockAnswer):
             self._store.put(self.name, encoded, messages, self._owner)
         yield self._event(f"response.{response['status']}", response=response)
 
-    def _change(self, change: Change, logprobs: list[Json]) -> Iterator[Json]:
+    def _change(self, change: BlockChange, logprobs: list[Json]) -> Iterator[Json]:
         block = change.block
         place = {"output_index": block.index, "item_id": self._id(block)}
         if change.what == "begin":
@@ -188,7 +188,7 @@ class Responses(BlockAnswer):
         yield self._event("response.content_part.done", **place, part=item["content"][0])
         yield from self._item_done(block, item)
 
-    def _call_change(self, change: Change, call: CallBegin, place: Json) -> Iterator[Json]:
+    def _call_change(self, change: BlockChange, call: CallBegin, place: Json) -> Iterator[Json]:
         """More arguments of a call, or its end."""
         block, reader = change.block, None
         what, new = "function_call_arguments", change.text

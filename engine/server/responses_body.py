@@ -52,11 +52,11 @@ class AccessPrograms(msgspec.Struct, forbid_unknown_fields=True):
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """``POST /v1/responses``."""
 
-    nothing: ClassVar[dict[str, tuple[Any, ...]]] = {
+    no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "context_management": ([],),
     }
 
-    called: ClassVar = {
+    client_names: ClassVar = {
         "grammar": ("text.format", "tools"),
         "logprobs": ("top_logprobs",),
         "max_completion_tokens": ("max_output_tokens",),

@@ -47,7 +47,7 @@ def test_models(client: Any) -> None:
     (about,) = client.models.list().data
     assert about.id == MODEL and about.max_model_len == 256
     assert client.models.retrieve(MODEL).id == MODEL
-    with pytest.raises(openai.NotFoundError, match="there are: box"):
+    with pytest.raises(openai.NotFoundError, match="must be one of: box"):
         client.models.retrieve("other")
 
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
-from engine.server.answers import Answer
+from engine.server.answers import HttpAnswer
 from engine.server.bodies import ChatRequest
 from engine.server.chat import Chat
 from engine.server.dialogue import Voice
@@ -27,7 +27,7 @@ FUNCTIONS = [each["function"] for each in TOOLS]
 class Api(NamedTuple):
     """How a request is made, and an answer read: whole, and from its events."""
 
-    ask: Callable[[Voice, bool], Answer]
+    ask: Callable[[Voice, bool], HttpAnswer]
     whole: Callable[[Any], Read]
     streamed: Callable[[list[Any]], Read]
     ends: dict[str, str]
@@ -54,7 +54,7 @@ def asked_of(name: str, *, stream: bool) -> dict[str, Any]:
     return {**asked, "messages": USER, "tools": tools, "max_tokens": 2000, "thinking": thinking}
 
 
-def _chat(voice: Voice, stream: bool) -> Answer:
+def _chat(voice: Voice, stream: bool) -> HttpAnswer:
     asked = asked_of("chat", stream=stream)
     return Chat(voice, msgspec.convert(asked, ChatRequest), "m")
 
@@ -86,7 +86,7 @@ def _streamed_chat(events: list[Any]) -> Read:
     return Read(content, thinking, [(name, arguments) for name, arguments in calls])
 
 
-def _responses(voice: Voice, stream: bool) -> Answer:
+def _responses(voice: Voice, stream: bool) -> HttpAnswer:
     asked = asked_of("responses", stream=stream)
     return Responses(voice, msgspec.convert(asked, ResponsesRequest), "m", ResponseStore(), "")
 
@@ -129,7 +129,7 @@ def _streamed_response(events: list[Any]) -> Read:
     return read
 
 
-def _messages(voice: Voice, stream: bool) -> Answer:
+def _messages(voice: Voice, stream: bool) -> HttpAnswer:
     asked = asked_of("messages", stream=stream)
     return Messages(voice, msgspec.convert(asked, MessagesRequest), "m")
 

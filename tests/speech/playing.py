@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import NO_RULES
-from engine.server.answers import Answer
+from engine.server.answers import HttpAnswer
 from engine.server.speech.answer import AnswerReader
 from engine.server.speech.events import Event
 from engine.server.speech.turns import Speech
@@ -85,11 +85,11 @@ class FakeModel:
         return PROMPT
 
 
-async def whole(answer: Answer) -> Any:
+async def whole(answer: HttpAnswer) -> Any:
     return json.loads(await answer.whole())
 
 
-async def streamed(answer: Answer, engine: FakeEngine) -> list[Any]:
+async def streamed(answer: HttpAnswer, engine: FakeEngine) -> list[Any]:
     """The events of an answer."""
     await answer.open()
     body = b"".join([*map(answer.events_of, engine.each()), answer.end()])

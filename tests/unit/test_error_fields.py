@@ -12,7 +12,7 @@ from support import source_tree as tree
 from engine.errors import PromptTooLongError, RequestError, RequestTypeError
 from engine.messages.params import SamplingParams, check_params_for_vocab
 from engine.messages.structured import StructuredOutputsParams
-from engine.server.blame import in_words_of
+from engine.server.blame import with_client_names
 from engine.server.bodies import ChatRequest, CompletionRequest, read
 from engine.server.errors import ApiError, as_api_error
 from engine.server.messages_body import MessagesRequest
@@ -213,7 +213,7 @@ def test_fields_are_called_as_the_client_has_them(
     kind, good = api
     asked = read(json.dumps({**good, **given}).encode(), kind)
     error = RequestError(f"{engine} is -5, must be at least 1", param=engine)
-    told = in_words_of(asked, as_api_error(error))
+    told = with_client_names(asked, as_api_error(error))
     assert told.param == param
     assert told.message == f"{param or engine} is -5, must be at least 1"
 
@@ -223,14 +223,14 @@ def test_other_fields_in_a_message_are_called_so_too() -> None:
     asked = kind(**good, min_tokens=20, max_output_tokens=5)
     with pytest.raises(RequestError) as told:
         SamplingParams(min_tokens=20, max_tokens=5)
-    message = in_words_of(asked, as_api_error(told.value)).message
+    message = with_client_names(asked, as_api_error(told.value)).message
     assert message == "min_tokens is 20, must be at most max_output_tokens (5)"
 
 
 def test_words_that_are_no_fields_stay() -> None:
     asked = CHAT[0](**CHAT[1])
     error = PromptTooLongError("x", param="prompt", length="9 tokens", limit=8)
-    told = in_words_of(asked, as_api_error(error))
+    told = with_client_names(asked, as_api_error(error))
     assert told.param == "messages" and "the prompt is too long" in told.message
 
 
@@ -308,7 +308,7 @@ def test_responses_speak_of_what_was_sent(fields: dict[str, Any], message: str) 
 )
 def test_half_of_a_character_is_shown(text: str, half: str) -> None:
     """Clients cut texts in the middle of what is two halves to them."""
-    with pytest.raises(ApiError, match="half of a character") as told:
+    with pytest.raises(ApiError, match="half of a surrogate pair") as told:
         read(f'{{"model": "m", "prompt": "{text}"}}'.encode(), CompletionRequest)
     assert half in told.value.message
 

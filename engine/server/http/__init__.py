@@ -1,7 +1,9 @@
-"""What comes before a route: bytes, bodies, names of requests, and the description of all routes.
+"""The HTTP layer below the routes: connections, bodies, request ids, CORS, the OpenAPI document.
 
-protocol     connections with bounds on heads, on how slow a client may be, and on what is no HTTP
-body         bodies with bounds
-answered     answers with the names of their requests; what handlers raise is one too
+protocol     uvicorn's connection with limits on the size and duration of requests
+writing      write the parts of a streamed body without waking a task
+body         read request bodies with size limits
+answered     request ids in responses, and errors of handlers as responses
+origins      CORS: pages of other origins that may use the server
 openapi      routes that describe themselves, and the document made of them
 """

@@ -1,4 +1,4 @@
-"""Answers to requests: each has the request's name, ``X-Request-Id``; errors are answers too."""
+"""Add ``X-Request-Id`` to responses, and turn the errors of handlers into responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Scope
 
 from engine.server.blame import KEY as BODY
-from engine.server.blame import in_words_of
+from engine.server.blame import with_client_names
 from engine.server.errors import ApiError, as_api_error, error_response
 from engine.server.http.origins import is_allowed
 from engine.server.streams import Streaming
@@ -24,7 +24,7 @@ KEY = "metronome.request_id"  # in the scope
 
 
 def request_id_of(scope: Scope) -> str:
-    """The id that the client has chosen, if it is well-formed; else one of ours."""
+    """The client's ``X-Request-Id`` if it is well-formed, otherwise a random id."""
     if KEY not in scope:
         given = next((value for name, value in scope["headers"] if name == HEADER), b"")
         is_usable = WELL_FORMED.fullmatch(given) is not None
@@ -33,7 +33,7 @@ def request_id_of(scope: Scope) -> str:
 
 
 def stamped(answer: ASGIApp, scope: Scope) -> ASGIApp:
-    """The answer, with the name of its request."""
+    """Add the request's id to the headers of its response."""
     name = request_id_of(scope).encode()
     if isinstance(answer, Response):
         answer.raw_headers.append((HEADER, name))
@@ -43,16 +43,16 @@ def stamped(answer: ASGIApp, scope: Scope) -> ASGIApp:
 
 
 def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., Awaitable[ASGIApp]]:
-    """The handler; what it raises is answered as an error."""
+    """Wrap a handler: its errors become responses, and all responses get the request's id."""
 
     async def endpoint(request: Request) -> ASGIApp:
         try:
             refuse_other_sites(request)
             answer = await handle(request)
-        except ClientDisconnect:  # with nobody to read this
+        except ClientDisconnect:  # nobody receives this response
             answer = Response(b"", 400)
         except Exception as error:
-            api_error = in_words_of(request.scope.get(BODY), as_api_error(error))
+            api_error = with_client_names(request.scope.get(BODY), as_api_error(error))
             if api_error.status == 500:
                 logger.exception("%s %s failed", request.method, request.scope["path"])
             answer = error_response(api_error, request.scope["path"])
@@ -62,12 +62,13 @@ def answered(handle: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[..., A
 
 
 def refuse_other_sites(request: Request) -> None:
-    """Pages of other sites may not have a browser ask for anything, unless their origin is allowed:
-    they could spend what a server without keys has. Raises ``ApiError``."""
-    is_asking = request.method not in ("GET", "HEAD") and not is_allowed(request.scope)
-    if is_asking and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
+    """Raise ``ApiError`` for a browser's POST on behalf of another site's page, which could use a
+    server without keys, unless its origin is allowed."""
+    is_other = request.method not in ("GET", "HEAD") and not is_allowed(request.scope)
+    if is_other and request.headers.get("sec-fetch-site") in ("cross-site", "same-site"):
         raise ApiError(
             403,
-            "the page is of another site, which --allowed-origins of the server does not name",
+            f"the page's origin is {request.headers.get('origin', 'unknown')!r:.80}, which may not "
+            "use this server: add it to --allowed-origins of the server",
             code="foreign_origin",
         )

@@ -1,4 +1,4 @@
-"""Bodies of requests, with a bound on each and one on all that are being read."""
+"""Read request bodies, with a limit for each and one for all that are being read."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from starlette.requests import Request
 
 from engine.server.errors import ApiError
 
-TOTAL_BODIES = 16  # of the largest size, that are read at a time
+TOTAL_BODIES = 16  # bodies of the largest size that may be read at the same time
 
 
 class Bodies:
-    """Reads bodies of ``most`` bytes each."""
+    """Reads bodies of at most ``most`` bytes each."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._total = 0  # bytes of those that are being read
+        self._total = 0  # bytes of all bodies that are being read
 
     async def read(self, request: Request) -> bytes:
-        """Raises ``ApiError`` as soon as it is known to be too large, before it is read."""
+        """The body of a request. Raises ``ApiError`` as soon as it is known to be too large, if
+        possible by its Content-Length."""
         self._check(_declared(request))
         parts: list[bytes] = []
         size = 0
@@ -35,18 +36,18 @@ class Bodies:
         if size > self._most:
             raise ApiError(
                 413,
-                f"the body has {size} bytes or more, the limit is {self._most}: send less, or "
-                "raise --max-body-bytes of the server",
+                f"the body has at least {size} bytes, the limit is {self._most}: send a smaller "
+                "one, or raise --max-body-bytes of the server",
             )
         if self._total > TOTAL_BODIES * self._most:
             raise ApiError(
                 503,
-                f"bodies being read have over {TOTAL_BODIES * self._most} bytes, the limit: "
-                "try again",
+                f"the server is reading bodies of {self._total} bytes together, the limit is "
+                f"{TOTAL_BODIES * self._most}: send the request again, see Retry-After",
                 code="too_many_bodies",
             )
 
 
 def _declared(request: Request) -> int:
-    """What Content-Length says, which HTTP's parser has checked; 0 if nothing does."""
+    """The Content-Length, which the HTTP parser has checked; 0 if there is none."""
     return int(request.headers.get("content-length", 0))
