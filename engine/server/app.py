@@ -110,14 +110,14 @@ class Api:
     async def chat(self, request: Request) -> ASGIApp:
         """Answer a conversation."""
         body = await self._read(request, ChatRequest)
-        answer = Chat(await self._model.voice(), body, self._names.first)
+        answer = Chat(await self._model.loaded(), body, self._names.first)
         return await self._answer(request, body.stream, answer)
 
     async def responses(self, request: Request) -> ASGIApp:
         """Create a response, which may be stored and continued."""
         body = await self._read(request, ResponsesRequest)
         owner = owner_of(request.scope)
-        answer = Responses(await self._model.voice(), body, self._names.first, self._store, owner)
+        answer = Responses(await self._model.loaded(), body, self._names.first, self._store, owner)
         return await self._answer(request, body.stream, answer)
 
     async def response(self, request: Request) -> ASGIApp:
@@ -134,13 +134,13 @@ class Api:
     async def messages(self, request: Request) -> ASGIApp:
         """Create a message, in Anthropic's form."""
         body = await self._read(request, MessagesRequest)
-        answer = Messages(await self._model.voice(), body, self._names.first)
+        answer = Messages(await self._model.loaded(), body, self._names.first)
         return await self._answer(request, body.stream, answer)
 
     async def count_tokens(self, request: Request) -> ASGIApp:
         """Count the prompt tokens of a message request."""
         body = await self._read(request, MessagesRequest)
-        counted = await count_tokens(await self._model.voice(), body)
+        counted = await count_tokens(await self._model.loaded(), body)
         return Response(counted, media_type="application/json")
 
     async def models(self, request: Request) -> ASGIApp:

@@ -12,7 +12,7 @@ import msgspec
 from engine.frontend.streams import Reader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import HttpAnswer, TokenCounter
-from engine.server.dialogue import Dialogue
+from engine.server.dialogue import ChatGeneration
 from engine.server.speech.events import CallArguments, CallBegin, CallEnd, Event, Text
 
 Json = dict[str, Any]
@@ -88,11 +88,11 @@ class BlockAnswer(HttpAnswer):
     """An answer whose events describe changes of its blocks. The complete answer is the one that
     the last event contains."""
 
-    def __init__(self, name: str, dialogue: Dialogue) -> None:
+    def __init__(self, name: str, dialogue: ChatGeneration) -> None:
         self.name = name
         self.response: Json = {}
         """The answer with the blocks that have ended so far."""
-        self._dialogue = dialogue
+        self._generation = dialogue
         self._blocks = Blocks()
         self._counted = TokenCounter()
 
@@ -103,7 +103,7 @@ class BlockAnswer(HttpAnswer):
         return msgspec.json.encode(self.response)
 
     async def open(self) -> Reader:
-        return await self._dialogue.open(self.name)
+        return await self._generation.open(self.name)
 
     def events_of(self, output: RequestOutput) -> bytes:
         return b"".join([named_event(event) for event in self._events(output)])

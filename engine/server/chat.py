@@ -12,9 +12,9 @@ from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.bodies import ChatRequest
-from engine.server.dialogue import AnswerPiece, Dialogue, Voice
+from engine.server.dialogue import AnswerPiece, ChatGeneration, LoadedChatModel
 from engine.server.logprobs import TokenNames, chat_logprobs, prompt_logprobs
-from engine.server.speech.answer import AnswerReader
+from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.custom import InputReader, input_of
 from engine.server.speech.events import (
     CallArguments,
@@ -45,7 +45,7 @@ class ChatChoice:
 class Chat(OpenAIAnswer):
     """One chat completion with ``n`` choices."""
 
-    def __init__(self, voice: Voice, body: ChatRequest, name: str) -> None:
+    def __init__(self, loaded: LoadedChatModel, body: ChatRequest, name: str) -> None:
         """name: the model's name. Raises ``RequestError`` or ``ApiError`` for a field whose value
         is not supported."""
         kind = "chat.completion.chunk" if body.stream else "chat.completion"
@@ -55,8 +55,8 @@ class Chat(OpenAIAnswer):
         self._has_logprobs = bool(body.logprobs)
         self._num_logprobs = body.top_logprobs or 0
         self._has_thinking = body.include_reasoning
-        self._token_names = TokenNames(voice.tokenizer)
-        self._dialogue = Dialogue(voice, body)
+        self._token_names = TokenNames(loaded.tokenizer)
+        self._generation = ChatGeneration(loaded, body)
         self._has_begun = False
         self._inputs: dict[int, dict[int, InputReader]] = {}  # custom tools, by sequence and call
         self._num_calls: dict[int, int] = {}  # tool calls that were sent, by sequence
@@ -66,7 +66,7 @@ class Chat(OpenAIAnswer):
         choices: dict[int, ChatChoice] = {}
         async with aclosing((await self.open()).outputs()) as outputs:
             async for output in outputs:
-                for piece in self._dialogue.read(output):
+                for piece in self._generation.read(output):
                     self._count(piece)
                     choice = choices.setdefault(piece.completion.index, ChatChoice())
                     choice.add(piece, self._logprobs(piece))
@@ -77,10 +77,10 @@ class Chat(OpenAIAnswer):
         if not self._has_logprobs:
             choice = b'{"index":0,"delta":{"content":' + TEXT + b'},"logprobs":null'
             self._text_frame = self._frame(choice)
-        return await self._dialogue.open(self.name)
+        return await self._generation.open(self.name)
 
     def events_of(self, output: RequestOutput) -> bytes:
-        return b"".join([self._events_of(piece) for piece in self._dialogue.read(output)])
+        return b"".join([self._events_of(piece) for piece in self._generation.read(output)])
 
     def _events_of(self, piece: AnswerPiece) -> bytes:
         self._count(piece)
@@ -101,7 +101,7 @@ class Chat(OpenAIAnswer):
 
     def _count(self, piece: AnswerPiece) -> None:
         self._counted.add(0, piece.output, [piece.completion])
-        self._counted.thinking = self._dialogue.num_thinking_tokens
+        self._counted.thinking = self._generation.num_thinking_tokens
         if self._has_begun:
             return
         self._has_begun = True
@@ -121,7 +121,7 @@ class Chat(OpenAIAnswer):
         if thinking and self._has_thinking:
             delta |= thinking_fields(thinking)
         readers = self._inputs.setdefault(piece.completion.index, {})
-        calls = call_deltas(piece.events, num_calls, self._dialogue.custom_tools, readers)
+        calls = call_deltas(piece.events, num_calls, self._generation.custom_tools, readers)
         if calls:
             delta["tool_calls"] = calls
         return delta
@@ -137,7 +137,7 @@ class Chat(OpenAIAnswer):
             message |= thinking_fields(turn.thinking)
         if turn.calls:
             message["tool_calls"] = [
-                whole_call(call, self._dialogue.custom_tools) for call in turn.calls
+                whole_call(call, self._generation.custom_tools) for call in turn.calls
             ]
         logprobs = None
         if choice.logprobs is not None:
@@ -165,7 +165,7 @@ class Chat(OpenAIAnswer):
         return choice
 
 
-def chat_reason(completion: CompletionOutput, turn: AnswerReader) -> str | None:
+def chat_reason(completion: CompletionOutput, turn: ParsedAnswer) -> str | None:
     """The finish reason in chat completions' words. Raises ``ApiError`` if it is an error."""
     reason = reason_of(completion)
     return "tool_calls" if reason == "stop" and turn.calls else reason

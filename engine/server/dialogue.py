@@ -19,12 +19,12 @@ from engine.server.adapt import adapter_of, strictest
 from engine.server.bodies import ChatRequest, copies
 from engine.server.conversation import Message, plain_messages
 from engine.server.errors import ApiError
-from engine.server.speech.answer import AnswerReader
+from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.events import Event
 from engine.server.speech.forms import form_of_answer
 from engine.server.speech.generic import in_words
 from engine.server.speech.tools import tools_of
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import Tokenizer
 
@@ -45,18 +45,18 @@ class ChatModel:
         """chat_template: replaces the model's own."""
         self.engine = engine
         self.chat_template = chat_template
-        self._speech: asyncio.Future[Speech] | None = None
+        self._chat_format: asyncio.Future[ChatFormat] | None = None
 
-    async def voice(self) -> Voice:
+    async def loaded(self) -> LoadedChatModel:
         """This model with its parser. The parser is made once, in a thread: it takes a second."""
-        made = self._speech
+        made = self._chat_format
         if made is None or (made.done() and (made.cancelled() or made.exception() is not None)):
             tokenizer = self.engine.get_tokenizer()
             own = "\n".join(tokenizer.templates.values())
-            making = asyncio.to_thread(Speech, tokenizer, self.chat_template or own)
-            self._speech = asyncio.ensure_future(making)
-            made = self._speech
-        return Voice(self, await asyncio.shield(made))
+            making = asyncio.to_thread(ChatFormat, tokenizer, self.chat_template or own)
+            self._chat_format = asyncio.ensure_future(making)
+            made = self._chat_format
+        return LoadedChatModel(self, await asyncio.shield(made))
 
     async def render(
         self, messages: list[Message], *, continues: bool = False, **options: Any
@@ -69,7 +69,7 @@ class ChatModel:
         """
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
-        if (await self.voice()).speech.is_generic:
+        if (await self.loaded()).chat_format.is_generic:
             messages = in_words(messages, options.pop("tools", None) or [])
         tokenizer = self.engine.get_tokenizer()
         adapter = adapter_of(tokenizer, self.chat_template, bool(options.get("tools")))
@@ -100,11 +100,11 @@ class ChatModel:
         return await self.engine.render_chat(messages, **options)
 
 
-class Voice(NamedTuple):
+class LoadedChatModel(NamedTuple):
     """A chat model with the parser of its output."""
 
     model: ChatModel
-    speech: Speech
+    chat_format: ChatFormat
 
     @property
     def tokenizer(self) -> Tokenizer | None:
@@ -116,18 +116,18 @@ class AnswerPiece(NamedTuple):
 
     completion: CompletionOutput
     events: list[Event]
-    turn: AnswerReader
+    turn: ParsedAnswer
     output: RequestOutput
 
 
-class Dialogue:
+class ChatGeneration:
     """The generation for one chat request, with ``n`` sequences."""
 
-    def __init__(self, voice: Voice, body: ChatRequest) -> None:
+    def __init__(self, loaded: LoadedChatModel, body: ChatRequest) -> None:
         """Raises ``RequestError`` or ``ApiError`` for a field whose value is not supported."""
         check_body(body)
-        body.fill(voice.model.engine.recommended)
-        self._voice = voice
+        body.fill(loaded.model.engine.recommended)
+        self._loaded = loaded
         self._body = body
         num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
         limits = (body.max_completion_tokens, body.max_tokens)
@@ -138,7 +138,7 @@ class Dialogue:
         self._begun = begun_answer(body, self._messages)
         self._tools = tools_of(body.tools, body.tool_choice, body.parallel_tool_calls)
         self._prompt: TextPrompt = {}
-        self._turns: dict[int, AnswerReader] = {}
+        self._turns: dict[int, ParsedAnswer] = {}
         self.num_thinking_tokens = 0
 
     @property
@@ -151,12 +151,12 @@ class Dialogue:
         prompt = await self.prompt()
         self._prompt = self._as_read(prompt)
         changes: dict[str, Any] = {"structured_outputs": await self._form(self._prompt["prompt"])}
-        if self._voice.speech.reader(has_tools=self._tools is not None) is not None:
+        if self._loaded.chat_format.reader(has_tools=self._tools is not None) is not None:
             # The markers that the parser looks for may be special tokens.
             changes |= {"skip_special_tokens": False, "output_kind": "delta"}
         params = msgspec.structs.replace(self._params, **changes)
         options = self._body.options()
-        return await self._voice.model.engine.open(prompt, params, name, **options)
+        return await self._loaded.model.engine.open(prompt, params, name, **options)
 
     def read(self, output: RequestOutput) -> list[AnswerPiece]:
         """Parse an output: the new part of each sequence."""
@@ -166,7 +166,7 @@ class Dialogue:
     def _read(self, output: RequestOutput, completion: CompletionOutput) -> AnswerPiece:
         turn = self._turns.get(completion.index)
         if turn is None:
-            turn = self._turns[completion.index] = self._voice.speech.begin(
+            turn = self._turns[completion.index] = self._loaded.chat_format.begin(
                 self._prompt,
                 tools=None if self._tools is None else self._tools.read_as,
                 skip_special=self._body.skip_special_tokens is not False,
@@ -193,7 +193,7 @@ class Dialogue:
         )
         if self._tools is not None:
             variables["tools"] = self._tools.described
-        model = self._voice.model
+        model = self._loaded.model
         prompt = await model.render(self._messages, continues=is_begun, **variables)
         if body.cache_salt is not None:
             prompt["cache_salt"] = body.cache_salt
@@ -202,7 +202,7 @@ class Dialogue:
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
         """The prompt that the parser gets. If the client has begun the answer, only its last marker
         of thinking matters: whether the answer is inside of its thinking or after it."""
-        thinking = self._voice.speech.thinking
+        thinking = self._loaded.chat_format.thinking
         if self._begun is None or thinking is None:
             return prompt
         begin, end = thinking
@@ -212,13 +212,17 @@ class Dialogue:
     async def _form(self, prompt: str) -> StructuredOutputsParams | None:
         """The grammar of the answer, with its tool calls. Raises ``ApiError`` for schemas of tools
         that cannot be enforced."""
-        form, tools, speech = self._params.structured_outputs, self._tools, self._voice.speech
-        rules = self._body.objects.or_else(self._voice.model.engine.object_rules)
+        form, tools, chat_format = (
+            self._params.structured_outputs,
+            self._tools,
+            self._loaded.chat_format,
+        )
+        rules = self._body.objects.or_else(self._loaded.model.engine.object_rules)
         if tools is None:
-            found = form_of_answer(speech, tools, form, prompt)
+            found = form_of_answer(chat_format, tools, form, prompt)
         else:
             tools = tools._replace(objects=rules)
-            found = await asyncio.to_thread(form_of_answer, speech, tools, form, prompt)
+            found = await asyncio.to_thread(form_of_answer, chat_format, tools, form, prompt)
         return None if found is None else with_rules(found, rules)
 
 

@@ -1,4 +1,4 @@
-"""Who may ask: API keys, the admin key, and a file of keys that may change."""
+"""Authentication: API keys, the admin key, and a key file that may change."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from engine.server.errors import ApiError, error_response
 from engine.server.http.answered import stamped
 
 logger = logging.getLogger("engine.server")
-OPEN_PATHS = ("/health", "/ready", "/ping", "/version")  # without a key
-LOOK_SECONDS = 1.0  # between two looks whether the file has changed
+OPEN_PATHS = ("/health", "/ready", "/ping", "/version")  # need no key
+LOOK_SECONDS = 1.0  # between two checks whether the file has changed
 
 
 class KeyFile:
-    """The keys in a file, one a line, blank lines and ``#`` comments aside; read again when it has
-    changed. A file that cannot be used leaves the keys as they were, and is logged once."""
+    """The keys in a file, one per line, with blank lines and ``#`` comments. The file is read again
+    when it has changed; if that fails, the keys stay the same and the error is logged once."""
 
     def __init__(self, path: str, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ``ConfigError`` for a file that cannot be used."""
+        """Raises ``ConfigError`` for a file that cannot be read or has no valid keys."""
         self._path = Path(path)
         self._clock = clock
         self._looked_at = clock()
@@ -36,11 +36,11 @@ class KeyFile:
             self._digests = _digests(self._path)
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"api_key_file {path!r:.200} cannot be used: {reason_of(error)}"
+                f"api_key_file is {path!r:.200}, which cannot be used: {reason_of(error)}"
             ) from error
 
     def digests(self) -> list[bytes]:
-        """Digests of the keys that are valid now."""
+        """Digests of the keys that are in the file now."""
         now = self._clock()
         if now - self._looked_at >= LOOK_SECONDS:
             self._looked_at = now
@@ -60,7 +60,7 @@ class KeyFile:
             logger.warning("%s was read: %d keys", self._path, len(self._digests))
 
     def _stamp(self) -> tuple[int, int, int] | None:
-        """What changes with the file, by whatever way it is replaced."""
+        """Time, inode and size of the file, which change however it is replaced."""
         try:
             stat = os.stat(self._path)
         except OSError:
@@ -69,15 +69,18 @@ class KeyFile:
 
 
 class KeyRing:
-    """Which keys let a client in. Keys are kept and compared as digests, all of them each time, so
-    that the time tells nothing of them."""
+    """The valid keys. Keys are stored as digests, and each request is compared with all of them, so
+    that the time of the comparison reveals nothing about them."""
 
     def __init__(
         self, keys: Sequence[str] = (), file: str | None = None, admin: str | None = None
     ) -> None:
         """Raises ``ConfigError`` for an empty key, and for a file that cannot be used."""
-        if not all((*keys, admin is None or admin)):
-            raise ConfigError("a key is empty: it would let in clients without a key")
+        for name, given in (("api_key", keys), ("admin_api_key", (admin,))):
+            if "" in given:
+                raise ConfigError(
+                    f"{name} is empty, must be a text: leave the option out, or set it"
+                )
         self._digests = [digest_of(key.encode()) for key in keys]
         self._file = None if file is None else KeyFile(file)
         self._admin = None if admin is None else digest_of(admin.encode())
@@ -88,27 +91,28 @@ class KeyRing:
 
     @property
     def has_any(self) -> bool:
-        """Without any key, all are let in."""
+        """Whether a key is required: without any key, all clients are accepted."""
         return bool(self._all())
 
     def key_of(self, scope: Scope) -> bytes | None:
-        """The digest of the key that was shown, if it is one of ours: who asks. The admin key is
-        as good as any other."""
+        """The digest of the request's key if it is valid, otherwise ``None``. The admin key is
+        valid for all routes."""
         admin = [] if self._admin is None else [self._admin]
-        return _shown(scope, [*self._all(), *admin])
+        return _valid_key(scope, [*self._all(), *admin])
 
     def is_admin(self, scope: Scope) -> bool:
-        return self._admin is not None and _shown(scope, [self._admin]) is not None
+        return self._admin is not None and _valid_key(scope, [self._admin]) is not None
 
     def _all(self) -> list[bytes]:
         return self._digests if self._file is None else self._digests + self._file.digests()
 
 
 class KeyGuard:
-    """Answers 401 to those without a key, and 429 to a key with too many requests under way."""
+    """ASGI middleware: answers requests without a valid key with 401, and those of a key that has
+    too many open requests with 429."""
 
     def __init__(self, app: ASGIApp, keys: KeyRing, most: int | None = None) -> None:
-        """most: requests of one key at a time."""
+        """most: open requests that one key may have; ``None``: no limit."""
         self.app = app
         self._keys = keys
         self._most = most
@@ -134,8 +138,8 @@ class KeyGuard:
     def _too_many(self) -> ApiError:
         return ApiError(
             429,
-            f"this key has {self._most} requests under way, the limit (--max-requests-per-key of "
-            "the server): try again when one has ended",
+            f"this API key has {self._most} open requests, the limit (--max-requests-per-key of "
+            "the server): send the request again when one of them has ended",
             code="too_many_requests",
         )
 
@@ -153,33 +157,34 @@ def digest_of(key: bytes) -> bytes:
 
 
 def owner_of(scope: Scope) -> str:
-    """Whose a request is: names the key that was shown, ours or not, and does not tell it."""
-    return hashlib.sha256(b" ".join(_given(scope)[:1])).hexdigest()
+    """The owner of what a request stores: a digest of the key that it was sent with, if any."""
+    return hashlib.sha256(b" ".join(_keys_of(scope)[:1])).hexdigest()
 
 
-def _given(scope: Scope) -> list[bytes]:
-    """Keys that were shown, as a bearer token or as Anthropic's clients do."""
+def _keys_of(scope: Scope) -> list[bytes]:
+    """The keys in a request's headers: the bearer token, and ``x-api-key`` of Anthropic's API."""
     headers = dict(scope["headers"])
     kind, _, token = headers.get(b"authorization", b"").partition(b" ")
     bearer = [token] if kind.lower() == b"bearer" else []
     return [*bearer, *([headers[b"x-api-key"]] if b"x-api-key" in headers else [])]
 
 
-def _shown(scope: Scope, digests: Sequence[bytes]) -> bytes | None:
-    """Which of these was shown."""
-    given = [digest_of(key) for key in _given(scope)]
+def _valid_key(scope: Scope, digests: Sequence[bytes]) -> bytes | None:
+    """The digest of a key in the request's headers, if it is one of ``digests``."""
+    given = [digest_of(key) for key in _keys_of(scope)]
     fitting = [own for each in given for own in digests if hmac.compare_digest(own, each)]
     return fitting[0] if fitting else None
 
 
 def _digests(path: Path) -> list[bytes]:
-    """Raises ``ValueError`` for a file without keys: it would let everyone in."""
+    """Digests of the keys in a file. Raises ``ValueError`` for a file without keys, with which all
+    clients would be accepted, and for a key that cannot be sent in a header."""
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     keys = [line for line in lines if line and not line.startswith("#")]
     if not keys:
-        raise ValueError("it has no keys; write one a line")
+        raise ValueError("the file has no keys; write one per line")
     if wrong := [number for number, key in enumerate(keys, 1) if not _is_key(key)]:
-        raise ValueError(f"key {wrong[0]} has blanks or characters that no header may have")
+        raise ValueError(f"key {wrong[0]} must have printable ASCII characters without blanks")
     return [digest_of(key.encode()) for key in keys]
 
 

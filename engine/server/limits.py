@@ -1,4 +1,4 @@
-"""How much one request may ask for. Each limit is checked before the work that it bounds."""
+"""Limits on the fields of one request, checked before any work is done for it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import msgspec
 from engine.errors import ConfigError
 from engine.server.errors import ApiError
 
-MAX_DEPTH = 64  # of lists and objects in one another
+MAX_DEPTH = 64  # levels of nested lists and objects
 MAX_ENTRIES = {
     "messages": 8192,
     "tools": 512,
@@ -24,28 +24,28 @@ MAX_ENTRIES = {
     "hints": 64,
 }
 MAX_CHARS = {"stop": 1024, "bad_words": 1024, "user": 1024, "cache_salt": 1024}
-"""Characters of a text, or of each text in a list."""
+"""Most characters of a text, or of each text in a list."""
 RANGES = {"repetition_penalty": (1e-6, 1e6)}
-"""Largest numbers that the engine takes as they are; with larger ones logits are not finite."""
+"""Outside of this range logits would not be finite."""
 COUNTED_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
-TYPED_DEEP = ("prompt",)  # decoded into a type that has no depth
-TRAVELLING = ("hints",)  # to a core that may be another process
+FLAT = ("prompt",)  # decoded into a type that cannot be nested
+SENT_TO_CORE = ("hints",)  # as msgpack, which has integers of 64 bits
 INT64 = range(-(2**63), 2**63)
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """Limits that are options of the server."""
+    """Limits that the server's options set."""
 
     max_body_bytes: int = 32 << 20
     max_n: int = 128
-    """Texts for each prompt."""
+    """Most sequences per prompt."""
     max_logprobs: int = 20
-    """Tokens whose log-probabilities are returned at each position; -1: as many as there are."""
+    """Most tokens whose log-probabilities are returned at each position; -1: no limit."""
     max_requests_per_key: int | None = None
-    """Requests of one key at a time."""
+    """Most open requests of one key."""
     refuse_server_tools: bool = False
-    """Tools that a server would have to run are refused, and not left out."""
+    """Refuse tools that the server would have to run; otherwise they are left out."""
 
     def __post_init__(self) -> None:
         least = {"max_body_bytes": 1, "max_n": 1, "max_logprobs": -1, "max_requests_per_key": 1}
@@ -53,7 +53,7 @@ class ServerLimits:
 
 
 def check_at_least(options: object, least: dict[str, int]) -> None:
-    """Raise ``ConfigError`` for an option below what it must be."""
+    """Raise ``ConfigError`` for an option that is less than its minimum in ``least``."""
     for name, low in least.items():
         value = getattr(options, name)
         if value is not None and not value >= low:
@@ -61,7 +61,7 @@ def check_at_least(options: object, least: dict[str, int]) -> None:
 
 
 def check_limits(body: msgspec.Struct, limits: ServerLimits) -> None:
-    """Raise ``ApiError`` that names field, value, limit and way out."""
+    """Raise ``ApiError`` for the first field over a limit."""
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, int):
@@ -79,20 +79,21 @@ def _check_number(name: str, value: int, limits: ServerLimits) -> None:
     if name == "n" and value > limits.max_n:
         raise _wrong(
             name,
-            f"n is {value}, the limit is {limits.max_n} (--max-n of the server): ask for fewer",
+            f"n is {value}, the limit is {limits.max_n}: request fewer sequences, or raise --max-n "
+            "of the server",
         )
     most = limits.max_logprobs
     if name in COUNTED_LOGPROBS and most >= 0 and not 0 <= value <= most:
         raise _wrong(
             name,
-            f"{name} is {value}, must be 0 to {most}: ask for fewer, or raise --max-logprobs of "
+            f"{name} is {value}, must be 0 to {most}: request fewer, or raise --max-logprobs of "
             "the server",
         )
 
 
 def _check_whole(name: str, value: int) -> None:
     if value not in INT64:
-        raise _wrong(name, f"{name} has {_shown(value)}, must be a number of 64 bits")
+        raise _wrong(name, f"{name} has {_shown(value)}, must be a signed integer of 64 bits")
 
 
 def _check_real(name: str, value: float) -> None:
@@ -119,7 +120,7 @@ def _check_entries(name: str, value: list[Any] | dict[str, Any]) -> None:
         raise _wrong(name, f"{name} has {len(value)} entries, the limit is {most}: send fewer")
     if name in MAX_CHARS:
         _check_chars(name, value)
-    if name not in TYPED_DEEP:
+    if name not in FLAT:
         _check_depth(name, value)
 
 
@@ -129,13 +130,15 @@ def _check_depth(name: str, whole: list[Any] | dict[str, Any]) -> None:
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise _wrong(name, f"{name} has over {MAX_DEPTH} levels, the limit: nest it less")
+            raise _wrong(
+                name, f"{name} has more than {MAX_DEPTH} nested levels, the limit: use fewer"
+            )
         inner = [
             value
             for outer in level
             for value in (outer.values() if isinstance(outer, dict) else outer)
         ]
-        if name in TRAVELLING:
+        if name in SENT_TO_CORE:
             for value in inner:
                 if isinstance(value, int):
                     _check_whole(name, value)

@@ -1,6 +1,6 @@
-"""The address of a server: bound before anything is loaded, listening once the model is ready.
+"""The server's address: bound before the model is loaded, listening when it is ready.
 
-In between clients get "connection refused", and no other program can take the address.
+In between, clients get "connection refused", and no other program can bind the address.
 """
 
 from __future__ import annotations
@@ -16,27 +16,27 @@ from dataclasses import dataclass
 from engine.errors import ConfigError, reason_of
 
 MAX_PORT = 65535
-UDS_MODE = 0o666  # every user may connect; the directory of the file says who reaches it
-PORT_TRIES = 20  # of port 0, when a host has two addresses that must have the same port
-MIN_FREE_PORT = 1024  # ports below it take privileges
+UDS_MODE = 0o666  # every user may connect who has access to the directory of the file
+PORT_TRIES = 20  # with port 0, until all addresses of a host can have the same port
+MIN_FREE_PORT = 1024  # lower ports need privileges
 
 
 @dataclass(frozen=True)
 class Listening:
-    """Sockets that are bound, and do not listen yet."""
+    """Sockets that are bound and do not listen yet."""
 
     sockets: list[socket.socket]
     uds: str | None = None
 
     def places(self, scheme: str) -> list[str]:
-        """What clients connect to: URLs with the ports that were taken, or the socket file."""
+        """What clients connect to: URLs with the bound ports, or the socket file."""
         if self.uds is not None:
             return [f"{scheme}+unix:{self.uds}"]
         return [_url(scheme, *each.getsockname()[:2]) for each in self.sockets]
 
     def prepare(self) -> None:
-        """Call it directly before the sockets listen: the port can be bound again at once when
-        this server has ended, although connections of it may still be closing."""
+        """Call this directly before listening. It lets the next server bind the port immediately
+        after this one has ended, while old connections may still be closing."""
         for each in self.sockets:
             if each.family != socket.AF_UNIX:
                 each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -44,7 +44,7 @@ class Listening:
 
 @contextlib.contextmanager
 def bound(host: str, port: int, uds: str | None) -> Iterator[Listening]:
-    """Sockets bound to all addresses of ``host``, or to the file ``uds``, which is removed at the
+    """Bind sockets to all addresses of ``host``, or to the file ``uds``, which is removed at the
     end. Raises ``ConfigError`` for an address that cannot be bound."""
     if uds is not None:
         with _bound_file(uds) as listener:
@@ -59,7 +59,7 @@ def bound(host: str, port: int, uds: str | None) -> Iterator[Listening]:
 
 
 def check_port(port: int) -> None:
-    """Raises ``ConfigError`` for a port that cannot exist."""
+    """Raise ``ConfigError`` for a port out of range."""
     if not 0 <= port <= MAX_PORT:
         raise ConfigError(f"port is {port}, must be in 0..{MAX_PORT} (0: any free port)")
 
@@ -77,7 +77,7 @@ def _bound_port(host: str, port: int) -> list[socket.socket]:
 
 
 def _addresses_of(host: str) -> list[tuple[socket.AddressFamily, str]]:
-    """Family and address of a host, each once."""
+    """The addresses of a host with their families, without duplicates."""
     try:
         found = socket.getaddrinfo(
             host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -85,14 +85,14 @@ def _addresses_of(host: str) -> list[tuple[socket.AddressFamily, str]]:
     except (OSError, UnicodeError) as error:
         raise ConfigError(
             f"host is {host!r:.200}, which cannot be resolved ({error}): give an address of this "
-            "machine, as 127.0.0.1 or 0.0.0.0"
+            "machine, such as 127.0.0.1 or 0.0.0.0"
         ) from error
     return list(dict.fromkeys((family, str(place[0])) for family, _, _, _, place in found))
 
 
 def _bind_all(addresses: list[tuple[socket.AddressFamily, str]], port: int) -> list[socket.socket]:
-    """A socket for each address, all with one port. Addresses that this machine lacks are left
-    out, unless it lacks all, as that of IPv6 under ``localhost``."""
+    """Bind a socket to each address, all with the same port. Addresses that this machine does not
+    have, such as ``localhost``'s for IPv6, are skipped unless it has none of them."""
     listeners: list[socket.socket] = []
     missing: OSError | None = None
     with contextlib.ExitStack() as failing:
@@ -113,11 +113,11 @@ def _bind_all(addresses: list[tuple[socket.AddressFamily, str]], port: int) -> l
 
 
 def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
-    """A bound socket that no other program can share.
+    """Bind a socket that no other program can share.
 
-    ``SO_REUSEADDR`` is set for the second try only, which is needed while connections of an
-    earlier server are closing, and is taken back: two sockets that both have it, and do not listen
-    yet, may be bound to the same port.
+    ``SO_REUSEADDR`` is set for a second try only, which succeeds while connections of an earlier
+    server are closing, and then cleared: two sockets that have it and do not listen yet could be
+    bound to the same port.
     """
     made = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -141,22 +141,22 @@ def _cannot_bind(host: str, port: int, error: OSError) -> ConfigError:
     if error.errno == errno.EADDRINUSE:
         return ConfigError(
             f"port is {port}, which another program uses at {host}: end that program, or choose "
-            "another with --port"
+            "another port with --port"
         )
     if error.errno == errno.EACCES and 0 < port < MIN_FREE_PORT:
         return ConfigError(
-            f"port is {port}, which this user may not bind: choose one from {MIN_FREE_PORT} on"
+            f"port is {port}, which this user may not bind: choose one of at least {MIN_FREE_PORT}"
         )
     reason = os.strerror(error.errno or 0)
     return ConfigError(
         f"host is {host!r:.200}, where port {port} cannot be bound ({reason}): give an address of "
-        "this machine, as 127.0.0.1 or 0.0.0.0"
+        "this machine, such as 127.0.0.1 or 0.0.0.0"
     )
 
 
 @contextlib.contextmanager
 def _bound_file(path: str) -> Iterator[socket.socket]:
-    """A socket bound to a file, in place of one whose server is gone."""
+    """Bind a socket to a file, after removing the file of a server that is not running any more."""
     _remove_stale(path)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -170,15 +170,15 @@ def _bound_file(path: str) -> Iterator[socket.socket]:
             yield listener
         finally:
             with contextlib.suppress(OSError):
-                if os.path.samestat(made, os.stat(path)):  # it is still ours
+                if os.path.samestat(made, os.stat(path)):  # not replaced by another server's
                     os.unlink(path)
     finally:
         listener.close()
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket file of a server that is gone. Raises ``ConfigError`` if something else is
-    there."""
+    """Remove the socket file of a server that is not running any more. Raises ``ConfigError`` for
+    any other file."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def _remove_stale(path: str) -> None:
         raise _cannot_make(path, error) from error
     if not stat.S_ISSOCK(mode):
         raise ConfigError(
-            f"uds is {path!r:.200}, which exists and is no socket file: choose another path"
+            f"uds is {path!r:.200}, which exists and is not a socket: choose another path"
         )
     if _is_in_use(path):
         raise ConfigError(
@@ -201,10 +201,10 @@ def _remove_stale(path: str) -> None:
 
 
 def _is_in_use(path: str) -> bool:
-    """Whether a process has bound this socket file, be it listening or not.
+    """Whether a process has bound this socket file, even if it does not listen yet.
 
-    A datagram socket gets "wrong type" from a stream socket that exists, and "refused" for a file
-    whose socket is gone.
+    Connecting a datagram socket fails with "wrong type" if the stream socket exists, and with
+    "refused" if no process has it any more.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as probe:
         try:

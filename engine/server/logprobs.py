@@ -1,4 +1,4 @@
-"""Log-probabilities as clients read them."""
+"""Log-probabilities in the forms of completions, chat completions and vLLM."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from engine.server.offsets import TextOffsets, prompt_offsets
 from engine.text.tokenizer import Tokenizer
 
 Position = dict[int, Logprob]
-LEAST = -9999.0  # what OpenAI says of what cannot be: JSON has no infinity
+LEAST = -9999.0  # stands for minus infinity, as in OpenAI's API: JSON has no infinity
 
 
 class TokenNames:
-    """Tokens as text and as bytes."""
+    """Texts and bytes of token ids."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
 
     def bytes_of(self, token_id: int) -> bytes | None:
-        """The bytes that a token adds to a text; ``None`` if they are not known."""
+        """The bytes that a token adds to a text; ``None`` without a tokenizer."""
         return None if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
 
     def text_of(self, token_id: int, *, is_unique: bool = False) -> str:
-        """Its text. Of a part of a character U+FFFD, or, to be unique, as OpenAI's completions
-        write it: ``bytes:\\xf0\\x9f``."""
+        """The token's text. Bytes that are no complete character become U+FFFD or, if
+        ``is_unique``, an escape as in OpenAI's completions: ``bytes:\\xf0\\x9f``."""
         found = self.bytes_of(token_id)
         if found is None:
             return f"token_id:{token_id}"
@@ -40,7 +40,7 @@ class TokenNames:
 def chat_logprobs(
     completion: CompletionOutput, num: int, names: TokenNames
 ) -> dict[str, Any] | None:
-    """Log-probabilities in the form of chat completions, with the ``num`` most likely tokens."""
+    """Log-probabilities in the form of chat completions, with ``num`` top tokens per position."""
     if completion.logprobs is None:
         return None
     content = []
@@ -51,23 +51,23 @@ def chat_logprobs(
 
 
 class LogprobEntry(NamedTuple):
-    """One token of a text; ``at`` is ``None`` for one that nothing predicts."""
+    """One token; ``at``: the log-probabilities at its position, ``None`` for the prompt's first."""
 
     token: int
     at: Position | None
 
 
 class TextLogprobs:
-    """Log-probabilities in the form of completions, of one text as it grows."""
+    """Log-probabilities of one growing text in the form of completions."""
 
     def __init__(self, num: int, names: TokenNames, offsets: TextOffsets) -> None:
-        """num: how many likely tokens to show; offsets: those of the generated tokens."""
+        """num: top tokens per position; offsets: character offsets of the generated tokens."""
         self._num = num
         self._names = names
         self._offsets = offsets
-        self._num_shown = 0  # characters of the text
+        self._num_shown = 0  # characters of the text so far
         self._waiting: list[LogprobEntry] = []  # tokens that were not returned yet
-        self._begins: list[int] = []  # offsets of the first of them
+        self._begins: list[int] = []  # offsets of the first tokens in ``_waiting``
 
     def echo(
         self,
@@ -77,7 +77,7 @@ class TextLogprobs:
         *,
         may_be_cut: bool = False,
     ) -> None:
-        """The text begins with this prompt; may_be_cut: these tokens may be only its end."""
+        """Begin the text with the prompt; may_be_cut: ``token_ids`` may be only its end."""
         tokenizer = self._names.tokenizer
         begins = [0] * len(token_ids)
         if tokenizer is not None:
@@ -87,8 +87,8 @@ class TextLogprobs:
         self._num_shown += len(text)
 
     def of(self, completion: CompletionOutput) -> dict[str, list[Any]]:
-        """Log-probabilities of the next tokens whose text is shown. Text that is withheld because
-        it may begin a stop string may never be shown."""
+        """The log-probabilities of the tokens whose text is complete now. Tokens of text that is
+        withheld, since it may be the beginning of a stop string, follow later or never."""
         offsets = self._offsets
         self._num_shown += len(completion.text)
         offsets.add_text(completion.text)
@@ -112,16 +112,16 @@ class TextLogprobs:
         }
 
     def _top(self, token: int, at: Position) -> dict[str, float]:
-        """The most likely tokens and, if it is none of them, the one that was chosen."""
+        """The top tokens and the sampled token, by text; of equal texts the more likely one."""
         top: dict[str, float] = {}
-        for each in dict.fromkeys([*_best(at, self._num), token]):  # of equal texts the likelier
+        for each in dict.fromkeys([*_best(at, self._num), token]):
             name = self._names.text_of(each, is_unique=True)
             top.setdefault(name, _finite(at[each].logprob))
         return top
 
 
 def prompt_logprobs(positions: Sequence[Position | None] | None) -> list[Any] | None:
-    """Log-probabilities of a prompt as vLLM has them: by token id, ``None`` for the first token."""
+    """Log-probabilities of a prompt in vLLM's form: by token id, ``None`` for the first token."""
     if positions is None:
         return None
     return [

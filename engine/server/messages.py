@@ -1,4 +1,4 @@
-"""Messages: Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+"""Anthropic's ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import msgspec
 from engine.messages.requests import RequestOutput
 from engine.server.answers import reason_of
 from engine.server.blocks import Block, BlockAnswer, BlockChange, Json, named_event
-from engine.server.dialogue import AnswerPiece, Dialogue, Voice
+from engine.server.dialogue import AnswerPiece, ChatGeneration, LoadedChatModel
 from engine.server.errors import ApiError, as_api_error
 from engine.server.messages_body import MessagesRequest, chat_of, left_out_of
 from engine.server.speech.json_text import object_in
@@ -23,14 +23,15 @@ DELTAS = {
 
 
 class Messages(BlockAnswer):
-    """One request for a message."""
+    """The answer to one message request."""
 
-    def __init__(self, voice: Voice, body: MessagesRequest, name: str) -> None:
-        """name: that of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
-        requested."""
+    def __init__(self, loaded: LoadedChatModel, body: MessagesRequest, name: str) -> None:
+        """name: the model's name. Raises ``RequestError`` or ``ApiError`` for a field whose value
+        is not supported."""
         if body.max_tokens is None:
-            raise ApiError(400, "max_tokens is missing: it must be given", param="max_tokens")
-        super().__init__(f"msg_{uuid.uuid4().hex}", Dialogue(voice, chat_of(body)))
+            message = "max_tokens is missing: add it, it is required"
+            raise ApiError(400, message, param="max_tokens")
+        super().__init__(f"msg_{uuid.uuid4().hex}", ChatGeneration(loaded, chat_of(body)))
         self.left_out = left_out_of(body)
         self._is_begun = False
         self.response = {
@@ -47,7 +48,7 @@ class Messages(BlockAnswer):
         return named_event(as_api_error(error).anthropic())
 
     def _events(self, output: RequestOutput) -> Iterator[Json]:
-        for piece in self._dialogue.read(output):
+        for piece in self._generation.read(output):
             self._counted.add(0, piece.output, [piece.completion])
             if not self._is_begun:
                 self._is_begun = True
@@ -60,7 +61,7 @@ class Messages(BlockAnswer):
                 yield from self._end(piece)
 
     def _end(self, piece: AnswerPiece) -> Iterator[Json]:
-        reason = reason_of(piece.completion)  # raises for an end that is no answer
+        reason = reason_of(piece.completion)  # raises if the generation ended with an error
         for change in self._blocks.end():
             yield from_change(change)
             self._keep(change)
@@ -81,7 +82,7 @@ class Messages(BlockAnswer):
             self.response["content"].append(whole_block(change.block))
 
     def _usage(self) -> Json:
-        """Cached tokens are no input tokens there."""
+        """The usage in Anthropic's form, where ``input_tokens`` does not count cached tokens."""
         usage = self._counted.usage
         cached = usage.prompt_tokens_details.cached_tokens
         return {
@@ -92,14 +93,14 @@ class Messages(BlockAnswer):
         }
 
 
-async def count_tokens(voice: Voice, body: MessagesRequest) -> bytes:
-    """Count the tokens of the prompt that a request would have."""
-    prompt = await Dialogue(voice, chat_of(body)).prompt()
+async def count_tokens(loaded: LoadedChatModel, body: MessagesRequest) -> bytes:
+    """Render the prompt of a request and return the number of its tokens as JSON."""
+    prompt = await ChatGeneration(loaded, chat_of(body)).prompt()
     return msgspec.json.encode({"input_tokens": len(prompt["prompt_token_ids"])})
 
 
 def from_change(change: BlockChange) -> Json:
-    """The event that tells of it."""
+    """The server-sent event for a change of a block."""
     block, index = change.block, change.block.index
     if change.what == "begin":
         begun = {"type": "content_block_start", "index": index}

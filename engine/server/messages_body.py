@@ -1,4 +1,4 @@
-"""What Anthropic's ``POST /v1/messages`` may ask, and the conversation that it means."""
+"""The body of Anthropic's ``POST /v1/messages``, and its conversion to a chat completion."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SERVER_TOOLS = (
     "advisor", "code_execution", "mcp_toolset", "tool_search_tool_bm25", "tool_search_tool_regex",
     "web_fetch", "web_search",
 )  # fmt: skip
-"""Run by a server. A date follows most names."""
+"""Types of tools that the server would have to run. Most have a date at the end."""
 SERVER_BLOCKS = (
     "advisor_tool_result", "bash_code_execution_tool_result", "code_execution_tool_result",
     "compaction", "container_upload", "fallback", "mcp_tool_listing", "redacted_thinking",
     "server_tool_use", "text_editor_code_execution_tool_result", "tool_addition", "tool_removal",
     "tool_search_tool_result", "web_fetch_tool_result", "web_search_tool_result",
 )  # fmt: skip
-"""What a server ran, or did, of which nothing is text that the model reads."""
+"""Blocks about what a server did. They have no text for the model and are left out."""
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 assert set(TOOL_CHOICES.values()) == set(CHOICES)
 THINKING = ("enabled", "disabled", "adaptive")
@@ -37,7 +37,7 @@ OUTPUT_FIELDS = ("output_format", "output_config", "tools")
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/messages``, and, without ``max_tokens``, its ``count_tokens``."""
+    """``POST /v1/messages``, and without ``max_tokens`` also ``count_tokens``."""
 
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fallbacks": ([],),
@@ -71,7 +71,7 @@ class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None
     metadata: dict[str, Any] | None = None
-    # of no effect here: prefixes are cached anyway
+    # accepted without effect; prefixes are always cached
     cache_control: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None
@@ -99,7 +99,7 @@ SHARED = (
 
 
 def chat_of(body: MessagesRequest) -> ChatRequest:
-    """This request as one for chat completions. Raises ``ApiError``."""
+    """Convert the request to a chat completion. Raises ``ApiError``."""
     if not body.messages:
         raise ApiError(400, "messages is [], must have at least one message", param="messages")
     messages = messages_of(body)
@@ -122,7 +122,7 @@ def chat_of(body: MessagesRequest) -> ChatRequest:
 
 
 def messages_of(body: MessagesRequest) -> list[Message]:
-    """The messages as chat templates read them: results of tools are messages of their own."""
+    """Convert the messages to OpenAI's form, in which tool results are messages of their own."""
     messages: list[Message] = []
     if body.system:
         messages += _of_system(body.system, "system")
@@ -137,37 +137,39 @@ def messages_of(body: MessagesRequest) -> list[Message]:
         else:
             raise ApiError(
                 400,
-                f"a message's content is {content!r:.80}, must be a text or blocks",
+                f"messages has a content {content!r:.80}, must be a text or a list of blocks",
                 param="messages",
             )
     return messages
 
 
 def is_begun(messages: list[Message]) -> bool:
-    """Whether the last turn is the assistant's, with which the answer goes on. Raises ``ApiError``
-    as Anthropic does for one that ends with white space."""
+    """Whether the last message is the assistant's, which the answer continues. Raises ``ApiError``
+    if it ends with white space, as Anthropic's API does."""
     last = messages[-1]
     if last["role"] != "assistant":
         return False
     if last["content"] != last["content"].rstrip():
         raise ApiError(
             400,
-            "the last message is the assistant's and ends with white space, after which a model "
-            "cannot go on well: take the white space away",
+            f"messages ends with an assistant message whose text ends with white space "
+            f"({last['content'][-20:]!r}), which a model cannot continue well: remove it",
             param="messages",
         )
     return True
 
 
 def _of_system(content: Any, param: str) -> list[Message]:
-    """No message if there is nothing but metadata of the client."""
+    """The system message, or none if the text has only metadata of the client."""
     if isinstance(content, list):
         for block in content:
             if not isinstance(block, dict) or block.get("type") != "text":
                 raise _unsupported(block.get("type") if isinstance(block, dict) else block, param)
     elif not isinstance(content, str):
         raise ApiError(
-            400, f"{param} has the content {content!r:.40}, must be a text or blocks", param=param
+            400,
+            f"{param} has a content {content!r:.40}, must be a text or a list of blocks",
+            param=param,
         )
     text = system_text(content, param, between="\n")
     return [{"role": "system", "content": text}] if text else []
@@ -219,7 +221,9 @@ def _text_of(content: str | list[Any], param: str) -> str:
         return content
     if not isinstance(content, list):
         raise ApiError(
-            400, f"{param} has the content {content!r:.40}, must be a text or blocks", param=param
+            400,
+            f"{param} has a content {content!r:.40}, must be a text or a list of blocks",
+            param=param,
         )
     for block in content:
         if not isinstance(block, dict) or block.get("type") != "text":
@@ -234,19 +238,20 @@ def tools_of(body: MessagesRequest) -> list[dict[str, Any]]:
 
 
 def left_out_of(body: MessagesRequest) -> tuple[str, ...]:
-    """Kinds of its tools that a server would have to run."""
+    """Types of the request's tools that the server would have to run."""
     kinds = [tool.get("type") for tool in body.tools or []]
     return tuple(str(kind) for kind in kinds if is_server_tool(kind, SERVER_TOOLS))
 
 
 def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """In OpenAI's form. Raises ``ApiError`` for tools of Anthropic's own models."""
+    """Convert a tool to OpenAI's form. Raises ``ApiError`` for types that only Anthropic's models
+    know."""
     kind = tool.get("type") or "custom"
     if kind != "custom":
         raise ApiError(
             400,
-            f"tools has one of type {kind!r:.40}, which is not supported: only custom ones are, "
-            "with an input_schema",
+            f"tools has one of type {kind!r:.40}, which is not supported: use type custom with an "
+            "input_schema",
             param="tools",
         )
     schema = tool.get("input_schema")
@@ -255,7 +260,7 @@ def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
     ):
         raise ApiError(
             400,
-            f"input_schema of the tool {tool.get('name')!r:.80} is {schema!r:.80}, must be a JSON "
+            f"tools has {tool.get('name')!r:.80} with input_schema {schema!r:.80}, must be a JSON "
             "schema of type object",
             param="tools",
         )
@@ -265,13 +270,15 @@ def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
 
 
 def _choice(choice: dict[str, Any] | None, *, has_tools: bool) -> tuple[Any, bool]:
-    """The choice in OpenAI's form, and whether one call is all."""
+    """``tool_choice`` in OpenAI's form, and whether at most one call is allowed."""
     if choice is None:
         return None, False
     kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
     if kind in ("any", "tool") and not has_tools:
         raise ApiError(
-            400, f"tool_choice has type {kind!r} without tools: give some", param="tool_choice"
+            400,
+            f"tool_choice has type {kind!r} without tools: add tools, or leave it out",
+            param="tool_choice",
         )
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, True
@@ -286,7 +293,7 @@ def _choice(choice: dict[str, Any] | None, *, has_tools: bool) -> tuple[Any, boo
 
 
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
-    """The variable by which chat templates turn thinking on and off; off by default."""
+    """The template variable that turns thinking on or off; off by default."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in THINKING:
         raise ApiError(
@@ -305,7 +312,7 @@ def _format(body: MessagesRequest) -> dict[str, Any] | None:
     if not isinstance(form, dict):
         raise ApiError(
             400,
-            f"output_config has the format {form!r:.40}, must be an object",
+            f"output_config has a format {form!r:.40}, must be an object",
             param="output_config",
         )
     kind, schema = form.get("type"), form.get("schema")
@@ -313,7 +320,7 @@ def _format(body: MessagesRequest) -> dict[str, Any] | None:
         name = "output_format" if body.output_format else "output_config"
         raise ApiError(
             400,
-            f"{name} has the format {form!r:.80}, must have type json_schema and a schema",
+            f"{name} has a format {form!r:.80}, must have type json_schema and a schema",
             param=name,
         )
     return {"type": kind, "json_schema": {"schema": schema}}
@@ -322,7 +329,7 @@ def _format(body: MessagesRequest) -> dict[str, Any] | None:
 def _unsupported(kind: Any, param: str = "messages") -> ApiError:
     return ApiError(
         400,
-        f"{param} has a block of type {kind!r:.40}, which is not supported: text, thinking, "
-        "tool_use and tool_result are",
+        f"{param} has a block of type {kind!r:.40}, which is not supported: use text, thinking, "
+        "tool_use or tool_result",
         param=param,
     )

@@ -18,7 +18,7 @@ LONGEST = 4  # bytes of a character
 NEAR = 16  # characters further than its own length that a word is searched for
 
 
-class Word(NamedTuple):
+class TokenGroup(NamedTuple):
     """Tokens that are whole characters together: as a rule one, several for parts of one."""
 
     parts: list[bytes]
@@ -45,7 +45,7 @@ class TextOffsets:
         self._begin = begin  # of it
         self._end = 0  # in it, of the last token that was found
         self._open: list[bytes] = []  # tokens that are an incomplete character together
-        self._words: deque[Word] = deque()  # that were not found yet
+        self._words: deque[TokenGroup] = deque()  # that were not found yet
         self._num_begun = 0  # tokens of the prompt among those
 
     def go_on(self, prompt_token_ids: Sequence[int]) -> None:
@@ -87,10 +87,10 @@ class TextOffsets:
         return (self._tokenizer and self._tokenizer.token_bytes(token_id)) or b""
 
     def _close(self, is_special: bool = False) -> None:
-        self._words.append(Word(self._open, is_special))
+        self._words.append(TokenGroup(self._open, is_special))
         self._open = []
 
-    def _found(self, word: Word, is_last: bool) -> tuple[list[int], int] | None:
+    def _found(self, word: TokenGroup, is_last: bool) -> tuple[list[int], int] | None:
         """Where the tokens begin in the text that is left, and where they end; ``None``: more of
         the text must come."""
         nowhere = [0] * len(word.parts), 0

@@ -36,7 +36,7 @@ class Connection(Protocol):
     def transport(self) -> Transport: ...
 
 
-class Stuck(NamedTuple):
+class StalledWrite(NamedTuple):
     """Bytes that wait in a connection, and since when none of them has left."""
 
     size: int
@@ -53,7 +53,7 @@ class SlowReaders:
         self._engine = engine
         self._connections = connections
         self._timeout = timeout
-        self._stuck: dict[Connection, Stuck] = {}
+        self._stalled: dict[Connection, StalledWrite] = {}
 
     async def watch(self) -> None:
         """Look at them until cancelled."""
@@ -67,7 +67,7 @@ class SlowReaders:
     def look(self, now: float) -> None:
         """Look at them once; ``now`` on any clock that goes on."""
         self._bound_unread()
-        before, self._stuck = self._stuck, {}
+        before, self._stalled = self._stalled, {}
         for connection in list(self._connections):
             size = connection.transport.get_write_buffer_size()
             if not size:
@@ -76,7 +76,7 @@ class SlowReaders:
             has_moved = earlier is None or size != earlier.size
             since = now if has_moved or earlier is None else earlier.since
             if now - since < self._timeout:
-                self._stuck[connection] = Stuck(size, since)
+                self._stalled[connection] = StalledWrite(size, since)
                 continue
             logger.warning(
                 "a connection is cut, and its request aborted: nothing of %d bytes was read "

@@ -18,7 +18,7 @@ from engine.server.answers import reason_of
 from engine.server.blocks import Block, BlockAnswer, BlockChange, Json, named_event
 from engine.server.bodies import ChatRequest
 from engine.server.conversation import Message
-from engine.server.dialogue import AnswerPiece, Dialogue, Voice
+from engine.server.dialogue import AnswerPiece, ChatGeneration, LoadedChatModel
 from engine.server.errors import ApiError, as_api_error
 from engine.server.logprobs import TokenNames, chat_logprobs
 from engine.server.responses_body import ResponsesRequest, chat_of, tools_of
@@ -30,7 +30,7 @@ MAX_STORED = 1024
 MAX_STORED_BYTES = 64 << 20
 
 
-class Stored(NamedTuple):
+class StoredResponse(NamedTuple):
     """A response, the conversation that ends with it (as JSON, an eighth as large), and whose it
     is."""
 
@@ -44,7 +44,7 @@ class ResponseStore:
     """The last responses, as many as fit."""
 
     def __init__(self) -> None:
-        self._stored: OrderedDict[str, Stored] = OrderedDict()
+        self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self._size = 0
 
     def put(self, name: str, response: bytes, messages: list[Message], owner: str) -> None:
@@ -52,12 +52,12 @@ class ResponseStore:
         size = len(response) + len(conversation)
         if name in self._stored:
             self._size -= self._stored.pop(name).size
-        self._stored[name] = Stored(response, conversation, owner, size)
+        self._stored[name] = StoredResponse(response, conversation, owner, size)
         self._size += size
         while len(self._stored) > MAX_STORED or self._size > MAX_STORED_BYTES:
             self._size -= self._stored.popitem(last=False)[1].size
 
-    def get(self, name: str, owner: str, param: str | None = None) -> Stored:
+    def get(self, name: str, owner: str, param: str | None = None) -> StoredResponse:
         """Raises ``ApiError`` if it is not there, or somebody else's."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
@@ -80,7 +80,7 @@ class Responses(BlockAnswer):
 
     def __init__(
         self,
-        voice: Voice,
+        loaded: LoadedChatModel,
         body: ResponsesRequest,
         name: str,
         store: ResponseStore,
@@ -102,8 +102,8 @@ class Responses(BlockAnswer):
             self._has_logprobs = chat.logprobs = True
             chat.top_logprobs = body.top_logprobs or 0
         self._messages = [*before, *messages_of(body.input)]
-        super().__init__(f"resp_{uuid.uuid4().hex}", Dialogue(voice, chat))
-        self._token_names = TokenNames(voice.tokenizer)
+        super().__init__(f"resp_{uuid.uuid4().hex}", ChatGeneration(loaded, chat))
+        self._token_names = TokenNames(loaded.tokenizer)
         self._logprobs: list[Json] = []
         self._pending: list[Json] = []  # of tokens whose text is not there yet
         self._num_events = 0
@@ -122,7 +122,7 @@ class Responses(BlockAnswer):
         if self._num_events == 0:
             yield self._event("response.created", response=self.response)
             yield self._event("response.in_progress", response=self.response)
-        for piece in self._dialogue.read(output):
+        for piece in self._generation.read(output):
             self._counted.add(0, piece.output, [piece.completion])
             new = self._new_logprobs(piece)
             for change in self._blocks.take(piece.events):
@@ -149,7 +149,7 @@ class Responses(BlockAnswer):
                 "cache_write_tokens": 0,
             },
             "output_tokens": usage.completion_tokens,
-            "output_tokens_details": {"reasoning_tokens": self._dialogue.num_thinking_tokens},
+            "output_tokens_details": {"reasoning_tokens": self._generation.num_thinking_tokens},
             "total_tokens": usage.total_tokens,
         }
         if self._body.store is not False:
@@ -192,7 +192,7 @@ class Responses(BlockAnswer):
         """More arguments of a call, or its end."""
         block, reader = change.block, None
         what, new = "function_call_arguments", change.text
-        if call.name in self._dialogue.custom_tools:
+        if call.name in self._generation.custom_tools:
             reader = self._inputs.setdefault(block.index, InputReader())
             what = "custom_tool_call_input"
             new = reader.feed(change.text) if change.what == "more" else reader.end()
@@ -226,7 +226,7 @@ class Responses(BlockAnswer):
         about: Json = {"type": "function_call", "call_id": call.id, "name": called.name}
         if called.namespace is not None:
             about["namespace"] = called.namespace
-        if call.name in self._dialogue.custom_tools:
+        if call.name in self._generation.custom_tools:
             text = input_of(arguments) if is_done else ""
             return {**about, "type": "custom_tool_call", "input": text}
         return {**about, "arguments": arguments if is_done else ""}
@@ -238,7 +238,7 @@ class Responses(BlockAnswer):
 
     def _id(self, block: Block) -> str:
         prefix = {"thinking": "rs", "text": "msg", "call": "fc"}[block.kind]
-        if block.call is not None and block.call.name in self._dialogue.custom_tools:
+        if block.call is not None and block.call.name in self._generation.custom_tools:
             prefix = "ctc"
         return self._ids.setdefault(block.index, f"{prefix}_{uuid.uuid4().hex}")
 

@@ -18,7 +18,7 @@ the name."""
 BETWEEN = "__"  # a namespace and a name
 
 
-class Called(NamedTuple):
+class ToolName(NamedTuple):
     """The tool that a call is of, as the client knows it."""
 
     name: str
@@ -32,13 +32,13 @@ class ResponseTools:
         """Raises ``ApiError`` for what is no tool."""
         self.left_out: list[str] = []
         """Kinds that a server would have to run."""
-        self._called: dict[str, Called] = {}
+        self._called: dict[str, ToolName] = {}
         self.described = list(self._flat(given, None))
         """The others, as chat completions have them."""
 
-    def called(self, name: str) -> Called:
+    def called(self, name: str) -> ToolName:
         """name: as the model calls the tool."""
-        return self._called.get(name, Called(name))
+        return self._called.get(name, ToolName(name))
 
     def _flat(self, given: Iterable[Any], namespace: str | None) -> Iterator[dict[str, Any]]:
         for tool in given:
@@ -64,7 +64,7 @@ class ResponseTools:
         about = {k: v for k, v in tool.items() if k not in left_out and v is not None}
         if namespace is not None and isinstance(about.get("name"), str):
             flat = flat_name(about["name"], namespace)
-            self._called[flat] = Called(about["name"], namespace)
+            self._called[flat] = ToolName(about["name"], namespace)
             about["name"] = flat
         return {"type": kind, kind: about}
 

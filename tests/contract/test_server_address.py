@@ -116,7 +116,7 @@ def test_a_socket_file_of_a_server_that_is_gone_is_replaced(tmp_path: Path) -> N
 def test_a_file_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("kept")
-    refused("exists and is no socket file", uds=str(path))
+    refused("exists and is not a socket", uds=str(path))
     assert path.read_text() == "kept"
 
 

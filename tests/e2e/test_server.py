@@ -137,7 +137,7 @@ def test_a_schema(client: Any) -> None:
         ("completions", {"prompt": "x", "temprature": 1}, "temprature is not supported"),
         ("completions", {"prompt": "x", "temperature": -1}, "temperature"),
         ("completions", {"prompt": "x", "n": "two"}, "n: Expected `int`"),
-        ("completions", {"prompt": []}, "prompt has 0 prompts"),
+        ("completions", {"prompt": []}, "prompt has 0 entries"),
         ("completions", {"prompt": [5, 10**9]}, str(10**9)),
         ("completions", {"prompt": "a " * 400}, "256"),
         ("chat/completions", {"messages": []}, "messages is []"),

@@ -357,7 +357,7 @@ def test_message_events_are_of_the_clients_types(server: Served) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "only custom ones"),
+        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "use type custom"),
         ({"messages": [*ASK, {"role": "assistant", "content": "I "}]}, "ends with white space"),
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),

@@ -200,7 +200,7 @@ def test_a_role_that_nobody_knows_is_named(server: Served, path: str) -> None:
     body = {"input" if path == RESPONSES else "messages": messages}
     status, answer = post(server, path, body)
     message = answer["error"]["message"]
-    assert status == 400 and "has the role 'narrator', must be one of: " in message
+    assert status == 400 and "has a role 'narrator', must be one of: " in message
     assert "user" in message and "assistant" in message
 
 

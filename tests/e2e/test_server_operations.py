@@ -501,7 +501,7 @@ def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
     [
         (("--health-timeout", "0"), "health_timeout is 0.0"),
         (("--otlp-traces-endpoint", "localhost:4318"), "otlp_traces_endpoint is 'localhost:4318'"),
-        (("--api-key-file", os.devnull), "it has no keys"),
+        (("--api-key-file", os.devnull), "the file has no keys"),
         (("--api-key-file", "missing/file"), "No such file"),
         (("./no/model",), "model directory 'no/model' does not exist"),
         (("one", "--model", "another"), "two models, 'one' and --model 'another'"),

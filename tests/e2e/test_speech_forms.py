@@ -14,7 +14,7 @@ from engine import LLM, SamplingParams
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES
 from engine.server.speech.forms import form_of_answer
 from engine.server.speech.tools import tools_of
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 
 PARAMETERS = {
     "type": "object",
@@ -51,7 +51,7 @@ def llm() -> Iterator[LLM]:
 @pytest.mark.parametrize("name", TOOL_FAMILIES)
 def test_a_forced_call_follows_its_schema(llm: LLM, name: str, is_strict: bool) -> None:
     family = next(each for each in FAMILIES if each.name == name)
-    speech = Speech(llm.get_tokenizer(), "".join(family.signs))
+    speech = ChatFormat(llm.get_tokenizer(), "".join(family.signs))
     assert speech.family is not None and speech.family.name == name
     function = {"name": "weather", "parameters": PARAMETERS, "strict": is_strict}
     tools = tools_of([{"type": "function", "function": function}], "required", False)

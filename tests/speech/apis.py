@@ -10,12 +10,12 @@ import msgspec
 from engine.server.answers import HttpAnswer
 from engine.server.bodies import ChatRequest
 from engine.server.chat import Chat
-from engine.server.dialogue import Voice
+from engine.server.dialogue import LoadedChatModel
 from engine.server.messages import Messages
 from engine.server.messages_body import MessagesRequest
 from engine.server.responses import Responses, ResponseStore
 from engine.server.responses_body import ResponsesRequest
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 
 from .families import TOOLS
 from .playing import FakeEngine, FakeModel, Read
@@ -27,7 +27,7 @@ FUNCTIONS = [each["function"] for each in TOOLS]
 class Api(NamedTuple):
     """How a request is made, and an answer read: whole, and from its events."""
 
-    ask: Callable[[Voice, bool], HttpAnswer]
+    ask: Callable[[LoadedChatModel, bool], HttpAnswer]
     whole: Callable[[Any], Read]
     streamed: Callable[[list[Any]], Read]
     ends: dict[str, str]
@@ -37,8 +37,8 @@ class Api(NamedTuple):
     has_arguments: Callable[[Any], bool]  # of an event: whether it has some of a call
 
 
-def voice_of(speech: Speech, engine: FakeEngine) -> Voice:
-    return Voice(cast(Any, FakeModel(engine)), speech)
+def voice_of(speech: ChatFormat, engine: FakeEngine) -> LoadedChatModel:
+    return LoadedChatModel(cast(Any, FakeModel(engine)), speech)
 
 
 def asked_of(name: str, *, stream: bool) -> dict[str, Any]:
@@ -54,9 +54,9 @@ def asked_of(name: str, *, stream: bool) -> dict[str, Any]:
     return {**asked, "messages": USER, "tools": tools, "max_tokens": 2000, "thinking": thinking}
 
 
-def _chat(voice: Voice, stream: bool) -> HttpAnswer:
+def _chat(loaded: LoadedChatModel, stream: bool) -> HttpAnswer:
     asked = asked_of("chat", stream=stream)
-    return Chat(voice, msgspec.convert(asked, ChatRequest), "m")
+    return Chat(loaded, msgspec.convert(asked, ChatRequest), "m")
 
 
 def _whole_chat(answer: Any) -> Read:
@@ -86,9 +86,9 @@ def _streamed_chat(events: list[Any]) -> Read:
     return Read(content, thinking, [(name, arguments) for name, arguments in calls])
 
 
-def _responses(voice: Voice, stream: bool) -> HttpAnswer:
+def _responses(loaded: LoadedChatModel, stream: bool) -> HttpAnswer:
     asked = asked_of("responses", stream=stream)
-    return Responses(voice, msgspec.convert(asked, ResponsesRequest), "m", ResponseStore(), "")
+    return Responses(loaded, msgspec.convert(asked, ResponsesRequest), "m", ResponseStore(), "")
 
 
 def _whole_response(answer: Any) -> Read:
@@ -129,9 +129,9 @@ def _streamed_response(events: list[Any]) -> Read:
     return read
 
 
-def _messages(voice: Voice, stream: bool) -> HttpAnswer:
+def _messages(loaded: LoadedChatModel, stream: bool) -> HttpAnswer:
     asked = asked_of("messages", stream=stream)
-    return Messages(voice, msgspec.convert(asked, MessagesRequest), "m")
+    return Messages(loaded, msgspec.convert(asked, MessagesRequest), "m")
 
 
 def _whole_message(answer: Any) -> Read:

@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from engine.server.speech.answer import AnswerReader
+from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.events import CallArguments, CallBegin, CallEnd, Event, Text, Thinking
 from engine.server.speech.tools import tools_of
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 from engine.text.tokenizer import Tokenizer
 
 from .cases import CASES
@@ -45,11 +45,11 @@ class Mutations:
 
     def __post_init__(self) -> None:
         self._tools = tools_of(TOOLS, "auto", None)
-        self._models: dict[tuple[str, str], tuple[Tokenizer, Speech]] = {}
+        self._models: dict[tuple[str, str], tuple[Tokenizer, ChatFormat]] = {}
         for family in CASES:
             for kind in KINDS:
                 tokenizer = tokenizer_with(*markers_of(family) * (kind == "tokens"))
-                self._models[family, kind] = tokenizer, Speech(tokenizer, signs_of(family))
+                self._models[family, kind] = tokenizer, ChatFormat(tokenizer, signs_of(family))
 
     def draw(self) -> None:
         """One more answer; what is wrong with its reading is kept."""
@@ -102,8 +102,8 @@ class Mutations:
                 yield "letters are lost"
 
     def _read(
-        self, tokenizer: Tokenizer, speech: Speech, text: str, how: tuple[list[int], str]
-    ) -> tuple[AnswerReader, list[Event]]:
+        self, tokenizer: Tokenizer, speech: ChatFormat, text: str, how: tuple[list[int], str]
+    ) -> tuple[ParsedAnswer, list[Event]]:
         assert self._tools is not None
         completions = pieces(tokenizer, text, itertools.cycle(how[0]), how[1])
         return play(speech, completions, self._tools.read_as)
@@ -115,7 +115,7 @@ def _joined(events: list[Event]) -> tuple[str, str]:
     return content, thinking
 
 
-def _wrong_arguments(answer: AnswerReader, events: list[Event]) -> Iterator[str]:
+def _wrong_arguments(answer: ParsedAnswer, events: list[Event]) -> Iterator[str]:
     """Only the last call may break off."""
     names = {tool["function"]["name"] for tool in TOOLS}
     if len([event for event in events if isinstance(event, CallBegin)]) != len(answer.calls):

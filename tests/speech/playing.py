@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import NO_RULES
 from engine.server.answers import HttpAnswer
-from engine.server.speech.answer import AnswerReader
+from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.events import Event
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 from engine.text.tokenizer import Tokenizer
 
 PROMPT = {"prompt": "", "prompt_token_ids": [5]}
@@ -41,14 +41,14 @@ def pieces(
 
 
 def play(
-    speech: Speech, completions: Iterator[CompletionOutput], tools: Any
-) -> tuple[AnswerReader, list[Event]]:
+    speech: ChatFormat, completions: Iterator[CompletionOutput], tools: Any
+) -> tuple[ParsedAnswer, list[Event]]:
     answer = speech.begin(PROMPT, tools=tools, skip_special=True)
     events = [event for each in completions for event in answer.read(each)]
     return answer, events
 
 
-def read_of(answer: AnswerReader) -> Read:
+def read_of(answer: ParsedAnswer) -> Read:
     calls = [(call.name, call.arguments) for call in answer.calls]
     return Read(answer.content, answer.thinking, calls)
 

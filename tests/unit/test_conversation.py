@@ -257,7 +257,7 @@ def test_ids_are_short_where_they_must_be() -> None:
 
 @pytest.mark.parametrize("role", ["tool_response", "", None, 5, "System"])
 def test_unknown_roles_are_refused(role: Any) -> None:
-    with pytest.raises(ApiError, match=r"has the role .*must be one of: system, developer, user"):
+    with pytest.raises(ApiError, match=r"has a role .*must be one of: system, developer, user"):
         plain_messages([U, {"role": role, "content": "x"}])
     with pytest.raises(ApiError, match=r"must be one of: user, assistant, system(;|$)"):
         claude([{"role": role, "content": "x"}])

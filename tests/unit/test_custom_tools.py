@@ -13,7 +13,7 @@ import pytest
 
 from engine.server.errors import ApiError
 from engine.server.responses_items import messages_of
-from engine.server.responses_tools import Called, ResponseTools
+from engine.server.responses_tools import ResponseTools, ToolName
 from engine.server.speech.custom import InputReader, input_of
 from engine.server.speech.lark_regex import LarkError, regex_of_lark
 from engine.server.speech.tools import tools_of
@@ -195,9 +195,9 @@ def test_namespaces_are_flattened_and_server_tools_left_out() -> None:
     )
     flat = [tool[tool["type"]]["name"] for tool in tools.described]
     assert flat == ["run", "mcp__files__run", "git__patch"]
-    assert tools.called("mcp__files__run") == Called("run", "mcp__files")
-    assert tools.called("git__patch") == Called("patch", "git__")
-    assert tools.called("run") == Called("run")
+    assert tools.called("mcp__files__run") == ToolName("run", "mcp__files")
+    assert tools.called("git__patch") == ToolName("patch", "git__")
+    assert tools.called("run") == ToolName("run")
     assert tools.left_out == ["web_search", "web_search_preview_2025_03_11", "mcp"]
     with pytest.raises(ApiError, match="type 'functoin'"):
         ResponseTools([{"type": "functoin", "name": "run"}])

@@ -266,10 +266,13 @@ TOOL = {"name": "look", "input_schema": {"type": "object"}}
     [
         ({"tool_choice": {"type": "any"}}, "tool_choice has type 'any' without tools"),
         ({"tool_choice": {"type": "tool", "name": "a"}}, "tool_choice has type 'tool' without"),
-        ({"tools": [{**TOOL, "input_schema": {"type": "string"}}]}, "input_schema of the tool"),
-        ({"tools": [{**TOOL, "input_schema": []}]}, "input_schema of the tool 'look' is []"),
-        ({"output_config": {"format": {"type": "xml"}}}, "output_config has the format"),
-        ({"output_format": {"type": "json_schema"}}, "output_format has the format"),
+        (
+            {"tools": [{**TOOL, "input_schema": {"type": "string"}}]},
+            "tools has 'look' with input_schema",
+        ),
+        ({"tools": [{**TOOL, "input_schema": []}]}, "tools has 'look' with input_schema []"),
+        ({"output_config": {"format": {"type": "xml"}}}, "output_config has a format"),
+        ({"output_format": {"type": "json_schema"}}, "output_format has a format"),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": 5}]}]},
             "messages has a part whose name is 5",

@@ -142,12 +142,14 @@ def test_origins_are_compared_as_browsers_write_them(written: str, normal: str) 
      "http://u@a", "http://a:x", "http://a?b"],
 )  # fmt: skip
 def test_what_is_no_origin_is_named(value: str) -> None:
-    with pytest.raises(ConfigError, match="must be an origin as http://localhost:5173"):
+    with pytest.raises(ConfigError, match="must be an origin such as http://localhost:5173"):
         AllowedOrigins([value])
 
 
 def test_an_option_may_be_repeated_or_be_a_list() -> None:
     assert listed("allowed-origins", ["a", '["b", "c"]', "d"]) == ("a", "b", "c", "d")
     for wrong in ("[", "[1]", '["a"'):
-        with pytest.raises(ConfigError, match=r"--allowed-origins is .* no JSON list of strings"):
+        with pytest.raises(
+            ConfigError, match=r"--allowed-origins is .* must be a JSON list of strings"
+        ):
             listed("allowed-origins", [wrong])

@@ -44,7 +44,7 @@ def test_without_keys_all_are_let_in_and_none_is_admin() -> None:
     assert lets_in(KeyRing(), scope()) and not KeyRing().is_admin(scope(authorization="Bearer "))
     assert lets_in(KeyRing(admin="boss"), scope())
     for keys in ({"keys": ["one", ""]}, {"admin": ""}):
-        with pytest.raises(ConfigError, match="a key is empty"):
+        with pytest.raises(ConfigError, match="_key is empty, must be"):
             KeyRing(**keys)
 
 

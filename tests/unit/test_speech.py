@@ -13,12 +13,12 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from engine.messages.requests import CompletionOutput
 from engine.server.errors import ApiError
-from engine.server.speech.answer import AnswerReader
+from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.events import CallBegin, CallEnd
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES
 from engine.server.speech.generic import call_text
 from engine.server.speech.tools import kinds_of, tools_of
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 from engine.text.plain_specials import has_special_tokens, render_plainly
 from engine.text.tokenizer import RustBackend, Tokenizer
 
@@ -107,8 +107,8 @@ def signs_of(name: str) -> str:
 
 
 def read(
-    tokenizer: Tokenizer, speech: Speech, ids: list[int], sizes: list[int], **options: Any
-) -> tuple[AnswerReader, list[Any]]:
+    tokenizer: Tokenizer, speech: ChatFormat, ids: list[int], sizes: list[int], **options: Any
+) -> tuple[ParsedAnswer, list[Any]]:
     """In pieces of these sizes, as an engine would bring them."""
     options = {"tools": TOOLS, "skip_special": True, **options}
     last = options.pop("reason", "stop")
@@ -126,7 +126,7 @@ def read(
     return turn, events
 
 
-def calls_in(turn: AnswerReader) -> list[tuple[str, Any]]:
+def calls_in(turn: ParsedAnswer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in turn.calls]
 
 
@@ -135,7 +135,7 @@ def test_families(tokenizer: Tokenizer, family: str) -> None:
     seed = random.randrange(1 << 30)
     print(f"seed {seed}")
     dice = random.Random(seed)
-    speech = Speech(tokenizer, signs_of(family))
+    speech = ChatFormat(tokenizer, signs_of(family))
     assert speech.family is not None and speech.family.name == family
     ids = tokenizer.encode(WRITTEN[family])
     for most in (1, 3, 40, 10_000):
@@ -157,7 +157,7 @@ def test_every_family_is_tried() -> None:
 
 def test_letters_that_look_like_a_marker_open_nothing() -> None:
     tokenizer = tokenizer_with("<think>", "</think>", "<tool_call>", "</tool_call>")
-    speech = Speech(tokenizer, "<tool_call><think>")
+    speech = ChatFormat(tokenizer, "<tool_call><think>")
     call = '{"name": "weather", "arguments": {"city": "</tool_call>"}}'
     letters = "Write <tool_call>" + call + "</tool_call>, or </think>."
     plain = tokenizer_with()
@@ -168,7 +168,7 @@ def test_letters_that_look_like_a_marker_open_nothing() -> None:
 
 
 def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
-    speech = Speech(tokenizer, "<tool_call>")
+    speech = ChatFormat(tokenizer, "<tool_call>")
     written = 'Sure: <tool_call>{"name": "weather"}</tool_call>'
     turn, _ = read(tokenizer, speech, tokenizer.encode(written), [1] * 99, tools=None)
     assert not turn.calls and turn.content.startswith("Sure: ")
@@ -186,7 +186,9 @@ def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
     ],
 )
 def test_what_is_no_call_stays_text(tokenizer: Tokenizer, written: str) -> None:
-    turn, _ = read(tokenizer, Speech(tokenizer, "<tool_call>"), tokenizer.encode(written), [1] * 99)
+    turn, _ = read(
+        tokenizer, ChatFormat(tokenizer, "<tool_call>"), tokenizer.encode(written), [1] * 99
+    )
     assert not turn.calls
     assert written.removeprefix("<tool_call>").removesuffix("</tool_call>") in turn.content
 
@@ -195,7 +197,7 @@ def test_what_is_no_call_stays_text(tokenizer: Tokenizer, written: str) -> None:
 def test_a_call_that_breaks_off_stays_a_call(tokenizer: Tokenizer, family: str) -> None:
     written = WRITTEN[family]
     cut = written[: written.index("Rome <b>") + 4]
-    speech = Speech(tokenizer, signs_of(family))
+    speech = ChatFormat(tokenizer, signs_of(family))
     for reason in ("length", "stop"):
         turn, events = read(tokenizer, speech, tokenizer.encode(cut), [5] * 999, reason=reason)
         (call,) = turn.calls
@@ -207,14 +209,14 @@ def test_a_call_that_breaks_off_stays_a_call(tokenizer: Tokenizer, family: str) 
 
 def test_plain_text_is_untouched(tokenizer: Tokenizer) -> None:
     for signs in ("<tool_call><think>", "", "[TOOL_CALLS]", "<|channel|><|start|>"):
-        speech = Speech(tokenizer, signs)
+        speech = ChatFormat(tokenizer, signs)
         written = "\n\n  Déjà vu <b>:\n 1 < 2 \n  "
         turn, _ = read(tokenizer, speech, tokenizer.encode(written), [1] * 99)
         assert (turn.content, turn.thinking, turn.calls) == (written, "", [])
 
 
 def test_thinking_that_the_prompt_begins(tokenizer: Tokenizer) -> None:
-    speech = Speech(tokenizer, "<think></think>")
+    speech = ChatFormat(tokenizer, "<think></think>")
     prompt = {"prompt": "<|im_start|>assistant\n<think>\n", "prompt_token_ids": [1]}
     turn = speech.begin(prompt, tools=None, skip_special=True)
     ids = tokenizer.encode("I see.\n</think>\n\nYes")
@@ -242,7 +244,7 @@ def test_a_tokenizer_that_describes_itself() -> None:
             "content": {},
         },
     }
-    speech = Speech(tokenizer, "anything")
+    speech = ChatFormat(tokenizer, "anything")
     ids = tokenizer.encode(f"<t>Hm</t>Sure<c>weather:{JSON}</c>")
     turn, _ = read(tokenizer, speech, ids, [1] * 99)
     assert (turn.thinking, turn.content, calls_in(turn)) == ("Hm", "Sure", [CALLED])
@@ -261,7 +263,7 @@ def test_a_tokenizer_that_describes_no_calls(size: int) -> None:
     }
     call = f'<tool_call>{{"name": "weather", "arguments": {JSON}}}</tool_call>'
     ids = tokenizer.encode(f"<t>Hm</t>Sure:\n{call}\nWrite <tool_call>{{ so")
-    turn, _ = read(tokenizer, Speech(tokenizer, "anything"), ids, [size] * 99)
+    turn, _ = read(tokenizer, ChatFormat(tokenizer, "anything"), ids, [size] * 99)
     assert (turn.thinking, calls_in(turn)) == ("Hm", [CALLED])
     assert turn.content == "Sure:\nWrite <tool_call>{ so"
 
@@ -286,7 +288,7 @@ def test_wrong_tools(tools: Any, choice: Any, message: str) -> None:
 
 @pytest.mark.parametrize("thinking", ["", "<think>"])
 def test_a_template_of_no_family_has_calls_as_text(tokenizer: Tokenizer, thinking: str) -> None:
-    speech = Speech(tokenizer, "{{ messages }}" + thinking)
+    speech = ChatFormat(tokenizer, "{{ messages }}" + thinking)
     assert speech.is_generic
     ids = tokenizer.encode("Sure:\n" + call_text("weather", CALLED[1]))
     turn, _ = read(tokenizer, speech, ids, [1] * len(ids))
@@ -312,9 +314,9 @@ def test_special_tokens_in_a_message_are_letters() -> None:
     assert ids[0] == start and ids[-1] == end
 
 
-def told(tokenizer: Tokenizer, signs: str, written: str, **options: Any) -> AnswerReader:
+def told(tokenizer: Tokenizer, signs: str, written: str, **options: Any) -> ParsedAnswer:
     ids = tokenizer.encode(written)
-    return read(tokenizer, Speech(tokenizer, signs), ids, [1] * len(ids), **options)[0]
+    return read(tokenizer, ChatFormat(tokenizer, signs), ids, [1] * len(ids), **options)[0]
 
 
 def test_a_call_whose_name_ends_at_a_marker(tokenizer: Tokenizer) -> None:
@@ -367,7 +369,7 @@ def test_tokens_of_thinking_are_counted_however_they_come() -> None:
     tokenizer = tokenizer_with("<think>", "</think>")
     ids = tokenizer.encode("<think>0123456789</think>abc")
     for size in (1, 3, 7, 100):
-        turn, _ = read(tokenizer, Speech(tokenizer, "<think>"), ids, [size] * len(ids))
+        turn, _ = read(tokenizer, ChatFormat(tokenizer, "<think>"), ids, [size] * len(ids))
         assert turn.num_thinking == 10
 
 

@@ -20,7 +20,7 @@ from speech.playing import PROMPT, FakeEngine, Read, pieces, play, read_of, stre
 from engine.server.speech.families import TOOL_FAMILIES
 from engine.server.speech.json_text import object_in
 from engine.server.speech.tools import tools_of
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 from engine.text.tokenizer import Tokenizer
 
 PAIRS = [(family, case) for family in sorted(CASES) for case in CASES[family]]
@@ -36,8 +36,8 @@ def tokenizer_of(family: str, kind: str) -> Tokenizer:
 
 
 @cache
-def speech_of(family: str, kind: str) -> Speech:
-    return Speech(tokenizer_of(family, kind), signs_of(family))
+def speech_of(family: str, kind: str) -> ChatFormat:
+    return ChatFormat(tokenizer_of(family, kind), signs_of(family))
 
 
 def check(read: Read, case: Case) -> None:

@@ -20,7 +20,7 @@ from engine.server.errors import ApiError
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES, Calls
 from engine.server.speech.forms import form_of_answer
 from engine.server.speech.tools import Tools, tools_of
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 
 CITY = {
     "type": "object",
@@ -42,9 +42,9 @@ def bench() -> Bench:
 
 
 @cache
-def speech_of(family: str) -> Speech:
+def speech_of(family: str) -> ChatFormat:
     signs = next(f.signs for f in reversed(FAMILIES) if f.name == family)
-    found = Speech(bench().tokenizer, "".join(signs))
+    found = ChatFormat(bench().tokenizer, "".join(signs))
     assert found.family is not None and found.family.name == family
     return found
 
@@ -294,7 +294,7 @@ def test_a_form_without_an_end_is_refused_next_to_tools() -> None:
 
 
 def test_thinking_comes_before_all_of_it() -> None:
-    speech = Speech(bench().tokenizer, "<tool_call><think>")
+    speech = ChatFormat(bench().tokenizer, "<tool_call><think>")
     rome = many(speech.calls, call(speech.calls, "weather", ROME))
     spaced = StructuredOutputsParams(json={"const": {"a": 1}}, whitespace_pattern=" ")
     for given, text, right, wrong in (

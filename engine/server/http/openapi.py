@@ -17,27 +17,27 @@ from engine.server.errors import is_anthropic
 from engine.server.http.answered import answered
 
 REASONS = {
-    400: "The request is wrong; the message names the field",
+    400: "A field of the request is wrong; the message names it",
     401: "The API key is missing or wrong",
-    403: "A page of another site asks, in a browser; or the admin key is missing",
-    404: "There is no such model, or no such path",
-    405: "The path knows other methods",
-    408: "The time for this request is over, or its body was too slow",
-    409: "Requests are in the way",
+    403: "The request comes from a web page of an origin that is not allowed",
+    404: "The model, the response or the path does not exist",
+    405: "The path does not take this method; see the header Allow",
+    408: "The request took longer than its timeout, or its body arrived too slowly",
+    409: "Running requests prevent this operation",
     413: "The body is too large",
-    429: "This key has too many requests under way; see Retry-After",
+    429: "This key has too many open requests; see Retry-After",
     431: "The headers are too large",
-    500: "The server failed, and its log says why",
-    503: "Not now: the queue is full, or the server is ending; see Retry-After",
+    500: "The server failed; its log has the error",
+    503: "The queue is full, or the server is shutting down; see Retry-After",
 }
 RANGES = {limits.field: limits for limits in (*REAL_RANGES, *WHOLE_RANGES, *OPTIONAL_WHOLE_RANGES)}
 EVENT = {"type": "object", "properties": {"data": {"type": "string"}}, "required": ["data"]}
 ALWAYS = (400, 401, 403, 405, 408, 413, 429, 431, 500, 503)
-"""Statuses that any route may have."""
+"""Statuses that every route may return."""
 
 
 class ErrorAbout(msgspec.Struct):
-    """What went wrong."""
+    """An error in OpenAI's form."""
 
     message: str
     type: str
@@ -46,27 +46,27 @@ class ErrorAbout(msgspec.Struct):
 
 
 class ErrorAnswer(msgspec.Struct):
-    """The body of every answer that is no success."""
+    """The body of a response with an error."""
 
     error: ErrorAbout
 
 
 class AnthropicErrorAbout(msgspec.Struct):
-    """What went wrong."""
+    """An error in Anthropic's form."""
 
     type: str
     message: str
 
 
 class AnthropicErrorAnswer(msgspec.Struct):
-    """An error in Anthropic's form, on the routes that its clients use."""
+    """The body of a response with an error, on the routes of Anthropic's API."""
 
     type: str
     error: AnthropicErrorAbout
 
 
 class ApiRoute(Route):
-    """A route with its entry in the document."""
+    """A route with its entry in the OpenAPI document."""
 
     def __init__(
         self,
@@ -77,9 +77,9 @@ class ApiRoute(Route):
         gives: Any = None,
         also: Sequence[int] = (),
     ) -> None:
-        """takes, gives: what is in the bodies, if there is one (``dict``: any object); events as
-        well, if one takes ``stream``. also: statuses in addition to ``ALWAYS``, and 404 of what
-        names a model. The handler's docstring is the summary."""
+        """takes, gives: types of the request and response bodies (``dict``: any object); a route
+        whose request has ``stream`` also returns events. also: statuses besides ``ALWAYS``, and
+        besides 404 for routes that name a model. The handler's docstring is the summary."""
         super().__init__(path, answered(handle), methods=[method])
         self.method = method
         self.takes = takes
@@ -92,7 +92,7 @@ class ApiRoute(Route):
 
 
 def document_of(routes: Iterable[BaseRoute], models: Sequence[str]) -> dict[str, Any]:
-    """The OpenAPI document of these routes, which serve these models."""
+    """The OpenAPI document of the routes; ``models``: the served names."""
     described = [route for route in routes if isinstance(route, ApiRoute)]
     bodies = [each for route in described for each in (route.takes, route.gives) if each]
     kinds = list(dict.fromkeys([ErrorAnswer, AnthropicErrorAnswer, *bodies]))
@@ -122,7 +122,7 @@ def document_of(routes: Iterable[BaseRoute], models: Sequence[str]) -> dict[str,
 
 
 def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """A field with a default may be null, which is as good as leaving it out."""
+    """Allow null for a field with a default: it means the same as leaving the field out."""
     kinds = schema.get("anyOf", [schema])
     if "default" not in schema or {"type": "null"} in kinds:
         return schema
@@ -131,7 +131,7 @@ def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def _narrow(name: str, schema: dict[str, Any], models: Sequence[str]) -> None:
-    """Say of a field what its type does not."""
+    """Add to a field's schema what its type does not say: the served names, and ranges."""
     kinds = schema.get("anyOf", [schema])
     if name == "model":
         schema["enum"] = [*models, *([None] if {"type": "null"} in kinds else [])]

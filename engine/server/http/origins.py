@@ -1,4 +1,4 @@
-"""Pages of other origins that may use the server from a browser (CORS): none unless named."""
+"""CORS: web pages of other origins that may use the server. By default none may."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import ConfigError
 
 ANY = "*"
-NULL = "null"  # pages without an origin, as files have
+NULL = "null"  # the origin of pages from files
 DEFAULT_PORTS = {"http": 80, "https": 443}
 READABLE = ("X-Request-Id", "Retry-After")  # headers of answers that a page may read
-MAX_AGE_SECONDS = 600  # that a browser may keep the answer to a preflight request
+MAX_AGE_SECONDS = 600  # how long a browser may cache the response to a preflight request
 KEY = "metronome.origin_is_allowed"  # in the scope
 
 
 @dataclass(frozen=True)
 class AllowedOrigins:
-    """Which pages may use the server, and what they may send.
+    """The origins whose pages may use the server, and the methods and headers that they may send.
 
-    An origin is a scheme and a host, with a port unless it is the default one; ``*`` allows all
-    pages. Raises ``ConfigError`` for what is no origin.
+    An origin is a scheme and a host, and a port unless it is the default one; ``*`` allows all
+    pages. Raises ``ConfigError`` for a malformed origin.
     """
 
     origins: Sequence[str] = ()
@@ -38,13 +38,13 @@ class AllowedOrigins:
         object.__setattr__(self, "origins", tuple(map(normal_origin, self.origins)))
 
     def around(self, app: ASGIApp) -> ASGIApp:
-        """The application with headers for these pages; as it is if none is allowed."""
+        """Wrap an application with CORS headers; return it unchanged if no origin is allowed."""
         return CrossOrigin(app, self) if self.origins else app
 
 
 class CrossOrigin:
-    """Answers preflight requests of allowed pages, and has each answer to them say that they may
-    read it. It is the outermost layer: refusals of the others carry the headers as well."""
+    """ASGI middleware that answers preflight requests of allowed pages and adds CORS headers to
+    their responses. It is the outermost one, so that errors of the others have the headers too."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedOrigins) -> None:
         self._app = app
@@ -79,19 +79,19 @@ def is_allowed(scope: Scope) -> bool:
 
 
 def varying(send: Send) -> Send:
-    """Answers say that they differ by origin, so that no cache gives one page another's."""
+    """Add ``Vary: Origin`` to responses, so that no cache gives a page another origin's."""
 
-    async def noting(message: Message) -> None:
+    async def send_varying(message: Message) -> None:
         if message["type"] == "http.response.start":
             message.setdefault("headers", [])
             MutableHeaders(scope=message).add_vary_header("Origin")
         await send(message)
 
-    return noting
+    return send_varying
 
 
 def normal_origin(value: str) -> str:
-    """The origin as browsers write it. Raises ``ConfigError`` for any other text."""
+    """The origin as browsers write it. Raises ``ConfigError`` if it is malformed."""
     text = value.strip().rstrip("/")
     if text in (ANY, NULL):
         return text
@@ -109,8 +109,8 @@ def normal_origin(value: str) -> str:
 
 
 def listed(option: str, values: Collection[str]) -> tuple[str, ...]:
-    """Values of an option that may be repeated, or be given as a JSON list, as vLLM takes it.
-    Raises ``ConfigError`` for a list that is none."""
+    """The values of an option that may be repeated, or given as a JSON list as in vLLM. Raises
+    ``ConfigError`` for a malformed list."""
     found: list[str] = []
     for value in values:
         if not value.lstrip().startswith("["):
@@ -120,13 +120,14 @@ def listed(option: str, values: Collection[str]) -> tuple[str, ...]:
             found += msgspec.json.decode(value, type=list[str])
         except msgspec.MsgspecError as error:
             raise ConfigError(
-                f"--{option} is {value!r:.200}, which is no JSON list of strings: {error}"
+                f"--{option} is {value!r:.200}, must be a JSON list of strings or one value: "
+                f"{error}"
             ) from error
     return tuple(found)
 
 
 def _no_origin(value: str) -> ConfigError:
     return ConfigError(
-        f"allowed_origins has {value!r:.200}, must be an origin as http://localhost:5173 (scheme, "
-        "host and port, without a path), null, or *"
+        f"allowed_origins has {value!r:.200}, must be an origin such as http://localhost:5173 "
+        "(scheme, host and port, without a path), null, or *"
     )

@@ -1,10 +1,10 @@
-"""uvicorn's protocol on httptools, with the bounds that it lacks.
+"""uvicorn's connection on httptools, with limits on size and time that it lacks.
 
     connection ── head ──> on_headers_complete ── body ──> on_message_complete ── answer ── head ...
                   10 s, 64 KiB                    60 s
 
-llhttp, which is inside, refuses by itself what smuggles: lengths that disagree, a length next to a
-chunked body, folded headers, bare line feeds.
+The parser (llhttp) refuses what is used for request smuggling: contradicting lengths, a length for
+a chunked body, folded headers, bare line feeds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine.errors import ConfigError
 from engine.server.errors import ApiError
 from engine.server.http.writing import WritingProtocol
 
-LINGER_SECONDS = 2.0  # that a client's further bytes are dropped for, so that it reads the answer
+LINGER_SECONDS = 2.0  # how long further bytes of a refused client are dropped before closing
 UPGRADE = re.compile(rb"\r\nupgrade:", re.IGNORECASE)
 
 
@@ -32,24 +32,26 @@ OnRefused = Callable[[ApiError, Scope | None], None]
 
 @dataclass(frozen=True)
 class HttpLimits:
-    """What a connection may cost before its request is looked at."""
+    """Limits on the size and duration of a request while it is received."""
 
     header_seconds: float = 10.0
-    """From the first byte of a request, or from the connection, to the end of its headers."""
+    """Most seconds from the first byte of a request, or from the connection, to the end of its
+    headers."""
     body_seconds: float = 60.0
-    """From the end of the headers to the end of the body."""
+    """Most seconds from the end of the headers to the end of the body."""
     header_bytes: int = 64 << 10
-    """Limit for request line and headers together, in bytes."""
+    """Most bytes of request line and headers together."""
     num_headers: int = 256
 
     def __post_init__(self) -> None:
         for name in ("header_seconds", "body_seconds"):
             if not 0 < getattr(self, name) < float("inf"):
-                raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0")
+                raise ConfigError(f"{name} is {getattr(self, name)}, must be above 0 and finite")
 
 
 class BoundedProtocol(WritingProtocol):
-    """One connection. What it refuses is answered in OpenAI's form, and the connection ends."""
+    """One connection. A request over a limit is answered with an error in OpenAI's form, and the
+    connection is closed."""
 
     def __init__(
         self,
@@ -58,21 +60,21 @@ class BoundedProtocol(WritingProtocol):
         on_refused: OnRefused | None = None,
         **kwargs: Any,
     ) -> None:
-        """on_refused: called with each error that is answered here, and with the scope of its
-        request if that has come to the application."""
+        """on_refused: called with each error that is answered here, and with the request's scope if
+        the application has received the request."""
         super().__init__(*args, **kwargs)
         self._on_refused = on_refused
         self._limits = limits or HttpLimits()
         self._deadline: asyncio.TimerHandle | None = None
         self._refusal: ApiError | None = None
-        self._is_in_body = False  # or else in a head, or before one
-        self._is_over = False  # nothing more is read
-        self._is_kept = True  # as the request asks
+        self._is_in_body = False  # between the end of the headers and the end of the body
+        self._is_over = False  # further bytes are ignored
+        self._keep_alive = True  # whether the current request keeps the connection open
         self._unfinished: list[RequestResponseCycle] = []  # requests of this connection, in order
         self._head_bytes = 0
-        self._num_new_bytes = 0  # since the parser last called back
+        self._num_new_bytes = 0  # bytes fed to the parser since its last callback
 
-    # -- of the connection
+    # -- callbacks of the connection
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -80,7 +82,7 @@ class BoundedProtocol(WritingProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._is_over = True
-        for cycle in self._unfinished:  # uvicorn knows the last alone
+        for cycle in self._unfinished:  # uvicorn does this for the last one only
             cycle.disconnected = True
             cycle.message_event.set()
         self._forget_deadline()
@@ -97,12 +99,12 @@ class BoundedProtocol(WritingProtocol):
             self.parser.feed_data(data)
             self._check_head(0)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ApiError):
-            self._refuse(self._refusal or ApiError(400, "what was sent is no HTTP/1.1 request"))
+            self._refuse(self._refusal or ApiError(400, "the bytes sent are no HTTP/1.1 request"))
         else:
-            self._watch()
+            self._limit_time()
 
-    def _watch(self) -> None:
-        """Set a deadline for a slow client: one for headers, another for a body."""
+    def _limit_time(self) -> None:
+        """Start the timer for the headers or the body that are being received."""
         is_idle = self.cycle is None or self.cycle.response_complete
         if not self._is_in_body and not is_idle:
             self._forget_deadline()
@@ -110,7 +112,7 @@ class BoundedProtocol(WritingProtocol):
             limits = self._limits
             self._set_deadline(limits.body_seconds if self._is_in_body else limits.header_seconds)
 
-    # -- of the parser
+    # -- callbacks of the parser
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -124,7 +126,7 @@ class BoundedProtocol(WritingProtocol):
         self._check_head(len(name) + len(value) + 4)
         if len(self.headers) >= self._limits.num_headers:
             most = self._limits.num_headers
-            self._fail(431, f"the request has over {most} headers, the limit: send fewer")
+            self._fail(431, f"the request has more than {most} headers, the limit: send fewer")
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -136,7 +138,7 @@ class BoundedProtocol(WritingProtocol):
         self._forget_deadline()
         self._is_in_body = True
         # An answer before the end of the body does not end the connection: see on_response_complete
-        self._is_kept, self.cycle.keep_alive = self.cycle.keep_alive, True
+        self._keep_alive, self.cycle.keep_alive = self.cycle.keep_alive, True
 
     def on_body(self, body: bytes) -> None:
         self._num_new_bytes = 0
@@ -146,19 +148,20 @@ class BoundedProtocol(WritingProtocol):
         self._num_new_bytes = 0
         self._is_in_body = False
         self._forget_deadline()
-        self.cycle.keep_alive = self._is_kept
+        self.cycle.keep_alive = self._keep_alive
         super().on_message_complete()
 
     def _check_head(self, num: int) -> None:
-        """Count bytes of a head that is not complete."""
+        """Count ``num`` bytes of headers. Raises ``ApiError`` for too many."""
         if num:
             self._head_bytes += num
             self._num_new_bytes = 0
         most = self._limits.header_bytes
         if not self._is_in_body and self._head_bytes + self._num_new_bytes > most:
-            self._fail(431, f"the request's headers have over {most} bytes, the limit: send less")
+            self._fail(431, f"the headers have more than {most} bytes, the limit: send fewer")
 
     def _check_request(self) -> None:
+        """Raise ``ApiError`` for complete headers that this server does not accept."""
         version, names = self.parser.get_http_version(), [name for name, _ in self.headers]
         if version not in ("1.0", "1.1"):
             self._fail(505, f"the request is HTTP/{version}, must be HTTP/1.1")
@@ -166,26 +169,29 @@ class BoundedProtocol(WritingProtocol):
         if num_hosts > 1 or (version == "1.1" and not num_hosts):
             self._fail(400, f"the request has {num_hosts} Host headers, must have one")
         if version == "1.0" and b"transfer-encoding" in names:
-            self._fail(400, "the request is HTTP/1.0 with Transfer-Encoding: send Content-Length")
+            self._fail(
+                400,
+                "the request is HTTP/1.0 with Transfer-Encoding: send Content-Length, or HTTP/1.1",
+            )
         if self.parser.should_upgrade():
-            self._fail(400, "the request asks for an upgrade, which is not supported")
+            self._fail(400, "the request is an upgrade, which is not supported: send HTTP/1.1")
 
     def _fail(self, status: int, message: str) -> None:
-        """End the parser, and the connection with it."""
+        """Raise an error in a callback of the parser, which ends the connection."""
         self._refusal = ApiError(status, message)
         raise self._refusal
 
-    # -- of answers
+    # -- responses
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        is_own = self.cycle.response_complete  # or an earlier one's
-        if self._is_in_body and is_own and not self._is_over:  # answered before its body has come
+        is_own = self.cycle.response_complete  # otherwise an earlier request's
+        if self._is_in_body and is_own and not self._is_over:  # answered before the body's end
             self._unset_keepalive_if_required()
             self._linger()
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer for the application, unless it is answering something already."""
+        """Send an error in place of the application, unless a response has begun, and close."""
         self._is_over = True
         self._forget_finished()
         if any(cycle is not self.cycle for cycle in self._unfinished):
@@ -210,36 +216,37 @@ class BoundedProtocol(WritingProtocol):
         self._unfinished = [each for each in self._unfinished if not each.response_complete]
 
     def _linger(self) -> None:
-        """Read nothing more, and close; not at once, or the answer would be lost with what the
-        client still sends."""
+        """Ignore further bytes, and close the connection after some time: if it were closed at
+        once, a client that is still sending would not receive the response."""
         self._is_over = True
         self._forget_deadline()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._deadline = self.loop.call_later(LINGER_SECONDS, self.transport.close)
-        if self.cycle is not None and not self.cycle.response_complete:  # it waits for its body
+        if self.cycle is not None and not self.cycle.response_complete:  # waits for the body
             self.cycle.disconnected = True
             self.cycle.message_event.set()
 
     def _set_deadline(self, seconds: float) -> None:
         self._forget_deadline()
-        self._deadline = self.loop.call_later(seconds, self._be_late, seconds)
+        self._deadline = self.loop.call_later(seconds, self._time_out, seconds)
 
     def _forget_deadline(self) -> None:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
 
-    def _be_late(self, seconds: float) -> None:
+    def _time_out(self, seconds: float) -> None:
         if self.transport.is_closing():
             return
         what = "body" if self._is_in_body else "headers"
-        self._refuse(ApiError(408, f"the {what} took over {seconds:g} s, the limit: send it again"))
+        message = f"the {what} took more than {seconds:g} s, the limit: send the request again"
+        self._refuse(ApiError(408, message))
 
 
 def _without_upgrade(data: bytes) -> bytes:
-    """A request that offers another protocol goes on in this one. After an upgrade the parser
-    would read no body, and Java's client offers HTTP/2 with every request."""
+    """Rename the ``Upgrade`` header, so that the request is served by HTTP/1.1. After an upgrade
+    the parser would read no body, and Java's client offers HTTP/2 with every request."""
     end = data.find(b"\r\n\r\n")
     if end < 0 or UPGRADE.search(data, 0, end) is None:
         return data

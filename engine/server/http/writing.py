@@ -1,7 +1,7 @@
-"""A protocol whose answers may be written without a coroutine.
+"""Write the parts of a streamed body without a coroutine.
 
-An ASGI server offers a coroutine to send with, so that a task must be woken for each part of a
-body. This one offers an object as well, under ``extensions`` of the scope.
+ASGI's ``send`` is a coroutine, so that a task must be woken for each part of a body. This protocol
+also passes a ``Writer`` to the application, under ``extensions`` of the scope.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 from starlette.types import Scope
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-WRITER = "metronome.writer"  # its name among the extensions
+WRITER = "metronome.writer"  # key of the writer in ``extensions``
 
 
 class Writer:
-    """Writes parts of a body that is sent in chunks, once the head of the answer was sent."""
+    """Writes parts of a chunked body after the head of the response was sent."""
 
     __slots__ = ("_cycle",)
 
@@ -22,7 +22,7 @@ class Writer:
 
     @property
     def is_ready(self) -> bool:
-        """False if the client is gone or reads too slowly."""
+        """False if the client has disconnected or reads too slowly."""
         return not (self._cycle.flow.write_paused or self._cycle.disconnected)
 
     def write(self, part: bytes) -> None:
@@ -30,7 +30,7 @@ class Writer:
 
 
 class WritingProtocol(HttpToolsProtocol):
-    """uvicorn's, with a ``Writer`` in each scope."""
+    """uvicorn's protocol with a ``Writer`` in the scope of each request."""
 
     def on_headers_complete(self) -> None:
         before = self.cycle
@@ -41,6 +41,6 @@ class WritingProtocol(HttpToolsProtocol):
 
 
 def writer_of(scope: Scope) -> Writer | None:
-    """``None`` with other servers."""
+    """The writer of a request; ``None`` if another ASGI server runs the application."""
     writer: Writer | None = scope.get("extensions", {}).get(WRITER, {}).get("writer")
     return writer

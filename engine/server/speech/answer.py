@@ -1,6 +1,6 @@
 """The answer of one sequence, read as events: thinking, text, tool calls.
 
-    text of the engine ──> MarkedText ──> a family's reader ──> events of an AnswerReader
+    text of the engine ──> MarkedText ──> a family's reader ──> events of an ParsedAnswer
 
 All answers are made of these events, whole ones too, so that a stream and its end are the same.
 """
@@ -23,13 +23,13 @@ from engine.server.speech.events import (
     Thinking,
     ToolCall,
 )
-from engine.server.speech.harmony import HarmonyReading
+from engine.server.speech.harmony import HarmonyParser
 from engine.server.speech.markers import MarkedText, Markers
-from engine.server.speech.source import Source
-from engine.server.speech.text_reading import TextReading
+from engine.server.speech.source import TextSource
+from engine.server.speech.text_reading import TextParser
 
 
-class Reading(Protocol):
+class AnswerParser(Protocol):
     """Reads the text of one answer, in which markers are characters of their own."""
 
     @property
@@ -43,10 +43,10 @@ class Reading(Protocol):
         """What is left when nothing follows; is_cut: the model had more to write."""
 
 
-class FamilyReading:
+class FamilyParser:
     """Read as a family writes."""
 
-    def __init__(self, source: Source, reading: TextReading | HarmonyReading) -> None:
+    def __init__(self, source: TextSource, reading: TextParser | HarmonyParser) -> None:
         self._source = source
         self._reading = reading
         self._steps = reading.run()
@@ -86,7 +86,7 @@ class ThinkingCounter:
         return num
 
 
-class AnswerReader(ABC):
+class ParsedAnswer(ABC):
     """What one sequence has written so far."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class AnswerReader(ABC):
         """What is new."""
 
 
-class PlainAnswer(AnswerReader):
+class PlainAnswer(ParsedAnswer):
     """All of it is text."""
 
     def _read(self, completion: CompletionOutput) -> Iterator[Event]:
@@ -147,14 +147,14 @@ class PlainAnswer(AnswerReader):
             yield Text(completion.text)
 
 
-class StructuredAnswer(AnswerReader):
+class StructuredAnswer(ParsedAnswer):
     """Taken apart; without the white space between the parts of an answer."""
 
     def __init__(
         self,
         marked: MarkedText,
         markers: Markers,
-        reading: Reading,
+        reading: AnswerParser,
         counter: ThinkingCounter | None,
     ) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from engine.server.speech.events import CallArguments, CallBegin, CallEnd, new_call_id
 from engine.server.speech.json_text import JsonText, Pieces, decoded, mended
 from engine.server.speech.markers import Markers
-from engine.server.speech.source import Source, Steps, Waits
+from engine.server.speech.source import Steps, TextSource, Waits
 
 NAME = re.compile(r"[\w.-]+")
 PREFIX = "functions."  # of a name, as models of several families write it
@@ -40,7 +40,7 @@ class CallReader(ABC):
 
     def __init__(
         self,
-        source: Source,
+        source: TextSource,
         tools: Mapping[str, Types],
         markers: Markers,
         syntax: CallSyntax,
@@ -150,7 +150,7 @@ class CallReader(ABC):
 
     def _quoted(self, name: str) -> Steps[bool]:
         """Arguments as a JSON string that is JSON."""
-        outer, inner = self.json(), Source()
+        outer, inner = self.json(), TextSource()
         reading = self._streamed_inside(name, inner)
         has_begun = False
         for piece in outer.string(is_key=False):
@@ -172,7 +172,7 @@ class CallReader(ABC):
             yield event
         return True
 
-    def _streamed_inside(self, name: str, source: Source) -> Steps[None]:
+    def _streamed_inside(self, name: str, source: TextSource) -> Steps[None]:
         char = yield from source.skip_space()
         if char != "{":
             yield from self.whole(name)

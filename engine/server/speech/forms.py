@@ -26,7 +26,7 @@ from engine.server.speech.families import FAMILIES, Calls
 from engine.server.speech.markers import Markers
 from engine.server.speech.object_calls import NESTED
 from engine.server.speech.tools import Tool, Tools, kinds_of
-from engine.server.speech.turns import Speech
+from engine.server.speech.turns import ChatFormat
 
 VALUES = ("enum", "const", "default", "examples")  # keywords with values, which are no schemas
 ANY = "/(?s:.*)/"
@@ -37,7 +37,7 @@ ANY_OBJECT = {"type": "object"}
 
 
 def form_of_answer(
-    speech: Speech, tools: Tools | None, text: StructuredOutputsParams | None, prompt: str
+    chat_format: ChatFormat, tools: Tools | None, text: StructuredOutputsParams | None, prompt: str
 ) -> StructuredOutputsParams | None:
     """What an answer must be: calls, text in a form, or one of both; ``None``: anything.
 
@@ -45,44 +45,44 @@ def form_of_answer(
     the schema of a strict tool cannot be enforced.
     """
     if tools is None or (tools.choice == "auto" and text is None and not tools.has_strict):
-        return None if text is None else _after_thinking(speech, text, prompt)
+        return None if text is None else _after_thinking(chat_format, text, prompt)
     tools = enforceable(tools)
-    form = _with_calls(speech, tools, text, prompt)
+    form = _with_calls(chat_format, tools, text, prompt)
     if any(not tool.is_strict and tool.is_enforced for tool in tools.all) and is_too_large(
         form, tools.objects
     ):
-        form = _with_calls(speech, unenforced(tools), text, prompt)
+        form = _with_calls(chat_format, unenforced(tools), text, prompt)
     return form
 
 
 def _with_calls(
-    speech: Speech, tools: Tools, text: StructuredOutputsParams | None, prompt: str
+    chat_format: ChatFormat, tools: Tools, text: StructuredOutputsParams | None, prompt: str
 ) -> ComposedForm:
-    reader, calls = speech.reader(has_tools=True), speech.calls
+    reader, calls = chat_format.reader(has_tools=True), chat_format.calls
     assert reader is not None
     rules = Rules(reader.markers)
     bodies = {tool.name: rules.add("body", _body(rules, calls, tool)) for tool in tools.all}
     if tools.choice == "auto" and text is None:
-        return rules.form(_strict(rules, speech, bodies, prompt, is_single=tools.is_single))
+        return rules.form(_strict(rules, chat_format, bodies, prompt, is_single=tools.is_single))
     call = rules.calls(calls.begin, bodies)
     first = " ".join(filter(None, [rules.text(calls.before), call]))
     answer = rules.many(first, call, calls, is_single=tools.is_single)
     if tools.choice == "auto" and text is not None:
-        answer = f"({answer} | {rules.answer(speech, form_of(text), prompt)})"
-    return rules.form([*rules.thinking(speech, prompt), answer])
+        answer = f"({answer} | {rules.answer(chat_format, form_of(text), prompt)})"
+    return rules.form([*rules.thinking(chat_format, prompt), answer])
 
 
 def _after_thinking(
-    speech: Speech, text: StructuredOutputsParams, prompt: str
+    chat_format: ChatFormat, text: StructuredOutputsParams, prompt: str
 ) -> StructuredOutputsParams:
     """This form of a text before which the model may think, if it is a model that thinks."""
-    reader = speech.reader(has_tools=False)
-    thinks = speech.thinking is not None or bool(speech.calls.before_text)
-    if reader is None or not thinks or speech.has_thought(prompt):
+    reader = chat_format.reader(has_tools=False)
+    thinks = chat_format.thinking is not None or bool(chat_format.calls.before_text)
+    if reader is None or not thinks or chat_format.has_thought(prompt):
         return text
     rules = Rules(reader.markers)
-    answer = rules.answer(speech, form_of(text), prompt)
-    return rules.form([*rules.thinking(speech, prompt), answer])
+    answer = rules.answer(chat_format, form_of(text), prompt)
+    return rules.form([*rules.thinking(chat_format, prompt), answer])
 
 
 class Rules:
@@ -127,29 +127,29 @@ class Rules:
         kind; follows: right after another part."""
         self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
 
-    def answer(self, speech: Speech, form: Grammar, prompt: str) -> str:
+    def answer(self, chat_format: ChatFormat, form: Grammar, prompt: str) -> str:
         """A form of the answer in words, which thinking may come before."""
-        part, calls = self.part(form), speech.calls
+        part, calls = self.part(form), chat_format.calls
         ends = [calls.text, calls.message_end if calls.before_text else ""]
-        if speech.thinking is not None and not calls.before_text:
-            ends.append(speech.thinking[1])
+        if chat_format.thinking is not None and not calls.before_text:
+            ends.append(chat_format.thinking[1])
         for end in filter(None, ends):
             self.opens(end)
-        if not speech.is_thinking(prompt):
+        if not chat_format.is_thinking(prompt):
             self.opens("")
         return self.begun(calls, part)
 
-    def thinking(self, speech: Speech, prompt: str) -> list[str]:
+    def thinking(self, chat_format: ChatFormat, prompt: str) -> list[str]:
         """Free text until thinking ends: if it has begun, and else if the model wants to."""
-        if speech.calls.before_text:
-            end = speech.calls.message_end
-            begins = map(self.text, speech.calls.before_text)
+        if chat_format.calls.before_text:
+            end = chat_format.calls.message_end
+            begins = map(self.text, chat_format.calls.before_text)
             return [f"(({' | '.join(begins)}) {self._up_to(end)})*"]
-        if speech.thinking is None or speech.has_thought(prompt):
+        if chat_format.thinking is None or chat_format.has_thought(prompt):
             return []
-        begin, end = speech.thinking
+        begin, end = chat_format.thinking
         rest = f"{self._up_to(end)} /\\n*/"
-        if speech.is_thinking(prompt):
+        if chat_format.is_thinking(prompt):
             return [rest]
         return [self.add("thinking", f"{self.text(begin)} {rest}") + "?"]
 
@@ -272,25 +272,25 @@ def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
 
 
 def _strict(
-    rules: Rules, speech: Speech, bodies: dict[str, str], prompt: str, *, is_single: bool
+    rules: Rules, chat_format: ChatFormat, bodies: dict[str, str], prompt: str, *, is_single: bool
 ) -> list[str]:
     """Free text in which nothing is read as a call, and calls."""
-    calls = speech.calls
+    calls = chat_format.calls
     call = rules.calls(calls.begin, bodies)
     whole = " ".join(filter(None, [rules.text(calls.before), call]))
     many = rules.many(whole, call, calls, is_single=is_single)
     found = OPENER.match(calls.before or calls.begin)
     opener = found[0] if found else ""
-    others = _like_calls(rules, speech, bodies, opener)
+    others = _like_calls(rules, chat_format, bodies, opener)
     without, without_opener = _without(others), _without([*others, *rules.letters([opener])])
     if calls.before_text:
         free = rules.add("FREE", f"{ANY}{without_opener}")
-        return [*rules.thinking(speech, prompt), f"({many} | {rules.begun(calls, free)})"]
+        return [*rules.thinking(chat_format, prompt), f"({many} | {rules.begun(calls, free)})"]
     if not opener:  # a call begins as any JSON, and stands alone
         return [f"({many} | {rules.add('FREE', f'{ANY}{without} & ~{JSON_FIRST}')})"]
     if rules.is_special(opener):
         free = rules.add("FREE", f"{ANY}{without}")
-        thinking = rules.thinking(speech, prompt)
+        thinking = rules.thinking(chat_format, prompt)
         return [*thinking, free, f"({many} {free})" + ("?" if is_single else "*")]
     # Letters: as soon as they are written, the text goes on as a call.
     free = rules.add("FREE", f"{ANY}{without_opener}")
@@ -302,10 +302,12 @@ def _strict(
     return [f"({many})" + ("?" if is_single else "*"), free]
 
 
-def _like_calls(rules: Rules, speech: Speech, names: Iterable[str], opener: str) -> list[str]:
+def _like_calls(
+    rules: Rules, chat_format: ChatFormat, names: Iterable[str], opener: str
+) -> list[str]:
     """Expressions for what may be read as a call, besides what the opener begins: other markers of
     the family, and the name of a tool in an object."""
-    syntax = (speech.family or FAMILIES[-1]).syntax
+    syntax = (chat_format.family or FAMILIES[-1]).syntax
     others = [text for text in (*syntax.openers, *syntax.inner) if text != opener]
     called = f"({re.escape(PREFIX)})?({'|'.join(map(in_regex, names))})"
     return [*rules.letters(others), rf"({NAMED})[\"']\s*:\s*[\"']\s*{called}\s*[\"']"]

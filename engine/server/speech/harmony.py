@@ -56,7 +56,7 @@ class HarmonyCalls(ObjectCalls):
         return False
 
 
-class HarmonyReading:
+class HarmonyParser:
     """Reads one answer."""
 
     def __init__(self, calls: HarmonyCalls) -> None:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Generator
 from typing import Any, Literal
 
-from engine.server.speech.source import Source, Waits
+from engine.server.speech.source import TextSource, Waits
 
 Pieces = Generator[str | None, None, None]
 """Pieces of JSON text; ``None``: more is needed."""
@@ -49,7 +49,7 @@ class JsonText:
 
     def __init__(
         self,
-        source: Source,
+        source: TextSource,
         plain: Callable[[str], str] = as_it_is,
         ends: tuple[str, ...] = (),
     ) -> None:
@@ -336,7 +336,7 @@ def decoded(text: str) -> str:
 def mended(text: str, *, is_cut: bool = False) -> str | None:
     """A whole text as one JSON value; ``None`` if it is none, or more follows. is_cut: it may break
     off, but not inside a string."""
-    source = Source()
+    source = TextSource()
     source.feed(text)
     source.end(is_cut=False)
     value = JsonText(source)

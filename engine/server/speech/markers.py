@@ -71,7 +71,7 @@ class Markers:
         return " ".join(parts)
 
 
-class Cut(NamedTuple):
+class TokenSpan(NamedTuple):
     """Where the text of a token lies, and what stands in its place."""
 
     begin: int
@@ -92,7 +92,7 @@ class MarkedText:
             self._cut |= dict.fromkeys(markers.special, "")
         self._decoder = Detokenizer(markers.tokenizer.backend, prompt_token_ids, False)
         self._decoded = 0  # characters of all tokens
-        self._cuts: deque[Cut] = deque()
+        self._cuts: deque[TokenSpan] = deque()
         self._at = 0  # characters that were read
         self._held = ""  # a marker of which a part is there
 
@@ -102,7 +102,7 @@ class MarkedText:
             self._decoded += len(self._decoder.feed([token]))
             if token in self._cut:
                 begin = self._decoded - len(self._markers.names[token])
-                self._cuts.append(Cut(begin, self._decoded, self._cut[token]))
+                self._cuts.append(TokenSpan(begin, self._decoded, self._cut[token]))
         text, self._held = self._held + text, ""
         if not self._cuts:
             self._at += len(text)

@@ -23,7 +23,7 @@ END = "\0end"
 """What ``follows`` returns where the answer has ended."""
 
 
-class Source:
+class TextSource:
     """The text of one answer, and how far it was read."""
 
     def __init__(self) -> None:
@@ -139,7 +139,7 @@ class Literals:
         self._pattern = re.compile("|".join(map(re.escape, self.texts)) or r"(?!)")
         self._longest = max(map(len, self.texts), default=1)
 
-    def search(self, source: Source) -> re.Match[str] | None:
+    def search(self, source: TextSource) -> re.Match[str] | None:
         """The next of them, the longest that stands there; ``None`` if more of it may come."""
         match = self._pattern.search(source.text, source.at)
         if match is None or source.is_ended:
@@ -151,7 +151,7 @@ class Literals:
                 return None
         return match
 
-    def safe_end(self, source: Source) -> int:
+    def safe_end(self, source: TextSource) -> int:
         """Before which none of them begins, if none was found."""
         end = len(source.text)
         if source.is_ended:

@@ -10,7 +10,7 @@ from typing import Any
 from engine.server.speech.events import CallArguments, CallEnd
 from engine.server.speech.object_calls import ObjectCalls
 from engine.server.speech.source import Steps, Waits
-from engine.server.speech.tagged_values import Other, TaggedValue, ValueTags, json_of, quoted
+from engine.server.speech.tagged_values import EndTag, TaggedValue, ValueTags, json_of, quoted
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -109,10 +109,10 @@ class QwenCoderCalls(TaggedCalls):
         call, call_end, function = read(CALL), read(CALL_END), read(FUNCTION)
         end, parameter = read(FUNCTION_END), read(PARAMETER)
         others = {
-            end: Other((call_end, call, function)),
-            call_end: Other((call, function)),
-            call: Other((function,), on_own_line=True),
-            parameter: Other(on_own_line=True),
+            end: EndTag((call_end, call, function)),
+            call_end: EndTag((call, function)),
+            call: EndTag((function,), on_own_line=True),
+            parameter: EndTag(on_own_line=True),
         }
         return ValueTags(
             read(PARAMETER_END), (parameter, end, call_end, call, function), others, has_lines=True
@@ -149,7 +149,7 @@ class GlmCalls(TaggedCalls):
     def _made_tags(self) -> ValueTags:
         read = self.markers.read
         call, call_end, key = read(CALL), read(CALL_END), read(KEY)
-        others = {call_end: Other((call,)), key: Other()}
+        others = {call_end: EndTag((call,)), key: EndTag()}
         return ValueTags(read(VALUE_END), (key, call_end, call), others, has_lines=False)
 
     def _key(self) -> Waits[str | None]:

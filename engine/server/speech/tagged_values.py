@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from engine.server.speech.json_text import HALVES, WORDS, JsonText, Pieces, mended
-from engine.server.speech.source import Literals, Source, Waits
+from engine.server.speech.source import Literals, TextSource, Waits
 
 NULL = "null"
 TEXTS = {"string", NULL}
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
 
 
-class Other(NamedTuple):
+class EndTag(NamedTuple):
     """A tag that ends a value as well."""
 
     follow: tuple[str, ...] = ()
@@ -29,7 +29,7 @@ class ValueTags:
         self,
         end: str,
         follow: tuple[str, ...],
-        others: Mapping[str, Other],
+        others: Mapping[str, EndTag],
         *,
         has_lines: bool,
     ) -> None:
@@ -46,7 +46,11 @@ class TaggedValue:
     """Reads the text of one value."""
 
     def __init__(
-        self, source: Source, tags: ValueTags, plain: Callable[[str], str], next_keys: Iterable[str]
+        self,
+        source: TextSource,
+        tags: ValueTags,
+        plain: Callable[[str], str],
+        next_keys: Iterable[str],
     ) -> None:
         """next_keys: what names another argument, after its tag."""
         self.is_cut = False
@@ -156,7 +160,7 @@ def _part(text: str, types: list[str]) -> str:
     """What there is of a value that breaks off."""
     if text.lstrip()[:1] not in ("{", "[") and (not types or "string" in types):
         return quoted(text)[:-1]
-    source = Source()
+    source = TextSource()
     source.feed(text)
     source.end(is_cut=True)
     return "".join(piece for piece in JsonText(source).read() if piece)

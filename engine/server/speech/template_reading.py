@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from engine.server.speech.answer import Reading
+from engine.server.speech.answer import AnswerParser
 from engine.server.speech.events import (
     CallArguments,
     CallBegin,
@@ -50,7 +50,7 @@ class ResponseTemplate:
         return parsing.ResponseParser(self._template, prefix=self.markers.read(prompt), tools=tools)
 
 
-class TemplateReading:
+class TemplateParser:
     """Reads one answer."""
 
     def __init__(
@@ -58,7 +58,7 @@ class TemplateReading:
         template: ResponseTemplate,
         prompt: str,
         tools: list[dict[str, Any]] | None,
-        calls: Reading | None,
+        calls: AnswerParser | None,
     ) -> None:
         """calls: reads those in the text, if the template says nothing of them."""
         self._template = template

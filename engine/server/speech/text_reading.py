@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from engine.server.speech.calls import CallReader
 from engine.server.speech.events import Text, Thinking
-from engine.server.speech.source import Literals, Source, Steps, Waits
+from engine.server.speech.source import Literals, Steps, TextSource, Waits
 
 MAX_READ_AGAIN = 1 << 16  # characters of one answer
 BARE = ("{", "[", "```")  # what calls without a marker begin with
 
 
-class TextReading:
+class TextParser:
     """Reads one answer, all but those of gpt-oss."""
 
     def __init__(
         self,
-        source: Source,
+        source: TextSource,
         calls: CallReader | None,
         thinking: tuple[str, str] | None,
         *,

@@ -30,7 +30,7 @@ class Tool(NamedTuple):
     is_custom: bool = False  # its input is a text, which is all its arguments
 
 
-class Kinds(NamedTuple):
+class ValueKinds(NamedTuple):
     """What a schema admits: types, and the values if it lists them."""
 
     types: list[str]  # none: any
@@ -201,26 +201,26 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
     return wanted
 
 
-def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> Kinds:
+def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
     """The kinds of values that a property may have; references are followed."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
-        return Kinds([], [])
+        return ValueKinds([], [])
     if isinstance(schema.get("$ref"), str):
         return kinds_of(_at(root, schema["$ref"]), root, depth + 1)
     values = schema["enum"] if isinstance(schema.get("enum"), list) else []
     if "const" in schema:
         values = [schema["const"]]
     if values:
-        return Kinds([_type_of(value) for value in values], values)
+        return ValueKinds([_type_of(value) for value in values], values)
     given = schema.get("type")
     types = given if isinstance(given, list) else [given] if isinstance(given, str) else []
     for name in ("anyOf", "oneOf"):
         if isinstance(schema.get(name), list):
             found = [kinds_of(each, root, depth + 1) for each in schema[name]]
             if not all(each.types for each in found):
-                return Kinds([], [])
+                return ValueKinds([], [])
             types = [*types, *(kind for each in found for kind in each.types)]
-    return Kinds([str(each) for each in types], [])
+    return ValueKinds([str(each) for each in types], [])
 
 
 def _at(root: Any, reference: str) -> Any:

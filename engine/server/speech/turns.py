@@ -6,24 +6,24 @@ from collections.abc import Mapping
 from typing import Any
 
 from engine.server.speech.answer import (
-    AnswerReader,
-    FamilyReading,
+    AnswerParser,
+    FamilyParser,
+    ParsedAnswer,
     PlainAnswer,
-    Reading,
     StructuredAnswer,
     ThinkingCounter,
 )
 from engine.server.speech.calls import Types
 from engine.server.speech.families import FAMILIES, GENERIC, GENERIC_CALLS, Family, family_of
-from engine.server.speech.harmony import HarmonyCalls, HarmonyReading
+from engine.server.speech.harmony import HarmonyCalls, HarmonyParser
 from engine.server.speech.markers import MarkedText, Markers, markers_in
-from engine.server.speech.source import Source
-from engine.server.speech.template_reading import TOOL_FIELD, ResponseTemplate, TemplateReading
-from engine.server.speech.text_reading import TextReading
+from engine.server.speech.source import TextSource
+from engine.server.speech.template_reading import TOOL_FIELD, ResponseTemplate, TemplateParser
+from engine.server.speech.text_reading import TextParser
 from engine.text.tokenizer import Tokenizer
 
 
-class Speech:
+class ChatFormat:
     """How a model's answers are read: made once for each model and chat template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str) -> None:
@@ -38,22 +38,22 @@ class Speech:
         """How calls are written when they are forced."""
         self.thinking: tuple[str, str] | None = None
         """What opens thinking and what closes it, if the model thinks."""
-        self._with_tools: Reader
-        self._without: Reader | None = None
+        self._with_tools: ParserFactory
+        self._without: ParserFactory | None = None
         if own is not None:
             calls = None if has_own_calls else FAMILIES[-1]
-            self._with_tools = TemplateReader(tokenizer, own, calls)
+            self._with_tools = TemplateParserFactory(tokenizer, own, calls)
             fields = {k: v for k, v in own["fields"].items() if k != TOOL_FIELD}
             if fields.keys() - {"content"}:
-                self._without = TemplateReader(tokenizer, {**own, "fields": fields}, None)
+                self._without = TemplateParserFactory(tokenizer, {**own, "fields": fields}, None)
             return
         if family.thinking and any(sign in chat_template for sign in family.thinking):
             self.thinking = family.thinking
-        self._with_tools = FamilyReader(tokenizer, family, self.thinking, has_calls=True)
+        self._with_tools = FamilyParserFactory(tokenizer, family, self.thinking, has_calls=True)
         if self.thinking is not None or family.reader is HarmonyCalls:
-            self._without = FamilyReader(tokenizer, family, self.thinking, has_calls=False)
+            self._without = FamilyParserFactory(tokenizer, family, self.thinking, has_calls=False)
 
-    def reader(self, *, has_tools: bool) -> Reader | None:
+    def reader(self, *, has_tools: bool) -> ParserFactory | None:
         """``None``: all is text."""
         return self._with_tools if has_tools else self._without
 
@@ -67,7 +67,7 @@ class Speech:
 
     def begin(
         self, prompt: Any, *, tools: list[dict[str, Any]] | None, skip_special: bool
-    ) -> AnswerReader:
+    ) -> ParsedAnswer:
         """prompt: as ``AsyncLLMEngine.render_chat`` returns it; tools: those that may be called."""
         reader = self.reader(has_tools=tools is not None)
         if reader is None:
@@ -78,7 +78,7 @@ class Speech:
         counter = self._counter(reader, is_thinking)
         return StructuredAnswer(marked, reader.markers, reading, counter)
 
-    def _counter(self, reader: Reader, is_thinking: bool) -> ThinkingCounter | None:
+    def _counter(self, reader: ParserFactory, is_thinking: bool) -> ThinkingCounter | None:
         """``None`` where markers are no tokens."""
         added = reader.markers.tokenizer.added_tokens
         if self.thinking is None or any(marker not in added for marker in self.thinking):
@@ -87,7 +87,7 @@ class Speech:
         return ThinkingCounter(begin, end, is_thinking)
 
 
-class FamilyReader:
+class FamilyParserFactory:
     """Begins to read answers as a family writes them, in one vocabulary."""
 
     def __init__(
@@ -111,24 +111,24 @@ class FamilyReader:
 
     def begin(
         self, prompt: str, tools: list[dict[str, Any]] | None, *, is_thinking: bool
-    ) -> Reading:
-        family, source = self._family, Source()
+    ) -> AnswerParser:
+        family, source = self._family, TextSource()
         calls = family.reader(
             source, types_of(tools or []), self.markers, family.syntax, short_ids=family.short_ids
         )
         if isinstance(calls, HarmonyCalls):
-            return FamilyReading(source, HarmonyReading(calls))
-        reading = TextReading(
+            return FamilyParser(source, HarmonyParser(calls))
+        reading = TextParser(
             source,
             calls if self._has_calls else None,
             self._thinking,
             is_thinking=is_thinking,
             thinks_first=self._thinks_first,
         )
-        return FamilyReading(source, reading)
+        return FamilyParser(source, reading)
 
 
-class TemplateReader:
+class TemplateParserFactory:
     """A reader of turns by the tokenizer's own template."""
 
     def __init__(
@@ -136,23 +136,23 @@ class TemplateReader:
     ) -> None:
         """calls: the family that they are written in, if the template says nothing of them."""
         texts = markers_in(tokenizer, template)
-        self._calls: FamilyReader | None = None
+        self._calls: FamilyParserFactory | None = None
         self.markers = Markers(tokenizer, texts)
         if calls is not None:
-            self._calls = FamilyReader(tokenizer, calls, None, has_calls=True, more=texts)
+            self._calls = FamilyParserFactory(tokenizer, calls, None, has_calls=True, more=texts)
             self.markers = self._calls.markers
         self._template = ResponseTemplate(self.markers, template)
 
     def begin(
         self, prompt: str, tools: list[dict[str, Any]] | None, *, is_thinking: bool
-    ) -> Reading:
+    ) -> AnswerParser:
         calls = None
         if self._calls is not None and tools is not None:
             calls = self._calls.begin(prompt, tools, is_thinking=False)
-        return TemplateReading(self._template, prompt, tools, calls)
+        return TemplateParser(self._template, prompt, tools, calls)
 
 
-Reader = FamilyReader | TemplateReader
+ParserFactory = FamilyParserFactory | TemplateParserFactory
 
 
 def types_of(tools: list[dict[str, Any]]) -> Mapping[str, Types]:
