@@ -53,8 +53,8 @@ def test_without_keys_all_are_let_in_and_none_is_admin() -> None:
     [
         (b"", "no keys"),
         (b"# a\n\n", "no keys"),
-        (b"a key\n", "key 1 has blanks"),
-        ("one\nschlüssel\n".encode(), "key 2 has"),
+        (b"a key\n", "key 1 must have"),
+        ("one\nschlüssel\n".encode(), "key 2 must have"),
         (b"\xff\n", "utf-8"),
         (None, "No such file"),
     ],
