@@ -411,7 +411,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "x", "content": 5}
             "text is None",
         ),
         (CHAT, {"messages": ASK, "allowed_token_ids": [2], "min_tokens": 2}, "no token is left"),
-        (RESPONSE, {"input": [{"type": "reasoning", "content": 5}]}, "content is 5"),
+        (RESPONSE, {"input": [{"type": "reasoning", "content": 5}]}, "content 5"),
         (RESPONSE, {"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input"),
         (MESSAGE, {"messages": ASK, "tool_choice": {"type": ["auto"]}}, "tool_choice"),
         (MESSAGE, {"messages": ASK, "output_config": {"format": 5}}, "format 5"),
