@@ -54,7 +54,7 @@ def _add_workload(parser: argparse.ArgumentParser, name: str) -> None:
     group.add_argument("--input-len", type=_positive, default=128, metavar="N", help="tokens")
     group.add_argument("--output-len", type=_positive, default=64, metavar="N", help="tokens")
     group.add_argument(
-        "--prompts", type=Path, metavar="FILE", help="one prompt a line, in place of random ones"
+        "--prompts", type=Path, metavar="FILE", help="prompts, one per line, instead of random ones"
     )
 
 
@@ -83,7 +83,7 @@ def _read_prompts(path: Path | None) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts {path} cannot be read: {error}") from error
     if not lines:
-        raise ConfigError(f"--prompts {path} has no prompt; it must have one a line")
+        raise ConfigError(f"--prompts {path} has no prompt: write one per line")
     return tuple(lines)
 
 
@@ -100,5 +100,5 @@ def _print_table(name: str, summary: str, result: Result) -> None:
 
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""What ``metronome bench`` measures. A run that warms up is not counted, nor one that is traced."""
+"""The measurements of ``metronome bench``. Warm-up runs and profiled runs are not counted."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.messages.requests import RequestOutput
 
-PROMPT_SEED = 0  # of random prompts: every run of a benchmark has the same ones
+PROMPT_SEED = 0  # every run of a benchmark gets the same random prompts
 PROBE_SECONDS = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchWorkload:
-    """What the engine is given to do; random token ids unless there are texts."""
+    """The prompts of a benchmark: random token ids, or texts if given."""
 
     num_prompts: int
     input_len: int
@@ -35,7 +35,7 @@ class BenchWorkload:
     texts: tuple[str, ...] = ()
 
     def prompts(self, vocab_size: int) -> list[Prompt]:
-        """``num_prompts`` random prompts of ``input_len`` tokens, or the texts."""
+        """Return ``num_prompts`` random prompts of ``input_len`` tokens, or the texts."""
         if self.texts:
             return list(self.texts)
         dice = random.Random(PROMPT_SEED)
@@ -46,7 +46,7 @@ class BenchWorkload:
 
 
 def measure_throughput(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
-    """The best of ``num_iters`` runs of all prompts at once."""
+    """Measure the best of ``num_iters`` runs that start all prompts at the same time."""
     with LLMEngine.from_engine_args(args) as engine:
         prompts = workload.prompts(engine.session.client.decided.vocab_size)
         _run(engine, prompts, workload.output_len)
@@ -67,13 +67,13 @@ def measure_throughput(args: EngineArgs, workload: BenchWorkload) -> dict[str, f
 
 
 def measure_latency(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
-    """Times of requests over ``num_iters`` batches, in milliseconds."""
+    """Measure the times of requests over ``num_iters`` batches, in milliseconds."""
     with LLMEngine.from_engine_args(args) as engine:
         prompts = workload.prompts(engine.session.client.decided.vocab_size)
         _run(engine, prompts, workload.output_len)
         outputs: list[RequestOutput] = []
         for _ in range(workload.num_iters):
-            engine.reset_prefix_cache()  # or all but the first would find their prompt computed
+            engine.reset_prefix_cache()  # otherwise later batches find their prompts cached
             outputs += _run(engine, prompts, workload.output_len)
         _record(engine, args, prompts, workload.output_len)
     result: dict[str, float | int] = {"batches": workload.num_iters, "batch_size": len(prompts)}
@@ -86,7 +86,7 @@ def measure_latency(args: EngineArgs, workload: BenchWorkload) -> dict[str, floa
 
 
 def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
-    """Milliseconds of each request: time to its first token, to its end, and between two tokens."""
+    """Return each request's milliseconds to the first token, between two tokens, and in total."""
     times: dict[str, list[float]] = {"first_token": [], "next_token": [], "whole_request": []}
     for output in outputs:
         figures = times_of(output)
@@ -100,7 +100,7 @@ def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
 
 
 def measure_startup(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
-    """Seconds in fresh processes to import, to load and to the first token; medians of runs."""
+    """Measure seconds to import, to load and to the first token in fresh processes; medians."""
     encoded = json.dumps(_given(_fetched(args)))
     _probe(encoded, workload)
     runs = [_probe(encoded, workload) for _ in range(workload.num_iters)]
@@ -119,8 +119,8 @@ def _probe(encoded: str, workload: BenchWorkload) -> dict[str, float]:
 
 
 def _fetched(args: EngineArgs) -> EngineArgs:
-    """The arguments with the model fetched: no start waits for it, no command line shows a
-    token."""
+    """Fetch the model and return arguments with its directory: measured starts then need no
+    download, and no command line contains a token."""
     is_here, has_text = args.core_address is None, not args.skip_tokenizer_init
     there = fetched(args.create_config().model, for_core=is_here, for_text=has_text)
     return replace(
@@ -142,14 +142,14 @@ def _given(args: EngineArgs) -> dict[str, object]:
 def _timed(
     engine: LLMEngine, prompts: list[Prompt], output_len: int
 ) -> tuple[float, list[RequestOutput]]:
-    engine.reset_prefix_cache()  # or all but the first run would find their prompts computed
+    engine.reset_prefix_cache()  # otherwise later runs find their prompts cached
     start = time.perf_counter()
     outputs = _run(engine, prompts, output_len)
     return time.perf_counter() - start, outputs
 
 
 def _record(engine: LLMEngine, args: EngineArgs, prompts: list[Prompt], output_len: int) -> None:
-    """One more run for the trace, if one is wanted: recording costs time."""
+    """Run once more under the profiler if a trace is requested, since profiling costs time."""
     if args.torch_profiler_dir is not None:
         engine.reset_prefix_cache()
         with profiled(engine, args):

@@ -1,4 +1,4 @@
-"""Talk with a model; answers are streamed, the conversation is remembered."""
+"""Chat with a model in the terminal; answers are streamed, the conversation is remembered."""
 
 from __future__ import annotations
 
@@ -31,14 +31,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    sampling_params(parsed)  # what is wrong is reported before anything is loaded
+    sampling_params(parsed)  # reports errors before anything is loaded
     opening = [{"role": "system", "content": parsed.system}] if parsed.system else []
     messages = list(opening)
     args = engine_args(parsed)
     with LLMEngine.from_engine_args(args) as engine, profiled(engine, args):
         params = sampling_params(parsed, engine.session.recommended)
         tokenizer = engine.get_tokenizer()
-        tokenizer.apply_chat_template([{"role": "user", "content": "?"}])  # is there a template?
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": "?"}]
+        )  # fails early if there is no template
         print(HINT)
         for number, line in zip(itertools.count(), _lines()):
             if line == RESET:
@@ -49,7 +51,7 @@ def run(parsed: argparse.Namespace) -> int:
                 text = tokenizer.apply_chat_template(messages)
                 ids = tokenizer.encode(text, add_special_tokens=False)
                 engine.add_request(str(number), ids, params)
-            except RequestError as error:  # for example too long: the conversation so far is kept
+            except RequestError as error:  # for example too long: keep the earlier messages
                 messages.pop()
                 print(f"[{error}; {RESET} forgets the conversation]")
                 continue
@@ -60,7 +62,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _lines() -> Iterator[str]:
-    """The lines that the user types, or those of standard input."""
+    """Yield the lines that the user types, or those of standard input."""
     prompt = "> " if sys.stdin.isatty() else ""
     while True:
         try:

@@ -1,14 +1,14 @@
-"""The commands of ``metronome``: the engine's own, and those that installed packages add.
+"""Finds the commands of ``metronome``: the engine's own, and those of installed packages.
 
 A package adds a command with an entry point of the group ``metronome.commands``, as this one does
-with the commands of its policy lab:
+for the policy lab:
 
     [project.entry-points."metronome.commands"]
     simulate = "policylab.cli.simulate"
 
-It names a module, or an object in one, with a docstring whose first line is the help text, with
-``add_arguments(parser)``, and with ``run(parsed)``, which returns the exit status. It is imported
-when its command is used and not before: the help text is read from compiled code.
+The entry point names a module, or an object in one, with a docstring whose first line is the help
+text, a function ``add_arguments(parser)``, and ``run(parsed)``, which returns the exit status. The
+module is imported only when its command is used: the help text is read from its compiled code.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ NEEDED = ("add_arguments", "run")
 
 
 class Runnable(Protocol):
-    """What carries out a command."""
+    """The module or object of a command."""
 
     def add_arguments(self, parser: Any) -> None:
-        """Declare the options. ``parser``: an ``argparse.ArgumentParser``."""
+        """Declare the options on an ``argparse.ArgumentParser``."""
 
     def run(self, parsed: argparse.Namespace) -> int:
-        """Carry it out and return the exit status."""
+        """Run the command and return its exit status."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command that may be used, and which package brings it."""
+    """A command and the package that it comes from."""
 
     name: str
     package: str
@@ -52,20 +52,20 @@ class Command:
 
     @cached_property
     def summary(self) -> str:
-        """One line for the help. Nothing of the package is run to get it."""
+        """One line for the help, read without running any code of the package."""
         module, _, inner = self.place.partition(":")
         try:
             text = "" if inner else _docstring(module)
-        except Exception as error:  # whatever another package's files do to the import system
+        except Exception as error:  # another package's files may make the import system raise
             return f"cannot be loaded: {_shown(error)} (of {self.package})"
         first = next(iter(text.strip().splitlines()), "")
         return first if self.package == PACKAGE else f"{first} (of {self.package})".strip()
 
     def load(self) -> Runnable:
-        """Import it. Raises ``EngineError`` if that fails, or if it is no command."""
+        """Import the command. Raises ``EngineError`` if that fails or functions are missing."""
         try:
             found = EntryPoint(self.name, self.place, GROUP).load()
-        except Exception as error:  # whatever another package does when it is imported
+        except Exception as error:  # another package may raise anything
             if self.package == PACKAGE and not isinstance(error, ImportError):
                 raise
             raise EngineError(
@@ -74,22 +74,21 @@ class Command:
         for name in NEEDED:
             if not callable(getattr(found, name, None)):
                 raise EngineError(
-                    f"command {self.name!r} of {self.package} cannot be used: {self.place} has no "
+                    f"command {self.name!r} of {self.package} cannot be used: {self.place} needs a "
                     f"function {name!r}"
                 )
         return cast(Runnable, found)
 
 
 def own_commands() -> dict[str, Command]:
-    """The engine's own, by name."""
+    """Return the engine's own commands, by name."""
     return {name: Command(name, PACKAGE, f"engine.cli.{name}") for name in OWN}
 
 
 def all_commands() -> tuple[dict[str, Command], list[Command]]:
-    """The engine's own and those of installed packages, and which of them are left out.
+    """Return all commands by name, and those ignored because their name is taken.
 
-    Where several have the same name, the engine's own comes first, then the package that comes
-    first on the search path of modules.
+    The engine's own come first, then packages in the order of the module search path.
     """
     found, left_out = own_commands(), []
     for command in _installed():
@@ -107,10 +106,10 @@ def _installed() -> Iterator[Command]:
 
 
 def _docstring(module: str) -> str:
-    """The docstring of a module, from its compiled code. Raises ``ImportError`` without one."""
+    """Read a module's docstring from its compiled code. Raises ``ImportError`` without a module."""
     top, *inner = module.split(".")
     spec = find_spec(top)
-    for name in inner:  # by its own name alone, so that no package around it need be imported
+    for name in inner:  # each step by its own name, so that no parent package is imported
         places = None if spec is None else spec.submodule_search_locations
         spec = None if places is None else PathFinder.find_spec(name, places)
     if spec is None:

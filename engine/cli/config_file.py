@@ -1,4 +1,4 @@
-"""Options from a YAML file: its keys are their names, and the command line wins."""
+"""Reads options from a YAML file, whose keys are option names; the command line has priority."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ def add_config_option(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         OPTION,
         metavar="FILE",
-        help="options from a YAML file, whose keys are their names (max-num-seqs: 8); those of "
-        "the command line win",
+        help="YAML file with options, whose keys are their names (max-num-seqs: 8); options on "
+        "the command line override it",
     )
 
 
 class ConfigEntry(NamedTuple):
-    """A key of the file, and where it stands."""
+    """A key of the file with its value and line."""
 
     place: str
     key: str
@@ -35,9 +35,9 @@ class ConfigEntry(NamedTuple):
 
 
 def apply(parser: OptionParser, parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Give options that the command line leaves out the values of the file, if one is named.
+    """Set options that the command line leaves out to the values of the option file, if given.
 
-    ``arguments``: the command line. Raises ``ConfigError`` that names file, line and key.
+    arguments: the command line. Raises ``ConfigError`` that names file, line and key.
     """
     path = getattr(parsed, "config", None)
     if path is None:
@@ -63,7 +63,7 @@ def apply(parser: OptionParser, parsed: argparse.Namespace, arguments: Sequence[
 
 
 def _names(arguments: Sequence[str]) -> Iterator[str]:
-    """Options that stand on the command line."""
+    """Yield the names of options on the command line."""
     for each in arguments:
         if each == "--":
             return
@@ -71,13 +71,13 @@ def _names(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _option(key: str) -> str:
-    """The key as an option. ``model_tag`` is how vLLM calls the model of its command ``serve``."""
+    """Convert a key to an option. ``model_tag`` is vLLM's key for the model to serve."""
     name = key.removeprefix("--").replace("_", "-")
     return "--model" if name == "model-tag" else f"--{name}"
 
 
 def _entries(path: str) -> list[ConfigEntry]:
-    """Raises ``ConfigError`` for a file that cannot be read."""
+    """Read the entries of a file. Raises ``ConfigError`` if it cannot be read."""
     try:
         text = Path(path).expanduser().read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -93,10 +93,8 @@ def _entries(path: str) -> list[ConfigEntry]:
             loader.flatten_mapping(node)
             return [_entry(path, key, loader.construct_object(value)) for key, value in node.value]
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise ConfigError(f"{path} is no YAML: {_problem(error)}") from error
-    raise ConfigError(
-        f"{path} has no keys: write names of options and their values, as max-num-seqs: 8"
-    )
+        raise ConfigError(f"{path} is not YAML: {_problem(error)}") from error
+    raise ConfigError(f"{path} has no keys: write option names and values, as in max-num-seqs: 8")
 
 
 def _entry(path: str, key: yaml.Node, value: Any) -> ConfigEntry:
@@ -104,14 +102,14 @@ def _entry(path: str, key: yaml.Node, value: Any) -> ConfigEntry:
 
 
 def _problem(error: Exception) -> str:
-    """In one line."""
+    """Describe a YAML error in one line."""
     if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark is not None:
         return f"line {error.problem_mark.line + 1}: {error.problem}"
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def _value(parser: OptionParser, action: argparse.Action, entry: ConfigEntry) -> Any:
-    """The value as the command line would give it. Raises ``ConfigError``."""
+    """Convert a value as the command line would. Raises ``ConfigError``."""
     if action.nargs == 0:
         return _flag(action, entry)
     has_many = action.nargs == "+" or isinstance(action, argparse._AppendAction)
@@ -131,15 +129,15 @@ def _flag(action: argparse.Action, entry: ConfigEntry) -> bool:
 
 
 def _read(parser: OptionParser, action: argparse.Action, entry: ConfigEntry, value: Any) -> Any:
-    """A value through the checks of the command line."""
+    """Convert one value with the checks of the command line."""
     is_object = isinstance(value, dict)
     if (is_object and action.metavar != "JSON") or not isinstance(value, str | int | float | dict):
         wanted = "a JSON object" if action.metavar == "JSON" else "one value"
         raise ConfigError(f"{entry.place}: {entry.key} is {value!r:.80}, must be {wanted}")
     if isinstance(value, bool):
         raise ConfigError(
-            f"{entry.place}: {entry.key} is {str(value).lower()}, a truth value; put quotes around "
-            "what is a text"
+            f"{entry.place}: {entry.key} is {str(value).lower()}, a boolean, must be a text or "
+            "number: put quotes around a text"
         )
     try:
         return parser.read(action, json.dumps(value) if is_object else str(value))

@@ -1,4 +1,4 @@
-"""Run an engine core that other processes use; prints its address when it is ready."""
+"""Run an engine core for other processes; prints its address when it is ready."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--listen",
         metavar="ADDRESS",
-        help="tcp://HOST:PORT, encrypted with the secret in METRONOME_CORE_SECRET; the next port "
-        "is taken too. Without it, a new socket file that only this user can open",
+        help="tcp://HOST:PORT, encrypted with the secret in METRONOME_CORE_SECRET; also uses the "
+        "next port. Default: a new socket file that only this user can open",
     )
     add_engine_options(parser)
 
@@ -38,18 +38,18 @@ def run(parsed: argparse.Namespace) -> int:
     for name in options_of(EngineArgs, FRONT_END, STARTER):
         if name in parsed:
             raise ConfigError(
-                f"--{name.replace('_', '-')} is for clients of a core, and this is a core; give it "
-                "to them, and leave it out here"
+                f"--{name.replace('_', '-')} is for clients of a core: give it to them, and leave "
+                "it out here"
             )
     config = engine_args(parsed).create_config()
     listen: str | None = parsed.listen
     if listen is not None and not listen.startswith(TCP):
-        raise ConfigError(f"--listen is {listen!r}, must begin with {TCP}, or be left out")
+        raise ConfigError(f"--listen is {listen!r}, must start with {TCP}, or be left out")
     set_up_logging(config.log_level)
     address = None if listen is None else tcp_address(listen, config.core.core_secret)
     if address is not None:
         check_free(address)
-    with logging_in_background():  # no step waits for who reads the log
+    with logging_in_background():  # so that no step waits for a slow reader of the log
         _serve(address, config)
     return 0
 
@@ -62,21 +62,21 @@ def _serve(address: Address | None, config: EngineConfig) -> None:
         print(f"core address: {host.address.data}", flush=True)
         host.serve()
     except EngineDeadError:
-        logger.exception("this core has died")  # no client shows this error
+        logger.exception("this core has died")  # clients do not show this error
         raise
     finally:
         host.close()
 
 
 def check_free(address: Address) -> None:
-    """Raise ``ConfigError`` if the core cannot listen there, before a model is loaded in vain."""
+    """Raise ``ConfigError`` if the address cannot be used, before a model is loaded."""
     with zmq.Context() as context:
         for each in (address.data, address.control):
             sockets.close(sockets.bind(context, each, address.secret))
 
 
 def _host_at(address: Address | None, core: InprocClient, config: EngineConfig) -> EngineCoreHost:
-    """A host at this address, or at a new socket file."""
+    """Make a host at this address, or at a new socket file."""
     if address is not None:
         return EngineCoreHost(core, config, address)
     directory = Directory.create()

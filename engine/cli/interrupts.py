@@ -1,6 +1,6 @@
-"""An interrupt ends the command with one line at any moment, imports included.
+"""Ends the command with one line at an interrupt, at any moment, even during imports.
 
-Imports little, so that its handlers stand before anything that takes time is loaded.
+Imports little, so that its signal handlers are installed before slow imports.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ if TYPE_CHECKING:
 
     from _typeshed import ReadableBuffer
 
-INTERRUPTED = 130  # as shells have it
+INTERRUPTED = 130  # the exit status that shells use
 INTERRUPTION = (INTERRUPTED, "interrupted")
 TERMINATION = (143, "ended by SIGTERM")
-END_SECONDS = 4.0  # that child processes and open files have to come to an end
-IMPORTING = "<frozen importlib._bootstrap>"  # the file of the frames that import
+END_SECONDS = 4.0  # for child processes and open files to be closed
+IMPORTING = "<frozen importlib._bootstrap>"  # the file of frames that import a module
 
 
 class Terminated(SystemExit):
-    """SIGTERM has come."""
+    """SIGTERM was received."""
 
 
 class Interrupts:
     """Handles SIGINT and SIGTERM for the whole command.
 
     While the command runs, they raise ``KeyboardInterrupt`` and ``Terminated``. Before and after
-    that, and while a module is imported (libraries turn an exception there into errors of their
-    own), the process ends at once.
+    that, and during an import (where libraries would turn the exception into another error), they
+    end the process immediately.
     """
 
-    can_be_held = True  # it raises KeyboardInterrupt, so it may as well be raised a little later
+    can_be_held = True  # raising KeyboardInterrupt may be postponed a little
 
     def __init__(self) -> None:
         self.is_running = False
@@ -46,7 +46,7 @@ class Interrupts:
 
     @classmethod
     def install(cls) -> Interrupts:
-        """From here on both signals come here. One that the caller has us ignore is ignored."""
+        """Install the handlers. A signal that the parent process has us ignore stays ignored."""
         _prepare_streams()
         self = cls()
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -66,7 +66,7 @@ class Interrupts:
         except Terminated:
             self.end(*TERMINATION)
         self.is_running = False
-        if status == INTERRUPTED:  # which has been reported
+        if status == INTERRUPTED:  # already reported
             self.end(INTERRUPTED)
         return status
 
@@ -76,7 +76,7 @@ class Interrupts:
         self.end(*INTERRUPTION)
 
     def end(self, status: int, why: str = "") -> NoReturn:
-        """End the process: child processes first, then files, and no thread is waited for."""
+        """End the process: first child processes, then files, without waiting for threads."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if why and not self._is_reported:
@@ -92,12 +92,12 @@ class Interrupts:
         self.end(*TERMINATION)
 
     def _unraisable(self, lost: sys.UnraisableHookArgs) -> None:
-        """An interrupt that came within a destructor or a callback of C cannot be raised there."""
+        """Handle an interrupt in a destructor or C callback, where it cannot be raised."""
         if isinstance(lost.exc_value, KeyboardInterrupt):
             self.end(*INTERRUPTION)
         if isinstance(lost.exc_value, Terminated):
             self.end(*TERMINATION)
-        if isinstance(lost.exc_value, SystemExit):  # of a handler of the command's own
+        if isinstance(lost.exc_value, SystemExit):  # from a handler of the command itself
             self.end(lost.exc_value.code if isinstance(lost.exc_value.code, int) else 1)
         sys.__unraisablehook__(lost)
 
@@ -111,7 +111,7 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Do what is registered for the end of the process, for a limited time."""
+    """Run the registered exit functions for a limited time, then exit."""
     late = threading.Timer(END_SECONDS, os._exit, (status,))
     late.daemon = True
     late.start()
@@ -123,12 +123,12 @@ def _leave(status: int) -> NoReturn:
 def _try(step: Callable[[], object]) -> None:
     try:
         step()
-    except BaseException:  # nothing may keep the process from its end
+    except BaseException:  # nothing may prevent the exit
         return
 
 
 def _kill_workers() -> None:
-    """Processes of pools: otherwise the end of this process would wait for them."""
+    """Kill the processes of pools, which the end of this process would otherwise wait for."""
     if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
         for child in multiprocessing.active_children():
             if not child.daemon:
@@ -140,7 +140,7 @@ def _flush() -> None:
 
 
 def _be_silent() -> None:
-    """What is torn down has nothing more to report: neither threads, nor logs, nor libraries."""
+    """Discard what threads, logs and libraries print while they are torn down."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
@@ -152,10 +152,10 @@ def _write_line(text: str) -> None:
 
 
 class Lossy(io.FileIO):
-    """A file whose reader may be gone and whose disk may be full: what it cannot take is lost."""
+    """A file that drops writes which fail, because its reader is gone or the disk is full."""
 
-    num_lost = 0  # writes
-    """The log counts by it."""
+    num_lost = 0
+    """Dropped writes; the log reports them."""
 
     def write(self, data: ReadableBuffer) -> int:
         try:
@@ -166,9 +166,9 @@ class Lossy(io.FileIO):
 
 
 def _prepare_streams() -> None:
-    """Have all three standard streams, and standard error never fail: it only reports.
+    """Open all three standard streams, and make standard error never fail.
 
-    Without them a file that is opened later would become standard error, which libraries write to.
+    Otherwise a file that is opened later could become standard error, which libraries write to.
     """
     for number in range(3):
         try:

@@ -19,14 +19,14 @@ from engine.cli.commands import OWN, PACKAGE, Command, all_commands, own_command
 from engine.cli.parser import OptionParser, spelled
 from engine.errors import ConfigError, EngineError
 
-USAGE_ERROR = 2  # as argparse has it
-BROKEN_PIPE = 141  # likewise
+USAGE_ERROR = 2  # the exit status that argparse uses
+BROKEN_PIPE = 141  # the exit status that shells use
 
 
 def make_parser(arguments: Sequence[str] = ()) -> OptionParser:
-    """The parser for these arguments. Only the command that they name is imported.
+    """Make the parser for these arguments. Imports only the command that they name.
 
-    Raises ``EngineError`` if that command is of another package and cannot be loaded.
+    Raises ``EngineError`` if that command belongs to another package and cannot be loaded.
     """
     parser = OptionParser(
         prog="metronome",
@@ -51,20 +51,20 @@ def make_parser(arguments: Sequence[str] = ()) -> OptionParser:
 
 
 def _commands_for(chosen: str) -> dict[str, Command]:
-    """All commands by name; without those of other packages if ``chosen`` is one of our own."""
+    """Return commands by name. If ``chosen`` is the engine's own, other packages are left out."""
     if chosen in OWN:
         return own_commands()
     known, left_out = all_commands()
     if not any(each.package == PACKAGE and each.name not in OWN for each in known.values()):
         _warn(
-            "the commands of the policy lab are not installed, as this checkout was installed "
-            "before they were entry points; install it again: pip install -e ."
+            "the commands of the policy lab are missing, because this checkout was installed "
+            "before they became entry points; install it again: pip install -e ."
         )
     for each in left_out:
         if chosen == each.name or chosen not in known:
             _warn(
-                f"command {each.name!r} of {each.package} is left out, as "
-                f"{known[each.name].package} has one of this name"
+                f"command {each.name!r} of {each.package} is ignored, because "
+                f"{known[each.name].package} has a command with this name"
             )
     return known
 
@@ -74,9 +74,9 @@ def _warn(text: str) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse the command line, and the file of options that it names.
+    """Parse the command line and the option file that it names.
 
-    Raises ``EngineError`` as ``make_parser`` does.
+    Raises ``EngineError`` like ``make_parser``.
     """
     arguments = spelled(sys.argv[1:] if argv is None else argv)
     parsed, unknown = make_parser(arguments).parse_known_args(arguments)
@@ -91,19 +91,19 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status. A user's mistake is one line, not a trace."""
-    if os.getcwd() not in sys.path:  # where users keep policies of their own; after all else
+    """Run one command and return its exit status. An ``EngineError`` prints one line, no trace."""
+    if os.getcwd() not in sys.path:  # users keep their own policies there; searched last
         sys.path.append(os.getcwd())
     try:
         parsed = parse(argv)
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may not know all characters
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a terminal may lack some characters
             sys.stdout.reconfigure(errors="replace")
         status: int = parsed.carry_out(parsed)
         sys.stdout.flush()
     except EngineError as error:
         print(f"metronome: error: {error}", file=sys.stderr)
         return USAGE_ERROR if isinstance(error, ValueError) else 1
-    except BrokenPipeError:  # the reader has ended, as in `metronome ... | head`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `metronome ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE
     except KeyboardInterrupt:

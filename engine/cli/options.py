@@ -1,4 +1,4 @@
-"""What several commands ask for: the options of an engine and of sampling."""
+"""Options that several commands share: those of an engine and of sampling."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OFTEN_USED = (
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """Every field of ``EngineArgs`` as a flag, those that are used most first, and ``--config``."""
+    """Add every field of ``EngineArgs`` as a flag, the most used ones first, and ``--config``."""
     add_often_used(parser)
     add_further_options(parser)
 
@@ -34,13 +34,13 @@ def add_often_used(parser: argparse.ArgumentParser) -> None:
 
 
 def add_further_options(parser: argparse.ArgumentParser) -> None:
-    """All that ``add_often_used`` leaves out."""
+    """Add the options that ``add_often_used`` leaves out."""
     add_options(parser, EngineArgs, without=OFTEN_USED)
 
 
 def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> EngineArgs:
-    """The engine that the options describe. ``log_level`` holds unless an option or the environment
-    names another: quieter than in a program, since what a command prints is its result."""
+    """Return the engine's options. log_level: used unless an option or the environment sets one;
+    quieter than in a program, because a command's output is its result."""
     args = read_options(parsed, EngineArgs)
     if args.log_level is not None:
         return args
@@ -48,18 +48,18 @@ def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> Engin
 
 
 def take_model(parsed: argparse.Namespace) -> None:
-    """Take the model given as a positional argument. Raises ``ConfigError`` for two models."""
+    """Use the model given as a positional argument. Raises ``ConfigError`` for two models."""
     if parsed.model_tag is None:
         return
     if getattr(parsed, "model", parsed.model_tag) != parsed.model_tag:
         raise ConfigError(
-            f"there are two models, {parsed.model_tag!r} and --model {parsed.model!r}: name one"
+            f"MODEL is {parsed.model_tag!r} and --model is {parsed.model!r}: give one of them"
         )
     parsed.model = parsed.model_tag
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """How text is sampled; what is not given is as the model's makers recommend, or greedy."""
+    """Add sampling options. Defaults are the model's recommended values, otherwise greedy."""
     group = parser.add_argument_group("SamplingParams (default: see --generation-config)")
     group.add_argument("--max-tokens", type=int, metavar="N", help=f"default: {max_tokens} at most")
     group.add_argument("--temperature", type=float, metavar="X", help="0: greedy, the default")
@@ -69,7 +69,7 @@ def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> No
     group.add_argument("--repetition-penalty", type=float, metavar="X", help="above 0; 1: off")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="repeatable")
     group.add_argument(
-        "--min-tokens", type=int, default=0, metavar="N", help="no end of text or stop before"
+        "--min-tokens", type=int, default=0, metavar="N", help="fewest output tokens"
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after the end of text")
     parser.set_defaults(most_tokens=max_tokens)
@@ -81,8 +81,8 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def sampling_params(
     parsed: argparse.Namespace, recommended: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """The requested parameters; ``recommended`` (``LLMEngine.session``) holds where none were
-    given. Raises ``RequestError`` for a value out of range."""
+    """Return the sampling parameters of the command line. ``recommended`` (``LLMEngine.session``)
+    has the defaults. Raises ``RequestError`` for a value out of range."""
     values: dict[str, Any] = {"temperature": 0.0, "max_tokens": parsed.most_tokens}
     values |= recommended or {}
     values["max_tokens"] = min(parsed.most_tokens, values["max_tokens"])

@@ -1,4 +1,4 @@
-"""A command line whose mistakes are answered in one line."""
+"""A command-line parser whose error messages are one line."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ KINDS: dict[Any, str] = {int: "a whole number", float: "a number"}
 
 
 class OptionParser(argparse.ArgumentParser):
-    """``argparse`` without its usage: an error names what was typed, and what was meant if that is
-    clear. An option may be written with underscores, as vLLM's may."""
+    """``argparse`` with errors that show no usage, name what was typed, and suggest close names.
+    Options may be written with underscores, as in vLLM."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options, allow_abbrev=False)
@@ -24,7 +24,7 @@ class OptionParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}{hint}\n")
 
     def shorten_usage(self) -> None:
-        """Let the usage name the positional arguments alone: the options fill a screen of it."""
+        """Show only positional arguments in the usage: all options would fill a screen."""
         formatter = self._get_formatter()
         formatter.add_usage(None, self._get_positional_actions(), [], prefix="")
         places = formatter.format_help().strip().removeprefix(self.prog).strip()
@@ -32,11 +32,11 @@ class OptionParser(argparse.ArgumentParser):
 
     @property
     def options(self) -> dict[str, argparse.Action]:
-        """All options, by each of their names."""
+        """All options, by each of their spellings."""
         return dict(self._option_string_actions)
 
     def unknown(self, arguments: Sequence[str]) -> str:
-        """The error for arguments that were not understood."""
+        """Return the error for arguments that were not recognised."""
         typed = next((each for each in arguments if each.startswith("-")), arguments[0])
         name = typed.partition("=")[0]
         if not name.startswith("-"):
@@ -45,15 +45,15 @@ class OptionParser(argparse.ArgumentParser):
         return self.unknown_option(name)
 
     def unknown_option(self, name: str) -> str:
-        """The error for an option that is not there. ``name``: as it was typed."""
+        """Return the error for an unknown option. name: as it was typed."""
         if (why := refusal(name.strip("-").replace("-", "_"), name)) is not None:
             return why
         near = near_options(name, [each for each in self.options if each.startswith("--")])
-        hint = suggestion(near) or f"; {self.prog} --help lists those that are known"
+        hint = suggestion(near) or f"; {self.prog} --help lists the known ones"
         return f"unknown option {name!r}{hint}"
 
     def read(self, action: argparse.Action, text: str) -> Any:
-        """One value of an option. Raises ``argparse.ArgumentError``."""
+        """Convert and check one value of an option. Raises ``argparse.ArgumentError``."""
         value = self._get_value(action, text)
         self._check_value(action, value)
         return value
@@ -86,7 +86,7 @@ def _named(action: argparse.Action) -> str:
 
 
 def spelled(arguments: Sequence[str]) -> list[str]:
-    """Command-line arguments with hyphens in the names of options."""
+    """Replace underscores in the names of options by hyphens."""
     written: list[str] = []
     for place, each in enumerate(arguments):
         if each == "--":

@@ -1,6 +1,6 @@
 """Compile the kernels that a model needs, so that later starts find them: for container images.
 
-Starts the model once, with the options it will be served with, and computes a few tokens.
+Starts the model once, with the same options as for serving, and computes a few tokens.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 
 NUM_TOKENS = 4
-LENGTHS = (40, 3)  # of prompts; both at once, so that there are chunks and single tokens in a step
+LENGTHS = (40, 3)  # tokens of the prompts; together, steps then have chunks and single tokens
 SAMPLING = (
     SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True),
     SamplingParams(
@@ -41,14 +41,14 @@ def run(parsed: argparse.Namespace) -> int:
     places = CURRENT.places
     if places.writable is None:
         raise ConfigError(
-            f"compiled kernels cannot be kept: {'; '.join(places.refusals)}; give --kernel-cache "
-            f"(or {KERNEL_CACHE}) a directory that can be written to"
+            f"compiled kernels cannot be saved: {'; '.join(places.refusals)}; set --kernel-cache "
+            f"(or {KERNEL_CACHE}) to a writable directory"
         )
     kept = list(Path(places.writable).rglob("*.nbc"))
     num_new = sum(each.stat().st_mtime >= started for each in kept)
     print(
-        f"{num_new} kernels compiled in {time.time() - started:.1f} s; {len(kept)} are kept in "
-        f"{places.writable}, for {LEVEL} on {processor()}"
+        f"{num_new} kernels compiled in {time.time() - started:.1f} s; {places.writable} has "
+        f"{len(kept)}, for {LEVEL} on {processor()}"
     )
     return 0
 

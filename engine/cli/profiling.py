@@ -1,4 +1,4 @@
-"""Traces of what a command makes the engine do."""
+"""Profiles what a command runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from engine.llm_engine import LLMEngine
 
 @contextmanager
 def profiled(engine: LLM | LLMEngine, args: EngineArgs) -> Iterator[None]:
-    """Record what happens meanwhile if there is a directory for traces, and say where they are."""
+    """Profile the body of the ``with`` if a trace directory is set, and print the trace files."""
     if args.torch_profiler_dir is None:
         yield
         return
@@ -25,5 +25,5 @@ def profiled(engine: LLM | LLMEngine, args: EngineArgs) -> Iterator[None]:
             print(f"trace: {path}", file=sys.stderr)
     except EngineDeadError:
         raise
-    except EngineError as error:  # the work itself is done, and its result is not lost
-        print(f"metronome: no trace: {error}", file=sys.stderr)
+    except EngineError as error:  # the work itself is done: keep its result
+        print(f"metronome: no trace was written: {error}", file=sys.stderr)

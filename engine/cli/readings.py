@@ -1,4 +1,4 @@
-"""A running engine's figures: from its core, or from its server's metrics."""
+"""Reads the statistics of a running engine: from its core, or from its server's metrics page."""
 
 from __future__ import annotations
 
@@ -17,45 +17,45 @@ from engine.ipc.address import address_of
 from engine.messages.stats import SchedulerStats
 from engine.rpc.zmq_client import EngineCoreClient
 
-HANG_SECONDS = 60.0  # in one step, or without an answer, after which a core is given up
-HTTP_SECONDS = 10.0  # for an answer; the server waits a second for its core
+HANG_SECONDS = 60.0  # in one step or without an answer, after which the core counts as dead
+HTTP_SECONDS = 10.0  # for an answer; the server itself waits a second for its core
 MAX_PAGE_BYTES = 16 << 20
 OURS = "metronome_"
 
 
 @dataclass(frozen=True)
-class Reading:
-    """An engine's figures at one moment."""
+class EngineReading:
+    """An engine's statistics at one moment."""
 
     time: float
-    """Seconds on this process's clock when it came."""
+    """Seconds on this process's monotonic clock at the time of arrival."""
     stats: SchedulerStats
     generated: int | None = None
-    """Tokens that reached requests since the start; a core does not count them, its server does."""
+    """Tokens delivered to requests since the start; only a server counts them."""
     prompts: int | None = None
-    """Prompt tokens of requests that have their first token, likewise."""
+    """Prompt tokens of requests with a first token; only a server counts them."""
     is_fresh: bool = True
-    """False: the server repeats figures, since its core does not answer it."""
+    """False if the core does not answer its server, which then repeats older statistics."""
 
 
 class ReadingSource(Protocol):
-    """Where readings come from."""
+    """A source of readings."""
 
     @property
     def name(self) -> str:
-        """Which engine it is, for a headline."""
+        """The engine's name, for the headline."""
 
-    def read(self) -> Reading:
-        """Ask once and wait for the answer. Raises ``EngineDeadError`` if there is none to come."""
+    def read(self) -> EngineReading:
+        """Request one reading and wait for it. Raises ``EngineDeadError`` if none can come."""
 
     def close(self) -> None:
-        """Leave the engine as it is."""
+        """Disconnect; the engine keeps running."""
 
 
 class CoreSource:
-    """A core in another process, as a client of it that sends no requests.
+    """Reads from a core in another process, as a client without requests.
 
-    Raises ``ConfigError`` for what is no address of a core, ``EngineDeadError`` if none answers.
+    Raises ``ConfigError`` for an invalid address, ``EngineDeadError`` if no core answers.
     """
 
     def __init__(self, address: str, secret: str | None) -> None:
@@ -69,20 +69,20 @@ class CoreSource:
         model = self._client.decided.model
         return f"core at {self._address}" + (f", model {model}" if model else "")
 
-    def read(self) -> Reading:
+    def read(self) -> EngineReading:
         stats = self._client.stats()
         if stats is None:
-            raise ConfigError(f"the scheduler of the core at {self._address} keeps no statistics")
-        return Reading(time.monotonic(), stats)
+            raise ConfigError(f"the scheduler of the core at {self._address} has no statistics")
+        return EngineReading(time.monotonic(), stats)
 
     def close(self) -> None:
         self._client.shutdown()
 
 
 class ServerSource:
-    """``metronome serve``, by the page that it has for Prometheus.
+    """Reads from the Prometheus metrics page of ``metronome serve``.
 
-    Raises ``ConfigError`` for what is no URL.
+    Raises ``ConfigError`` for an invalid URL.
     """
 
     def __init__(self, url: str, key: str | None) -> None:
@@ -90,7 +90,7 @@ class ServerSource:
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ConfigError(f"--url is {url!r}, must look like http://127.0.0.1:8000")
         path = parts.path.rstrip("/")
-        for end in ("/metrics", "/v1"):  # addresses that a user may have copied
+        for end in ("/metrics", "/v1"):  # users may copy these addresses
             path = path.removesuffix(end)
         self._server = f"{parts.scheme}://{parts.netloc}{path}"
         self._key = key
@@ -99,13 +99,14 @@ class ServerSource:
     def name(self) -> str:
         return f"server at {self._server}"
 
-    def read(self) -> Reading:
+    def read(self) -> EngineReading:
         page = Page(self._fetch())
         if "engine_up" not in page:
             raise ConfigError(
-                f"{self._server}/metrics has no figures of Metronome; is another server there?"
+                f"{self._server}/metrics has no metrics of Metronome: check --url, another server "
+                "may run there"
             )
-        return Reading(
+        return EngineReading(
             time.monotonic(),
             stats_of(page),
             int(page.sum("generation_tokens_total")),
@@ -132,29 +133,31 @@ class ServerSource:
     def _refused(self, status: int) -> Exception:
         if status in (401, 403):
             return ConfigError(
-                f"the server at {self._server} wants a key: give --api-key, or set "
+                f"the server at {self._server} requires a key: give --api-key, or set "
                 "METRONOME_API_KEY"
             )
         if status == 404:
-            return ConfigError(f"{self._server} has no /metrics; is another server there?")
+            return ConfigError(
+                f"{self._server} has no /metrics: check --url, another server may run there"
+            )
         return EngineDeadError(f"the server at {self._server} answers with status {status}")
 
 
-# A line is "name{label="value",...} number", and maybe a time.
+# A line is "name{label="value",...} number", optionally followed by a time.
 LINE = re.compile(OURS + r"(\w+)(?:\{(.*)\})? (\S+)(?: \d+)?")
 LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 ESCAPED = re.compile(r"\\(.)")
 
 
 class Value(NamedTuple):
-    """A number of the page, and its labels."""
+    """A number of the metrics page with its labels."""
 
     labels: dict[str, str]
     number: float
 
 
 class Page:
-    """Our figures in Prometheus's text format; names are without ``metronome_``."""
+    """Our metrics in Prometheus's text format, by name without ``metronome_``."""
 
     def __init__(self, text: str) -> None:
         self._by_name: dict[str, list[Value]] = {}
@@ -165,11 +168,11 @@ class Page:
         return name in self._by_name
 
     def sum(self, name: str) -> float:
-        """Over all labels, 0 if there is none of this name."""
+        """Sum a metric over all labels; 0 if it does not exist."""
         return sum(value.number for value in self._by_name.get(name, ()))
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The numbers of this name by one of their labels."""
+        """Sum a metric by the values of one label."""
         found: dict[str, float] = {}
         for value in self._by_name.get(name, ()):
             key = value.labels.get(label, "")
@@ -184,7 +187,7 @@ def _values(lines: Iterable[str]) -> Iterator[tuple[str, Value]]:
         name, labels, number = found.groups()
         try:
             yield name, Value(dict(_labels(labels or "")), float(number))
-        except ValueError:  # no number: a proxy's page, perhaps
+        except ValueError:  # not a number: perhaps a proxy's page
             continue
 
 
@@ -194,9 +197,9 @@ def _labels(text: str) -> Iterator[tuple[str, str]]:
 
 
 def stats_of(page: Page) -> SchedulerStats:
-    """The scheduler's statistics as far as the page has them.
+    """Convert a metrics page to statistics, as far as it has them.
 
-    ``blocked`` is only whether the queue is.
+    ``blocked`` is not the reason, only whether the queue is blocked.
     """
     waiting = page.by("requests_waiting_by_reason", "reason")
     return SchedulerStats(

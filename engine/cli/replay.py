@@ -1,6 +1,6 @@
-"""Replay a step log: do the same inputs give the same plans?
+"""Replay a step log: check that the same inputs give the same plans.
 
-Options replace what the log was recorded with; the first plan that comes out otherwise is named.
+Options replace those that the log was recorded with; the first plan that differs is reported.
 """
 
 from __future__ import annotations
@@ -23,26 +23,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policy-options",
         type=json_object,
         metavar="JSON",
-        help="other arguments of the policy's constructor",
+        help="replaces the arguments of the policy's constructor",
     )
     parser.add_argument(
         "--changes",
         type=partial(json_object, example={"max_num_seqs": 8}),
         default={},
         metavar="JSON",
-        help="""other options of the scheduler, as in '{"max_num_seqs": 8}'""",
+        help="""replaces options of the scheduler, as in '{"max_num_seqs": 8}'""",
     )
     parser.add_argument(
         "--allow-truncated",
         action="store_true",
-        help="of a log that breaks off, take what is whole",
+        help="replay the complete part of a log that is cut off",
     )
 
 
 def run(parsed: argparse.Namespace) -> int:
     for name in ("policy", "log", "allow_truncated"):
         if name in parsed.changes:
-            raise ConfigError(f"--changes has {name!r}, which is an option of this command itself")
+            raise ConfigError(
+                f"--changes has {name!r}: give it as an option or argument of its own"
+            )
     changes = dict(parsed.changes)
     if parsed.policy_options is not None:
         changes["policy_options"] = parsed.policy_options

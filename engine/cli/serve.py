@@ -1,4 +1,4 @@
-"""Serve the model over HTTP, with OpenAI's API."""
+"""Serve the model over HTTP with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ LIMITS = {name: name for name in LIMITED}
 HTTP_LIMITS = {"header_timeout": "header_seconds", "body_timeout": "body_seconds"}
 
 TLS = {
-    "certfile": "the server's certificate: HTTPS instead of HTTP",
-    "keyfile": "its key, unless it is in the same file",
-    "ca-certs": "clients must show a certificate that one of these has signed",
+    "certfile": "the server's certificate; enables HTTPS",
+    "keyfile": "the certificate's key, if it is in another file",
+    "ca-certs": "clients must present a certificate signed by one of these",
 }
 
 
@@ -31,22 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="default: 127.0.0.1")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="default: 8000")
-    group.add_argument("--uds", metavar="PATH", help="a socket file instead of host and port")
+    group.add_argument("--uds", metavar="PATH", help="socket file to listen on, not host and port")
     group.add_argument(
         "--served-model-name",
         action="append",
         default=[],
         metavar="NAME",
-        help="as clients call the model, repeatable; the first is in answers",
+        help="model name for clients, repeatable; answers have the first one",
     )
     group.add_argument(
-        "--chat-template", metavar="PATH", help="a file with one, instead of the model's own"
+        "--chat-template", metavar="PATH", help="file with a template that replaces the model's"
     )
     group.add_argument(
         "--refuse-server-tools",
         action="store_true",
-        help="refuse requests with tools that a server would run (web_search and the like), "
-        "instead of leaving these out",
+        help="refuse requests with tools that a server would run (web_search and the like) instead "
+        "of ignoring these tools",
     )
     _add_watching(group)
     _add_access(parser.add_argument_group("access to the server"))
@@ -61,17 +61,17 @@ def _add_access(group: argparse._ArgumentGroup) -> None:
         default=[],
         metavar="KEY",
         help=f"API key that clients must send, repeatable; {API_KEY} adds one. "
-        "Without any, no key is needed",
+        "Default: no key is required",
     )
     group.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="further keys, one a line; read again when it has changed",
+        help="file with further keys, one per line; read again when it changes",
     )
     group.add_argument(
         "--admin-api-key",
         metavar="KEY",
-        help=f"of those who may pause the engine and the like; or {ADMIN_API_KEY}",
+        help=f"key required to pause the engine and the like; or set {ADMIN_API_KEY}",
     )
     for name, about in TLS.items():
         group.add_argument(f"--ssl-{name}", metavar="FILE", help=about)
@@ -82,11 +82,11 @@ def _add_origins(group: argparse._ArgumentGroup) -> None:
     lists = {
         "allowed-origins": (
             "ORIGIN",
-            "pages that may use the server from a browser, as "
+            "web pages that may use the server from a browser, as "
             "http://localhost:5173, or *; default: none",
         ),
-        "allowed-methods": ("METHOD", "that these pages may use; default: all"),
-        "allowed-headers": ("HEADER", "that these pages may send; default: all"),
+        "allowed-methods": ("METHOD", "methods that these pages may use; default: all"),
+        "allowed-headers": ("HEADER", "headers that these pages may send; default: all"),
     }
     for name, (metavar, about) in lists.items():
         group.add_argument(
@@ -97,7 +97,7 @@ def _add_origins(group: argparse._ArgumentGroup) -> None:
             help=f"{about}; repeatable, or a JSON list",
         )
     group.add_argument(
-        "--allow-credentials", action="store_true", help="these pages may send cookies"
+        "--allow-credentials", action="store_true", help="let these pages send cookies"
     )
 
 
@@ -107,50 +107,50 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
         type=float,
         default=10.0,
         metavar="SECONDS",
-        help="in which the core must answer to be well, between two steps; default: 10",
+        help="time limit for the core's answer to health checks, between two steps; default: 10",
     )
     group.add_argument(
         "--request-log",
         choices=("text", "json", "off"),
-        help="a line in the log for each request, without its text; json: an object a line. "
+        help="log one line per request, without its text; json: one object per line. "
         "Default: text, if the log level is info",
     )
     group.add_argument(
         "--otlp-traces-endpoint",
         metavar="URL",
-        help="where spans of finished requests are sent, as http://127.0.0.1:4318/v1/traces",
+        help="address for spans of finished requests, as http://127.0.0.1:4318/v1/traces",
     )
     group.add_argument(
         "--reader-timeout",
         type=float,
         default=30.0,
         metavar="SECONDS",
-        help="requests of clients that read nothing for so long are aborted; default: 30",
+        help="abort requests whose client reads nothing for this long; default: 30",
     )
     group.add_argument(
         "--max-queue-seconds",
         type=float,
         metavar="SECONDS",
-        help="refuse requests that would wait longer for their first token, by the pace of late "
-        "ones; default: only their number is limited, as max-waiting-requests says or to 8 for "
-        "each of max-num-seqs",
+        help="refuse requests whose estimated wait for the first token is longer, judged by recent "
+        "requests. Default: only the queue's length is limited, by max-waiting-requests or else 8 "
+        "times max-num-seqs",
     )
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    """Defaults are those of ``ServerLimits`` and ``HttpLimits``, which are imported only to
-    serve."""
+    """Add limits. The defaults are those of ``ServerLimits`` and ``HttpLimits``, which are only
+    imported to serve."""
     wholes = {
-        "max-body-bytes": "of a request; default: 33554432",
-        "max-n": "texts for each prompt; default: 128",
-        "max-logprobs": "at each position, -1: as many as there are; default: 20",
-        "max-requests-per-key": "at a time; default: as many as come",
+        "max-body-bytes": "size of a request; default: 33554432",
+        "max-n": "completions per prompt; default: 128",
+        "max-logprobs": "log-probabilities per token, -1 for no limit; default: 20",
+        "max-requests-per-key": "concurrent requests; default: no limit",
     }
     for name, about in wholes.items():
         group.add_argument(f"--{name}", type=int, metavar="N", help=about)
     reals = {
-        "header-timeout": "for the headers of a request; default: 10",
-        "body-timeout": "for the body of a request; default: 60",
+        "header-timeout": "time limit for the headers of a request; default: 10",
+        "body-timeout": "time limit for the body of a request; default: 60",
     }
     for name, about in reals.items():
         group.add_argument(f"--{name}", type=float, metavar="SECONDS", help=about)
@@ -196,7 +196,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _template(path: str | None) -> str | None:
-    """Raises ``ConfigError`` if it cannot be read."""
+    """Read a chat template. Raises ``ConfigError`` if it cannot be read."""
     if path is None:
         return None
     try:
@@ -207,14 +207,14 @@ def _template(path: str | None) -> str | None:
 
 
 def _given(parsed: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
-    """Options that were given, by the names of the fields that they set."""
+    """Return the given options, by the names of the fields that they set."""
     given = {field: getattr(parsed, name) for name, field in names.items()}
     return {field: value for field, value in given.items() if value is not None}
 
 
 def core_apart(args: EngineArgs, parsed: argparse.Namespace) -> EngineArgs:
-    """The core has a process of its own unless an option says otherwise: it would share Python's
-    lock with the streams."""
+    """Run the core in its own process unless an option decides otherwise, so that it does not share
+    Python's lock with the HTTP streams."""
     if "multiprocess" in parsed or args.core_address is not None:
         return args
     return replace(args, multiprocess=True)

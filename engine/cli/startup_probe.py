@@ -1,4 +1,4 @@
-"""One fresh process up to its first token: prints the seconds of each phase as JSON.
+"""Measures one fresh process up to its first token; prints the seconds of each phase as JSON.
 
 python -m engine.cli.startup_probe '{"model": "..."}' <prompt length>
 """

@@ -1,4 +1,4 @@
-"""Text on its way to the terminal, and a line of figures after it."""
+"""Streams text to the terminal, and summarises a run in one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from engine.messages.requests import RequestOutput
 
 @dataclass(frozen=True)
 class RunFigures:
-    """What a run of requests came to. Times in seconds."""
+    """Token counts and times, in seconds, of one or several requests."""
 
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
@@ -33,7 +33,7 @@ class RunFigures:
 
 @dataclass(frozen=True)
 class StreamedAnswer:
-    """A request that was read to its end."""
+    """The result of a request that has ended."""
 
     text: str
     figures: RunFigures
@@ -43,10 +43,10 @@ class StreamedAnswer:
 def stream(
     engine: LLMEngine, request_id: str, write: Callable[[str], None] | None = None
 ) -> StreamedAnswer:
-    """Step until this request is finished, writing its text as it comes.
+    """Step the engine until this request has ended, writing its text as it arrives.
 
-    An interrupt ends the request; what there is of it then is the answer. Raises ``RequestError``
-    if the request failed.
+    An interrupt aborts the request and returns the text so far. Raises ``RequestError`` if the
+    request failed.
     """
     write = write_out if write is None else write
     pieces: list[str] = []
@@ -75,7 +75,7 @@ def stream(
 
 
 def times_of(output: RequestOutput) -> RunFigures:
-    """Figures of one finished request; seconds count from its arrival to first and last token."""
+    """Summarise one finished request; seconds count from its arrival to first and last token."""
     metrics = output.metrics
     assert metrics is not None
     arrival, first, last = (
@@ -92,6 +92,6 @@ def times_of(output: RequestOutput) -> RunFigures:
 
 
 def write_out(text: str) -> None:
-    """To standard output, at once."""
+    """Write to standard output immediately."""
     sys.stdout.write(text)
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""A table of what a running engine does, each second anew: a core or a server, by its address."""
+"""Show what a running core or server does, in a table that is refreshed each second."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from engine.cli.readings import CoreSource, Reading, ReadingSource, ServerSource
+from engine.cli.readings import CoreSource, EngineReading, ReadingSource, ServerSource
 from engine.config.env import API_KEY, CORE_SECRET, admin_api_key, api_keys, core_secret
 from engine.errors import ConfigError
 from engine.messages.stats import SchedulerStats
@@ -24,10 +24,10 @@ from engine.observe.stats_log import roofline_share
 
 INTERVAL = 1.0
 SHORTEST_INTERVAL = 0.1
-WINDOW = 5  # intervals that rates are taken over
-SILENT = 3  # intervals without an answer after which it is reported
+WINDOW = 5  # intervals that rates are averaged over
+SILENT = 3  # intervals without an answer after which the table says so
 
-# Counters that have a line only once they have counted something.
+# Counters that are shown only once they are above 0.
 RARE = {
     "num_failed": "requests failed",
     "num_refused": "requests refused",
@@ -43,33 +43,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--connect",
         metavar="ADDRESS",
-        help="of a core, as `metronome core` printed it; tcp:// ones need the secret in "
+        help="address that `metronome core` printed; tcp:// addresses need the secret in "
         f"{CORE_SECRET}",
     )
-    group.add_argument("--url", metavar="URL", help="of `metronome serve`: http://127.0.0.1:8000")
+    group.add_argument(
+        "--url", metavar="URL", help="address of `metronome serve`: http://127.0.0.1:8000"
+    )
     parser.add_argument(
-        "--api-key", metavar="KEY", help=f"for --url, if the server asks for one; or {API_KEY}"
+        "--api-key", metavar="KEY", help=f"for --url, if the server requires one; or set {API_KEY}"
     )
     parser.add_argument(
         "--interval",
         type=float,
         default=INTERVAL,
         metavar="S",
-        help=f"seconds between two questions, {SHORTEST_INTERVAL:g} or more (default: {INTERVAL:g})"
+        help=f"seconds between two readings, {SHORTEST_INTERVAL:g} or more (default: {INTERVAL:g})"
         f"; rates are over the last {WINDOW} of these",
     )
     parser.add_argument(
-        "--once", action="store_true", help="one table, over one interval, and that is it"
+        "--once", action="store_true", help="print one table, measured over one interval, and exit"
     )
     parser.add_argument(
-        "--json", action="store_true", help="an object a line instead of a table, for programs"
+        "--json", action="store_true", help="print one JSON object per line instead of a table"
     )
 
 
 def run(parsed: argparse.Namespace) -> int:
     if not SHORTEST_INTERVAL <= parsed.interval <= 3600:
         raise ConfigError(
-            f"--interval is {parsed.interval:g}, must be in {SHORTEST_INTERVAL:g}..3600"
+            f"--interval is {parsed.interval:g}, must be from {SHORTEST_INTERVAL:g} to 3600 seconds"
         )
     with closing(_source(parsed)) as source:
         screen = Screen(source.name, parsed.interval)
@@ -81,7 +83,7 @@ def run(parsed: argparse.Namespace) -> int:
         try:
             with _ended_by_sigterm():
                 _watch(source, screen, parsed)
-        except KeyboardInterrupt:  # how one leaves it
+        except KeyboardInterrupt:  # the normal way to quit
             return 0
     return 0
 
@@ -89,7 +91,9 @@ def run(parsed: argparse.Namespace) -> int:
 def _source(parsed: argparse.Namespace) -> ReadingSource:
     if parsed.connect is not None:
         if parsed.api_key is not None:
-            raise ConfigError("--api-key is for --url; a core has its secret or its token")
+            raise ConfigError(
+                "--api-key is given with --connect: leave it out, only a server (--url) has keys"
+            )
         return CoreSource(parsed.connect, core_secret())
     keys = [parsed.api_key, *api_keys(), admin_api_key()]
     return ServerSource(parsed.url, next(filter(None, keys), None))
@@ -97,7 +101,7 @@ def _source(parsed: argparse.Namespace) -> ReadingSource:
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """End at SIGTERM as at Ctrl-C: a terminal gets its cursor back."""
+    """Handle SIGTERM like Ctrl-C, so that the terminal gets its cursor back."""
     former = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         yield
@@ -108,7 +112,7 @@ def _ended_by_sigterm() -> Iterator[None]:
 def readings(
     source: ReadingSource, interval: float, screen: Screen, most: int | None = None
 ) -> Iterator[None]:
-    """Ask once an interval, never more often: a late answer is followed by a whole pause."""
+    """Take one reading per interval, never more often: a late one is followed by a full pause."""
     while True:
         begun = time.monotonic()
         screen.add(source.read())
@@ -121,14 +125,14 @@ def readings(
 
 
 def _watch(source: ReadingSource, screen: Screen, parsed: argparse.Namespace) -> None:
-    """Until the user or the engine ends."""
+    """Show readings until the user or the engine ends."""
     console = Console(markup=False, highlight=False)  # names of causes may have brackets
     if parsed.json or not console.is_terminal:
         for _ in readings(source, parsed.interval, screen):
             if screen.has_rates:
                 _print(screen, parsed.json)
         return
-    # Its own thread draws, so that the table tells of a core that does not answer.
+    # Live draws in its own thread, so the table can show that a core does not answer.
     with Live(get_renderable=screen.render, console=console, refresh_per_second=2) as live:
         for _ in readings(source, parsed.interval, screen):
             live.refresh()
@@ -138,23 +142,23 @@ def _print(screen: Screen, as_json: bool) -> None:
     if as_json:
         print(json.dumps(screen.figures.as_dict()), flush=True)
         return
-    # Lines are not cut: a pipe has no width.
+    # A pipe has no width: do not cut lines.
     width = None if sys.stdout.isatty() else 200
     Console(width=width, markup=False, highlight=False).print(screen.render())
     sys.stdout.flush()
 
 
 class Screen:
-    """The readings of the last intervals, and the table of them."""
+    """Keeps the readings of the last intervals and renders them as a table."""
 
     def __init__(self, name: str, interval: float) -> None:
         self._name = name
         self._interval = interval
-        self._readings: tuple[Reading, ...] = ()  # replaced as a whole, for another thread draws
+        self._readings: tuple[EngineReading, ...] = ()  # immutable: another thread renders it
 
-    def add(self, reading: Reading) -> None:
+    def add(self, reading: EngineReading) -> None:
         kept = self._readings
-        if kept and reading.stats.num_steps < kept[-1].stats.num_steps:  # another core now
+        if kept and reading.stats.num_steps < kept[-1].stats.num_steps:  # the core was restarted
             kept = ()
         self._readings = (*kept, reading)[-WINDOW - 1 :]
 
@@ -168,7 +172,7 @@ class Screen:
         return LiveFigures(readings[0], readings[-1])
 
     def render(self) -> RenderableType:
-        """The table, and below it what is not as it should be."""
+        """Return the table, followed by warnings."""
         if not self._readings:
             return Text(f"{self._name}: waiting for the first answer")
         figures = self.figures
@@ -191,10 +195,10 @@ class Screen:
 
 
 class LiveFigures(NamedTuple):
-    """Two readings of one engine, and what happened between them."""
+    """The first and last reading of a window, and the differences between them."""
 
-    first: Reading
-    last: Reading
+    first: EngineReading
+    last: EngineReading
 
     @property
     def stats(self) -> SchedulerStats:
@@ -204,20 +208,20 @@ class LiveFigures(NamedTuple):
     def seconds(self) -> float:
         return self.last.time - self.first.time
 
-    def news(self, name: str) -> float:
-        """By how much a counter of the scheduler has grown."""
+    def growth(self, name: str) -> float:
+        """Return the growth of a counter of the scheduler."""
         return float(getattr(self.last.stats, name) - getattr(self.first.stats, name))
 
-    def news_by_key(self, name: str) -> dict[str, float]:
-        """News of a counter that counts by key; every key there is."""
+    def growth_by_key(self, name: str) -> dict[str, float]:
+        """Return the growth of a counter for each of its keys."""
         now, before = getattr(self.last.stats, name), getattr(self.first.stats, name)
         return {key: value - before.get(key, 0) for key, value in now.items()}
 
-    def rate(self, news: float | None) -> float | None:
-        """A second; ``None`` for what is not counted."""
-        if news is None:
+    def rate(self, growth: float | None) -> float | None:
+        """Return a growth per second; ``None`` for a value that the engine does not count."""
+        if growth is None:
             return None
-        return news / self.seconds if self.seconds > 0 else 0.0
+        return growth / self.seconds if self.seconds > 0 else 0.0
 
     @property
     def generated(self) -> int | None:
@@ -229,15 +233,15 @@ class LiveFigures(NamedTuple):
 
     @property
     def hits(self) -> float | None:
-        """Share of the prompt tokens looked up that were in the prefix cache."""
-        return _share(self.news("prefix_hits"), self.news("prefix_queries"))
+        """The share of looked-up prompt tokens that were in the prefix cache."""
+        return _share(self.growth("prefix_hits"), self.growth("prefix_queries"))
 
     @property
     def hits_in_all(self) -> float | None:
         return _share(self.stats.prefix_hits, self.stats.prefix_queries)
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values: gauges, rates a second, what was counted in ``seconds``, and in all."""
+        """Return plain values: gauges, rates per second, growth over ``seconds``, and totals."""
         stats = self.stats
         return {
             "seconds": self.seconds,
@@ -247,15 +251,15 @@ class LiveFigures(NamedTuple):
             "parked": stats.num_parked,
             "kv_usage": stats.kv_usage,
             "blocked": stats.blocked,
-            "steps_per_second": self.rate(self.news("num_steps")),
-            "computed_tokens_per_second": self.rate(self.news("num_scheduled_tokens")),
+            "steps_per_second": self.rate(self.growth("num_steps")),
+            "computed_tokens_per_second": self.rate(self.growth("num_scheduled_tokens")),
             "generated_tokens_per_second": self.rate(self.generated),
             "prompt_tokens_per_second": self.rate(self.prompts),
             "prefix_hit_ratio": self.hits,
-            "preemptions": int(self.news("num_preemptions")),
-            "wait_seconds": self.news_by_key("wait_seconds"),
-            "hook_seconds": self.news_by_key("hook_seconds"),
-            "counters": self.news_by_key("counters"),
+            "preemptions": int(self.growth("num_preemptions")),
+            "wait_seconds": self.growth_by_key("wait_seconds"),
+            "hook_seconds": self.growth_by_key("hook_seconds"),
+            "counters": self.growth_by_key("counters"),
             "total": {
                 "steps": stats.num_steps,
                 "computed_tokens": stats.num_scheduled_tokens,
@@ -283,15 +287,15 @@ Row = tuple[str, str, str]
 
 
 def rows(figures: LiveFigures) -> Iterator[Row]:
-    """Name, now or in the last seconds, and since the start."""
+    """Yield rows: a name, the value now or over the window, and the total since the start."""
     stats = figures.stats
     yield "requests running", str(stats.num_running), ""
     yield "requests waiting", str(stats.num_waiting), ""
     yield "requests parked", str(stats.num_parked), ""
     yield "KV in use", f"{100 * stats.kv_usage:.1f} %", ""
     yield "prefix hits", _percent(figures.hits), _percent(figures.hits_in_all)
-    yield "steps/s", _number(figures.rate(figures.news("num_steps"))), f"{stats.num_steps:,}"
-    computed = figures.rate(figures.news("num_scheduled_tokens"))
+    yield "steps/s", _number(figures.rate(figures.growth("num_steps"))), f"{stats.num_steps:,}"
+    computed = figures.rate(figures.growth("num_scheduled_tokens"))
     yield "tokens computed/s", _number(computed), f"{stats.num_scheduled_tokens:,}"
     if figures.last.generated is not None:
         total = f"{figures.last.generated:,}"
@@ -304,7 +308,7 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
         _counted(figures, name, word) for name, word in RARE.items() if getattr(stats, name)
     )
     yield from _events(figures)
-    share = roofline_share(figures.news("floor_seconds"), figures.news("step_seconds"))
+    share = roofline_share(figures.growth("floor_seconds"), figures.growth("step_seconds"))
     if share is not None:
         yield "steps, of the roofline", f"{100 * share:.0f} %", ""
     yield from _waits(figures)
@@ -312,28 +316,28 @@ def rows(figures: LiveFigures) -> Iterator[Row]:
 
 
 def _counted(figures: LiveFigures, name: str, word: str) -> Row:
-    return word, f"{figures.news(name):.0f}", f"{getattr(figures.stats, name):,}"
+    return word, f"{figures.growth(name):.0f}", f"{getattr(figures.stats, name):,}"
 
 
 def _events(figures: LiveFigures) -> Iterator[Row]:
-    """What features and policies count, by name."""
-    news, total = figures.news_by_key("counters"), figures.stats.counters
+    """Yield the counters of features and policies, by name."""
+    growth, total = figures.growth_by_key("counters"), figures.stats.counters
     for name in sorted(name for name, value in total.items() if value):
-        yield f"{name}/s", _number(figures.rate(news[name])), f"{total[name]:,}"
+        yield f"{name}/s", _number(figures.rate(growth[name])), f"{total[name]:,}"
 
 
 def _waits(figures: LiveFigures) -> Iterator[Row]:
-    """What requests that left the queue had waited for, the largest cause first."""
-    news, total = figures.news_by_key("wait_seconds"), figures.stats.wait_seconds
+    """Yield the seconds that started requests waited, by cause, the largest first."""
+    growth, total = figures.growth_by_key("wait_seconds"), figures.stats.wait_seconds
     for cause in _largest(total):
-        yield f"waited for {cause}", _seconds(news[cause]), _seconds(total[cause])
+        yield f"waited for {cause}", _seconds(growth[cause]), _seconds(total[cause])
 
 
 def _hooks(figures: LiveFigures) -> Iterator[Row]:
-    """Time in hooks, the largest first: a share of all time now, seconds since the start."""
-    news, total = figures.news_by_key("hook_seconds"), figures.stats.hook_seconds
+    """Yield the time in hooks, the longest first: share of the window, total seconds."""
+    growth, total = figures.growth_by_key("hook_seconds"), figures.stats.hook_seconds
     for hook in _largest(total):
-        yield f"in {hook}", _percent(figures.rate(news[hook])), _seconds(total[hook])
+        yield f"in {hook}", _percent(figures.rate(growth[hook])), _seconds(total[hook])
 
 
 def _largest(seconds: Mapping[str, float]) -> list[str]:

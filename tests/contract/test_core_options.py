@@ -64,7 +64,7 @@ def complaint(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 def test_options_of_clients_are_not_taken_and_forgotten(
     args: tuple[str, ...], complaint: Callable[..., str]
 ) -> None:
-    assert f"{args[0]} is for clients of a core, and this is a core" in complaint(*args)
+    assert f"{args[0]} is for clients of a core: give it to them" in complaint(*args)
 
 
 @pytest.mark.parametrize("is_control", [False, True])
@@ -80,8 +80,8 @@ def test_an_address_in_use_is_seen_before_the_model_is_loaded(
 @pytest.mark.parametrize(
     ("listen", "told"),
     [
-        ("ipc:///tmp/x", "must begin with tcp://, or be left out"),
-        ("127.0.0.1:5000", "must begin with tcp://"),
+        ("ipc:///tmp/x", "must start with tcp://, or be left out"),
+        ("127.0.0.1:5000", "must start with tcp://"),
         ("tcp://127.0.0.1", "must be tcp://HOST:PORT with a port in 1..65534"),
         ("tcp://127.0.0.1:0", "must be tcp://HOST:PORT"),
         ("tcp://127.0.0.1:65535", "must be tcp://HOST:PORT"),

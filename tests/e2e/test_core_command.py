@@ -81,7 +81,7 @@ def test_sigterm_drains_and_leaves_nothing(core: tuple[subprocess.Popen[str], st
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--listen", "ipc:///tmp/x"], "--listen is 'ipc:///tmp/x', must begin with tcp://"),
+        (["--listen", "ipc:///tmp/x"], "--listen is 'ipc:///tmp/x', must start with tcp://"),
         (["--listen", "tcp://127.0.0.1:5555"], "needs a shared secret of at least 16 characters"),
         (["--listen", "tcp://127.0.0.1"], "must be tcp://HOST:PORT"),
         (["--multiprocess"], "--multiprocess is for clients of a core"),

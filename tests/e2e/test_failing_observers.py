@@ -154,5 +154,5 @@ def test_a_command_keeps_its_answer_when_its_trace_is_lost(tmp_path: Path) -> No
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("Hello") and "4 output tokens" in done.stdout
-    assert "metronome: no trace: " in done.stderr
+    assert "metronome: no trace was written: " in done.stderr
     assert list(tmp_path.iterdir()) == []

@@ -148,7 +148,7 @@ def test_a_server_at_work_is_read_beside_it() -> None:
         assert 1 <= figures["running"] <= 2 and figures["is_fresh"]
         assert figures["generated_tokens_per_second"] > 0 and figures["steps_per_second"] > 0
         assert figures["total"]["generated_tokens"] > 0 < figures["total"]["prompt_tokens"]
-        assert refused.returncode == 2 and "wants a key: give --api-key" in refused.stderr
+        assert refused.returncode == 2 and "requires a key: give --api-key" in refused.stderr
         server.end()
         gone = top("--url", server.url, "--once", "--api-key", "k1")
         assert gone.returncode == 1 and f"server at {server.url} does not answer" in gone.stderr
@@ -290,10 +290,10 @@ def test_a_server_is_read_with_its_key(pages: PageServer) -> None:
 @pytest.mark.parametrize(
     ("status", "page", "error", "message"),
     [
-        (401, "", ConfigError, "wants a key: give --api-key, or set METRONOME_API_KEY"),
-        (404, "", ConfigError, "has no /metrics; is another server there?"),
+        (401, "", ConfigError, "requires a key: give --api-key, or set METRONOME_API_KEY"),
+        (404, "", ConfigError, "has no /metrics: check --url"),
         (500, "", EngineDeadError, "answers with status 500"),
-        (200, "vllm:num_requests_running 1\n", ConfigError, "has no figures of Metronome"),
+        (200, "vllm:num_requests_running 1\n", ConfigError, "has no metrics of Metronome"),
     ],
 )
 def test_what_a_server_may_say_instead(

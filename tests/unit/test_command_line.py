@@ -35,7 +35,7 @@ def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("serve -port 1", "serve", "option '-port'; did you mean '--port'?"),
         ("serve --max-waiting 1", "serve", "'--max-waiting-requests' or '--max-waiting-tokens'?"),
         ("bench latency --num-promts 3", "bench latency", "did you mean '--num-prompts'?"),
-        ("generate --frobnicate x", "generate", "metronome generate --help lists those"),
+        ("generate --frobnicate x", "generate", "metronome generate --help lists the known"),
         ("verify fcfs", "verify", "unexpected argument 'fcfs'; usage: metronome verify [options]"),
         ("replay a.log b.log", "replay", "unexpected argument 'b.log'; usage: "),
         ("serve one two", "serve", "usage: metronome serve [options] [MODEL]"),

@@ -105,7 +105,12 @@ def test_an_object_may_be_a_command(add: Add, capsys: pytest.CaptureFixture[str]
         ({"made_d.py": "1 +"}, "made_d", "cannot be loaded: SyntaxError", "SyntaxError"),
         ({"made_d.py": '"""Says."""\nimport nowhere'}, "made_d", "Says.", "named 'nowhere'"),
         ({"made_d.py": '"""Says."""\nraise OSError(5)'}, "made_d", "Says.", "OSError: 5"),
-        ({"made_d.py": '"""Says."""'}, "made_d", "Says.", "made_d has no function 'add_arguments'"),
+        (
+            {"made_d.py": '"""Says."""'},
+            "made_d",
+            "Says.",
+            "made_d needs a function 'add_arguments'",
+        ),
         ({"made_d.py": '"""Says."""'}, "made_d:it", "(of greeter)", "has no attribute 'it'"),
         ({"made_d.py": '"""Says."""'}, "not a place", "cannot be loaded: ", "cannot be loaded: "),
     ],
@@ -138,7 +143,10 @@ def test_of_two_packages_the_first_has_the_command(
 ) -> None:
     add("second", {"made_e.py": HELLO}, hello="made_e", generate="made_e")
     add("first", {"made_f.py": HELLO.replace("hello", "good day")}, hello="made_f")
-    warning = "metronome: warning: command {!r} of second is left out, as {} has one of this name"
+    warning = (
+        "metronome: warning: command {!r} of second is ignored, because {} has a command with this "
+        "name"
+    )
     assert main(["hello", "you"]) == 7
     printed = capsys.readouterr()
     assert printed.out == "good day you\n"
@@ -162,5 +170,5 @@ def test_a_checkout_that_has_to_be_installed_again_says_so(
     with pytest.raises(SystemExit):
         main(["simulate"])
     warning, error = capsys.readouterr().err.splitlines()
-    assert "the commands of the policy lab are not installed" in warning
+    assert "the commands of the policy lab are missing" in warning
     assert "pip install -e ." in warning and "unknown command 'simulate'" in error

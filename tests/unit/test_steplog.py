@@ -286,7 +286,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: i
     assert main(["replay", path, "--changes", '{"seats": 2}']) == 2
     assert "'seats' is no option of a scheduler" in capsys.readouterr().err
     for changes, message in (
-        ('{"policy": "fcfs"}', "'policy', which is an option of this command itself"),
+        ('{"policy": "fcfs"}', "'policy': give it as an option or argument"),
         ('{"max_num_seqs": "8"}', "max_num_seqs is '8' (str), must be a whole number"),
         ('{"resources": 5}', "resources is 5 (int), must be a tuple"),
     ):

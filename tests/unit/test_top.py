@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from engine.cli.main import main
-from engine.cli.readings import Page, Reading, stats_of
+from engine.cli.readings import EngineReading, Page, stats_of
 from engine.cli.top import Screen
 from engine.messages.stats import SchedulerStats
 
@@ -57,12 +57,12 @@ def test_a_page_becomes_statistics() -> None:
     assert "broken" not in page and page.by("no_such", "cause") == {}
 
 
-def reading(time: float, **stats: object) -> Reading:
+def reading(time: float, **stats: object) -> EngineReading:
     told = {"num_running": 2, "num_waiting": 1, "num_parked": 0, "kv_usage": 0.5}
     none = dict.fromkeys(("prefix_queries", "prefix_hits", "num_preemptions", "num_failed"), 0)
     generated = stats.pop("generated", None)
     made = SchedulerStats(**{**told, **none, "num_steps": 0, "num_scheduled_tokens": 0, **stats})
-    return Reading(time, made, generated, generated)
+    return EngineReading(time, made, generated, generated)
 
 
 def shown(screen: Screen) -> str:
@@ -133,7 +133,7 @@ def test_another_core_at_the_same_place_begins_anew() -> None:
     screen = Screen("an engine", 1.0)
     for time, num_steps in ((1.0, 500), (2.0, 600), (3.0, 10)):
         screen.add(reading(time, num_steps=num_steps))
-    assert not screen.has_rates and screen.figures.news("num_steps") == 0
+    assert not screen.has_rates and screen.figures.growth("num_steps") == 0
 
 
 @pytest.mark.parametrize(
@@ -142,8 +142,8 @@ def test_another_core_at_the_same_place_begins_anew() -> None:
         (["--url", "localhost:8000"], 2, "--url is 'localhost:8000', must look like http://127"),
         (["--connect", "127.0.0.1:5"], 2, "core address '127.0.0.1:5' must begin with ipc://"),
         (["--connect", "ipc:///no/core"], 2, "no core can be reached at 'ipc:///no/core'"),
-        (["--connect", "ipc:///c", "--api-key", "k"], 2, "--api-key is for --url"),
-        (["--url", "http://x", "--interval", "0"], 2, "--interval is 0, must be in 0.1..3600"),
+        (["--connect", "ipc:///c", "--api-key", "k"], 2, "--api-key is given with --connect"),
+        (["--url", "http://x", "--interval", "0"], 2, "--interval is 0, must be from 0.1 to 3600"),
     ],
 )
 def test_mistakes_are_one_line(
