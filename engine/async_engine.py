@@ -126,13 +126,13 @@ class AsyncLLMEngine:
         self._check_alive()
         self.check_room()
         inputs, began = self._session.inputs, self._session.clock()
-        ahead = inputs.texts.ahead(prompt, sampling_params)
-        if ahead is not None:  # other tasks go on meanwhile; what is invalid is raised by process()
+        started = inputs.texts.start(prompt, sampling_params)
+        if started is not None:  # other tasks run meanwhile; ``process`` raises its error
             options.setdefault("arrival_time", began)
             # A shutdown cancels texts that no thread has begun: that is no end of this task.
-            await asyncio.gather(asyncio.wrap_future(ahead), return_exceptions=True)
+            await asyncio.gather(asyncio.wrap_future(started), return_exceptions=True)
             self._check_alive()
-        submission = inputs.process(request_id, prompt, sampling_params, options, ahead)
+        submission = inputs.process(request_id, prompt, sampling_params, options, started)
         stream = Stream(asyncio.get_running_loop(), request_id, submission.params.output_kind)
         self._open_stream(submission, stream)
         return Reader(stream, self._close_stream)

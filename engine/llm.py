@@ -136,16 +136,16 @@ class LLM:
     ) -> list[Submission]:
         """Check requests; their texts are tokenised together."""
         inputs = self.llm_engine.session.inputs
-        begun = inputs.texts.all_ahead(prompts, params)
+        started = inputs.texts.start_all(prompts, params)
         try:
             return [
-                inputs.process(str(next(self._counter)), prompt, _only_final(own), option, ahead)
-                for prompt, own, option, ahead in zip(prompts, params, options, begun, strict=True)
+                inputs.process(str(next(self._counter)), prompt, _only_final(own), option, ids)
+                for prompt, own, option, ids in zip(prompts, params, options, started, strict=True)
             ]
         finally:  # after an error the others are not needed
-            for ahead in begun:
-                if ahead is not None:
-                    ahead.cancel()
+            for ids in started:
+                if ids is not None:
+                    ids.cancel()
 
     def _run(self, submissions: list[Submission], use_tqdm: bool) -> list[RequestOutput]:
         session = self.llm_engine.session

@@ -1,8 +1,8 @@
-"""Outputs of the core, made into what users see.
+"""Turns the core's outputs into ``RequestOutput`` for users.
 
-OutputProcessor   all unfinished requests; tokens become text in ``text.detokenizer``
-RequestState      one request: what its sequences share, and its outputs
-OutputSequence    one sequence: its tokens, its text, its cut at a stop string, and why it ended
+OutputProcessor   all unfinished requests; ``text.detokenizer`` turns tokens into text
+RequestState      one request: what its n sequences share, and its outputs
+OutputSequence    one sequence: its tokens and text, its cut at a stop string, and why it ended
 """
 
 from __future__ import annotations
@@ -39,34 +39,34 @@ from engine.text.tokenizer import Tokenizer
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
-    What the core still sends for requests that ended here is ignored: no other sequence ever has
-    the core id of one that ended. ``PooledOutputs`` has other processes turn tokens into text.
+    Late core outputs of requests that ended here are ignored: core ids are never used again. The
+    subclass ``PooledOutputs`` turns tokens into text in other processes.
     """
 
     is_only_text_missing = False
-    """Whether the core has ended all requests, and only texts of other processes are to come."""
+    """True if the core has finished all requests and only texts of other processes are missing."""
     _reads_here = True
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.counts = TokenCounts()
         self._latencies: Latencies | None = None
-        self._between_tokens: list[float] | None = None  # its column
+        self._between_tokens: list[float] | None = None  # the column of ``_latencies``
         self.on_finished: Callable[[FinishedRequest], None] | None = None
-        """Called with each request that has ended, by the thread that drives this."""
+        """Called with each finished request, in the thread that calls ``process``."""
         self.pace: QueuePace | None = None
-        """Kept if queues are limited; other threads may read it."""
+        """Estimates waiting times; set if queues are limited. Other threads may read it."""
         self._tokenizer = tokenizer
         self._requests: dict[str, RequestState] = {}
         self._rows: dict[str, Row] = {}  # by the core's request id
-        self._ended_here: list[str] = []  # core ids of sequences that the core must still abort
+        self._ended_here: list[str] = []  # core ids that the core must still abort
 
     @property
     def num_unfinished(self) -> int:
-        """Requests whose last output is still to come."""
+        """Number of requests without their last output."""
         return len(self._requests)
 
     def measure(self) -> Latencies:
-        """Measure what steps bring, from now on; the same object every time."""
+        """Start measuring latencies. Returns the same object for each call."""
         if self._latencies is None:
             latencies = self._latencies = Latencies()
             self._between_tokens = latencies.between_tokens.column
@@ -76,11 +76,12 @@ class OutputProcessor:
         return request_id in self._requests
 
     def register(self, submission: Submission) -> None:
-        """Expect outputs of these sequences. Raises ``RequestError`` for a user's id in use."""
+        """Register a request before it goes to the core. Raises ``RequestError`` if its id is in
+        use."""
         if submission.request_id in self._requests:
             raise RequestError(
-                f"request id {submission.request_id!r} is in use by an unfinished request; choose "
-                "another, or abort that one first",
+                f"request_id {submission.request_id!r} is used by an unfinished request; choose "
+                "another id, or abort that request first",
                 param="request_id",
                 code="request_id_in_use",
             )
@@ -92,7 +93,7 @@ class OutputProcessor:
             self._rows[core_id] = Row(live, sequence)
 
     def process(self, batch: CoreOutputs) -> list[RequestOutput]:
-        """The outputs for users of one step."""
+        """Process the core's outputs of one step. Returns outputs for users."""
         num_tokens = len(batch.token_ids)
         for started in batch.started:
             num_tokens += self._start(batch.request_ids[started.index], started)
@@ -107,14 +108,14 @@ class OutputProcessor:
         return outputs_of(moved)
 
     def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
-        """Take what a step brought to each sequence.
+        """Process each row of the core's outputs.
 
-        Most rows bring tokens to a sequence under way, and nothing else. For these all is done
-        here: calls of ``_take``, ``read`` and ``_moved`` for each would take as long again.
+        Most rows only add tokens to a running sequence. They are handled inline, because calling
+        ``_take``, ``read`` and ``_moved`` for each would double the time.
         """
         rows, time, counts = self._rows, batch.time, self.counts
         ends = {end.index: end for end in batch.finished}
-        has_more = {*ends, *batch.logprobs}  # than tokens
+        has_more = {*ends, *batch.logprobs}  # rows with more than tokens
         seconds = self._between_tokens
         columns = zip(batch.request_ids, tokens_of(batch), strict=True)
         for index, (core_id, token_ids) in enumerate(columns):
@@ -151,18 +152,20 @@ class OutputProcessor:
         self._moved(core_id, row, end, time, moved)
 
     def take_texts(self) -> list[RequestOutput]:
-        """The outputs for users of texts that other processes have made."""
+        """Outputs for users from texts that other processes have finished."""
         return []
 
     def wait_for_texts(self, seconds: float) -> bool:
-        """Wait until such texts have come, or ``wake`` is called. Returns whether there are any."""
+        """Block until texts of other processes arrive or ``wake`` is called. Returns True if there
+        are texts."""
         return False
 
     def wake(self) -> None:
-        """End a wait; may be called from any thread."""
+        """End a wait. Thread-safe."""
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """End these requests now; unknown ids do nothing. Their last outputs say ``"abort"``."""
+        """End these requests with finish reason "abort". Unknown ids are ignored. Returns their
+        last outputs."""
         moved: Moved = {}
         for reading in self._endings(request_ids, time):
             self._stop_in_core(reading.core_id)
@@ -174,14 +177,14 @@ class OutputProcessor:
         self._moved(reading.core_id, reading.row, reading.end, reading.time, moved)
 
     def drop(self, request_ids: Iterable[str], time: float) -> None:
-        """End these requests now, without any further output; unknown ids do nothing."""
+        """End these requests without further output. Unknown ids are ignored."""
         for reading in self._endings(request_ids, time):
             self._stop_in_core(reading.core_id)
             reading.row.sequence.end = reading.end
             self._ended(reading.core_id, reading.row, time)
 
     def _endings(self, request_ids: Iterable[str], time: float) -> Iterator[Reading]:
-        """The end of each unfinished sequence of these requests."""
+        """An abort for each unfinished sequence of these requests."""
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             for core_id in request.core_ids if request else ():
@@ -190,7 +193,7 @@ class OutputProcessor:
                     yield Reading(core_id, self._rows[core_id], [], None, end, time)
 
     def withdraw(self, submission: Submission) -> list[str]:
-        """Forget a request that was not taken. Returns its ids in the core."""
+        """Remove a request that the core refused. Returns the core ids of its sequences."""
         request = self._requests.pop(submission.request_id)
         if self.pace is not None:
             self.pace.leave(has_started=False)
@@ -199,15 +202,16 @@ class OutputProcessor:
         return request.core_ids
 
     def ended_here(self) -> list[str]:
-        """Sequences that ended here and that the core must stop, by its ids."""
+        """Core ids of sequences that ended here and that the core must still stop."""
         return list(self._ended_here)
 
     def forget_ended_here(self) -> None:
-        """The core has stopped them."""
+        """Clear the ids after the core has stopped them."""
         self._ended_here.clear()
 
     def _start(self, core_id: str, started: Started) -> int:
-        """Returns the length of the prompt if no sequence of the request had started."""
+        """Enter the start of a sequence. Returns the prompt length for a request's first sequence,
+        otherwise 0."""
         row = self._rows.get(core_id)
         if row is None:
             return 0
@@ -234,7 +238,7 @@ class OutputProcessor:
         end: Finished | None,
         time: float,
     ) -> None:
-        """Append what a step brought, less its text."""
+        """Append tokens and log-probabilities of a step and update metrics; text is added later."""
         request, sequence = row
         if token_ids:
             metrics, last = request.metrics, request.metrics.last_token_time
@@ -259,7 +263,7 @@ class OutputProcessor:
     def _moved(
         self, core_id: str, row: Row, end: Finished | None, time: float, moved: Moved
     ) -> None:
-        """A sequence has new text, or has ended: by the core, a stop string or an error."""
+        """Add the sequence to ``moved`` if it has an output to show, and finish it if it ended."""
         request, sequence = row
         if sequence.end is None and not sequence.is_shown:
             return
@@ -291,18 +295,18 @@ class OutputProcessor:
 
 
 class Reading(NamedTuple):
-    """What a step brought to a sequence."""
+    """What a step's outputs contain for one sequence."""
 
     core_id: str
     row: Row
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
     end: Finished | None
-    time: float  # of the step, on the core's clock
+    time: float  # end of the step, on the core's clock
 
 
 class Row(NamedTuple):
-    """The request and sequence that a row of the core's columns belongs to."""
+    """The request and sequence of a row in the core's outputs."""
 
     request: RequestState
     sequence: OutputSequence
@@ -311,19 +315,19 @@ class Row(NamedTuple):
 def reading_of(
     batch: CoreOutputs, index: int, row: Row, token_ids: list[int], end: Finished | None
 ) -> Reading:
-    """What a step brought to one row."""
+    """What a step's outputs contain for one row."""
     logprobs = batch.logprobs.get(index)
     return Reading(batch.request_ids[index], row, token_ids, logprobs, end, batch.time)
 
 
 def outputs_of(moved: Moved) -> list[RequestOutput]:
-    """What users see of these requests."""
+    """Outputs for the users of these requests."""
     outputs = [request.output(sequences) for request, sequences in moved.items()]
     return [output for output in outputs if output is not None]
 
 
 def tokens_of(batch: CoreOutputs) -> list[list[int]]:
-    """The new tokens of each row."""
+    """The new token ids of each row."""
     if batch.counts is None:
         return [[token_id] for token_id in batch.token_ids]
     ends = accumulate(batch.counts)
@@ -331,11 +335,11 @@ def tokens_of(batch: CoreOutputs) -> list[list[int]]:
 
 
 class RequestState:
-    """Gathers the sequences of one request into outputs of the kind its user requested.
+    """Combines the n sequences of a request into outputs of the requested kind.
 
-    cumulative: all n sequences so far · delta: what is new in those that moved · final: all n,
-    once, when the last has finished. Sequences stand in the order of their index. Their text is
-    made here if it ``reads_here``.
+    cumulative: all n sequences so far. delta: new parts of sequences that changed. final: all n
+    once, when the last has finished. Sequences are ordered by index. ``reads_here``: this process
+    turns tokens into text.
     """
 
     __slots__ = (
@@ -361,11 +365,11 @@ class RequestState:
             )
             for index in range(submission.params.n)
         ]
-        self.is_single = len(self.sequences) == 1  # kept, for each step reads it
+        self.is_single = len(self.sequences) == 1  # cached: read in each step
         self._num_running = len(self.sequences)
-        self._reports: dict[int, Started | Finished] = {}  # of each sequence, by its index
+        self._reports: dict[int, Started | Finished] = {}  # latest, by index of the sequence
         self.metrics = RequestMetrics(submission.arrival_time)
-        """The metrics so far; outputs get copies."""
+        """Metrics so far; outputs get copies."""
         self.num_cached_tokens = 0
         self.kv_transfer_params: dict[str, Any] | None = None
         self.prompt_logprobs: list[Position | None] | None = None
@@ -375,11 +379,11 @@ class RequestState:
         return self._num_running == 0
 
     def finish_one(self) -> None:
-        """Another of its sequences has ended."""
+        """Count one more finished sequence."""
         self._num_running -= 1
 
     def note(self, index: int, report: Started | Finished) -> None:
-        """Keep the metrics of a sequence so far, in place of earlier ones."""
+        """Store the latest metrics of a sequence and sum the metrics of all sequences."""
         self._reports[index] = report
         metrics, every = self.metrics, self._reports.values()
         metrics.num_preemptions = sum(each.num_preemptions for each in every)
@@ -398,7 +402,7 @@ class RequestState:
         metrics.events = sorted((e for each in every for e in each.events), key=itemgetter(1))
 
     def finished(self, reason: FinishReason) -> FinishedRequest:
-        """What there is to say of it at its end."""
+        """Summary of the finished request."""
         return FinishedRequest(
             self.request_id,
             self.sequences[0].params,
@@ -410,7 +414,7 @@ class RequestState:
         )
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:
-        """The output for the user after these sequences have moved; ``None``: nothing yet."""
+        """The output for the user after these sequences changed; ``None`` if nothing is due yet."""
         finished = self._num_running == 0
         if self.kind == "delta":
             completions = (
@@ -437,10 +441,11 @@ class RequestState:
 
 
 class OutputSequence:
-    """Grows until ``end`` is set, by the core or by a stop string; a stop string wins.
+    """One output sequence. It grows until ``end`` is set by the core or by a stop string, which
+    takes precedence.
 
-    It takes the tokens of each step, then ``read`` has its own reader make text of them. If another
-    process does that, they are taken when the text has come, and settled with it.
+    Tokens are appended each step, then ``read`` turns them into text. If another process makes the
+    text, tokens are appended when the text arrives, and ``settle`` adds it.
     """
 
     __slots__ = (
@@ -464,32 +469,32 @@ class OutputSequence:
         self.end: Finished | None = None
         self._tokenizer = tokenizer
         self.reader = reader
-        # What may turn out to be the beginning of a stop string is not shown yet.
+        # Characters at the end that may be the beginning of a stop string are not output yet.
         self._num_held_back = 0
         if params.stop:
             stops = StopStrings(params.stop, params.include_stop_str_in_output)
             self._num_held_back = stops.num_held_back
         self.is_lazy = not params.stop and params.output_kind == "final"
-        """Text that is not shown before the end is made in one go at the end."""
+        """True if text is made once at the end, since none is output earlier."""
         self.is_shown = params.output_kind != "final"
-        """Before its end, too."""
+        """True if the sequence is output before its end."""
         self._num_sent_tokens = 0
 
     def take_logprobs(self, logprobs: list[TokenLogprobs]) -> None:
-        """Append log-probabilities of tokens, if they were requested."""
+        """Append log-probabilities if they were requested."""
         if self.logprobs is not None:
             self.logprobs += [position_logprobs(entry, self._tokenizer) for entry in logprobs]
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
 
     def readable(self, token_ids: list[int], end: Finished | None) -> list[int]:
-        """The next tokens that are text."""
+        """The tokens that are part of the text: without a stop token, unless it is requested."""
         is_stopped = end is not None and end.reason == "stop"
         if is_stopped and not self.params.include_stop_str_in_output:
-            return token_ids[:-1]  # the token that ended it is no text, unless requested
+            return token_ids[:-1]
         return token_ids
 
     def read(self, token_ids: list[int], end: Finished | None) -> None:
-        """Have the own reader read these tokens, which were taken, ``end`` with the last of all."""
+        """Turn tokens that were appended into text. ``end`` is set with the last tokens."""
         if self.reader is None:
             self.end = end
         elif end is not None or not self.is_lazy:
@@ -497,7 +502,7 @@ class OutputSequence:
             self.settle(self.reader.read(token_ids, end is not None), end)
 
     def settle(self, delta: TextDelta, end: Finished | None) -> None:
-        """Add what a reader made of tokens; ``end`` is what came with the last of them."""
+        """Add the text that a reader made of tokens; ``end`` as the core sent it, if it did."""
         self.end = end
         if delta.stop is not None:
             self._stop_at(delta.stop, delta)
@@ -506,12 +511,12 @@ class OutputSequence:
         self.text += delta.text
 
     def output(self) -> CompletionOutput:
-        """The whole sequence so far."""
+        """The sequence so far."""
         held = self._num_held_back if self.end is None else 0
         return self._completion(self.text[:-held] if held else self.text, 0)
 
     def delta(self) -> CompletionOutput:
-        """What is new since the last delta; its text is forgotten."""
+        """What is new since the last call. Text that was output is not kept."""
         text, held = self.text, self._num_held_back if self.end is None else 0
         self.text = text[-held:] if held else ""
         completion = self._completion(text[:-held] if held else text, self._num_sent_tokens)

@@ -1,4 +1,4 @@
-"""How long a new request would wait for its first token, by the pace of late ones."""
+"""Estimates how long a new request would wait for its first token, from recent starts."""
 
 from __future__ import annotations
 
@@ -6,37 +6,38 @@ from typing import NamedTuple
 
 from engine.errors import RefusedError
 
-SHARE = 0.05  # of the latest gap in the smoothed one: about the last 20 count
+SHARE = 0.05  # weight of the latest gap in the moving average, which covers about 20 gaps
 
 
 class TokenGap:
-    """Seconds between two starts that others wait for, smoothed; 0.0: not known."""
+    """Moving average of the seconds between two starts while other requests wait; 0.0: unknown."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._last: float | None = None
 
     def note(self, time: float, *, is_waited_for: bool) -> None:
-        """A start. A gap counts if others waited all the while: else it shows how few came."""
+        """Record a start at ``time``. A gap counts only if requests waited throughout it; otherwise
+        it reflects the arrival rate."""
         if self._last is not None:
             share = SHARE if self.seconds else 1.0
             self.seconds += share * (max(0.0, time - self._last) - self.seconds)
         self._last = time if is_waited_for else None
 
     def forget(self) -> None:
-        """Others wait no longer: the time until the next start shows nothing."""
+        """Drop the last start, since no request waits any more."""
         self._last = None
 
 
 class QueuePace:
-    """Counts requests that wait for their first token, and those that have it.
+    """Counts waiting and running requests and estimates waiting times.
 
-    A request waits for those ahead of it in the queue, and, if all ``num_seats`` are taken, for
-    running ones to end. Both have a pace of their own: empty seats are taken at once.
+    A request waits for those before it in the queue and, if ``num_seats`` requests run, also for a
+    running one to end. The two rates are measured separately.
     """
 
     def __init__(self, num_seats: int = 0) -> None:
-        """num_seats: requests that may run at once; 0: not known."""
+        """num_seats: maximum number of running requests; 0: unknown."""
         self.num_waiting = 0
         self.num_running = 0
         self.num_seats = num_seats
@@ -47,7 +48,7 @@ class QueuePace:
         self.num_waiting += 1
 
     def start(self, time: float) -> None:
-        """A request has its first token."""
+        """Count a request that got its first token."""
         self.num_waiting -= 1
         self.num_running += 1
         is_waited_for = self.num_waiting > 0
@@ -56,7 +57,7 @@ class QueuePace:
         self._seats.note(time, is_waited_for=is_waited_for and is_full)
 
     def leave(self, *, has_started: bool) -> None:
-        """A request has ended."""
+        """Count a request that ended."""
         if has_started:
             self.num_running -= 1
             return
@@ -66,13 +67,14 @@ class QueuePace:
             self._seats.forget()
 
     def num_queued(self, num_arriving: int = 0) -> int:
-        """Requests that wait for a seat, with those that arrive."""
+        """Number of requests that wait because all seats are taken, with ``num_arriving`` new
+        ones."""
         return max(0, self.num_waiting + num_arriving - self._num_free)
 
     def estimated_wait(self, num_arriving: int = 0) -> float:
-        """Seconds until the first token of a request that came now, after those that arrive."""
+        """Seconds until the first token of one more request after ``num_arriving`` new ones."""
         num_queued = self.num_queued(num_arriving)
-        if not num_queued and self.num_seats:  # there is a seat for each
+        if not num_queued and self.num_seats:  # a seat is free for each
             return 0.0
         ahead = self.num_waiting + num_arriving
         return max(ahead * self._starts.seconds, num_queued * self._seats.seconds)
@@ -83,18 +85,18 @@ class QueuePace:
 
 
 class QueueLimits(NamedTuple):
-    """How many requests may wait for their first token, and how long a new one may have to."""
+    """Limits on the number of waiting requests and on the estimated wait of a new one."""
 
     pace: QueuePace
     max_requests: int
     max_seconds: float | None
 
     def check(self, num_arriving: int) -> None:
-        """Raise ``RefusedError`` for one more."""
+        """Raise ``RefusedError`` if the queue has no room for these requests."""
         num_waiting = self.pace.num_queued(num_arriving)
         seconds = self.pace.estimated_wait(num_arriving)
         if num_waiting >= self.max_requests:
-            why = f"{num_waiting} requests wait already, the limit is {self.max_requests}"
+            why = f"{num_waiting} requests are waiting, the limit is {self.max_requests}"
         elif self.max_seconds is not None and seconds > self.max_seconds:
             why = f"a request would wait {seconds:.1f} s, the limit is {self.max_seconds:g}"
         else:

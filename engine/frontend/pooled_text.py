@@ -1,11 +1,11 @@
 """Outputs whose text is made by detokenizer processes.
 
-PooledOutputs   the outputs of all unfinished requests, which wait for their texts
-PooledText      the sequences of which texts are made, and the texts as they come
+PooledOutputs   output processor that waits for texts
+PooledText      sends tokens of sequences to the processes and collects their texts
 
-A sequence stays with one detokenizer, which knows its state. What was read is kept here too, so
-that nothing is lost with a process: its replacement gets it. Texts come in order for each sequence;
-one that is slow holds up those of its own process only.
+A sequence stays with one detokenizer process, which holds its state. Its tokens are stored here
+too, so that a replacement can continue if the process dies. The texts of a sequence arrive in
+order; a slow text only delays others of the same process.
 """
 
 from __future__ import annotations
@@ -39,17 +39,15 @@ Come = deque[tuple[Reading, TextDelta | EngineDeadError]]
 
 
 class PooledOutputs(OutputProcessor):
-    """A sequence moves when its text comes, by one step of the core or by several.
-
-    ``wake`` is called in another thread when texts have come.
-    """
+    """Output processor that outputs tokens when their text arrives. ``wake`` is called in another
+    thread when texts have arrived."""
 
     _reads_here = False
 
     def __init__(self, tokenizer: Tokenizer, pool: TextPool, wake: Callable[[], None]) -> None:
         super().__init__(tokenizer)
         self._texts = PooledText(pool, wake)
-        self._only_text: set[str] = set()  # of rows: ended in the core, their text is missing
+        self._only_text: set[str] = set()  # core ids that ended in the core and lack only text
 
     @property
     def is_only_text_missing(self) -> bool:  # type: ignore[override]
@@ -74,7 +72,7 @@ class PooledOutputs(OutputProcessor):
             self._send(reading)
 
     def _send(self, reading: Reading) -> None:
-        """Have the text made that is needed now; the rest follows when it has come."""
+        """Send tokens whose text is needed now; tokens are output when the text arrives."""
         core_id, row, token_ids, logprobs, end, time = reading
         request, sequence = row
         if end is not None:
@@ -97,7 +95,7 @@ class PooledOutputs(OutputProcessor):
                 self._take(row, token_ids, logprobs, end, time)
                 row.sequence.settle(delta, end)
                 self._moved(core_id, row, end, time, moved)
-        for sequences in moved.values():  # which may come from several processes
+        for sequences in moved.values():  # may be out of order: from several processes
             if len(sequences) > 1:
                 sequences.sort(key=attrgetter("index"))
         return outputs_of(moved)
@@ -109,7 +107,7 @@ class PooledOutputs(OutputProcessor):
         self._texts.wake()
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """Requests whose text is still to come get their last outputs with it."""
+        """End these requests. Those whose text is missing get their last output with the text."""
         outputs = super().abort(request_ids, time)
         self._texts.send()
         return outputs + self.take_texts()
@@ -135,7 +133,7 @@ class PooledOutputs(OutputProcessor):
 
 
 class PooledText:
-    """The sequences whose text other processes make, by their ids in the core. For one thread."""
+    """Sequences whose text other processes make, by core id. Not thread-safe."""
 
     def __init__(self, pool: TextPool, wake: Callable[[], None]) -> None:
         self._queues = pool.detokenizers
@@ -145,7 +143,7 @@ class PooledText:
         self._numbers = count()
         self._come: Come = deque()
         self._has_come = threading.Event()
-        notify = partial(_notify, self._come, self._has_come, wake)  # which keeps no pool alive
+        notify = partial(_notify, self._come, self._has_come, wake)  # no reference to the pool
         for queue in self._queues:
             queue.notify = notify
 
@@ -153,7 +151,7 @@ class PooledText:
         return core_id in self._streams
 
     def open(self, core_id: str, prompt_token_ids: list[int], wish: TextWish) -> None:
-        """A sequence to come: at the detokenizer with the least work, one that is down last."""
+        """Assign a new sequence to the detokenizer with the least work, preferring running ones."""
         loads = [
             (queue.is_down, num + queue.num_waiting)
             for queue, num in zip(self._queues, self._num_streams, strict=True)
@@ -163,20 +161,20 @@ class PooledText:
         self._streams[core_id] = TextStream(next(self._numbers), index, prompt_token_ids, wish)
 
     def add(self, core_id: str, token_ids: list[int], is_last: bool, reading: Reading) -> None:
-        """The next tokens of a sequence; they leave with the next ``send``."""
+        """Queue the next tokens of a sequence for the next ``send``."""
         stream = self._streams[core_id]
         deliver = partial(_deliver, self._come, reading)
         self._waiting[stream.queue_index].append(ReadTask(stream, token_ids, is_last, deliver))
 
     def send(self) -> None:
-        """Send what was added. Raises ``EngineDeadError`` if there are no processes any more."""
+        """Send queued tokens. Raises ``EngineDeadError`` if the processes were given up."""
         for index, tasks in enumerate(self._waiting):
             if tasks:
                 self._waiting[index] = []
                 self._queues[index].put(tasks)
 
     def take(self) -> list[tuple[Reading, TextDelta]]:
-        """Texts that have come, in order for each sequence. Raises ``EngineDeadError``."""
+        """Return texts that arrived, in order for each sequence. Raises ``EngineDeadError``."""
         self._has_come.clear()
         texts: list[tuple[Reading, TextDelta]] = []
         while self._come:
@@ -190,26 +188,26 @@ class PooledText:
         return texts
 
     def wait(self, seconds: float) -> bool:
-        """Until texts have come, or ``wake`` was called; whether there are any."""
+        """Block until texts arrive or ``wake`` is called. Returns True if there are texts."""
         self._has_come.wait(seconds)
         return bool(self._come)
 
     def wake(self) -> None:
-        """End a ``wait``; may be called from any thread."""
+        """End a ``wait``. Thread-safe."""
         self._has_come.set()
 
     def forget(self, core_id: str) -> None:
-        """It has ended: what is still to come of it does not matter."""
+        """Drop a sequence that ended; its later texts are ignored."""
         stream = self._streams.pop(core_id, None)
         if stream is None:
             return
         self._num_streams[stream.queue_index] -= 1
-        if not stream.is_over:  # its process forgets it, too
+        if not stream.is_over:  # the process must drop it, too
             self._waiting[stream.queue_index].append(ReadTask(stream, [], True, _ignore))
 
 
 class TextStream:
-    """What a detokenizer has read of a sequence. For the thread that feeds the detokenizer."""
+    """The tokens of a sequence that a detokenizer has read. Used by the detokenizer's thread."""
 
     def __init__(
         self, number: int, queue_index: int, prompt_token_ids: list[int], wish: TextWish
@@ -219,12 +217,12 @@ class TextStream:
         self.is_over = False
         self._prompt_token_ids = prompt_token_ids
         self._wish = wish
-        self._process_number = 0  # of the process that knows it
-        self._read = array("i")  # ids whose text is known
-        self._counts = array("i")  # how many of them were read at a time
+        self._process_number = 0  # of the process that holds its state
+        self._read = array("i")  # token ids whose text was received
+        self._counts = array("i")  # number of ids in each call
 
     def opening(self, process_number: int) -> Opening | None:
-        """What this process must know first, if anything."""
+        """The state that this process must load first; ``None`` if it holds it already."""
         if process_number == self._process_number:
             return None
         self._process_number = process_number
@@ -235,7 +233,7 @@ class TextStream:
         return Opening(self._wish, pack_ids(self._prompt_token_ids), read)
 
     def note(self, token_ids: list[int]) -> None:
-        """These were read."""
+        """Record tokens that were read."""
         self._read.extend(token_ids)
         self._counts.append(len(token_ids))
 
@@ -265,7 +263,7 @@ class ReadTask(Task):
 
     def result_of(self, reply: Reply) -> TextDelta:
         if not isinstance(reply, TextDelta):
-            raise WireError(f"{reply!r:.80} is no text")
+            raise WireError(f"expected a text from the detokenizer, got {reply!r:.80}")
         return reply
 
     def finish(self, result: TextDelta | Exception) -> None:

@@ -1,4 +1,4 @@
-"""Turns what a user writes into ``AddRequest``, and refuses every invalid request."""
+"""Checks a user's request, tokenises its prompt and builds ``AddRequest`` messages for the core."""
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-SHOWN_ID_CHARS = 64  # of a user's id, in the one that its request has in the core
-USUAL_CHARS = 16  # characters of a token, hardly more in any text
-INLINE_CHARS = 500  # below it, tokenising takes less time than starting it in another thread
-TOGETHER_CHARS = 1 << 20  # of texts that are tokenised in one go, which no interrupt ends
-NUM_THREADS = 4  # texts that are tokenised at once
-Ahead = Future[list[int]] | None
-"""Ids of a text that was begun; ``None`` if it was not."""
+SHOWN_ID_CHARS = 64  # characters of a user's request id that its core id contains
+USUAL_CHARS = 16  # characters per token that texts hardly exceed
+INLINE_CHARS = 500  # shorter texts are tokenised faster than a thread starts
+BATCH_CHARS = 1 << 20  # characters per tokeniser call, which cannot be interrupted
+NUM_THREADS = 4  # tokenising threads
+StartedIds = Future[list[int]] | None
+"""Token ids of a prompt whose tokenising was started early; ``None`` if it was not."""
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text or as token ids (``prompt`` is then only shown), with its own options."""
+    """A prompt as text or as token ids, with options. If token ids are given, the text is only
+    shown in outputs."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -59,28 +60,29 @@ Prompt = str | list[int] | TextPrompt
 
 
 class RequestOptions(TypedDict, total=False):
-    """The options of a request besides prompt and sampling."""
+    """Options of a request other than prompt and sampling parameters."""
 
     priority: int
-    """Lower is more urgent; read by the priority policy."""
+    """Lower values run first; read by scheduling_policy="priority"."""
     user: str
-    """The user to whom fair policies account the request."""
+    """The user that fair policies charge the request to."""
     arrival_time: float
-    """Seconds on the engine's clock; now, if not given."""
+    """Seconds on the engine's clock (time.monotonic); default: now."""
     deadline: float
-    """Seconds on the engine's clock; read by deadline policies."""
+    """Seconds on the engine's clock; read by deadline policies only."""
     tbt: float
-    """Seconds between output tokens that its reader wants; read by policies that pace tokens."""
+    """Target seconds between output tokens; read by policies that pace tokens."""
     timeout: float
-    """Seconds after its arrival at which the request ends, with finish reason "deadline"."""
+    """Seconds after arrival at which the request ends, with finish reason "deadline"."""
     queue_timeout: float
-    """The deadline of a request that has not started by then."""
+    """Seconds after arrival at which the request ends if it has not started."""
     hints: dict[str, Any]
-    """Handed to the policy untouched."""
+    """Passed to the policy unchanged."""
 
 
 class Submission(NamedTuple):
-    """A checked request: what the user sees of it, and what the core gets, one for each of n."""
+    """A checked request: the fields for its outputs, and one ``AddRequest`` for each of the n
+    sequences."""
 
     request_id: str
     prompt: str | None
@@ -97,11 +99,11 @@ class ModelLimits:
     max_model_len: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    """Ids that end text: of config, generation config and tokenizer together."""
+    """Token ids that end text, from config, generation config and tokenizer."""
     scheduling_policy: str
     seed: int
     object_rules: ObjectRules = NO_RULES
-    """For objects of JSON schemas, where a request says nothing of them."""
+    """Defaults for objects in JSON schemas."""
 
 
 class InputProcessor:
@@ -120,7 +122,7 @@ class InputProcessor:
         self._pool = pool
         self._limits = limits
         self._clock = clock
-        self._id_prefix = id_prefix  # of ids in the core
+        self._id_prefix = id_prefix  # of core ids
         self._counter = itertools.count()
         self._num_sequences = itertools.count()
         self._warned_of_priority = False
@@ -131,11 +133,11 @@ class InputProcessor:
         prompt: Prompt,
         params: SamplingParams | None,
         options: RequestOptions,
-        ahead: Ahead = None,
+        started: StartedIds = None,
     ) -> Submission:
-        """A request ready to be added. Raises ``RequestError`` naming value, limit and way out.
+        """Check a request and build its messages. Raises ``RequestError``.
 
-        ``ahead``: the result of ``texts.ahead`` for the prompt, if it was called.
+        ``started``: the result of ``texts.start`` for the prompt, if it was called.
         """
         if not isinstance(request_id, str):
             raise RequestTypeError(
@@ -145,13 +147,13 @@ class InputProcessor:
         arrival_time = self._arrival(options)
         params = _own_params(params)
         parts = self._parts(prompt)
-        token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, ahead)
+        token_ids = self._checked_ids(parts, params.truncate_prompt_tokens, started)
         self._check_params(params)
         grammar = self._grammar(params)
         first = AddRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            params=params if grammar is None else _without_form(params),
+            params=params if grammar is None else _without_schema(params),
             seed=self._seed(params),
             arrival_time=arrival_time,
             max_tokens=self._max_tokens(params, len(token_ids)),
@@ -174,38 +176,37 @@ class InputProcessor:
 
     @property
     def object_rules(self) -> ObjectRules:
-        """What objects of JSON schemas may have where a request does not say it."""
+        """Defaults for objects in JSON schemas."""
         return self._limits.object_rules
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt with its output."""
+        """Maximum number of tokens of prompt and output together."""
         return self._limits.max_model_len
 
     def render(
         self, conversations: Iterable[Messages], options: dict[str, Any]
     ) -> list[TextPrompt]:
-        """Conversations as prompts; ``options`` are those of ``apply_chat_template``.
-
-        Raises the ``RequestError`` of the first one that cannot be rendered.
-        """
+        """Render conversations to prompts with the chat template. ``options``: as for
+        ``apply_chat_template``. Raises the ``RequestError`` of the first that cannot be
+        rendered."""
         assert self._tokenizer is not None
         return render_chats(self._tokenizer, self._pool, conversations, options)
 
     def _grammar(self, params: SamplingParams) -> str | None:
-        """What ``structured_outputs`` asks for, as the core gets it."""
+        """The grammar for ``structured_outputs``, as a string for the core; ``None`` without."""
         if params.structured_outputs is None:
             return None
         if self._tokenizer is None:
             raise RequestError(
-                "structured_outputs is given, but the engine has no tokenizer to know the texts of "
-                "tokens by: leave skip_tokenizer_init out",
+                "structured_outputs needs a tokenizer, and the engine has none "
+                "(skip_tokenizer_init): start it without skip_tokenizer_init",
                 param="structured_outputs",
             )
         if not self._limits.eos_token_ids:
             raise RequestError(
-                "structured_outputs is given, but neither the model's configuration nor its "
-                "tokenizer names a token that ends text: set eos_token_id in config.json",
+                "structured_outputs needs an end-of-text token, and neither the model's "
+                "configuration nor its tokenizer has one: set eos_token_id in config.json",
                 param="structured_outputs",
             )
         grammar = grammar_of(params.structured_outputs, self.object_rules)
@@ -219,15 +220,15 @@ class InputProcessor:
             return {"prompt_token_ids": prompt}
         if not isinstance(prompt, Mapping):
             raise RequestTypeError(
-                "a prompt is a str, a list of token ids or a dict with one of them, got "
-                f"{type(prompt).__name__}",
+                "prompt must be a str, a list of token ids, or a dict with 'prompt' or "
+                f"'prompt_token_ids', got {type(prompt).__name__}",
                 param="prompt",
             )
         unknown = prompt.keys() - PROMPT_KEYS
         if unknown or not prompt.keys() & {"prompt", "prompt_token_ids"}:
             raise RequestError(
-                f"a prompt dict has 'prompt' or 'prompt_token_ids' and may have 'cache_salt', got "
-                f"the keys {sorted(map(str, prompt))}",
+                "a prompt dict must have 'prompt' or 'prompt_token_ids' and may have 'cache_salt', "
+                f"got the keys {sorted(map(str, prompt))}",
                 param="prompt",
             )
         for key, value in prompt.items():
@@ -235,11 +236,13 @@ class InputProcessor:
                 raise RequestTypeError(f"{key} must be a str, got {value!r:.80}", param=key)
         return prompt
 
-    def _checked_ids(self, parts: TextPrompt, num_kept: int | None, ahead: Ahead) -> list[int]:
+    def _checked_ids(
+        self, parts: TextPrompt, num_kept: int | None, started: StartedIds
+    ) -> list[int]:
         ids = parts.get("prompt_token_ids")
         limit, vocab_size = self._limits.max_model_len, self._limits.vocab_size
         if ids is None:
-            token_ids = self.texts.encode(parts["prompt"], num_kept is not None, ahead)
+            token_ids = self.texts.encode(parts["prompt"], num_kept is not None, started)
         else:
             token_ids = _whole_numbers(ids)
         if num_kept is not None:
@@ -250,7 +253,7 @@ class InputProcessor:
         if not 0 <= min(token_ids) <= max(token_ids) < vocab_size:
             wrong = next(i for i in token_ids if not 0 <= i < vocab_size)
             raise RequestError(
-                f"token id {wrong} is out of the model's vocabulary; ids are 0..{vocab_size - 1}",
+                f"token id {wrong} is not in the model's vocabulary; ids are 0..{vocab_size - 1}",
                 param="prompt" if ids is None else "prompt_token_ids",
             )
         if len(token_ids) >= limit:
@@ -270,15 +273,15 @@ class InputProcessor:
                 )
 
     def _arrival(self, options: RequestOptions) -> float:
-        """Check the options and fill in the arrival time."""
+        """Check the options. Returns the arrival time, by default now."""
         self._check_options(options)
         now, requested = self._clock(), options.get("arrival_time")
         if requested is None:
             return now
         if requested > now:
             raise RequestError(
-                f"arrival_time is {requested!r:.80}, but the engine's clock (time.monotonic, not "
-                f"time.time) says {now:.3f}; read that one, or leave arrival_time out",
+                f"arrival_time is {requested!r:.80}, which is in the future: the engine's clock "
+                f"(time.monotonic, not time.time) is at {now:.3f}; leave arrival_time out",
                 param="arrival_time",
             )
         return requested
@@ -287,15 +290,15 @@ class InputProcessor:
         unknown = options.keys() - RequestOptions.__annotations__.keys()
         if unknown:
             name, known = min(unknown), RequestOptions.__annotations__
-            near = did_you_mean(name, known) or f"; known are: {', '.join(known)}"
-            message = f"unknown option {name!r} of a request{near}"
+            near = did_you_mean(name, known) or f"; there are: {', '.join(known)}"
+            message = f"request option {name!r} is unknown{near}"
             raise RequestError(message, param=name, code="unknown_parameter")
         check_option_types(options)
         is_ignored = options.get("priority") and self._limits.scheduling_policy == "fcfs"
         if is_ignored and not self._warned_of_priority:
             self._warned_of_priority = True
             logger.warning(
-                "priority %s is ignored by policy 'fcfs'; scheduling_policy='priority' reads it",
+                "priority %s is ignored by policy 'fcfs'; use scheduling_policy='priority'",
                 options["priority"],
             )
 
@@ -308,10 +311,10 @@ class InputProcessor:
         return derive_seed(self._limits.seed, number) if params.seed is None else params.seed
 
     def _sequence(self, request: AddRequest, index: int) -> AddRequest:
-        """One of the ``params.n`` of a request, with a seed and a core id of its own.
+        """Sequence ``index`` of a request's ``params.n``, with its own seed and core id.
 
-        No other sequence ever has this core id, so late outputs of an aborted one reach no other
-        request. The user's id is part of it for logs and messages.
+        Core ids are never used again, so late outputs of an aborted sequence reach no other
+        request. They contain the user's id for logs and messages.
         """
         number = next(self._num_sequences)
         return msgspec.structs.replace(
@@ -321,7 +324,7 @@ class InputProcessor:
         )
 
     def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Each word as ids, at the start of a text and after a space."""
+        """Token ids of each bad word, at the start of a text and after a space."""
         if self._tokenizer is None:
             return []
         found = []
@@ -350,7 +353,8 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
 
 
 def check_option_types(options: RequestOptions) -> None:
-    """Raise ``RequestTypeError`` for values that would make a policy raise later, in the core."""
+    """Check types and ranges here, so that no policy fails on them in the core. Raises
+    ``RequestError``."""
     for name, value in options.items():
         kind, wanted = OPTION_KINDS[name]
         is_wrong = isinstance(value, int | float) and not is_finite(value)
@@ -372,7 +376,7 @@ def _seconds_after(arrival_time: float, seconds: float | None) -> float | None:
 
 
 def _own_params(params: SamplingParams | None) -> SamplingParams:
-    """A copy, checked again: the caller may have changed it, and may do so again."""
+    """A checked copy, since the caller may change the object before and after this call."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -382,7 +386,7 @@ def _own_params(params: SamplingParams | None) -> SamplingParams:
 
 
 def _last(token_ids: list[int], count: int) -> list[int]:
-    """Keep the end of a prompt, which is what the model continues."""
+    """The last ``count`` tokens."""
     return token_ids[max(0, len(token_ids) - count) :]
 
 
@@ -397,13 +401,14 @@ def _whole_numbers(ids: list[int]) -> list[int]:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """A seed below 2**63 that looks unrelated to those of other numbers."""
+    """A pseudo-random seed below 2**63 for a request or sequence number."""
     digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class PromptEncoder:
-    """Tokenises prompts; refuses those without a tokenizer, and those that are surely too long."""
+    """Tokenises prompts, in this thread, other threads or text processes. Refuses texts that are
+    certainly too long without tokenising them."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, pool: TextPool | None, max_model_len: int
@@ -414,13 +419,13 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
 
     def prepare(self) -> None:
-        """Begin in a thread what the first long text needs, which an event loop should not do: to
-        look through the vocabulary."""
+        """Scan the vocabulary in a thread, which the first long text would otherwise do in the
+        event loop."""
         if self._tokenizer is not None:
             self._threads.submit(getattr, self._tokenizer, "max_chars_per_token")
 
-    def ahead(self, prompt: Prompt, params: SamplingParams | None) -> Ahead:
-        """Begin a prompt in a process or a thread, if it is a text that takes a while.
+    def start(self, prompt: Prompt, params: SamplingParams | None) -> StartedIds:
+        """Start tokenising a prompt in a process or a thread, if it is a text that takes a while.
 
         Raises ``EngineDeadError``.
         """
@@ -428,34 +433,36 @@ class PromptEncoder:
         if text is None or self._tokenizer is None:
             return None
         if self._pool is None and len(text) > INLINE_CHARS:
-            with suppress(RuntimeError):  # closed meanwhile, which is reported elsewhere
+            with suppress(RuntimeError):  # the engine was closed, which is reported elsewhere
                 return self._threads.submit(self._tokenizer.encode, text)
         return self._begin(text)
 
-    def all_ahead(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[Ahead]:
-        """Many prompts: tokenised together, or all begun in text processes."""
+    def start_all(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+    ) -> list[StartedIds]:
+        """Tokenise many prompts together, or start all of them in text processes."""
         requested = list(zip(prompts, params, strict=True))
         if self._pool is not None:
-            return [self.ahead(*each) for each in requested]
-        ahead: list[Ahead] = [None] * len(requested)
+            return [self.start(*each) for each in requested]
+        started: list[StartedIds] = [None] * len(requested)
         texts: dict[int, str] = {}
         num_chars = 0
         for place, each in enumerate(requested):
             if (text := self._text_of(*each)) is not None:
                 texts[place] = text
                 num_chars += len(text)
-            if num_chars >= TOGETHER_CHARS:
-                self._encode_together(texts, ahead)
+            if num_chars >= BATCH_CHARS:
+                self._encode_together(texts, started)
                 texts, num_chars = {}, 0
-        self._encode_together(texts, ahead)
-        return ahead
+        self._encode_together(texts, started)
+        return started
 
-    def encode(self, text: str, is_cut: bool, ahead: Ahead) -> list[int]:
-        """Ids of a text. Raises ``RequestError`` for one that has none, or too many unless it
-        ``is_cut`` to length."""
+    def encode(self, text: str, is_cut: bool, started: StartedIds) -> list[int]:
+        """Token ids of a text. Raises ``RequestError`` if it cannot be tokenised, or is too long
+        and will not be cut (``is_cut``)."""
         if self._tokenizer is None:
             raise RequestError(
-                "the engine has no tokenizer (skip_tokenizer_init): pass token ids, as "
+                "the engine has no tokenizer (skip_tokenizer_init): pass token ids as "
                 '{"prompt_token_ids": [...]}',
                 param="prompt",
             )
@@ -465,22 +472,22 @@ class PromptEncoder:
         fewest, limit = self._fewest_tokens(text), self._max_model_len
         if fewest >= limit and not is_cut:
             raise too_long(f"at least {fewest} tokens", limit, f"{len(text)} characters, ")
-        begun = self._begin(text) if ahead is None else ahead
-        if begun is not None:
-            with suppress(WireError):  # too long to travel: it is refused here soon enough
-                return begun.result()
+        ids = self._begin(text) if started is None else started
+        if ids is not None:
+            with suppress(WireError):  # too long for a message: it is tokenised here
+                return ids.result()
         return self._tokenizer.encode(text)
 
     def elsewhere(self, function: Callable[..., T], *args: Any) -> Awaitable[T]:
-        """Run a function of the tokenizer in one of the threads."""
+        """Run a function in one of the tokenising threads."""
         return asyncio.get_running_loop().run_in_executor(self._threads, partial(function, *args))
 
     def close(self) -> None:
-        """Begin nothing more in threads; harmless when repeated."""
+        """Shut the threads down. A second call does nothing."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _text_of(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
-        """The text of a prompt, unless it has its ids or is too long to be tokenised at all."""
+        """The text of a prompt; ``None`` if it has token ids or is certainly too long."""
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_ids = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
         if has_ids or not isinstance(text, str):
@@ -488,8 +495,9 @@ class PromptEncoder:
         is_cut = getattr(params, "truncate_prompt_tokens", None) is not None
         return text if is_cut or self._fewest_tokens(text) < self._max_model_len else None
 
-    def _encode_together(self, texts: dict[int, str], ahead: list[Ahead]) -> None:
-        """Tokenise all into ``ahead``; none if one is invalid, which ``encode`` then names."""
+    def _encode_together(self, texts: dict[int, str], started: list[StartedIds]) -> None:
+        """Tokenise all texts into ``started``; none if one is invalid (``encode`` raises for
+        it)."""
         if self._tokenizer is None or not texts:
             return
         try:
@@ -501,17 +509,17 @@ class PromptEncoder:
         for place, token_ids in zip(texts, encoded, strict=True):
             done: Future[list[int]] = Future()
             done.set_result(token_ids)
-            ahead[place] = done
+            started[place] = done
 
-    def _begin(self, text: str) -> Ahead:
-        """In a text process, if there are any."""
+    def _begin(self, text: str) -> StartedIds:
+        """Start tokenising in a text process, if there are any."""
         try:
             return None if self._pool is None else self._pool.encode(text)
         except UnicodeError:
             return None
 
     def _fewest_tokens(self, text: str) -> int:
-        """A lower bound of a text's tokens, without tokenising it; 0 for a text of usual length."""
+        """A lower bound of a text's number of tokens; 0 for a text of usual length."""
         if self._tokenizer is None or len(text) < self._max_model_len * USUAL_CHARS:
             return 0
         most_chars = self._tokenizer.max_chars_per_token
@@ -519,10 +527,11 @@ class PromptEncoder:
 
 
 def too_long(length: str, limit: int, before: str = "") -> RequestError:
-    """The error for a prompt of this many tokens, which leaves no room for output."""
+    """The error for a prompt that leaves no room for output. ``length``: how long it is, in
+    words."""
     return PromptTooLongError(
         f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
-        "and at least one output token together; shorten the prompt, have it shortened by "
+        "and at least one output token together; shorten the prompt, set "
         "truncate_prompt_tokens=-1, or raise max_model_len",
         param="prompt",
         length=length,
@@ -531,7 +540,7 @@ def too_long(length: str, limit: int, before: str = "") -> RequestError:
 
 
 Begun = Callable[[], Rendering]
-"""A rendering that may still be under way; raises what went wrong."""
+"""Returns a rendering, which another process may have started; raises its error."""
 
 
 def render_chats(
@@ -540,10 +549,10 @@ def render_chats(
     conversations: Iterable[Messages],
     options: dict[str, Any],
 ) -> list[TextPrompt]:
-    """A prompt for each conversation, with its ids: the template has written special tokens.
+    """Render conversations to prompts with token ids, without adding special tokens again.
 
-    ``options`` are those of ``Tokenizer.apply_chat_template``. Raises the ``RequestError`` of the
-    first conversation that cannot be rendered.
+    ``options``: as for ``Tokenizer.apply_chat_template``. Raises the ``RequestError`` of the first
+    conversation that cannot be rendered.
     """
     begun = [_begin(tokenizer, pool, messages, options) for messages in conversations]
     return [
@@ -563,7 +572,7 @@ def _begin(
         if _has_tuple(values):  # it would arrive as a list, which templates render differently
             return here
         future = pool.render(inputs.template, values)
-    except Exception:  # raised again in its turn: an earlier conversation may be invalid too
+    except Exception:  # raised again in order, since an earlier conversation may be invalid too
         return here
     return partial(_result, future.result, here)
 
@@ -571,7 +580,7 @@ def _begin(
 def _result(elsewhere: Begun, here: Begun) -> Rendering:
     try:
         return elsewhere()
-    except WireError:  # numbers or sizes that cannot travel
+    except WireError:  # numbers or sizes that a message cannot hold
         return here()
 
 
@@ -588,6 +597,6 @@ def _has_tuple(value: Any) -> bool:
     return isinstance(value, tuple)
 
 
-def _without_form(params: SamplingParams) -> SamplingParams:
-    """The core gets a grammar in its place."""
+def _without_schema(params: SamplingParams) -> SamplingParams:
+    """The parameters without ``structured_outputs``, in whose place the core gets a grammar."""
     return msgspec.structs.replace(params, structured_outputs=None)

@@ -1,4 +1,4 @@
-"""The sampling values that the makers of a model recommend, in its ``generation_config.json``."""
+"""Default sampling parameters from a model's ``generation_config.json``."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ FIELDS = {
     "repetition_penalty": "repetition_penalty",
     "max_new_tokens": "max_tokens",
 }
-"""Keys that are taken from the file, and the fields of ``SamplingParams`` that they are."""
-WHOLE = ("top_k", "max_new_tokens")
+"""Keys of the file that are used -> fields of ``SamplingParams``."""
+INTEGERS = ("top_k", "max_new_tokens")
 
 
 def recommended_sampling(config: ModelConfig) -> Mapping[str, Any]:
-    """What holds where a request says nothing, by names of ``SamplingParams``.
+    """Defaults for fields of ``SamplingParams`` that a request leaves out.
 
-    The file is not the user's: a value in it that cannot be used is left out, and logged. Raises
-    ``ConfigError`` for a directory without the file, and for an override that cannot be used.
+    An invalid value in the file is ignored and logged. Raises ``ConfigError`` for a directory
+    without the file, and for an invalid value in ``override_generation_config``.
     """
     file = _file(config)
     values = {} if file is None else _from_file(file)
@@ -41,7 +41,7 @@ def recommended_sampling(config: ModelConfig) -> Mapping[str, Any]:
     for key, value in override.items():
         if key not in FIELDS:
             raise ConfigError(
-                f"override_generation_config has the key {key!r:.80}, must have keys of: "
+                f"override_generation_config has the unknown key {key!r:.80}; there are: "
                 f"{', '.join(FIELDS)}{did_you_mean(str(key), FIELDS)}"
             )
         if value is None:
@@ -54,7 +54,7 @@ def recommended_sampling(config: ModelConfig) -> Mapping[str, Any]:
         places = [str(file)] if file is not None else []
         places += ["override_generation_config"] if override else []
         logger.info(
-            "where a request gives none, sampling values are those of %s: %s",
+            "default sampling parameters from %s: %s",
             " and ".join(places),
             ", ".join(f"{name} {value}" for name, value in values.items()),
         )
@@ -62,7 +62,7 @@ def recommended_sampling(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _file(config: ModelConfig) -> Path | None:
-    """The file that is meant, if it is there. Raises ``ConfigError``."""
+    """Path of the configured file; ``None`` if there is none. Raises ``ConfigError``."""
     if config.generation_config == NOTHING:
         return None
     if config.generation_config == AUTO:
@@ -87,12 +87,12 @@ def _from_file(file: Path) -> dict[str, Any]:
         if (fault := _fault(key, value)) is None:
             values[field] = _number(key, value)
         else:
-            logger.warning("%s: %s; it is left out", file, fault)
+            logger.warning("%s: %s; the value is ignored", file, fault)
     return values
 
 
 def _fault(key: str, value: object) -> str | None:
-    """Why a value cannot be used: a sentence with the key, the value and its range."""
+    """Why a value is invalid, with its key, value and range; ``None`` if it is valid."""
     try:
         SamplingParams(**{FIELDS[key]: _number(key, value)})
     except RequestError as error:
@@ -101,6 +101,6 @@ def _fault(key: str, value: object) -> str | None:
 
 
 def _number(key: str, value: Any) -> Any:
-    """A whole number that was written as 20.0 is one."""
-    is_whole = key in WHOLE and isinstance(value, float) and value.is_integer()
-    return int(value) if is_whole else value
+    """The value; for integer fields, 20.0 is read as 20."""
+    is_integer = key in INTEGERS and isinstance(value, float) and value.is_integer()
+    return int(value) if is_integer else value

@@ -1,7 +1,7 @@
-"""The front end around one core: checked requests in, outputs for users out.
+"""The front end of one core: takes checked requests and returns outputs for users.
 
-Synchronous and asynchronous engines are this, driven by the caller or by a thread. Not thread-safe:
-``submit``, ``step`` and ``abort`` belong to one thread, ``inputs`` may be used by another.
+The synchronous engine drives it from the caller's thread, the asynchronous one from its own thread.
+``submit``, ``step`` and ``abort`` must be called from one thread; ``inputs`` may be used by others.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 PauseScope = Literal["all", "new"]
 
-TEXT_SECONDS = 0.1  # that ``step`` waits for texts
+TEXT_SECONDS = 0.1  # how long ``step`` waits for texts
 
 
 class Session:
-    """Tokenizer, request checks, outputs and log line of one core."""
+    """Tokenizer, request checks, outputs and statistics log of one core."""
 
     def __init__(
         self,
@@ -53,8 +53,7 @@ class Session:
         pool: TextPool | None = None,
         recommended: Mapping[str, Any] | None = None,
     ) -> None:
-        """recommended: sampling values where a request gives none, by names of
-        ``SamplingParams``."""
+        """recommended: default values for fields of ``SamplingParams``."""
         self.client = client
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
@@ -62,14 +61,14 @@ class Session:
         )
         self.outputs = OutputProcessor(tokenizer)
         if pool is not None:
-            assert tokenizer is not None, "text processes have one"
+            assert tokenizer is not None, "text processes need a tokenizer"
             self.outputs = PooledOutputs(tokenizer, pool, client.wake)
         self.recommended = recommended or {}
         self._pool = pool
-        self._batches: deque[CoreOutputs] = deque()  # that have come and are not processed yet
+        self._batches: deque[CoreOutputs] = deque()  # received and not yet processed
         self.clock = clock
         self.failures = Failures()
-        """Failures of observers on this side of the core."""
+        """Counts failures of observers (logs, traces, metrics) in this process."""
         self._stats_guard = Guard(self.failures, "stats_log", "no figures are logged", stops=True)
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:
@@ -77,11 +76,9 @@ class Session:
 
     @classmethod
     def open(cls, config: EngineConfig) -> Session:
-        """Load what ``config`` asks for; the tokenizer first, since it fails sooner than the core.
-
-        A model given by name is fetched before; with a core elsewhere only what is needed here.
-        Raises ``ConfigError`` for what cannot work.
-        """
+        """Load the tokenizer, then start or connect to the core. A model given by name is
+        downloaded first; if the core runs elsewhere, only the files that are needed here. Raises
+        ``ConfigError``."""
         set_up_logging(config.log_level)
         is_here, has_text = not config.core.core_addresses, not config.model.skip_tokenizer_init
         model = fetched(config.model, for_core=is_here, for_text=has_text)
@@ -106,15 +103,14 @@ class Session:
         return self.outputs.num_unfinished > 0
 
     def submit(self, submission: Submission) -> None:
-        """Give a checked request to the core: all its sequences, or none and it raises."""
+        """Submit a checked request to the core. Raises if the core refuses any of its sequences;
+        then none is submitted."""
         for error in self.submit_all([submission]).values():
             raise error
 
     def submit_all(self, submissions: Sequence[Submission]) -> dict[int, Exception]:
-        """Give checked requests to the core, in one go. Returns by index why some were not taken.
-
-        A request is taken whole or, with an error, not at all.
-        """
+        """Submit checked requests to the core in one message. Returns the errors of refused
+        requests by index. A refused request leaves none of its sequences in the core."""
         errors: dict[int, Exception] = {}
         registered: dict[int, Submission] = {}
         for place, submission in enumerate(submissions):
@@ -127,12 +123,12 @@ class Session:
         return errors | self._add(registered)
 
     def _add(self, submissions: dict[int, Submission]) -> dict[int, Exception]:
-        """Add what is registered."""
+        """Send registered requests to the core; see ``submit_all``."""
         owners = [place for place, each in submissions.items() for _ in each.requests]
         requests = [request for each in submissions.values() for request in each.requests]
         try:
             refused = self.client.add_all(requests)
-        except BaseException:  # an interrupt: some may have been taken
+        except BaseException:  # an interrupt: the core may have taken some
             core_ids = [i for each in submissions.values() for i in self.outputs.withdraw(each)]
             with suppress(EngineDeadError):
                 self.client.abort(core_ids)
@@ -147,12 +143,12 @@ class Session:
         return errors
 
     def step(self) -> list[RequestOutput]:
-        """Run one step of the core and return what it means for users.
+        """Run one step of the core and return outputs for users.
 
-        If a core elsewhere has done several steps meanwhile, each is returned by its own call, so
-        that the first is not held up by the texts of the others. With text processes, results of
-        earlier steps are returned too, once their texts have come. If only texts are still to come,
-        waits a moment for some.
+        If a core in another process has finished several steps, each call returns one of them, so
+        that the first need not wait for the texts of later ones. With text processes, a call also
+        returns earlier results whose texts have arrived; if only texts are missing, it waits up to
+        ``TEXT_SECONDS`` for them.
         """
         outputs: list[RequestOutput] = []
         if self.outputs.is_only_text_missing:
@@ -163,35 +159,35 @@ class Session:
             if self._batches:
                 outputs = self.outputs.process(self._batches.popleft())
         outputs += self.outputs.take_texts()
-        with suppress(EngineDeadError):  # a later call raises it; these outputs are not lost
+        with suppress(EngineDeadError):  # a later call raises it; these outputs are returned first
             self._stop_in_core()
         if self._stats_log is not None:
             self._stats_guard.run(self._log_stats, self._stats_log)
         return outputs
 
     def stats(self) -> SchedulerStats | None:
-        """What the scheduler counts, and how often observers have failed."""
+        """The scheduler's statistics, with the number of failures of observers."""
         return with_failures(with_failures(self.client.stats(), self.failures), LOST)
 
     def wake(self) -> None:
-        """Let a ``step`` that waits return soon; may be called from any thread."""
+        """Let a blocked ``step`` return soon. Thread-safe."""
         self.outputs.wake()
         self.client.wake()
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Stop these requests; unknown ids do nothing. Returns their last outputs, but for those
-        whose text is still to come: theirs come from ``step``."""
+        """Abort these requests; unknown ids are ignored. Returns their last outputs; those that
+        wait for texts are returned by ``step``."""
         outputs = self.outputs.abort(request_ids, self.clock())
         self._stop_in_core()
         return outputs
 
     def drop(self, request_ids: Iterable[str]) -> None:
-        """Stop these requests, without any further output; unknown ids do nothing."""
+        """Stop these requests without further output; unknown ids are ignored."""
         self.outputs.drop(request_ids, self.clock())
         self._stop_in_core()
 
     def shutdown(self) -> None:
-        """End the core and the text processes; harmless when repeated."""
+        """Shut down the core and the text processes. A second call does nothing."""
         self.inputs.texts.close()
         self.client.shutdown()
         if self._pool is not None:
@@ -202,7 +198,8 @@ class Session:
             stats_log.after_step(is_idle=not self.has_unfinished)
 
     def _step_core(self) -> list[CoreOutputs]:
-        """If the core has died, texts of what it did before are not lost: a later call raises."""
+        """Run a step of the core. If the core has died, texts of earlier steps are returned first,
+        and a later call raises."""
         try:
             return self.client.step()
         except EngineDeadError:
@@ -211,7 +208,8 @@ class Session:
             return []
 
     def _stop_in_core(self) -> None:
-        """Abort in the core what ended here. After an interrupt the next call does it (again)."""
+        """Abort sequences in the core that ended here. After an interrupt, the next call repeats
+        it."""
         if ended := self.outputs.ended_here():
             self.client.abort(ended)
             self.outputs.forget_ended_here()
@@ -237,19 +235,19 @@ Handler = Callable[[int, FrameType | None], object]
 
 
 class HeldInterrupt:
-    """Inside, an interrupt is only noted; ``KeyboardInterrupt`` is raised on leaving.
+    """Context manager that delays ``KeyboardInterrupt`` until its end.
 
-    Does nothing outside the main thread and where the program handles interrupts itself.
+    Does nothing outside the main thread, or if the program handles interrupts itself.
     """
 
     def __init__(self) -> None:
-        self._held: Handler | None = None  # the handler before
+        self._held: Handler | None = None  # the previous handler
         self._is_noted = False
 
     def __enter__(self) -> HeldInterrupt:
         if threading.current_thread() is threading.main_thread():
             handler = signal.getsignal(signal.SIGINT)
-            # Python's own, and that of the command, raise KeyboardInterrupt.
+            # Only Python's handler and that of the command raise KeyboardInterrupt.
             can_be_held = getattr(handler, "can_be_held", handler is signal.default_int_handler)
             if callable(handler) and can_be_held:
                 self._held = handler

@@ -1,4 +1,4 @@
-"""Outputs of one request on their way from the engine's thread to the task that reads them."""
+"""Passes the outputs of a request from the engine's thread to the asyncio task that reads them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NamedTuple
 from engine.messages.params import OutputKind
 from engine.messages.requests import CompletionOutput, RequestOutput
 
-TOKEN_BYTES = 40  # an int and its place in a list
-LOGPROB_BYTES = 200  # a log-probability, its text, and its place in a dict
+TOKEN_BYTES = 40  # an int and its list entry
+LOGPROB_BYTES = 200  # a log-probability, its text and its dict entry
 Sink = Callable[[RequestOutput], bool]
 
 
@@ -23,11 +23,11 @@ class Reader(NamedTuple):
     close_stream: Callable[[Stream], None]
 
     async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """The next output, as by ``Stream.next``."""
+        """The next output; see ``Stream.next``."""
         return await self.stream.next(sink)
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """All of them, to the last. Who leaves early stops the request."""
+        """All outputs up to the last. Leaving the loop early aborts the request."""
         try:
             while True:
                 output = await self.next()
@@ -38,23 +38,23 @@ class Reader(NamedTuple):
             self.close()
 
     def close(self) -> None:
-        """Stop the request if it has not finished; to be called once."""
+        """Abort the request if it has not finished. Call it once."""
         self.close_stream(self.stream)
 
 
 class Stream:
-    """A queue of one: what the reader has not taken yet is merged with what comes next.
+    """A queue of one output: unread outputs are merged with the next one.
 
-    Belongs to one event loop; only ``post`` may be called from another thread.
+    Belongs to one event loop; only ``post`` is thread-safe.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str, kind: OutputKind) -> None:
         self.loop = loop
         self.context = contextvars.copy_context()
-        """The context of the task that reads it."""
+        """Context variables of the task that reads it."""
         self.request_id = request_id
         self.is_finished = False
-        """The last output, or an error, has arrived."""
+        """True if the last output or an error has arrived."""
         self._kind = kind
         self._waiting: RequestOutput | None = None
         self._error: Exception | None = None
@@ -62,13 +62,13 @@ class Stream:
         self._sink: Sink | None = None
 
     def post(self, callback: Callable[[], object]) -> None:
-        """Run ``callback`` in the stream's loop. If that is closed, the reader is gone."""
+        """Run ``callback`` in the stream's event loop. Ignored if the loop is closed."""
         with contextlib.suppress(RuntimeError):
             self.loop.call_soon_threadsafe(callback)
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output after those that wait."""
-        if self._error is not None:  # the reader was given up
+        """Add an output after the unread ones."""
+        if self._error is not None:  # the request was dropped
             return
         waiting = self._waiting
         if waiting is None:
@@ -81,27 +81,27 @@ class Stream:
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise ``error`` in the reader, once it has taken what waits."""
+        """Raise ``error`` in the reader after it has read what is there."""
         if not self.is_finished:
             self.is_finished = True
             self._error = error
             self._arrived.set()
 
     def drop(self, error: Exception) -> None:
-        """Raise ``error`` in the reader in place of what waits."""
+        """Discard unread outputs and raise ``error`` in the reader."""
         self._waiting = None
         self.fail(error)
 
     @property
     def num_unread_bytes(self) -> int:
-        """About how much memory holds what waits for the reader."""
+        """Approximate memory of unread outputs, in bytes."""
         return 0 if self._waiting is None else sum(map(size_of, self._waiting.outputs))
 
     async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """All that has come since the last call; waits until there is something.
+        """Everything new since the last call, merged. Waits until there is something.
 
-        While it waits, each output is offered to ``sink``, and returned only if that returns False:
-        so a reader that has little to do with most outputs is not woken for them.
+        While it waits, each output is passed to ``sink`` and returned only if that returns False,
+        so that outputs which need little work do not wake the reader.
         """
         self._sink = sink
         try:
@@ -118,7 +118,7 @@ class Stream:
 
 
 def size_of(completion: CompletionOutput) -> int:
-    """About how much memory it takes, in bytes."""
+    """Approximate memory of a completion, in bytes."""
     size = len(completion.text) + TOKEN_BYTES * len(completion.token_ids)
     for position in completion.logprobs or ():
         size += LOGPROB_BYTES * (1 + len(position))
@@ -126,7 +126,7 @@ def size_of(completion: CompletionOutput) -> int:
 
 
 def merge_deltas(first: RequestOutput, second: RequestOutput) -> RequestOutput:
-    """One output with the news of both; nothing is lost, sequences are matched by index."""
+    """Merge two deltas into one; sequences are matched by index."""
     merged = {completion.index: completion for completion in first.outputs}
     for later in second.outputs:
         earlier = merged.get(later.index)

@@ -1,7 +1,7 @@
-"""A tokenizer or detokenizer process: jobs in, answers out, in order. Blocks while there are none.
+"""Main program of a tokenizer or detokenizer process: answers jobs in order.
 
-Started by ``text_workers.TextProcess`` as a program; imports neither torch nor transformers, unless
-the tokenizer of the model exists only there.
+Started by ``text_workers.TextProcess``. Imports neither torch nor transformers, unless the model's
+tokenizer exists only there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def main(descriptor: int) -> None:
-    """Serve until the parent ends this process."""
+    """Answer jobs until the parent ends this process. ``descriptor``: the file with the start
+    message."""
     start = msgspec.msgpack.decode(start_message(descriptor), type=StartText)
     model = ModelConfig(
         model=start.model, tokenizer=start.tokenizer, trust_remote_code=start.trust_remote_code
@@ -50,7 +51,7 @@ def main(descriptor: int) -> None:
 
 
 def answer(server: TextServer, decoder: Decoder[Job], encoder: Encoder, frame: bytes) -> bytes:
-    """The answer to a job; an error if it is too long to be sent."""
+    """The encoded answer to an encoded job; a failure if the answer is too long to send."""
     try:
         return encoder.encode(server.do(decoder.decode([frame])))
     except WireError as error:
@@ -65,14 +66,14 @@ def answer(server: TextServer, decoder: Decoder[Job], encoder: Encoder, frame: b
 
 
 class TextServer:
-    """Carries out the jobs; remembers the sequences whose text it makes."""
+    """Executes jobs, and holds the detokenizer state of its sequences."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._readers: dict[int, TextReader] = {}
 
     def do(self, job: Job) -> Reply:
-        """The answer to a job."""
+        """Execute a job."""
         match job:
             case Encode(text, add_special_tokens):
                 ids = self._tokenizer.encode(str(text, "utf-8"), add_special_tokens)

@@ -1,12 +1,12 @@
-"""Tokenizer and detokenizer processes, as many of each as requested.
+"""Pool of tokenizer and detokenizer processes.
 
     any thread ── encode, render ─> Future ── queue of all tokenizers ──> thread <─> its process
     session    ── rows of text ──────────── queue of one detokenizer ──> thread <─> its process
 
-Each process has a thread that sends it what waits, several tasks together, and takes the answers.
-When a process dies or hangs, the thread starts another one, and the tasks it had are sent again:
-one at a time, so that the next crash identifies the input that causes it, and those that were not
-the cause first. An input that causes ``MAX_DEATHS`` crashes fails, alone.
+Each process has a thread that sends it batches of waiting tasks and receives the answers. When a
+process dies or hangs, the thread starts another one and sends the tasks again, one at a time, so
+that the next crash identifies the input that causes it; known suspects are sent last. Only an input
+that causes ``MAX_DEATHS`` crashes fails.
 """
 
 from __future__ import annotations
@@ -51,52 +51,53 @@ from engine.rpc.failures import error_of
 logger = logging.getLogger(__name__)
 
 PROGRAM = "engine.frontend.text_worker_main"
-HANG_SECONDS = 30.0  # on tasks that travel together, in addition to what their texts take
-RETRY_SECONDS = 10.0  # until a process that did not start, or died at once, is tried again
-START_SECONDS = 60.0  # until a process that has not reported ready is ended
-LAST_WORDS_MS = 200  # from the end of a process's connection to its own
-MAX_DEATHS = 3  # of processes by one input
+HANG_SECONDS = 30.0  # time limit of a batch of tasks, in addition to the time for its texts
+RETRY_SECONDS = 10.0  # pause after a process failed to start or died immediately
+START_SECONDS = 60.0  # a process that is not ready after this time is ended
+EXIT_MS = 200  # time for a process to exit after it closed its connection
+MAX_DEATHS = 3  # crashes that one input may cause
 MAX_FAILED_STARTS = 3  # in a row
-MAX_IDLE_DEATHS = 8  # in a row, of processes that had done nothing; above MAX_DEATHS
-SLOWEST = 1 << 18  # bytes of text that any tokenizer does in a second
-TASK_BYTES = 1000  # a text costs as much as this many bytes, in addition to its own
-TOGETHER_BYTES = 16 * TASK_BYTES  # of tasks that travel together
-SAYS_MORE = "what it wrote to standard error says more"
+MAX_IDLE_DEATHS = 8  # crashes in a row before any task was done; above MAX_DEATHS
+SLOWEST = 1 << 18  # bytes of text per second that the slowest tokenizer handles
+TASK_BYTES = 1000  # fixed cost of a task, in bytes of text
+TOGETHER_BYTES = 16 * TASK_BYTES  # cost of tasks sent together
+SEE_STDERR = "see what it wrote to standard error"
 
 
 class Task(ABC):
-    """A job on its way to a process and back. ``cost`` is in bytes of text; tasks of one ``owner``
-    stay in order."""
+    """A job for a text process. ``cost`` is in bytes of text; tasks of one ``owner`` stay in
+    order."""
 
     def __init__(self, cost: int, owner: object) -> None:
         self.cost = cost
         self.owner = owner
-        self.is_suspect = False  # a process died that had it: it is sent alone
-        self.num_deaths = 0  # of processes that had nothing else
+        self.is_suspect = False  # a process died while it had this task: it is sent alone
+        self.num_deaths = 0  # processes that died while they had only this task
 
     @abstractmethod
     def is_wanted(self) -> bool:
-        """False if nothing waits for it any more."""
+        """False if the result is no longer needed."""
 
     @abstractmethod
     def job(self, process_number: int) -> Job:
-        """What to send to this process; they are numbered as they are started."""
+        """The message for a process. Processes are numbered in the order of their starts."""
 
     @abstractmethod
     def result_of(self, reply: Reply) -> Any:
-        """What the answer means. Raises ``WireError`` for one that does not fit the job."""
+        """Convert the answer to the result. Raises ``WireError`` if it does not fit the job."""
 
     @abstractmethod
     def finish(self, result: Any) -> None:
-        """Hand over the result, or an ``Exception``."""
+        """Deliver the result or an ``Exception``."""
 
     @abstractmethod
     def death(self, how: str) -> RequestError:
-        """The error for an input over which processes have died ``MAX_DEATHS`` times."""
+        """The error for an input on which processes died ``MAX_DEATHS`` times. ``how``: how the
+        last one ended."""
 
 
 class PromptTask(Task):
-    """A prompt to be tokenised or rendered. ``what`` is shown in errors: the input."""
+    """A prompt to tokenise or render. ``what``: the input, for error messages."""
 
     def __init__(self, job: Encode | Render, what: object) -> None:
         text = job.text if isinstance(job, Encode) else job.template
@@ -105,7 +106,7 @@ class PromptTask(Task):
         self._job = job
         self._what = what
 
-    def is_wanted(self) -> bool:  # from then on it cannot be cancelled any more
+    def is_wanted(self) -> bool:  # True also marks the future as running: no cancel after it
         future = self.future
         return future.running() or (not future.done() and future.set_running_or_notify_cancel())
 
@@ -118,7 +119,7 @@ class PromptTask(Task):
                 return unpack_ids(token_ids)
             case Render(), Rendered(text, token_ids):
                 return Rendering(text, unpack_ids(token_ids))
-        raise WireError(f"{reply!r:.80} is no answer to a task")
+        raise WireError(f"{reply!r:.80} does not answer the job")
 
     def finish(self, result: Any) -> None:
         if self.is_wanted():
@@ -136,12 +137,12 @@ class PromptTask(Task):
 
 
 class TextPool:
-    """``size`` tokenizer and ``size`` detokenizer processes. May be used from any thread.
+    """``size`` tokenizer and ``size`` detokenizer processes. Thread-safe.
 
-    A process that works on tasks for ``hang_seconds``, and longer than their texts take, is taken
-    for hung and ended. One that does not start is tried again ``retry_seconds`` later. Futures
-    raise ``RequestError`` for an input that cannot be done, ``RefusedError`` while no process can
-    be started, and ``EngineDeadError`` once the pool is closed.
+    A process is ended if a batch takes longer than ``hang_seconds`` plus its bytes divided by
+    ``slowest`` (bytes per second). A failed start is tried again after ``retry_seconds``. Futures
+    raise ``RequestError`` for an input that cannot be processed, ``RefusedError`` while no process
+    can be started, and ``EngineDeadError`` once the pool is closed.
     """
 
     def __init__(
@@ -162,7 +163,7 @@ class TextPool:
         limits = (hang_seconds, retry_seconds, slowest)
         self._tokenizers = TaskQueue()
         self.detokenizers = [TaskQueue() for _ in range(size)]
-        """Where the rows of each wait."""
+        """The task queue of each detokenizer process."""
         queues = [self._tokenizers, *self.detokenizers]
         names = [(f"tokenizer process {i}", self._tokenizers) for i in range(size)]
         names += [(f"detokenizer process {i}", each) for i, each in enumerate(self.detokenizers)]
@@ -174,64 +175,65 @@ class TextPool:
         self.close: Callable[[], None] = weakref.finalize(
             self, _close, queues, EngineDeadError("the engine was shut down")
         )
-        """End the processes; harmless when repeated."""
+        """End the processes. A second call does nothing."""
         for worker in self.workers:
             worker.thread.start()
 
     def wait_until_ready(self) -> None:
-        """Raises ``EngineDeadError`` naming a process that could not be started."""
+        """Block until all processes are ready. Raises ``EngineDeadError`` with the name of one that
+        could not be started."""
         for worker in self.workers:
-            worker.started.result(START_SECONDS * (MAX_FAILED_STARTS + 1))  # it gives up before
+            worker.started.result(START_SECONDS * (MAX_FAILED_STARTS + 1))  # fails earlier
 
     @property
     def pids(self) -> dict[str, int]:
-        """Process ids of those that run, by name."""
+        """Process ids of running processes, by name."""
         running = [(worker.name, worker.process) for worker in self.workers]
         return {name: process.program.pid for name, process in running if process is not None}
 
     def encode(self, text: str, add_special_tokens: bool = True) -> Future[list[int]]:
-        """``Tokenizer.encode`` of a text that can be written as UTF-8."""
-        return self._ask(PromptTask(Encode(str.encode(text), add_special_tokens), text))
+        """Run ``Tokenizer.encode``. Raises ``UnicodeError`` if the text is not valid Unicode."""
+        return self._put(PromptTask(Encode(str.encode(text), add_special_tokens), text))
 
     def render(self, template: str, values: dict[str, Any]) -> Future[Rendering]:
-        """Fill in the source of a chat template with plain data. Raises ``WireError`` for values
-        that cannot travel, through the future."""
-        return self._ask(PromptTask(Render(template.encode(), values), values.get("messages")))
+        """Render a chat template with plain values. The future raises ``WireError`` for values that
+        cannot be sent."""
+        return self._put(PromptTask(Render(template.encode(), values), values.get("messages")))
 
-    def _ask(self, task: PromptTask) -> Future[Any]:
+    def _put(self, task: PromptTask) -> Future[Any]:
         self._tokenizers.put([task])
         return task.future
 
 
 class TaskQueue:
-    """Tasks of one worker or several, first come first served. May be used from any thread."""
+    """First-in, first-out queue of tasks for one or several workers. Thread-safe."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()  # a garbage collection in any thread may close the pool
+        self.lock = threading.RLock()  # reentrant: garbage collection may close the pool
         self.workers: list[TextWorker] = []
-        self.death: EngineDeadError | None = None  # it is closed
+        self.death: EngineDeadError | None = None  # set when the queue is closed
         self.notify: Callable[[], None] = _do_nothing
-        """Called by a worker's thread when some tasks are done or have failed."""
+        """Called by a worker's thread when tasks are done or have failed."""
         self._tasks: deque[Task] = deque()
         self._owner = os.getpid()
 
     @property
     def num_waiting(self) -> int:
-        """Tasks that no worker has taken."""
+        """Number of tasks that no worker has taken."""
         return len(self._tasks)
 
     @property
     def is_down(self) -> bool:
-        """Whether no worker has a process, or may start one yet."""
+        """True if no worker has a process or may start one yet."""
         return all(worker.is_down for worker in self.workers)
 
     def put(self, tasks: Sequence[Task]) -> None:
-        """Queue tasks. Raises ``EngineDeadError`` if it is closed, and in a fork of the process
-        that it belongs to."""
+        """Queue tasks. Raises ``EngineDeadError`` if the queue is closed, or in a forked
+        process."""
         if os.getpid() != self._owner:
             raise EngineDeadError(
-                "the text processes belong to the process that this one was forked from; "
-                "make an engine of its own here"
+                "the text processes belong to the process from which this one was forked; create a "
+                "new engine in this process"
             )
         with self.lock:
             if self.death is not None:
@@ -246,7 +248,8 @@ class TaskQueue:
         self.refuse_if_down()
 
     def put_back(self, tasks: Iterable[Task]) -> None:
-        """Queue tasks again, before all others; one that a process has died of after them."""
+        """Queue tasks again before all others; those of an owner whose task caused a crash go
+        last."""
         with self.lock:
             tasks = [*tasks, *self._tasks]
             culprit = tasks[0].owner if tasks and tasks[0].num_deaths else None
@@ -254,7 +257,7 @@ class TaskQueue:
         self.refuse_if_down()
 
     def take(self, worker: TextWorker) -> list[Task]:
-        """What a worker is to do next, together; nothing: it will be woken."""
+        """The next batch of tasks for a worker. If it is empty, the worker will be woken."""
         tasks: list[Task] = []
         cost = 0
         with self.lock:
@@ -269,7 +272,7 @@ class TaskQueue:
         return tasks
 
     def refuse_if_down(self) -> None:
-        """Fail what no worker will do; if some will, they are woken."""
+        """Fail all tasks if no worker can do them, otherwise wake the workers."""
         with self.lock:
             error: Exception | None = self.death
             if error is None and self.is_down:
@@ -284,7 +287,7 @@ class TaskQueue:
         self.notify()
 
     def close(self, death: EngineDeadError) -> None:
-        """Take nothing more, and end the processes; in a fork they are not ours."""
+        """Close the queue and end the processes. Does nothing in a forked process."""
         if os.getpid() != self._owner:
             return
         with self.lock:
@@ -297,8 +300,8 @@ class TaskQueue:
 
 
 class TextWorker:
-    """A text process and the thread that feeds it. Attributes are set by its thread only, but for
-    ``is_idle``, which the queue guards."""
+    """A text process and its thread. Only this thread sets attributes, except ``is_idle``, which
+    the queue's lock guards."""
 
     def __init__(
         self,
@@ -312,10 +315,10 @@ class TextWorker:
     ) -> None:
         self.name = name
         self.started: Future[None] = Future()
-        """Done once a process was ready, or could not be started."""
+        """Done when a process is ready; raises if none could be started."""
         self.process: TextProcess | None = None
         self.refusal: RefusedError | None = None
-        """Why there is no process, since it was given up."""
+        """Why there is no process, if starting one was given up."""
         self.num_starts = 0
         self.num_idle_deaths = 0  # in a row
         self.num_failed_starts = 0  # in a row
@@ -330,12 +333,12 @@ class TextWorker:
         self._on_error = on_error
         self._encoder = Encoder()
         self._down_until = 0.0
-        self._tasks: list[Task] = []  # that it works on
+        self._tasks: list[Task] = []  # that the process works on
         queue.workers.append(self)
 
     @property
     def is_down(self) -> bool:
-        """True if there is no process, and none is to be started yet."""
+        """True if there is no process and none may be started yet."""
         return self.refusal is not None and time.monotonic() < self._down_until
 
     def _run(self) -> None:
@@ -347,9 +350,9 @@ class TextWorker:
                     self._work(tasks)
                 else:
                     self._sleep()
-        except BaseException as error:  # after any error, callers that wait must get it
+        except BaseException as error:  # waiting callers must get every error
             logger.exception("the thread of the %s has died", self.name)
-            death = EngineDeadError(f"the text processes were given up: {error!r}")
+            death = EngineDeadError(f"the text processes were shut down after an error: {error!r}")
             death.__cause__ = error
             for task in self._tasks:
                 task.finish(death)
@@ -369,7 +372,7 @@ class TextWorker:
         except (OSError, ConfigError) as error:
             self._give_up(f"could not be started: {error}")
             return
-        with self._queue.lock:  # ``close`` ends it if it comes later
+        with self._queue.lock:  # a later ``close`` ends the process
             self.process = process
             if self._queue.death is not None:
                 return
@@ -380,14 +383,14 @@ class TextWorker:
             self.num_failed_starts += 1
             if self.num_failed_starts == MAX_FAILED_STARTS:
                 times = f"{MAX_FAILED_STARTS} times"
-                self._give_up(f"{how} before it was ready, {times}; {SAYS_MORE}")
+                self._give_up(f"{how} before it was ready, {times}; {SEE_STDERR}")
         else:
             self.num_failed_starts = 0
             if not self.started.done():
                 self.started.set_result(None)
 
     def _sleep(self) -> None:
-        """Until there is something to do, or the process has ended."""
+        """Sleep until there is work or the process has ended."""
         poller = select.poll()
         poller.register(self.waker.fd, select.POLLIN)
         if self.process is not None:
@@ -398,8 +401,8 @@ class TextWorker:
             self._died([])
 
     def _work(self, tasks: list[Task]) -> None:
-        """Have the process carry out these tasks."""
-        if self.process is None:  # it was given up a while ago: it is tried again
+        """Send these tasks to the process and deliver their results."""
+        if self.process is None:  # starting was given up a while ago: try again
             self.refusal = None
             self._queue.put_back(tasks)
             return
@@ -444,10 +447,11 @@ class TextWorker:
                 task.finish(result)
 
     def _died(self, tasks: list[Task]) -> None:
-        """The process has ended, and had these tasks: blame the one that may be the cause."""
+        """Handle the end of the process while it had these tasks: count the crash against a task if
+        it was the only one."""
         how = self._end_process()
         if self._queue.death is None:
-            logger.warning("the %s %s; another one is started", self.name, how)
+            logger.warning("the %s %s; starting another one", self.name, how)
         self.num_idle_deaths += 1
         for task in tasks:
             task.is_suspect = True
@@ -459,10 +463,10 @@ class TextWorker:
         self._queue.put_back(tasks)
         if self.num_idle_deaths == MAX_IDLE_DEATHS:
             times = f"{MAX_IDLE_DEATHS} times"
-            self._give_up(f"{how} before it had done anything, {times}; {SAYS_MORE}")
+            self._give_up(f"{how} before it had done a task, {times}; {SEE_STDERR}")
 
     def _end_process(self) -> str:
-        """Returns how it ended."""
+        """End the process and return how it ended."""
         assert self.process is not None
         how = self.process.end()
         with self._queue.lock:
@@ -471,7 +475,7 @@ class TextWorker:
         return how
 
     def _give_up(self, why: str) -> None:
-        """Refuse tasks; the first one after ``retry_seconds`` starts a process again."""
+        """Refuse tasks for ``retry_seconds``; the first task after that starts a process again."""
         message = f"the {self.name} {why}"
         logger.error("%s", message)
         if not self.started.done():
@@ -485,9 +489,9 @@ class TextWorker:
 
 
 class TextProcess:
-    """A spawned process and its socket. ``start``: all of its start message but the descriptor.
+    """A spawned process and its socket. ``start``: makes the start message from the descriptor.
 
-    Raises ``OSError`` or ``ConfigError`` where the system has no room for it.
+    Raises ``OSError`` or ``ConfigError`` if the system cannot start it.
     """
 
     def __init__(self, start: Callable[[int], StartText]) -> None:
@@ -504,17 +508,14 @@ class TextProcess:
             theirs.close()
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Raises what ``exchange`` does."""
+        """Block until the process reports that it is ready. Raises as ``exchange`` does."""
         if self._read(1, time.monotonic() + seconds) != [Ready()]:
-            raise WireError("its first message does not say that it is ready")
+            raise WireError("the first message of the process must be 'ready'")
         self.is_ready = True
 
     def exchange(self, frames: list[bytes], seconds: float) -> list[Reply]:
-        """Send jobs and wait for their answers.
-
-        Raises ``EOFError`` if the process ends before, ``TimeoutError`` if it takes longer than
-        this, and ``WireError`` for invalid answers.
-        """
+        """Send jobs and wait for the answers. Raises ``EOFError`` if the process ends first,
+        ``TimeoutError`` after ``seconds``, and ``WireError`` for invalid answers."""
         deadline = time.monotonic() + seconds
         self._socket.settimeout(seconds)
         try:
@@ -524,10 +525,10 @@ class TextProcess:
         return self._read(len(frames), deadline)
 
     def end(self) -> str:
-        """End it if it has not ended; how it did."""
+        """End the process if it still runs. Returns how it ended."""
         poller = select.poll()
         poller.register(self.program.pidfd, select.POLLIN)
-        poller.poll(LAST_WORDS_MS)
+        poller.poll(EXIT_MS)
         self.program.kill()
         return self.program.how_it_ended()
 
@@ -538,7 +539,7 @@ class TextProcess:
     def _read(self, num: int, deadline: float) -> list[Reply]:
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        poller.register(self.program.pidfd, select.POLLIN)  # a fork may hold its socket open
+        poller.register(self.program.pidfd, select.POLLIN)  # a fork may keep its socket open
 
         def receive(size: int) -> bytes:
             left = max(0.0, deadline - time.monotonic())
@@ -557,11 +558,11 @@ class TextProcess:
 
 
 def _close(queues: list[TaskQueue], death: EngineDeadError, *, is_waiting: bool = True) -> None:
-    """End all workers, and wait until they have ended. In a fork there are none."""
+    """End all workers and wait for their threads. Does nothing in a forked process."""
     for queue in queues:
         queue.close(death)
     for thread in (worker.thread for queue in queues for worker in queue.workers):
-        is_other = threading.current_thread() is not thread  # which may be collecting garbage
+        is_other = threading.current_thread() is not thread  # garbage collection may run in it
         if is_waiting and is_other and thread.is_alive():
             thread.join()
 
@@ -570,5 +571,5 @@ def _do_nothing() -> None: ...
 
 
 def _from_anywhere(directory: str) -> str:
-    """The directory for a process that is started after the working directory has changed."""
+    """The absolute path, for processes started after a change of the working directory."""
     return str(Path(directory).expanduser().absolute())

@@ -34,20 +34,23 @@ from engine.models.model import Model
 from engine.sample.sampler import Sampler
 from engine.spec.kept import DraftWork, KeptDrafts, SpareBlocks
 from engine.worker.batches import (
+    NO_PADDING,
     Batches,
     Extent,
+    Padding,
+    PaddingKind,
     PlanRows,
     Room,
     Staging,
     wanted_rows,
 )
 from engine.worker.feature import Feature, Machine
-from engine.worker.memory import make_kv_cache, settle_kv_dtype
+from engine.worker.memory import apply_kv_dtype, make_kv_cache
 from engine.worker.platform import Fetched
 from engine.worker.runner import Runner
 from engine.worker.slots import LiveSeqs
 from engine.worker.steps import BySize, GraphedStep, MixedGraph, advance, record, record_mixed
-from engine.worker.warmup import meet_shapes, prepare_kernels
+from engine.worker.warmup import prepare_kernels, run_all_kinds
 from kernels import slots as on_slots
 from kernels.cpu.recording import Recorder
 from kernels.slots import Rows
@@ -79,7 +82,7 @@ class DraftModel(Feature):
         config, sched, platform = self._config, self._config.scheduler, machine.platform
         model = self.load(machine)
         requested = config.cache.kv_cache_dtype
-        self._kv_dtype = settle_kv_dtype(model, requested, platform.device)
+        self._kv_dtype = apply_kv_dtype(model, requested, platform.device)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
         self._target = machine
         slots = machine.slots.twin(platform)
@@ -144,7 +147,7 @@ class DraftModel(Feature):
         machine = self._passes.machine
         if machine.platform.compiles and not self._has_met_shapes:  # steps are recorded on trial
             self._has_met_shapes = True
-            meet_shapes(Runner(machine, self._limit), machine.batches.max_num_tokens, self._limit)
+            run_all_kinds(Runner(machine, self._limit), machine.batches.max_num_tokens, self._limit)
         self._passes.capture(sizes, mixed_sizes)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> None:
@@ -224,9 +227,12 @@ class Passes:
         machine, upload = self.machine, self.machine.platform.upload
         seqs = np.flatnonzero(work.wanted)
         rows = PlanRows(work.slots, work.starts, work.counts, work.wanted * 0)
-        graph = self._mixed.holding(int(work.counts.sum())) if self._mixed.sizes else None
+        graph = self._mixed.smallest(int(work.counts.sum())) if self._mixed.sizes else None
         machine.slots.state.num_computed[upload(work.slots.astype(np.int64))] = upload(work.starts)
-        staged = machine.batches.stage(rows, mixed=0 if graph is None else graph.num_rows)
+        padding = NO_PADDING
+        if graph is not None:
+            padding = Padding(PaddingKind.MIXED_GRAPH, graph.num_rows)
+        staged = machine.batches.stage(rows, padding=padding)
         starts = staged.tokens.query_start[seqs] - work.starts[seqs]
         places = upload(starts.astype(np.int64)) + last
         is_single = np.append(work.counts == 1, False)
@@ -249,9 +255,10 @@ class Passes:
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
         """A decode for each further token. rows: one token each; drafts [R]: the first."""
         machine, target = self.machine, self._target
-        graph = self._graphed.holding(len(drafts))
+        graph = self._graphed.smallest(len(drafts))
         padded = len(drafts) if graph is None else graph.num_rows
-        room = machine.batches.stage(rows, padded=padded).room
+        padding = Padding(PaddingKind.DECODE_GRAPH, padded)
+        room = machine.batches.stage(rows, padding=padding).room
         machine.slots.state.num_computed.copy_(target.slots.state.num_computed)
         first = drafts.new_zeros(padded)
         first[: len(drafts)] = drafts

@@ -1,33 +1,34 @@
-"""From a StepPlan to a staged buffer to the tensors of a forward pass, built on the device."""
+"""Turns a ``StepPlan`` into one buffer for the device, and that into a forward pass's inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from engine.layers.batch import ForwardBatch, Wanted
 from engine.messages.step import EMPTY, PADDING, Column, DraftPart, NewSeq, StepPlan
 from engine.sample.edits import SamplingSpec
 from engine.sample.sampler import DraftRows, Draws
 from engine.worker.platform import Platform
-from engine.worker.slots import LiveSeqs, Slots
+from engine.worker.slots import LiveSeqs, NewSlots, Slots
 from kernels import AttentionMeta
 from kernels import slots as on_slots
-from kernels.slots import UNKNOWN, Inputs
+from kernels.slots import UNKNOWN, Columns, Inputs
 
-MAX_ROOMS = 256  # sizes of steps that are remembered
+MAX_ROOMS = 256  # step sizes whose tensor views are cached
 ASCENDING: Column = np.arange(1 << 14, dtype=np.int32)
 ASCENDING.flags.writeable = False
 
 
 class PlanRows(NamedTuple):
-    """The rows of a plan, or some of them: slots, first positions, token counts, which sample,
-    and the drafts among the counted tokens. Read-only: they share the plan's columns."""
+    """All or some rows of a plan, one per request: slot, first position, number of tokens (drafts
+    included) and whether it samples; and the drafts. Read-only: shares the plan's arrays."""
 
     slots: Column
     starts: Column
@@ -37,7 +38,7 @@ class PlanRows(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, vocab_size: int) -> PlanRows:
-        """All rows of a plan. A draft that is no token of the vocabulary is padding."""
+        """All rows of a plan. Draft tokens outside the vocabulary are replaced by padding."""
         drafts = plan.drafts
         if drafts is not None and int(drafts.tokens.max(initial=0)) >= vocab_size:
             known = np.where(drafts.tokens < vocab_size, drafts.tokens, PADDING).astype(np.int32)
@@ -56,7 +57,7 @@ class PlanRows(NamedTuple):
 
 @dataclass(slots=True)
 class StepTokens:
-    """Where each token of the step is: slot, position, and where its row begins."""
+    """Slot and position of each token of a step, and the index of each row's first token."""
 
     slots: NDArray[np.intp]  # [N]
     positions: NDArray[np.int64]  # [N]
@@ -64,56 +65,74 @@ class StepTokens:
 
 
 class Extent(NamedTuple):
-    """Bounds of a step's attention, as the host knows them; a graph takes the largest possible."""
+    """Sizes of a step's attention known to the host; a graph uses the largest possible."""
 
     num_decodes: int
     max_query_len: int
     max_seq_len: int
-    is_mixed: bool = False  # whatever sequences fit; see ``AttentionMeta``
+    is_mixed: bool = False  # see ``AttentionMeta.is_mixed``
 
 
 class Read(NamedTuple):
-    """Tokens whose hidden states are read, on the device."""
+    """Tokens whose hidden states are needed for logits, on the device."""
 
-    tokens: torch.Tensor  # [R] int64, rows of the batch
-    seqs: torch.Tensor  # [R] int64, the sequence of each
-    seq_lens: torch.Tensor  # [R] int32: keys that each sees
+    tokens: torch.Tensor  # [R] int64, index among the step's tokens
+    seqs: torch.Tensor  # [R] int64, sequence of each
+    seq_lens: torch.Tensor  # [R] int32, number of keys that each attends to
 
 
-ReadColumns = tuple[NDArray[np.int64], NDArray[np.int64], Column]  # as the host has them
+ReadColumns = tuple[NDArray[np.int64], NDArray[np.int64], Column]  # the same arrays on the host
 
 
 class Picked(NamedTuple):
-    """What a step that is launched call by call reads and draws, on the device."""
+    """The sampled rows of a step that is not a decode graph, on the device."""
 
-    slots: torch.Tensor  # [R] int32, of the rows that draw
-    positions: torch.Tensor  # [R] int32: where each token will stand
+    slots: torch.Tensor  # [R] int32
+    positions: torch.Tensor  # [R] int32, position of the token to sample
     drafts: torch.Tensor | None  # [R] int32, see ``DraftRows.judged``
-    read: Read | None  # None: every token draws one
+    read: Read | None  # None: every token of the step is sampled after
 
 
 class Room(NamedTuple):
-    """Device memory of a step of S sequences and N tokens: the columns that the host sends, and the
-    inputs made from them."""
+    """Device tensors of a step of S sequences and N tokens: the columns that the host sends, and
+    the model's inputs computed from them."""
 
     num_seqs: int
     num_tokens: int
     step: DeviceColumns
     inputs: Inputs
-    prepare: Callable[[], None]  # makes the inputs
+    prepare: Callable[[], None]  # computes ``inputs`` from ``step`` and the slots
+
+
+class PaddingKind(Enum):
+    """What a step is padded for."""
+
+    NONE = "none"
+    DECODE_GRAPH = "decode graph"  # rows of one token each, padded to ``size`` rows
+    MIXED_GRAPH = "mixed graph"  # padded with empty sequences for a graph of ``size`` tokens
+    CPU_REPLAY = "cpu replay"  # padded to ``size`` tokens; the added ones have no sequence
+
+
+class Padding(NamedTuple):
+    """How a step is padded, and to which size."""
+
+    kind: PaddingKind = PaddingKind.NONE
+    size: int = 0
+
+
+NO_PADDING = Padding()
 
 
 class Staged(NamedTuple):
-    """A step that was sent to the device."""
+    """A step whose input was copied to the device."""
 
     rows: PlanRows
     tokens: StepTokens
     room: Room
     draws: Draws
-    picked: Picked | None  # None: rows have one token each, as many as a graph holds
+    picked: Picked | None  # None: padded for a decode graph
     changes: Changes | None
-    mixed: int  # tokens of the graph that it is for, 0: none
-    filled: bool  # it is made up with padding to be recorded, see ``Recorder.mixed_size``
+    padding: Padding
 
     @property
     def step(self) -> DeviceColumns:
@@ -121,7 +140,7 @@ class Staged(NamedTuple):
 
 
 class Batches:
-    """Sends steps to the device and builds their inputs there, at addresses that never change."""
+    """Copies steps to the device and builds the model's inputs there, at fixed addresses."""
 
     def __init__(
         self,
@@ -137,7 +156,7 @@ class Batches:
         self._live = live
         self._staging = staging
         num_seqs, num_tokens = len(staging.device.slots), len(staging.device.host_ids)
-        self.max_num_tokens = num_tokens  # of a step
+        self.max_num_tokens = num_tokens  # per step
         self._inputs = Inputs(
             input_ids=platform.zeros((num_tokens,), torch.int32),
             positions=platform.zeros((num_tokens,), torch.int64),
@@ -152,44 +171,36 @@ class Batches:
         rows: PlanRows,
         plan: StepPlan | None = None,
         specs: Sequence[SamplingSpec] = (),
-        *,
-        padded: int = 0,
-        mixed: int = 0,
-        filled: int = 0,
+        padding: Padding = NO_PADDING,
     ) -> Staged:
-        """Send these rows, and with a plan all that it changes: one copy.
+        """Copy these rows to the device in one buffer, with all that ``plan`` changes, if given.
 
-        ``specs``: those of the plan's new sequences. padded: these rows have one token each, and
-        are padded to this many. mixed: they are for a graph of this many tokens; see
-        ``mixed_room``. filled: they are padded to this many tokens; those after the last belong to
-        no sequence.
+        ``specs``: sampling options of the plan's new sequences.
         """
-        tokens = locate(rows)
-        num_tokens = max(len(tokens.slots), padded, filled)
-        host = self._staging.open(max(num_tokens, mixed))
-        self._fill(host, rows, tokens, padded)
-        if mixed:  # sequences of no tokens; the tokens after the last belong to none
-            num, end = len(rows.counts), self._most_seqs(mixed)
-            host.slots[num:end] = -1
-            host.query_start[num + 1 : end + 1] = len(tokens.slots)
-        if padded:
-            draws, picked = _padded_draws(host, rows, padded), None
+        tokens, (kind, size) = locate(rows), padding
+        num_seqs, num_tokens = len(rows.counts), max(len(tokens.slots), size)
+        host = self._staging.open(num_tokens)
+        self._fill(host, rows, tokens, padding)
+        if kind is PaddingKind.DECODE_GRAPH:
+            num_seqs = max(num_seqs, size)
+            draws, picked = _padded_draws(host, rows, size), None
         else:
             draws, starts, read = draws_of(rows, tokens)
             host.draw_starts[: len(starts)] = starts
             picked = self._pick(draws, read)
         changes = None if plan is None else stage_changes(plan, specs, self._staging)
         self._staging.send()
-        room = self._room(max(len(rows.counts), padded), num_tokens)
-        return Staged(rows, tokens, room, draws, picked, changes, mixed, filled > 0)
+        if kind is PaddingKind.MIXED_GRAPH:
+            num_tokens = len(tokens.slots)
+        room = self._room(num_seqs, num_tokens)
+        return Staged(rows, tokens, room, draws, picked, changes, padding)
 
     def mixed_room(self, num_tokens: int) -> Room:
-        """The room of any step of this many tokens at most: as many sequences as there can be
-        then."""
+        """The tensors of a mixed graph: this many tokens, and the most sequences they can have."""
         return self._room(self._most_seqs(num_tokens), num_tokens)
 
     def build(self, room: Room, extent: Extent) -> ForwardBatch:
-        """The forward pass of a step; every hidden state is wanted."""
+        """Prepare a forward pass that returns the hidden states of all tokens."""
         room.prepare()
         inputs = room.inputs
         meta = AttentionMeta(
@@ -208,7 +219,8 @@ class Batches:
         return ForwardBatch(inputs.input_ids, inputs.positions, meta)
 
     def build_picked(self, staged: Staged, read: Read | None) -> ForwardBatch:
-        """The forward pass of a staged step, of the hidden states that are read."""
+        """Prepare a staged step's forward pass that returns the hidden states of ``read`` (None:
+        all)."""
         rows, room = staged.rows, staged.room
         num_decodes, longest = room.num_seqs, 1
         if room.num_tokens > room.num_seqs:
@@ -220,14 +232,16 @@ class Batches:
         return batch
 
     def seq_lens(self, num_seqs: int) -> torch.Tensor:
-        """Position of the next token of each sequence, as computed by `build`."""
+        """Position of the next token of each sequence [num_seqs] int32, as computed by
+        ``build``."""
         return self._inputs.seq_lens[:num_seqs]
 
     def _most_seqs(self, num_tokens: int) -> int:
         return min(num_tokens, len(self._staging.device.slots))
 
     def _room(self, num_seqs: int, num_tokens: int) -> Room:
-        """Made once for each size: while the same requests decode, steps have the same."""
+        """Views for a step of this size. Cached: steps in which the same requests decode share
+        them."""
         room = self._rooms.get((num_seqs, num_tokens))
         if room is None:
             if len(self._rooms) >= MAX_ROOMS:
@@ -244,22 +258,29 @@ class Batches:
             self._rooms[num_seqs, num_tokens] = room
         return room
 
-    def _fill(self, host: HostColumns, rows: PlanRows, tokens: StepTokens, padded: int) -> None:
-        """Fill the fixed columns of the buffer, less those of the draw."""
-        num = len(rows.counts)
+    def _fill(
+        self, host: HostColumns, rows: PlanRows, tokens: StepTokens, padding: Padding
+    ) -> None:
+        """Fill the fixed columns of the buffer; the sampling columns only for a decode graph."""
+        num, (kind, size) = len(rows.counts), padding
         host.slots[:num] = rows.slots
         self._fill_ids(host.host_ids[: len(tokens.slots)], rows, tokens)
         host.query_start[: num + 1] = tokens.query_start
-        if padded:
-            host.slots[num:padded] = -1
-            host.host_ids[num:padded] = UNKNOWN
-            host.query_start[num : padded + 1] = np.arange(num, padded + 1)
+        if kind is PaddingKind.DECODE_GRAPH:
+            host.slots[num:size] = -1
+            host.host_ids[num:size] = UNKNOWN
+            host.query_start[num : size + 1] = np.arange(num, size + 1)
             host.draw_slots[:num] = np.where(rows.samples, rows.slots, -1)
-            host.draw_slots[num:padded] = -1
-            host.draw_starts[: padded + 1] = np.arange(padded + 1)
+            host.draw_slots[num:size] = -1
+            host.draw_starts[: size + 1] = np.arange(size + 1)
+        elif kind is PaddingKind.MIXED_GRAPH:
+            end = self._most_seqs(size)
+            host.slots[num:end] = -1
+            host.query_start[num + 1 : end + 1] = len(tokens.slots)
 
     def _fill_ids(self, ids: Column, rows: PlanRows, tokens: StepTokens) -> None:
-        """Fill in the token ids that the scheduler sent; only the device knows the others."""
+        """Fill in the token ids that the host knows, ``UNKNOWN`` for those sampled on the
+        device."""
         slots, positions = tokens.slots, tokens.positions
         is_sent = positions < self._live.num_sent[slots]
         if np.count_nonzero(is_sent):
@@ -283,15 +304,15 @@ class Batches:
 def wanted_rows(
     attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
 ) -> Wanted:
-    """Want these tokens. rows [R] int64, the sequence of each [R] int64, and how many keys it sees,
-    itself included, [R] int32."""
+    """Limit the last layer to some tokens: index ``rows`` [R] int64, sequence of each [R] int64,
+    and number of keys that each attends to, itself included, [R] int32."""
     count = len(rows)
     return Wanted(
         rows,
         AttentionMeta(
             query_start=torch.arange(count + 1, dtype=torch.int32, device=rows.device),
             seq_lens=seq_lens,
-            block_tables=attn.block_tables[sequences],  # whole: kernels are compiled for the width
+            block_tables=attn.block_tables[sequences],  # full width: kernels are compiled for it
             positions=attn.positions[rows],
             slots=attn.slots[rows],
             block_size=attn.block_size,
@@ -304,7 +325,7 @@ def wanted_rows(
 
 
 def locate(rows: PlanRows) -> StepTokens:
-    """Flatten the rows to tokens."""
+    """Slot and position of each token of these rows."""
     counts = rows.counts
     if np.count_nonzero(counts == 1) == len(counts):  # one token each
         query_start = _ascending(len(counts) + 1)
@@ -317,7 +338,7 @@ def locate(rows: PlanRows) -> StepTokens:
 
 
 def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[np.int64]:
-    """Which tokens of a step are drafts: the last of each row that has some."""
+    """Indices of the draft tokens of a step: they are the last tokens of their rows."""
     counts = drafts.counts
     starts = np.cumsum(counts) - counts
     within = np.arange(int(counts.sum())) - np.repeat(starts, counts)
@@ -326,14 +347,14 @@ def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[n
 
 
 def draws_of(rows: PlanRows, tokens: StepTokens) -> tuple[Draws, Column, ReadColumns | None]:
-    """The draws of a step, where those of each row start [S + 1], and the tokens that are read for
-    them; ``None``: each token is.
+    """The sampled rows of a step, the index of each sequence's first one [S + 1], and the tokens
+    whose hidden states they need (``None``: all tokens).
 
-    A row draws after its last known token and after each of its drafts.
+    A sequence samples after its last known token and after each of its drafts.
     """
     num_seqs, ends, lengths = len(rows.counts), tokens.query_start[1:], rows.starts + rows.counts
     num_drawing = int(np.count_nonzero(rows.samples))
-    if num_drawing == len(tokens.slots):  # one token each, and all draw
+    if num_drawing == len(tokens.slots):  # one token each, and all sample
         return Draws(_ascending(num_seqs), rows.slots, lengths), tokens.query_start, None
     num_drafts = None if rows.drafts is None else rows.drafts.counts
     each = rows.samples if num_drafts is None else rows.samples * (1 + num_drafts)
@@ -346,7 +367,7 @@ def draws_of(rows: PlanRows, tokens: StepTokens) -> tuple[Draws, Column, ReadCol
     seqs = np.repeat(_ascending(num_seqs), each)
     ends, lengths, draft_rows = ends[seqs], lengths[seqs], None
     if rows.drafts is not None:
-        # From k + 1 drafts and a token of its own down to 1.
+        # Counts down from (number of drafts + 1) to 1 within each sequence.
         remaining = (rows.drafts.counts[seqs] + 1) - (_ascending(len(seqs)) - starts[seqs])
         ends, lengths = ends - remaining + 1, (lengths - remaining + 1).astype(np.int32)
         draft_rows = _draft_rows(rows.drafts, rows.samples, starts, seqs)
@@ -357,7 +378,7 @@ def draws_of(rows: PlanRows, tokens: StepTokens) -> tuple[Draws, Column, ReadCol
 
 
 def _ascending(count: int) -> Column:
-    """0, 1, ..., only to be read."""
+    """0, 1, 2, ... as a read-only array."""
     return ASCENDING[:count] if count <= len(ASCENDING) else np.arange(count, dtype=np.int32)
 
 
@@ -368,7 +389,7 @@ def _draft_rows(
     table = np.full((len(samples), most), PADDING, dtype=np.int32)
     for row, own in enumerate(drafts.by_row()):
         table[row, : len(own)] = own
-    index = np.arange(len(seqs)) - starts[seqs]  # of the row among those of its sequence
+    index = np.arange(len(seqs)) - starts[seqs]  # of the sampled row within its sequence
     judged = np.full(len(seqs), PADDING, dtype=np.int32)
     has_draft = index < drafts.counts[seqs]
     judged[has_draft] = table[seqs[has_draft], index[has_draft]]
@@ -377,7 +398,7 @@ def _draft_rows(
 
 
 def _padded_draws(host: HostColumns, rows: PlanRows, padded: int) -> Draws:
-    """A row of logits for every row, padding included."""
+    """Sampled rows of a decode graph: one for every row, padding included."""
     positions = np.zeros(padded, dtype=np.int32)
     positions[: len(rows.counts)] = rows.starts + rows.counts
     slots = host.draw_slots[:padded].copy()
@@ -385,63 +406,62 @@ def _padded_draws(host: HostColumns, rows: PlanRows, padded: int) -> Draws:
 
 
 class Changes(NamedTuple):
-    """Changes of a plan to the table, on their way to the device."""
+    """Changes of a plan to the slots, as device tensors."""
 
-    newcomers: list[torch.Tensor]  # slots, then a value for each column of a slot; []: no sequence
+    new: NewSlots | None
     blocks: list[torch.Tensor]  # slots, places in block tables, blocks; [] for none
 
 
 def stage_changes(plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging) -> Changes:
-    """Pack what a plan changes; a new sequence begins where its first row does. ``specs``: those of
-    the new sequences."""
-    newcomers, blocks = [], []
+    """Stage what a plan changes. A new sequence starts at the position of its first row. ``specs``:
+    sampling options of the new sequences."""
+    new, blocks = None, []
     if plan.new:
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
-        newcomers = [staging.add(column) for column in _columns_of(plan.new, specs, starts)]
+        new = _new_slots(plan.new, specs, starts, staging)
     if len(plan.block_ids):
         deltas = (plan.block_slots, plan.block_indices, plan.block_ids)
         blocks = [staging.add(column.astype(np.int32, copy=False)) for column in deltas]
-    return Changes(newcomers, blocks)
+    return Changes(new, blocks)
 
 
-def _columns_of(
-    new: Sequence[NewSeq], specs: Sequence[SamplingSpec], starts: dict[int, int]
-) -> tuple[NDArray[np.generic], ...]:
-    """Slots, and in the order of ``Slots.apply`` what is new of them."""
-    temperature, top_p, min_p = (
-        np.array(column, dtype=np.float64)
-        for column in zip(*((s.temperature, s.top_p, s.min_p) for s in specs), strict=True)
+def _new_slots(
+    new: Sequence[NewSeq], specs: Sequence[SamplingSpec], starts: dict[int, int], staging: Staging
+) -> NewSlots:
+    def add(values: Iterable[float], dtype: DTypeLike) -> torch.Tensor:
+        return staging.add(np.fromiter(values, dtype, len(new)))
+
+    seeds = np.fromiter((spec.seed for spec in specs), np.uint64, len(new))
+    return NewSlots(
+        slots=add((seq.slot for seq in new), np.int64),
+        num_computed=add((starts[seq.slot] for seq in new), np.int32),
+        num_prompt=add((seq.num_prompt for seq in new), np.int32),
+        requested=Columns(
+            temperature=add((spec.temperature for spec in specs), np.float64),
+            top_k=add((spec.top_k for spec in specs), np.int32),
+            top_p=add((spec.top_p for spec in specs), np.float64),
+            min_p=add((spec.min_p for spec in specs), np.float64),
+            seeds=staging.add(seeds.view(np.int64)),
+        ),
     )
-    top_k: Column = np.array([spec.top_k for spec in specs], dtype=np.int32)
-    seeds = np.array([spec.seed for spec in specs], dtype=np.uint64).view(np.int64)
-    return (
-        np.array([seq.slot for seq in new], dtype=np.int64),
-        np.array([starts[seq.slot] for seq in new], dtype=np.int32),
-        np.array([seq.num_prompt for seq in new], dtype=np.int32),
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        seeds,
-    )
 
 
-ALIGNMENT = 16  # of what a kernel reads, or it is compiled a second time
-EXTRA_BYTES = 1 << 20  # next to the fixed columns
+ALIGNMENT = 16  # bytes; Triton compiles a kernel again for an unaligned pointer
+EXTRA_BYTES = 1 << 20  # room in a buffer after the fixed columns
 
 
 class HostColumns(NamedTuple):
-    """A step's columns as the host fills them. S sequences, N tokens."""
+    """A step's columns, filled by the host, for S sequences and N tokens."""
 
     slots: Column  # [S], -1: padding
-    draw_slots: Column  # [S]: the slot again where one token is drawn, else -1
-    draw_starts: Column  # [S + 1]: rows of the draw of each sequence
+    draw_slots: Column  # [S]: the slot if the sequence samples one token, else -1
+    draw_starts: Column  # [S + 1]: index of each sequence's first sampled row
     query_start: Column  # [S + 1]
     host_ids: Column  # [N]: input ids, UNKNOWN where only the device knows them
 
 
 class DeviceColumns(NamedTuple):
-    """Columns on the device, at addresses that never change."""
+    """The columns of ``HostColumns`` on the device, at fixed addresses."""
 
     slots: torch.Tensor
     draw_slots: torch.Tensor
@@ -456,11 +476,11 @@ class DeviceColumns(NamedTuple):
 
 
 class Staging:
-    """One pinned buffer for each step in flight, and its place on the device.
+    """One pinned host buffer for each step in flight, and one buffer on the device.
 
-    Fixed columns come first, the token ids last of them; any other data of a step follows
-    right after the ids in use. A buffer is filled again only when its last copy is done. Where
-    host and device are one, the buffer is the place, and nothing is copied.
+    Fixed columns come first, the token ids last among them; other data of a step follows right
+    after the ids in use. A host buffer is reused only when its last copy is done. If host and
+    device share memory, there is one buffer and nothing is copied.
     """
 
     def __init__(
@@ -491,18 +511,19 @@ class Staging:
         self._end = 0
 
     def open(self, num_tokens: int) -> HostColumns:
-        """The columns of the next step, for the host to fill."""
+        """The columns of the next step, for the host to fill. Blocks until their buffer is free."""
         self._turn = (self._turn + 1) % len(self._pinned)
         self._copied[self._turn].synchronize()
         self._end = _aligned(self._ids_begin + 4 * num_tokens)
         return self._host[self._turn]
 
     def add(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """Add values to the copy; returns where they lie from ``send`` to the next ``send``."""
-        if self._shares:  # a plan's columns may be read-only, and torch warns of such
+        """Add values to the copy. Returns their tensor on the device, valid from the next ``send``
+        until the one after it."""
+        if self._shares:  # a plan's arrays may be read-only, about which torch warns
             return torch.from_numpy(values if values.flags.writeable else values.copy())
         begin, end = self._end, self._end + values.nbytes
-        if end > self._room:  # hundreds of long prompts found in the cache at once
+        if end > self._room:  # for example hundreds of prefix-cached prompts in one step
             return self._platform.upload(values)
         self._end = _aligned(end)
         buffer = self._pinned[self._turn].numpy()
@@ -511,7 +532,7 @@ class Staging:
         return place.view(values.shape)
 
     def send(self) -> None:
-        """Send everything with one copy."""
+        """Start the copy of the whole buffer to the device."""
         if self._shares:
             return
         end = min(self._end, self._room)

@@ -1,4 +1,4 @@
-"""Which device computes."""
+"""Selects the device and checks that it can run the kernels."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kernels.bodies import CPU_TENSORS
 from kernels.cpu import isa
 from kernels.toolchain import why_triton_cannot_start
 
-LEAST_CAPABILITY = (8, 0)  # of the kernels: Ampere
+LEAST_CAPABILITY = (8, 0)  # compute capability that the kernels need: Ampere
 
 
 def resolve_device(requested: Device) -> Device:
-    """ "cpu" or "cuda"; auto takes a GPU if there is one.
+    """Return "cpu" or "cuda". "auto" selects a GPU if there is one.
 
     Raises ``ConfigError`` if a GPU is requested and there is none.
     """
@@ -30,14 +30,14 @@ def resolve_device(requested: Device) -> Device:
     if not torch.cuda.is_available() and not interprets_cuda():
         built = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
         raise ConfigError(
-            f"device is 'cuda', but torch {torch.__version__}, built {built}, sees no GPU; use "
-            "'cpu' or 'auto', or look at the driver and CUDA_VISIBLE_DEVICES"
+            f"device is 'cuda', but torch {torch.__version__} (built {built}) finds no GPU; use "
+            "'cpu' or 'auto', or check the driver and CUDA_VISIBLE_DEVICES"
         )
     return "cuda"
 
 
 def cpu_products(model: ModelConfig, info: ModelInfo, device: Device) -> Products:
-    """How a CPU multiplies what this model is computed in."""
+    """The kind of CPU matrix products for this model's dtype; "" for the default kernels."""
     if model.quantization is not None or device != "cpu":
         return ""
     dtype = compute_dtype(model, info, device)
@@ -47,14 +47,15 @@ def cpu_products(model: ModelConfig, info: ModelInfo, device: Device) -> Product
 
 
 def takes_tiles(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies such numbers by tiles."""
+    """True if this CPU multiplies matrices of this dtype with AMX tiles."""
     return isa.LEVEL == "amx" and dtype is torch.bfloat16
 
 
 def make_platform(device: Device) -> Platform:
-    """The CPU or the GPU; or the CPU in a GPU's place, if the environment says so.
+    """Create the platform of the device. If the environment variable ``INTERPRET_CUDA`` is set, the
+    CPU takes the place of the GPU and Triton's interpreter runs the kernels.
 
-    Raises ``ConfigError`` if the GPU is too old, Triton lacks what it needs, or does not interpret.
+    Raises ``ConfigError`` if the GPU is too old or Triton cannot start or interpret.
     """
     if device == "cpu":
         CPU_TENSORS.go_to_triton(False)
@@ -74,7 +75,7 @@ def make_platform(device: Device) -> Platform:
 def _check_triton() -> None:
     why = why_triton_cannot_start()
     if why is not None:
-        raise ConfigError(f"a GPU needs Triton. {why}; or use device='cpu'")
+        raise ConfigError(f"device='cuda' needs Triton. {why}; or use device='cpu'")
 
 
 def _check_capability() -> None:

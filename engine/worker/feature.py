@@ -1,4 +1,4 @@
-"""What the worker runs (``Machine``), and how a feature takes part in it (``Feature``)."""
+"""The worker's parts (``Machine``), and the hooks of a feature in a step (``Feature``)."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from kernels.cpu.recording import Recorder
 
 
 class Machine(NamedTuple):
-    """A model on a device, and the owners of all state that a step needs."""
+    """A loaded model on a device, and the objects that own the state of a step."""
 
     model: Model
     kv: list[torch.Tensor]
     platform: Platform
     live: LiveSeqs  # host table of what the scheduler sent
     slots: Slots  # tokens, lengths, block tables, parameters, on the device
-    sampler: Sampler  # what requests do to their logits
-    batches: Batches  # the step that is being sent
+    sampler: Sampler
+    batches: Batches  # builds the model's inputs
     features: tuple[Feature, ...] = ()
     recorder: Recorder | None = None  # of steps on a CPU
 
 
 class Feature:
-    """Adapters, media, KV from elsewhere: what they do to a step. Only ``part`` must be
-    set, every hook has a default; a step that is run again in halves is extended again."""
+    """Base class of what takes part in a step's computation: adapters, media, remote KV. Only
+    ``part`` must be set, every hook has a default. A step that is run again in halves calls
+    ``extend`` again."""
 
-    part = ""  # name of the plan's field that it reads (``engine.messages.step.CAPABILITIES``)
+    part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
 
     @property
@@ -44,65 +45,63 @@ class Feature:
         return {}
 
     def attach(self, machine: Machine) -> None:
-        """The model is loaded, memory for KV not yet measured: load what is yours.
-
-        ``machine.kv`` is empty until it is allocated. Raises ``ConfigError``.
-        """
+        """Load the feature's own weights. Called after the model is loaded and before memory for KV
+        is measured; ``machine.kv`` is still empty. Raises ``ConfigError``."""
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes that it keeps of each KV block, next to the model's."""
+        """Bytes that the feature needs per KV block, in addition to the model's."""
         return 0
 
     @property
     def own_bytes(self) -> int:
-        """Bytes that it keeps of KV next to the pool."""
+        """Bytes of KV that the feature keeps outside the block pool."""
         return 0
 
     def allocate(self, num_blocks: int) -> None:
-        """Take memory for what it keeps of this many KV blocks; what it had is forgotten."""
+        """Allocate the feature's memory for this many KV blocks, in place of what it had."""
 
     def profile_run(self, num_tokens: int, num_seqs: int) -> None:
-        """A step of this many made-up tokens was computed: compute what would follow it, so that
-        its memory is measured."""
+        """Run what the feature does after a step of this many dummy tokens, to measure its
+        memory."""
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
-        """Steps are being recorded, of this many rows and of this many tokens: record what
-        follows."""
+        """Record the feature's own graphs, for decode steps (rows) and mixed steps (tokens) of
+        these sizes."""
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> Mapping[int, str] | None:
-        """A plan has arrived, maybe without rows: its part is ``getattr(plan, self.part)``.
+        """Called for each plan, also one without rows; the feature's part of it is
+        ``getattr(plan, self.part)``.
 
-        Returns the slots whose requests it cannot compute, with the reason: these requests fail
-        alone. If it raises, all rows of the step fail.
+        Returns the slots that the feature cannot compute, with a reason: only these requests fail.
+        If it raises, all rows of the step fail.
         """
         return None
 
     def touches(self, rows: PlanRows) -> bool:
-        """True if ``extend`` changes anything for these rows; no graph then computes them."""
+        """True if ``extend`` changes anything for these rows; then no graph computes them."""
         return False
 
     def extend(self, batch: ForwardBatch, rows: PlanRows) -> None:
         """Add vectors or positions to the forward pass of these rows."""
 
     def profile(self, batch: ForwardBatch) -> None:
-        """Do what ``extend`` does, for the largest possible step of made-up rows, to measure its
+        """Do what ``extend`` does, for the largest possible step of dummy rows, to measure
         memory."""
 
     def follow(self, rows: PlanRows) -> None:
-        """These rows are drawn, and the slots advanced, in any step. If it raises, that is logged
-        and the step goes on."""
+        """Called after each step's rows are sampled and their slots advanced. If it raises, the
+        error is logged and the step goes on."""
 
     def drawn(self, rows: PlanRows, hidden: Hidden, tokens: torch.Tensor) -> None:
-        """These rows are computed and drawn, in a step that no graph computed.
+        """Called after sampling in a step that no graph computed.
 
-        ``hidden``: what the model gave, with the outputs of all features' ``aux_layers`` in order.
-        ``tokens``: [R] int32 on the device, a row for each place where one was drawn; negative
-        where none stands. What is queued here is done before the next step is launched, which may
-        overwrite ``hidden``.
+        ``hidden``: the model's output, with the outputs of all features' ``aux_layers`` in order.
+        ``tokens``: [R] int32 on the device, one per sampled row; negative if it is rejected or
+        failed. GPU work queued here runs before the next step, which may overwrite ``hidden``.
         """
 
     def report(self, result: StepResult) -> None:
-        """A step is collected: add results for the scheduler's half."""
+        """Add the feature's results to those of a finished step, for its half in the scheduler."""
 
     def shutdown(self) -> None:
-        """Close what was opened."""
+        """Release what the feature holds open."""

@@ -1,4 +1,4 @@
-"""Free memory, and the KV cache allocated from it."""
+"""Measures free memory, chooses the KV cache's dtype and allocates the cache."""
 
 from __future__ import annotations
 
@@ -24,24 +24,25 @@ from kernels.bodies import triton_for
 from kernels.reference.quant import FP8
 
 CGROUP = Path("/sys/fs/cgroup")
-LARGE = 1 << 20  # bytes of a tensor with pages of its own
-PAGES_AHEAD = 256 << 20
-PAGES_AT_ONCE = 2 << 20
-MADV_POPULATE_WRITE = 23  # of Linux, from 5.14 on; mmap does not name it
+LARGE = 1 << 20  # bytes from which a tensor gets its own pages
+PREFAULT_BYTES = 256 << 20
+CHUNK_BYTES = 2 << 20
+MADV_POPULATE_WRITE = 23  # Linux 5.14 and later; Python's mmap has no name for it
 
-# Of glibc's mallopt: freed memory at the end of the heap that is kept, and what gets a mapping of
-# its own, which is given back when it is freed.
+# Parameters of glibc's mallopt: how much freed memory at the end of the heap is kept, and from
+# which size on an allocation gets its own mapping, which is returned to the system when freed.
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 KEPT, MAPPED = 64 << 20, 32 << 20
 
-FP8_NAMES = ("fp8", "fp8_e4m3")  # of ``kv_cache_dtype``: vLLM's
+FP8_NAMES = ("fp8", "fp8_e4m3")  # values of ``kv_cache_dtype``, named as in vLLM
 logger = logging.getLogger("engine.worker")
 
 Zeros = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 
 
 def free_host_bytes() -> int:
-    """Memory this process may still take: the machine's, or its control group's if that is less."""
+    """Bytes that this process may still allocate: the machine's free memory, or less if a control
+    group limits it."""
     available = 0
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
@@ -57,10 +58,8 @@ def free_host_bytes() -> int:
 def choose_kv_dtype(
     requested: str, computed_in: torch.dtype, device: torch.device | str
 ) -> torch.dtype:
-    """Type of keys and values. requested: ``kv_cache_dtype``.
-
-    Raises ``ConfigError`` where no kernel reads what was requested next to such activations.
-    """
+    """The dtype of keys and values for ``kv_cache_dtype`` = ``requested``. Raises ``ConfigError``
+    if no kernel combines it with activations of type ``computed_in``."""
     if requested == "auto":
         return computed_in
     device = torch.device(device)
@@ -71,8 +70,8 @@ def choose_kv_dtype(
     if not is_read:
         raise ConfigError(
             f"kv_cache_dtype is {requested!r}, but the model is computed in {_name(computed_in)} "
-            f'on {device.type!r}, which needs a cache of its own type: use "auto", or '
-            'dtype="bfloat16"'
+            f"on {device.type!r}, where the cache must have the same type: use "
+            'kv_cache_dtype="auto" or dtype="bfloat16"'
         )
     return torch.bfloat16
 
@@ -81,34 +80,34 @@ def _check_fp8(requested: str, computed_in: torch.dtype, device: torch.device) -
     what = f"kv_cache_dtype is {requested!r}"
     if is_cpu(device):
         raise ConfigError(
-            f"{what}, which needs device='cuda', got device='cpu': no kernel there reads 8-bit "
-            'floats; use "auto", or "bfloat16", which halves float32\'s bytes'
+            f"{what}, which needs device='cuda', got device='cpu': no CPU kernel reads 8-bit "
+            'floats. Use "auto", or "bfloat16", which takes half the memory of float32'
         )
     if computed_in not in (torch.bfloat16, torch.float16):
         raise ConfigError(
-            f"{what}, but the model is computed in {_name(computed_in)}, with which no kernel "
-            'reads 8-bit floats: use dtype="bfloat16", or leave it "auto"'
+            f"{what}, which needs a model computed in bfloat16 or float16, got "
+            f'{_name(computed_in)}: use dtype="bfloat16" or kv_cache_dtype="auto"'
         )
     tensor = torch.empty(0, device=device)
     body = triton_for(tensor)
     if body is None or not body.reads_fp8(tensor):
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
         raise ConfigError(
-            f"{what}, and attention has no kernels for 8-bit floats on {name}: they are for "
-            'NVIDIA\'s compute capabilities 9.0 and 10.0; use "auto"'
+            f"{what}, but attention has no kernels for 8-bit floats on {name}: they need NVIDIA "
+            'compute capability 9.0 or 10.0. Use kv_cache_dtype="auto"'
         )
 
 
-def settle_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.dtype:
-    """Type of the keys and values of a loaded model, which scales them from now on where they are
-    of 8 bits. Raises ``ConfigError`` as ``choose_kv_dtype`` does."""
+def apply_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.dtype:
+    """The dtype of keys and values for a loaded model; for 8-bit floats the model's scales are set
+    up, too. Raises ``ConfigError`` as ``choose_kv_dtype`` does."""
     dtype = choose_kv_dtype(requested, model.dtype, device)
     if dtype is FP8:
         num_layers = model.kv_spec.num_layers
         num_scaled = model.scale_cache(device) if isinstance(model, Decoder) else 0
         logger.info(
-            "keys and values are kept as float8_e4m3fn: %d of %d layers have scales in the "
-            "checkpoint, others take 1.0, and what is above 448 becomes 448",
+            "keys and values are stored as float8_e4m3fn: %d of %d layers have scales in the "
+            "checkpoint, the others use 1.0; values above 448 are clamped to 448",
             *(num_scaled, num_layers),
         )
     return dtype
@@ -121,26 +120,24 @@ def _name(dtype: torch.dtype) -> str:
 def make_kv_cache(
     spec: KVSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, zeros: Zeros
 ) -> list[torch.Tensor]:
-    """One zeroed tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
+    """Allocate one zeroed tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
 
-    Zeroed, since what is masked is still multiplied and 0 * NaN is NaN. On a CPU the pages are the
-    system's zero page until they are written, so a large pool costs nothing before it is used; see
-    ``PagesAhead``.
-    Raises ``ConfigError`` with the numbers if there is not enough memory.
-    """
+    Zeroed because masked values are still multiplied, and 0 * NaN is NaN. On a CPU, physical pages
+    are allocated when they are first written, so an unused pool costs nothing; see
+    ``PagePrefault``. Raises ``ConfigError`` with the sizes if there is not enough memory."""
     shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
     try:
         return [zeros(shape, dtype) for _ in range(spec.num_layers)]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
         gib = num_blocks * spec.block_bytes(block_size) / (1 << 30)
         raise ConfigError(
-            f"no memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
+            f"not enough memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
             "lower num_kv_blocks, kv_cache_memory_bytes or memory_utilization"
         ) from error
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed host memory of which no page is taken before it is written."""
+    """Zeroed host memory whose pages are allocated only when they are written."""
     num_bytes = dtype.itemsize * math.prod(shape)
     if num_bytes < LARGE:
         return torch.zeros(shape, dtype=dtype)
@@ -149,23 +146,23 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def keep_freed_memory() -> None:
-    """Have the allocator keep what a step's tensors took for those of the next: each page that is
-    given back to the system costs a fault when it is taken again, a fiftieth of a prefill."""
+    """Let the allocator keep freed memory for the tensors of the next step. Returning pages to the
+    system and faulting them in again costs 2 % of a prefill."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         mallopt(M_TRIM_THRESHOLD, KEPT)
         mallopt(M_MMAP_THRESHOLD, MAPPED)
 
 
-class PagesAhead:
-    """Has the system provide the pages of the first KV blocks before a request writes to them.
+class PagePrefault:
+    """Faults in the pages of the first KV blocks of all layers, in a thread, before requests use
+    them.
 
-    A page costs a fault when it is first written, and on a virtual machine what its host takes to
-    find memory: tenths of a second for the blocks of a few requests. A thread asks for the pages of
-    the blocks that are handed out first, in all layers; what a block holds stays as it is.
+    The first write to a page costs a page fault, and on a virtual machine also the host's time to
+    find memory: tenths of a second for the blocks of a few requests. Contents do not change.
     """
 
-    def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PAGES_AHEAD) -> None:
+    def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PREFAULT_BYTES) -> None:
         """kv: tensors of ``lazy_zeros``; num_bytes: size of all of them together."""
         self._kv = list(kv)
         self._share = num_bytes // max(len(kv), 1)
@@ -176,36 +173,36 @@ class PagesAhead:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return once they are there, or requested no more."""
+        """Block until the thread has finished or was stopped."""
         if self._thread.ident is not None:
             self._thread.join()
 
     def stop(self) -> None:
-        """Return once the memory may be given back."""
+        """Stop the thread; after this, the tensors may be freed."""
         self._stopped.set()
         self.wait()
 
     def _provide(self) -> None:
         madvise = ctypes.CDLL(None, use_errno=True).madvise
-        for begin in range(0, self._share, PAGES_AT_ONCE):
+        for begin in range(0, self._share, CHUNK_BYTES):
             for layer in self._kv:
-                num_bytes = min(PAGES_AT_ONCE, self._share - begin, layer.nbytes - begin)
+                num_bytes = min(CHUNK_BYTES, self._share - begin, layer.nbytes - begin)
                 if self._stopped.is_set() or layer.nbytes < LARGE:
                     return
                 if num_bytes <= 0:
                     continue
                 address = ctypes.c_void_p(layer.data_ptr() + begin)
                 if madvise(address, ctypes.c_size_t(num_bytes), MADV_POPULATE_WRITE):
-                    return  # an older system: pages are found when they are written
+                    return  # an older kernel: pages are faulted in when they are written
 
 
-# What torch's allocator, the driver and its libraries say when there is none left.
+# Parts of the messages of torch's allocator, the driver and its libraries.
 OUT_OF_MEMORY = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "Failed to allocate")
 
 
 @contextmanager
-def explained(platform: Platform, doing: str) -> Iterator[None]:
-    """Explain with numbers when memory runs out before the engine runs."""
+def explain_shortage(platform: Platform, doing: str) -> Iterator[None]:
+    """Turn an out-of-memory error during start-up into a ``ConfigError`` with the sizes."""
     try:
         yield
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""Traces of the worker, for Perfetto or chrome://tracing."""
+"""Profiler traces of the worker, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ logger = logging.getLogger("engine.worker")
 
 
 class TorchProfiler:
-    """Records what torch does in this process, in all its threads, between ``start`` and ``stop``.
+    """Records the torch operations of all threads of this process between ``start`` and ``stop``.
 
-    A trace is the file ``trace-PID-N.json`` of ``directory``, which is made if it is not there;
-    without one nothing can be recorded. Raises ``ConfigError`` if it cannot be written to.
-    failures: where it is counted that a trace could not be written.
+    Traces are written to ``directory`` as ``trace-PID-N.json``; it is created if missing, and with
+    ``None`` nothing can be recorded. Raises ``ConfigError`` if it is not writable. ``failures``
+    counts traces that could not be written.
     """
 
     def __init__(self, directory: str | None, failures: Failures | None = None) -> None:
@@ -34,34 +34,32 @@ class TorchProfiler:
         self._running: profile | None = None
 
     def start(self) -> None:
-        """Begin to record. Raises ``ConfigError`` if something in this process records already."""
+        """Start recording. Raises ``ConfigError`` if a profiler is already recording in this
+        process."""
         if self._directory is None:
             raise ConfigError(
-                "torch_profiler_dir is not set: say when the engine is started in which directory "
-                "its traces are to be written"
+                "torch_profiler_dir is not set; start the engine with torch_profiler_dir set to a "
+                "directory for traces"
             )
         if self._running is not None:
             raise ConfigError("a profile is being recorded already; stop it before you start one")
-        if is_recording():  # a second one silences the first
+        if is_recording():  # a second profiler would stop the first without an error
             raise ConfigError(
                 "another torch profiler is recording in this process; stop it before you start one"
             )
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             activities.append(ProfilerActivity.CUDA)
-        # Of all threads, as they that step, start and stop need not be the same one.
+        # All threads, since another thread may step than the one that starts or stops.
         config = _ExperimentalConfig(profile_all_threads=True)
         begun = profile(activities=activities, experimental_config=config)
         begun.start()
         self._running = begun
-        atexit.register(self.close)  # torch crashes in a process that ends while it records
+        atexit.register(self.close)  # torch crashes if the process exits during a recording
 
     def stop(self) -> list[str]:
-        """Write what was recorded; returns the paths of the traces.
-
-        Takes seconds for a long one. Raises ``ConfigError`` if nothing is being recorded or the
-        trace cannot be written.
-        """
+        """Stop and write the trace, which may take seconds. Returns the paths of the files. Raises
+        ``ConfigError`` if nothing is being recorded or the trace cannot be written."""
         if self._running is None or self._directory is None:
             raise ConfigError("no profile is being recorded; start one before you stop it")
         ended = self._running
@@ -74,7 +72,7 @@ class TorchProfiler:
             raise
 
     def close(self) -> None:
-        """Stop without a trace; harmless when nothing is being recorded."""
+        """Stop without writing a trace. Does nothing if nothing is being recorded."""
         if self._running is not None:
             ended, self._running = self._running, None
             atexit.unregister(self.close)
@@ -85,8 +83,8 @@ def _written(recorded: profile, directory: Path) -> Path:
     path = _free_path(_writable(directory))
     try:
         recorded.export_chrome_trace(str(path))
-        if not _is_whole(path):  # torch only prints that it failed
-            raise OSError("it is not whole: the disk may be full")
+        if not _is_complete(path):  # torch prints a failure and does not raise
+            raise OSError("the file is incomplete; the disk may be full")
     except (OSError, RuntimeError) as error:
         for left in (path, path.with_name(f"{path.name}.tmp")):
             with suppress(OSError):
@@ -97,8 +95,8 @@ def _written(recorded: profile, directory: Path) -> Path:
     return path
 
 
-def _is_whole(path: Path) -> bool:
-    """Does it end as JSON does? A trace may be too large to be read for that."""
+def _is_complete(path: Path) -> bool:
+    """True if the file ends with "}". A trace may be too large to parse."""
     try:
         with path.open("rb") as file:
             file.seek(0, os.SEEK_END)
@@ -113,7 +111,7 @@ def _writable(directory: Path) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"torch_profiler_dir {directory} cannot be made: {reason_of(error)}"
+            f"torch_profiler_dir {directory} cannot be created: {reason_of(error)}"
         ) from error
     if not os.access(directory, os.W_OK | os.X_OK):
         raise ConfigError(f"torch_profiler_dir {directory} is not writable; choose another")
@@ -121,6 +119,6 @@ def _writable(directory: Path) -> Path:
 
 
 def _free_path(directory: Path) -> Path:
-    """Several engines of one process write to one directory."""
+    """The first unused file name: several engines may write to one directory."""
     names = (f"trace-{os.getpid()}-{n}.json" for n in itertools.count())
     return next(path for path in map(directory.joinpath, names) if not path.exists())

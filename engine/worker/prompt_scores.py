@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, gathered chunk by chunk."""
+"""Log-probabilities of prompt tokens, collected over the chunks of a prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ ROWS_AT_ONCE = 256  # rows of logits in memory: 256 x 150k x 4 bytes is 150 MB
 
 
 class PromptScores:
-    """Hidden states of a prompt's chunks -> the scores of its tokens.
+    """Computes log-probabilities of prompt tokens from the hidden states of the prompt's chunks.
 
-    They are complete with the last chunk; a chunk that is run again replaces what it gave before.
+    They are complete after the last chunk. A chunk that is run again replaces its earlier scores.
     """
 
     def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -28,7 +28,8 @@ class PromptScores:
     def collect(
         self, rows: PlanRows, hidden: torch.Tensor, live: LiveSeqs
     ) -> dict[int, list[TokenLogprobs]]:
-        """Scores by row of the requests whose last prompt chunk this was."""
+        """Score the chunks of a step; ``hidden`` [N, H]. Returns the complete scores by row, for
+        requests whose last prompt chunk this was."""
         complete: dict[int, list[TokenLogprobs]] = {}
         first = 0
         for row, (slot, start, count, samples) in enumerate(zip(*rows[:4], strict=True)):
@@ -41,11 +42,11 @@ class PromptScores:
         return complete
 
     def remove(self, slot: int) -> None:
-        """The scores of this slot were delivered, or are no longer wanted."""
+        """Drop the scores of this slot."""
         self._parts.pop(slot, None)
 
     def _score(self, slot: int, start: int, hidden: torch.Tensor, live: LiveSeqs) -> None:
-        """Row i of ``hidden`` predicts the token at ``start + i + 1``."""
+        """Score one chunk: row i of ``hidden`` predicts the token at position ``start + i + 1``."""
         seq = live.seqs[slot]
         base = max(seq.params.prompt_logprobs_start - 1, 0)
         begin = max(start, base)

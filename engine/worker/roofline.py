@@ -1,8 +1,9 @@
-"""How near the steps of a model on the CPU come to what memory and arithmetic allow.
+"""Roofline of CPU steps: how close they come to the machine's memory bandwidth and peak operations.
 
-The machine's ceilings are measured once, in its second start, and kept next to the compiled
-kernels. The floor of a step is the larger of its bytes / bandwidth and its operations / peak; once
-a second a result tells it, next to the seconds that the steps took (``SchedulerStats``).
+The machine's ceilings are measured once, at the first start that compiles nothing, and stored next
+to the compiled kernels. The floor of a step is the larger of bytes / bandwidth and operations /
+peak. About once a second a step result reports the floor and the measured time of the steps since
+the last report (``SchedulerStats``).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ from kernels.cpu.threads import num_threads
 logger = logging.getLogger("engine.worker")
 
 READ_BYTES = 512 << 20
-SECONDS = 0.6  # of each probe, at least
+SECONDS = 0.6  # minimum time of each measurement
 Product = tuple[int, int, int]
 """Rows, inputs, outputs."""
 PRODUCTS: tuple[Product, ...] = ((1024, 1024, 1024), (2048, 1024, 4096))
 REPORT_SECONDS = 1.0  # accumulate this many seconds of steps per report
 REPORT_STEPS = 64  # or this many
-_QUICK = 0.05  # seconds of a probe after a start
+_QUICK = 0.05  # seconds of each measurement during a start
 _QUICK_BYTES = 128 << 20
 
 
@@ -47,26 +48,26 @@ Positive = Annotated[float, msgspec.Meta(gt=0)]
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What a machine does in a second, with this many threads."""
+    """Bytes and operations per second of this machine with this many threads."""
 
     threads: int
     bytes: Positive
     float32: Positive
-    """Operations."""
+    """Operations per second, as ``bfloat16``."""
     bfloat16: Positive
 
     def peak(self, dtype: str) -> float:
-        """Operations a second on weights of this type: they may be widened first."""
+        """Operations per second with weights of this dtype; bfloat16 may be widened to float32."""
         return max(self.float32, self.bfloat16) if dtype == "bfloat16" else self.float32
 
     def floor(self, work: ModelWork, dtype: str) -> float:
-        """Seconds."""
+        """Minimum time of this work in seconds."""
         return max(work.bytes / self.bytes, work.operations / self.peak(dtype))
 
 
 class Measured(NamedTuple):
-    """A step: the seconds that it took, and of each row the new tokens, those before them, and
-    whether a token was drawn."""
+    """A measured step: its seconds, and for each row the number of new tokens, the number of tokens
+    before them, and whether it sampled."""
 
     seconds: float
     counts: Column
@@ -75,7 +76,7 @@ class Measured(NamedTuple):
 
 
 class Roofline:
-    """The floors of one model's steps."""
+    """Computes the minimum time of one model's steps."""
 
     def __init__(
         self, shapes: Shapes, ceilings: Ceilings, dtype: torch.dtype, kv_dtype: torch.dtype
@@ -86,7 +87,7 @@ class Roofline:
         self._cells = dtype.itemsize, kv_dtype.itemsize
 
     def floor(self, steps: Sequence[Measured]) -> float:
-        """Seconds that the steps take at least."""
+        """Minimum time of these steps together, in seconds."""
         works = (
             self._shapes.work(
                 step.counts.astype(np.int64),
@@ -102,9 +103,10 @@ class Roofline:
 def make_roofline(
     config: ModelConfig, info: ModelInfo, model: Decoder, kv_dtype: torch.dtype, *, is_quiet: bool
 ) -> Roofline | None:
-    """``None`` where a step's work is not known: of general models and of quantized weights.
+    """Create a model's roofline; ``None`` for quantized weights and for models that transformers
+    computes, whose work per step is unknown.
 
-    is_quiet: the machine's ceilings may be measured now, if no earlier start has kept them.
+    is_quiet: if no ceilings are stored, measure them now.
     """
     if config.quantization is not None or format_of(info) is not None:
         return None
@@ -116,14 +118,14 @@ def make_roofline(
 
 
 def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
-    """The ceilings kept of an earlier start, else measured now, for about half a second; ``None``
-    where they cannot be kept: no start should pay for them twice."""
+    """The stored ceilings; if there are none and ``is_quiet``, they are measured (0.5 s) and
+    stored. ``None`` if they cannot be stored, so that no start measures twice."""
     file = kept_file(f"ceilings-{threads}.json")
     if file is None:
         return None
     try:
         return msgspec.json.decode(file.read_bytes(), type=Ceilings)
-    except (OSError, msgspec.MsgspecError):  # not there, or not what was written
+    except (OSError, msgspec.MsgspecError):  # missing or damaged
         if not is_quiet:
             return None
     found = measured(threads, _QUICK, _QUICK_BYTES, PRODUCTS[:1])
@@ -144,7 +146,8 @@ def measured(
     size: int = READ_BYTES,
     products: Sequence[Product] = PRODUCTS,
 ) -> Ceilings:
-    """Find the ceilings by torch, with this many threads."""
+    """Measure the ceilings with torch on this many threads. ``seconds``: minimum time of each
+    measurement; ``size``: bytes to read."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -164,7 +167,7 @@ def measured(
 
 
 def peak(dtype: torch.dtype, seconds: float, products: Sequence[Product]) -> float:
-    """Operations a second of the best of some products."""
+    """Operations per second of the fastest of these matrix products."""
     best = 0.0
     for rows, inner, out in products:
         x, weight = torch.ones(rows, inner, dtype=dtype), torch.ones(out, inner, dtype=dtype)
@@ -174,8 +177,8 @@ def peak(dtype: torch.dtype, seconds: float, products: Sequence[Product]) -> flo
 
 
 def least_seconds(call: Callable[[], object], seconds: float = SECONDS) -> float:
-    """The least seconds among repeats for this long, and three at least; the first is not
-    counted."""
+    """The shortest time in seconds of repeated calls, at least three, over ``seconds``. The first
+    call is not counted."""
     call()
     found: list[float] = []
     end = time.perf_counter() + seconds

@@ -1,15 +1,14 @@
-"""From plans to results on one device: the driver takes plans, the runner computes rows of them.
+"""Executes step plans on one device. The driver handles whole plans and failures of single
+requests; the runner computes the rows (requests) of a plan.
 
     launch ─> stage, forward, draw ──────────> collect
        └──── stage, forward ─> sample: draw ──┘         (the plan has a ``MaskPart``)
 
-    begin    seats, samplers, features: what the plan changes
-    stage    one buffer to the device
-    forward  logits of the rows after which a token is drawn
-    draw     edits, the draw, the slots advance; tokens are on their way to the host at the end
+    begin    apply what the plan changes: slots, samplers, features stage    copy the step's input
+    to the device in one buffer forward  compute the logits of the rows that sample a token draw
+    edit logits, sample, advance the slots, start the copy of tokens to the host
 
-A failing row does not fail the others: the driver decides what follows a failure.
-"""
+A row that fails does not fail the others; see ``Driver._isolated``."""
 
 from __future__ import annotations
 
@@ -24,7 +23,14 @@ from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
 from engine.observe.guard import Failures, Guard
 from engine.sample.edits import WORD, SamplingSpec
 from engine.sample.sampler import Draws, RowMasks, RowScores
-from engine.worker.batches import PlanRows, Staged, draft_tokens
+from engine.worker.batches import (
+    NO_PADDING,
+    Padding,
+    PaddingKind,
+    PlanRows,
+    Staged,
+    draft_tokens,
+)
 from engine.worker.feature import Feature, Machine
 from engine.worker.prompt_scores import PromptScores
 from engine.worker.roofline import REPORT_SECONDS, REPORT_STEPS, Measured, Roofline
@@ -46,26 +52,26 @@ from kernels.slots import Rows
 
 logger = logging.getLogger("engine.worker")
 Compute = Callable[[PlanRows, int], PendingStep]
-"""Computes some rows, of which the second argument is the place in the plan."""
+"""Computes some rows of a plan; the second argument is the index of the first of them."""
 
 
 class Driver:
-    """Computes plans with one runner. A step that raises is run again in halves until the culprit
-    is alone."""
+    """Computes plans with one runner. A step that raises is run again in halves until only the rows
+    that cause the error fail."""
 
     def __init__(self, runner: Runner, failures: Failures | None = None) -> None:
         self.runner = runner
-        effect = "no share of it is reported"
+        effect = "no roofline share is reported"
         self.watching = Guard(failures or Failures(), "roofline", effect, stops=True)
-        """Stands between the steps and what is measured of them."""
-        self.roofline: Roofline | None = None  # where it is known
+        """Keeps errors of the roofline measurement away from the steps."""
+        self.roofline: Roofline | None = None  # None: unknown for this model or device
         self._measured: list[Measured] = []  # not in a report yet
         self._measured_seconds = 0.0
-        self._undrawn: SampledBatch | Exception | None = None  # the step that waits for masks
+        self._undrawn: ForwardedBatch | Exception | None = None  # the step that waits for masks
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Pending:
-        """Start a step: forward pass and, unless it waits for masks, the draw."""
+        """Start a step: run the forward pass and, unless the step waits for masks, sample."""
         runner, platform = self.runner, self.runner.machine.platform
         began = platform.mark()
         specs, rows = runner.begin(plan), self._rows_of(plan)
@@ -84,31 +90,32 @@ class Driver:
                 self._undrawn = runner.forward(staged.pop(), is_masked=True)
             except torch.AcceleratorError:  # the device is lost, and with it every request
                 raise
-            except Exception as error:  # raised when the step is drawn, for the rows that need it
+            except Exception as error:  # ``sample`` raises it again and isolates the rows
                 self._undrawn = error
         pending.spans.append((began, platform.mark()))
         return pending
 
     @torch.inference_mode()
     def preview(self, ticket: Pending) -> Column | None:
-        """``MaskPart.drawn`` of the step that waits for masks; ``None`` on a GPU, which would have
-        to be waited for, and where no token would tell."""
+        """Sample tokens before their masks are known, for ``MaskPart.drawn``. Returns ``None`` on a
+        GPU, where this would block the host, and if no row can be sampled early."""
         part, forwarded = ticket.plan.masks, self._undrawn
-        if not (self.runner.machine.platform.shares_memory and isinstance(forwarded, SampledBatch)):
+        platform = self.runner.machine.platform
+        if not (platform.shares_memory and isinstance(forwarded, ForwardedBatch)):
             return None
         assert part is not None and part.ahead is not None, "preview() for a step without one"
-        began = self.runner.machine.platform.mark()
+        began = platform.mark()
         try:
             return self.runner.preview(forwarded, part.ahead)
-        except Exception:  # drawing again tells of which row
-            logger.exception("step %d: no token was drawn ahead of its mask", ticket.plan.step)
+        except Exception:  # ``sample`` tries again and finds the row that fails
+            logger.exception("step %d: no token was sampled before its mask", ticket.plan.step)
             return None
         finally:
-            ticket.spans.append((began, self.runner.machine.platform.mark()))
+            ticket.spans.append((began, platform.mark()))
 
     @torch.inference_mode()
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
-        """Start the draw of a step that waited for its masks."""
+        """Start sampling for a step that waited for its masks."""
         runner, part = self.runner, ticket.plan.masks
         assert part is not None, "sample() for a step that does not wait for masks"
         began = runner.machine.platform.mark()
@@ -131,13 +138,13 @@ class Driver:
         ticket.spans.append((began, runner.machine.platform.mark()))
 
     def collect(self, ticket: Pending) -> StepResult:
-        """Sleep until a launched step is done and read its results."""
+        """Block until a launched step is done and return its results."""
         with section("collect"):
             result = collect(ticket)
         if self.roofline is not None and ticket.plan.num_tokens and not result.errors:
             try:
                 self._measure(ticket.plan, result)
-            except Exception as error:  # it only watches: the step is right without it
+            except Exception as error:  # a failed measurement must not fail the step
                 self.roofline = None
                 self.watching.fail(error)
         for feature in self.runner.machine.features:
@@ -145,13 +152,13 @@ class Driver:
         return result
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """A step from its launch to its result."""
+        """Run one step from launch to result."""
         return self.collect(self.launch(plan))
 
     # -- helpers
 
     def _measure(self, plan: StepPlan, result: StepResult) -> None:
-        """Floors are worked out for many steps together, about once a second."""
+        """Add a step to the roofline report; a report covers about a second of steps."""
         measured = Measured(result.seconds, plan.counts, plan.starts, plan.samples)
         self._measured.append(measured)
         self._measured_seconds += result.seconds
@@ -165,7 +172,8 @@ class Driver:
         return PlanRows.of(plan, self.runner.machine.model.vocab_size)
 
     def _finish(self, pending: Pending, rows: PlanRows, compute: Compute) -> None:
-        """Compute the rows of a step; prompt scores leave once nothing is run again."""
+        """Compute the rows of a step, and drop prompt scores that were delivered. No rerun
+        follows."""
         pending.parts = self._isolated(rows, 0, compute)
         for part in pending.parts:
             for row in part.prompt_logprobs:
@@ -174,10 +182,11 @@ class Driver:
     def _isolated(
         self, rows: PlanRows, first: int, compute: Compute
     ) -> list[PendingStep | FailedStep]:
-        """Compute rows, of which ``first`` is the plan's; if that raises, in halves.
+        """Compute rows; if that raises, compute each half alone. ``first``: plan index of the
+        first.
 
-        Running again is harmless until slots advance: the same K and V are written to the same
-        places, and plan order keeps the writer of a shared block before its readers.
+        A rerun is harmless until slots advance: it writes the same K and V to the same places, and
+        plan order keeps the writer of a shared block before its readers.
         """
         num, message = len(rows.counts), ""
         try:
@@ -201,9 +210,11 @@ class Driver:
     def _placed(
         self, plan: StepPlan, part: MaskPart, masks: Masks | None
     ) -> tuple[torch.Tensor, Column]:
-        """The masks on the device [M, words], and the first of each row of the plan, -1: none.
+        """Upload the masks. Returns them [M, words], and for each plan row the index of its first
+        mask (-1: none).
 
-        Where none came, or too few, there is one that allows nothing: those rows fail.
+        If masks are missing or of another size, all are replaced by masks that allow no token, so
+        that their rows fail.
         """
         first_mask: Column = np.full(len(plan.rows), -1, dtype=np.int32)
         num_words = -(-self.runner.machine.model.vocab_size // WORD)
@@ -217,15 +228,16 @@ class Driver:
         if masks is not None and len(masks.words) == int(each.sum()) * num_words:
             words = masks.words.reshape(-1, num_words)
         else:
-            logger.error("the masks of step %d are missing or of another size", plan.step)
+            logger.error("step %d: the masks are missing or have the wrong size", plan.step)
             words = np.zeros((max(1, int(each.sum())), num_words), dtype=np.int32)
         return self.runner.machine.platform.upload(words), first_mask
 
     def _with_drawn(
         self, part: MaskPart, words: torch.Tensor, first_mask: Column
     ) -> tuple[torch.Tensor, Column]:
-        """Masks for rows that are run again, where those drawn ahead draw what was found to be
-        allowed: another batch may round otherwise, and then they might draw something else."""
+        """Add masks for a rerun: a row sampled before its mask is limited to the token that it
+        drew, which was found to be allowed. Without this, rounding of a smaller batch might change
+        the token."""
         if part.ahead is None or part.drawn is None:
             return words, first_mask
         is_drawn = (part.drawn >= 0) & (first_mask[part.ahead] < 0)
@@ -241,7 +253,7 @@ class Driver:
 
 
 def _masks_of(draws: Draws, first_mask: Column) -> Column:
-    """The mask of each row of the draws, -1: none. ``first_mask``: by row of the plan."""
+    """The mask index of each sampled row (-1: none). ``first_mask``: index by row of the plan."""
     nth = np.arange(len(draws.rows)) - np.searchsorted(draws.rows, draws.rows)
     mine = first_mask[np.minimum(draws.rows, len(first_mask) - 1)]
     of_row: Column = np.where((mine >= 0) & (draws.slots >= 0), mine + nth, -1).astype(np.int32)
@@ -249,15 +261,15 @@ def _masks_of(draws: Draws, first_mask: Column) -> Column:
 
 
 class Unfit(Exception):
-    """A feature cannot compute a request of the step; the message says why."""
+    """A feature cannot compute a request of the step; the message gives the reason."""
 
 
 class Advanced(Exception):
-    """A failure after the slots had advanced: running again would advance them twice."""
+    """A failure after the slots had advanced: a rerun would advance them twice."""
 
 
-class SampledBatch(NamedTuple):
-    """Rows that are computed and not drawn."""
+class ForwardedBatch(NamedTuple):
+    """Rows whose logits are computed and that are not sampled yet."""
 
     staged: Staged
     step: EagerStep | GraphedStep
@@ -265,10 +277,10 @@ class SampledBatch(NamedTuple):
 
 
 class Runner:
-    """One model on one device.
+    """Runs one model on one device.
 
-    Steps are launched without waiting: what a step draws stays in the slots, where the next one
-    reads it. The host reads it when the step is collected.
+    Steps are launched without waiting for the device: sampled tokens stay in the slots, where the
+    next step reads them. The host reads them when the step is collected.
     """
 
     def __init__(self, machine: Machine, max_model_len: int) -> None:
@@ -277,10 +289,10 @@ class Runner:
         self._graphed: BySize[GraphedStep] = BySize()
         self._mixed: BySize[MixedGraph] = BySize()
         self._prompt_scores = PromptScores(machine.model.logits)
-        self._unfit: dict[int, str] = {}  # slots, and why a feature cannot compute what is there
+        self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Free and take slots. Returns the sampling options of the new sequences."""
+        """Free slots and fill new ones. Returns the sampling options of the new sequences."""
         machine = self.machine
         machine.live.apply(plan)
         for slot in plan.freed_slots:
@@ -297,35 +309,34 @@ class Runner:
     def stage(
         self, rows: PlanRows, plan: StepPlan | None = None, specs: Sequence[SamplingSpec] = ()
     ) -> Staged:
-        """Send these rows and, with a plan, all its changes."""
-        padded = self._size_for(rows)
-        mixed = 0 if padded else self._mixed_size_for(rows)
-        sizes = {"padded": padded, "mixed": mixed, "filled": self._filled_size_for(rows)}
-        staged = self.machine.batches.stage(rows, plan, specs, **sizes)
+        """Copy these rows to the device and, if ``plan`` is given, all that it changes."""
+        staged = self.machine.batches.stage(rows, plan, specs, self._padding_for(rows))
         if staged.changes is not None:
             self.machine.slots.apply(*staged.changes)
         return staged
 
     def forward(
         self, staged: Staged, *, is_made_up: bool = False, is_masked: bool = False
-    ) -> SampledBatch:
-        """The forward pass, and logits; is_masked: masks will be laid on them. Raises ``Unfit`` for
-        a row that a feature has refused."""
+    ) -> ForwardedBatch:
+        """Run the forward pass and compute the logits. ``is_made_up``: the rows are dummies for
+        profiling; ``is_masked``: masks will be applied to the logits. Raises ``Unfit`` if a feature
+        has refused one of the rows."""
         if self._unfit:
             for slot in staged.rows.slots.tolist():
                 if slot in self._unfit:
                     raise Unfit(self._unfit[slot])
         step = self._step_for(staged, is_made_up, is_masked)
-        return SampledBatch(staged, step, step.forward())
+        return ForwardedBatch(staged, step, step.forward())
 
-    def preview(self, forwarded: SampledBatch, ahead: Column) -> Column | None:
-        """Draw ahead of the masks, of these rows of the plan. Returns the token of each that has no
-        drafts and tells; -1: it does not; ``None``: none of them does."""
+    def preview(self, forwarded: ForwardedBatch, ahead: Column) -> Column | None:
+        """Sample before the masks are known, for the plan rows ``ahead``. Returns the token of each
+        (-1: it has drafts, or its mask could change the token), or ``None`` if that is so for
+        all."""
         step, draws = forwarded.step, forwarded.staged.draws
         if not isinstance(step, EagerStep):
             return None
         first, end = (np.searchsorted(draws.rows, ahead, side) for side in ("left", "right"))
-        first = first.clip(max=len(draws.rows) - 1)  # a row that draws nothing
+        first = first.clip(max=len(draws.rows) - 1)  # for a row that samples nothing
         can_preview = self.machine.sampler.can_preview
         slots = draws.slots[first].tolist()
         is_single = (end - first == 1) & np.fromiter(map(can_preview, slots), bool, len(slots))
@@ -336,11 +347,9 @@ class Runner:
         drawn: Column = np.where(is_single, step.preview(wanted)[first], -1).astype(np.int32)
         return drawn
 
-    def draw(self, forwarded: SampledBatch, masks: RowMasks | None = None) -> PendingStep:
-        """Edit the logits, draw, advance. Running again is harmless until then.
-
-        Raises ``Advanced`` for what fails later.
-        """
+    def draw(self, forwarded: ForwardedBatch, masks: RowMasks | None = None) -> PendingStep:
+        """Edit the logits, sample and advance the slots. Raises ``Advanced`` for what fails after
+        the slots advanced; before that, a rerun is harmless."""
         machine, (staged, step, rows) = self.machine, forwarded
         self._remember_drafts(staged)
         may_leave = machine.platform.shares_memory and isinstance(step, EagerStep)
@@ -348,7 +357,7 @@ class Runner:
         with section("sample"):
             drawn = step.draw(drawing)
         try:
-            step.tell(drawn)
+            step.notify(drawn)
             for feature in machine.features:
                 _follow(feature, staged.rows)
             scores = machine.sampler.finish(rows, staged.draws, drawing, drawn)
@@ -370,14 +379,15 @@ class Runner:
         )
 
     def forget_scored(self, slot: int) -> None:
-        """Prompt scores of this slot are being delivered. Called only when no rerun can follow."""
+        """Drop the prompt scores of this slot, which are delivered. Call it when no rerun can
+        follow."""
         self._prompt_scores.remove(slot)
         self.machine.live.prompt_scored.discard(slot)
 
     @torch.inference_mode()
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int] = ()) -> None:
-        """Record decode steps of these numbers of rows, and other steps of this many tokens; larger
-        ones are launched call by call."""
+        """Record graphs of decode steps (``sizes`` in rows) and of steps with prompt chunks or
+        drafts (``mixed_sizes`` in tokens). Larger steps are launched kernel by kernel."""
         with self.machine.platform.recording():
             self._graphed = record(self.machine, sizes, self._max_model_len)
             self._mixed = record_mixed(self.machine, mixed_sizes, self._max_model_len)
@@ -386,9 +396,9 @@ class Runner:
 
     @torch.inference_mode()
     def profile_run(self, num_tokens: int, num_seqs: int, context: int = 0) -> None:
-        """A step of this many tokens, of made-up sequences that all lie in the null block.
+        """Run a step of this many tokens with dummy sequences whose KV all goes to the null block.
 
-        ``context``: tokens of each that are computed already.
+        ``context``: number of tokens of each sequence that count as computed already.
         """
         num_computed = self.machine.slots.state.num_computed
         num_computed.fill_(context)
@@ -404,60 +414,47 @@ class Runner:
 
     # -- helpers
 
-    def _size_for(self, rows: PlanRows) -> int:
-        """Rows of the graph that computes these; 0 if none does."""
-        counts, machine = rows.counts, self.machine
-        if not self._graphed.sizes or not len(counts) or machine.live.has_scored(rows.slots):
-            return 0
-        if (counts != 1).any() or any(feature.touches(rows) for feature in machine.features):
-            return 0
-        step = self._graphed.holding(len(counts))
-        return 0 if step is None else step.num_rows
-
-    def _mixed_size_for(self, rows: PlanRows) -> int:
-        """Tokens of the graph that computes these rows' lower layers; 0 if none does."""
-        if not self._mixed.sizes or not len(rows.counts):
-            return 0
-        if any(feature.touches(rows) for feature in self.machine.features):
-            return 0
-        graph = self._mixed.holding(int(rows.counts.sum()))
-        return 0 if graph is None else graph.num_rows
-
-    def _filled_size_for(self, rows: PlanRows) -> int:
-        """Tokens to which a step with chunks is padded for replay on a CPU; 0: no replay."""
-        machine = self.machine
-        if machine.recorder is None or rows.drafts is not None:
-            return 0
-        if machine.live.has_scored(rows.slots):
-            return 0
-        num_tokens = int(rows.counts.sum())
-        if num_tokens == len(rows.counts):  # decodes alone
-            return 0
+    def _padding_for(self, rows: PlanRows) -> Padding:
+        """Pad the rows for the smallest graph or CPU recording that can compute them, if any."""
+        machine, num_rows, num_tokens = self.machine, len(rows.counts), int(rows.counts.sum())
+        if not num_rows or any(feature.touches(rows) for feature in machine.features):
+            return NO_PADDING
+        only_decodes, is_scored = num_tokens == num_rows, machine.live.has_scored(rows.slots)
+        if only_decodes and not is_scored:
+            step = self._graphed.smallest(num_rows)
+            if step is not None:
+                return Padding(PaddingKind.DECODE_GRAPH, step.num_rows)
+        graph = self._mixed.smallest(num_tokens)
+        if graph is not None:
+            return Padding(PaddingKind.MIXED_GRAPH, graph.num_rows)
+        if machine.recorder is None or only_decodes or is_scored or rows.drafts is not None:
+            return NO_PADDING
         size = machine.recorder.mixed_size(num_tokens)
-        is_touched = any(feature.touches(rows) for feature in machine.features)
-        return 0 if is_touched or size > machine.batches.max_num_tokens else size
+        fits = 0 < size <= machine.batches.max_num_tokens
+        return Padding(PaddingKind.CPU_REPLAY, size) if fits else NO_PADDING
 
     def _step_for(
         self, staged: Staged, is_made_up: bool, is_masked: bool
     ) -> EagerStep | GraphedStep:
         if staged.picked is not None:
-            # Whether the largest is sound is looked at, for which a GPU would have to be waited.
+            # The host looks at the largest logits, which on a GPU would block it.
             may_take_largest = self.machine.platform.shares_memory and not is_masked
+            is_mixed = staged.padding.kind is PaddingKind.MIXED_GRAPH
             return EagerStep(
                 self.machine,
                 self._prompt_scores,
                 staged,
                 staged.picked,
-                graph=self._mixed.holding(staged.mixed) if staged.mixed else None,
+                graph=self._mixed.smallest(staged.padding.size) if is_mixed else None,
                 is_made_up=is_made_up,
                 may_take_largest=may_take_largest,
             )
-        graphed = self._graphed.holding(staged.room.num_seqs)
-        assert graphed is not None, "staged for a size that is not recorded"
+        graphed = self._graphed.smallest(staged.room.num_seqs)
+        assert graphed is not None, "the step is staged for a size that is not recorded"
         return graphed
 
     def _remember_drafts(self, staged: Staged) -> None:
-        """Drafts are part of the history for the rows after them."""
+        """Enter drafts into the token history, which penalties of the positions after them read."""
         drafts = staged.rows.drafts
         if drafts is None or not drafts.counts.any():
             return
@@ -471,8 +468,8 @@ class Runner:
 
 
 def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
-    """Give the feature the plan. Returns the slots that it cannot compute, and why; if it
-    raises, these are all slots of the step."""
+    """Pass the plan to a feature. Returns the slots that it cannot compute and the reasons; all
+    slots of the step if it raises."""
     try:
         return dict(feature.begin(plan, live) or {})
     except torch.AcceleratorError:  # the device is lost, and with it every request
@@ -484,15 +481,18 @@ def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
 
 
 def _follow(feature: Feature, rows: PlanRows) -> None:
-    """Let the feature compute after the draw, which it cannot undo by failing."""
+    """Run a feature's hook after sampling. An error there is logged; the sampled tokens are
+    kept."""
     try:
         feature.follow(rows)
     except torch.AcceleratorError:  # the device is lost, and with it every request
         raise
     except Exception:
-        logger.exception("%s failed after a step, which stands", type(feature).__name__)
+        logger.exception(
+            "%s failed after a step; the step's tokens are kept", type(feature).__name__
+        )
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:
-    """Log-probabilities to copy to the host, three columns for each group."""
+    """The log-probability tensors to copy to the host, three for each group."""
     return [column for group in scores for column in group.scored]

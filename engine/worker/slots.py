@@ -1,9 +1,11 @@
-"""Live sequences, by slot: the host's table, as the scheduler sent them, and the device's own."""
+"""State of running sequences by slot: the host's table, with what the scheduler sent, and the
+device's table, with what was computed since."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,8 +19,8 @@ from kernels.slots import Columns, Drawn, SlotState
 
 
 class LiveSeqs:
-    """The sequence in each slot. ``tokens[slot, p]`` is the token at position p, as far as it came
-    with the sequence; zero pages until touched. What was sampled since, the device knows."""
+    """The host's table. ``tokens[slot, p]`` is the token at position p of the first
+    ``num_sent[slot]`` tokens, which came with the plan; later ones are only on the device."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -27,7 +29,7 @@ class LiveSeqs:
         self.prompt_scored: set[int] = set()  # slots whose prompt log-probabilities are wanted
 
     def apply(self, plan: StepPlan) -> None:
-        """Freed slots, then new sequences."""
+        """Remove the sequences of freed slots, then enter new ones."""
         for slot in plan.freed_slots:
             del self.seqs[slot]
             self.prompt_scored.discard(slot)
@@ -35,19 +37,28 @@ class LiveSeqs:
             self.seqs[seq.slot] = seq
             self.tokens[seq.slot, : len(seq.token_ids)] = seq.token_ids
             self.num_sent[seq.slot] = len(seq.token_ids)
-            # A resumed request has delivered them already.
+            # A request that resumes after preemption has delivered them already.
             if seq.params.prompt_logprobs is not None and len(seq.token_ids) == seq.num_prompt:
                 self.prompt_scored.add(seq.slot)
 
     def has_scored(self, slots: NDArray[np.int32]) -> bool:
-        """Whether prompt log-probabilities are wanted of one of these."""
+        """True if a sequence in one of these slots wants prompt log-probabilities."""
         return bool(self.prompt_scored) and not self.prompt_scored.isdisjoint(slots.tolist())
 
 
-class Slots:
-    """Tokens, lengths, block tables and sampling parameters of every seat.
+class NewSlots(NamedTuple):
+    """Values of the slots that new sequences take, on the device, one entry per sequence [M]."""
 
-    A sampled token is written here at once, so the next step needs nothing from the host.
+    slots: torch.Tensor
+    num_computed: torch.Tensor
+    num_prompt: torch.Tensor
+    requested: Columns
+
+
+class Slots:
+    """The device's table: tokens, lengths, block tables and sampling parameters of every slot.
+
+    Each step writes its sampled tokens here, so the next step needs nothing from the host.
     """
 
     def __init__(
@@ -77,8 +88,8 @@ class Slots:
         )
 
     def twin(self, platform: Platform) -> Slots:
-        """These sequences for a second model, with lengths and blocks of its own. What was
-        requested of them and what was drawn is shared."""
+        """A table of the same sequences for a second model (drafts), with its own lengths and block
+        tables. Tokens and sampling parameters are shared."""
         other, state = copy(self), self.state
         lengths, tables = (
             platform.zeros(tuple(column.shape), column.dtype)
@@ -87,22 +98,22 @@ class Slots:
         other.state = state._replace(num_computed=lengths, block_tables=tables)
         return other
 
-    def apply(self, newcomers: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor]) -> None:
-        """Enter new sequences, then grow block tables. newcomers: their slots, then a value for
-        each column of a slot; blocks: slots, places in their tables, blocks. Either may be empty.
-        """
-        if newcomers:
-            slots, *values = newcomers
-            columns = (self.state.num_computed, self.tables.num_prompt, *self.tables.requested)
-            for column, new in zip(columns, values, strict=True):
-                column[slots] = new
+    def apply(self, new: NewSlots | None, blocks: Sequence[torch.Tensor]) -> None:
+        """Enter new sequences, then extend block tables. ``blocks``: slots, places in their block
+        tables, block ids; [] if no table grows."""
+        if new is not None:
+            self.state.num_computed[new.slots] = new.num_computed
+            self.tables.num_prompt[new.slots] = new.num_prompt
+            for column, values in zip(self.tables.requested, new.requested, strict=True):
+                column[new.slots] = values
         if blocks:
             on_slots.grow_block_tables(self.state.block_tables, *blocks)
 
     def remember(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Enter drafts [D] where they would stand: rows after them are edited as if they did."""
+        """Enter draft tokens [D] into the history at their positions, as if they were accepted:
+        logits at later positions are edited accordingly."""
         on_slots.remember(self.tables.history, slots, positions, tokens)
 
     def advance(self, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
-        """Advance the slots [S] of a step by what was computed and drawn for them."""
+        """Advance the slots [S] of a step by the tokens that were computed and sampled for them."""
         on_slots.advance(self.state, slots, query_start, drawn)

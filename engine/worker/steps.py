@@ -1,5 +1,5 @@
-"""Ways to compute a step, and its results: call by call, or by replaying what was recorded, of
-decodes the whole step, of all others the layers below the last."""
+"""Ways to compute a step, and how its results are read. A step is launched kernel by kernel or
+replays a recorded graph: of a decode step the whole, of other steps all layers but the last."""
 
 from __future__ import annotations
 
@@ -21,7 +21,15 @@ from engine.messages.requests import TokenLogprobs
 from engine.messages.step import EMPTY, Column, StepPlan, StepResult
 from engine.sample.logprobs import Scored
 from engine.sample.sampler import Drawing, Draws, why_none_left, why_unsound
-from engine.worker.batches import Extent, Picked, PlanRows, Room, Staged
+from engine.worker.batches import (
+    Extent,
+    Padding,
+    PaddingKind,
+    Picked,
+    PlanRows,
+    Room,
+    Staged,
+)
 from engine.worker.feature import Machine
 from engine.worker.platform import Fetched, Graph, Mark
 from engine.worker.prompt_scores import PromptScores
@@ -32,28 +40,30 @@ PromptLogprobs = Mapping[int, list[TokenLogprobs]]  # by row of the step they ca
 
 
 NO_SCORES: PromptLogprobs = MappingProxyType({})
+NO_ROWS = PlanRows(EMPTY, EMPTY, EMPTY, EMPTY)
 
 
 def is_recording() -> bool:
-    """Is any torch profiler recording in this process, ours or another?"""
+    """True if any torch profiler is recording in this process, ours or another."""
     return torch_profiler._is_profiler_enabled
 
 
 def section(name: str) -> AbstractContextManager[object]:
-    """A part of a step, as a bar in the trace. Costs a fifth of a microsecond without one."""
+    """Mark a part of a step in the profiler's trace. Costs 0.2 us when no profiler is recording."""
     return record_function(name) if is_recording() else NOTHING
 
 
 def advance(machine: Machine, room: Room, drawn: torch.Tensor) -> None:
-    """Advance the slots of a decode step by one token each [R] int32."""
+    """Advance the slots of a decode step by one token each. ``drawn``: tokens [R] int32."""
     step = room.step
     tokens = Drawn(drawn, step.draw_slots, step.draw_starts, None)
     machine.slots.advance(step.slots, step.query_start, tokens)
 
 
 class EagerStep:
-    """A staged step, launched call by call: what no graph holds whole. Chunks of prompts and drafts
-    replay all layers but the last, of which only the rows that are read are computed."""
+    """A staged step that no single graph computes. With a ``MixedGraph``, all layers but the last
+    are replayed, otherwise all kernels are launched one by one. The last layer computes only the
+    tokens whose logits are needed."""
 
     def __init__(
         self,
@@ -66,12 +76,12 @@ class EagerStep:
         is_made_up: bool = False,
         may_take_largest: bool = False,
     ) -> None:
-        """may_take_largest: nothing but the draw will look at the logits."""
+        """may_take_largest: only the sampler reads the logits, so the argmax alone may suffice."""
         self._machine = machine
         self._graph = graph
         self._may_take_largest = may_take_largest
         self._largest: torch.Tensor | None = None
-        self._early: torch.Tensor | None = None  # tokens drawn before masks came
+        self._early: torch.Tensor | None = None  # tokens sampled before the masks were known
         self._scores = scores
         self._staged = staged
         self._picked = picked
@@ -80,7 +90,7 @@ class EagerStep:
         self.prompt_logprobs = NO_SCORES
 
     def forward(self) -> Rows:
-        """Logits of the rows after which a token is drawn."""
+        """Compute the logits of the rows that sample a token."""
         machine, picked, live = self._machine, self._picked, self._machine.live
         with section("forward"):
             hidden = self._forward()
@@ -91,27 +101,28 @@ class EagerStep:
         if picked.slots.shape[0]:
             with section("logits"):
                 logits = self._logits_of(hidden)
-        else:  # the hidden state of one token was read all the same
+        else:  # no row samples; ``draws_of`` still reads one token
             logits = hidden.new_empty((0, machine.model.vocab_size), dtype=torch.float32)
         self.rows = Rows(logits, picked.slots, picked.positions)
         return self.rows
 
     def preview(self, slots: Column) -> Column:
-        """Draw from the logits as they are now, of rows whose slot is not -1; [R] int32. Such a
-        token stands unless its row is edited."""
+        """Sample before masks are known, for rows whose entry in ``slots`` is not -1; returns [R]
+        int32. ``draw`` keeps such a token unless its logits are edited."""
         self._early = self._machine.sampler.draw(self.rows._replace(slots=torch.from_numpy(slots)))
         return self._early.numpy()
 
     def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
-        """Draw from the logits as they are now, and advance the slots; [R] int32."""
+        """Sample from the current logits and advance the slots; returns tokens [R] int32."""
         step, picked = self._staged.step, self._picked
         tokens = self._tokens(drawing)
         drawn = Drawn(tokens, picked.slots, step.draw_starts, picked.drafts)
         self._machine.slots.advance(step.slots, step.query_start, drawn)
         return tokens
 
-    def tell(self, drawn: torch.Tensor) -> None:
-        """Pass what was computed and drawn to the features; none touches the rows of a graph."""
+    def notify(self, drawn: torch.Tensor) -> None:
+        """Pass hidden states and sampled tokens to the features, unless a graph computed the
+        step."""
         if not self._is_made_up and self._graph is None:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
@@ -129,7 +140,8 @@ class EagerStep:
         return late.where(again, early)
 
     def _forward(self) -> torch.Tensor:
-        """Hidden states of the tokens that are read, or of all tokens."""
+        """Hidden states of the tokens whose logits are needed, or of all tokens for prompt
+        scores."""
         machine, staged = self._machine, self._staged
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
@@ -141,11 +153,11 @@ class EagerStep:
         return self._hidden.last
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits; none if their largest is all that is wanted, and was found without them."""
+        """The logits [R, V]; [0, V] if only the argmax is needed and was found without them."""
         model = self._machine.model
         if self._may_take_largest and self._machine.sampler.wants_largest_only:
             largest = model.largest(hidden)
-            # Why a row is not sound, its logits tell.
+            # A negative entry is an invalid row; its logits are then needed for the error message.
             if largest is not None and np.count_nonzero(largest.numpy() < 0) == 0:
                 self._largest = largest
                 return hidden.new_empty((0, model.vocab_size), dtype=torch.float32)
@@ -157,21 +169,20 @@ class EagerStep:
             for feature in features:
                 feature.profile(batch)
             return
-        asking = [feature for feature in features if feature.aux_layers and feature.touches(rows)]
-        batch.aux_layers = tuple(sorted({layer for f in asking for layer in f.aux_layers}))
+        touching = [feature for feature in features if feature.touches(rows)]
+        batch.aux_layers = tuple(sorted({layer for f in touching for layer in f.aux_layers}))
         for feature in features:
             feature.extend(batch, rows)
-        # Where every token draws one, all rows are decodes, with drafts or without.
+        # If every token samples one, all rows are decodes, with or without drafts.
         are_decodes = self._picked.read is None
-        if self._staged.filled or (are_decodes and not any(f.touches(rows) for f in features)):
+        is_replay = self._staged.padding.kind is PaddingKind.CPU_REPLAY
+        if is_replay or (are_decodes and not touching):
             batch.recorder = self._machine.recorder
 
 
 class GraphedStep:
-    """A decode step of this many rows, recorded once: up to the logits, and what follows them.
-
-    Between the two there is time to change logits.
-    """
+    """A recorded decode step of a fixed number of rows, as two graphs: up to the logits, and from
+    sampling on. The host may change logits between the two."""
 
     prompt_logprobs = NO_SCORES
 
@@ -191,17 +202,18 @@ class GraphedStep:
         return self.rows
 
     def draw(self, drawing: Drawing | None = None) -> torch.Tensor:
-        """Draw from the logits as they are now, and advance the slots; [R] int32."""
+        """Sample from the current logits and advance the slots; returns tokens [R] int32."""
         self._graphs[1].replay()
         return self._drawn
 
-    def tell(self, drawn: torch.Tensor) -> None:
-        """Nothing to do: no feature touches its rows."""
+    def notify(self, drawn: torch.Tensor) -> None:
+        """Does nothing: no feature touches the rows of a graph."""
 
 
 class MixedGraph:
-    """All layers but the last of any step of this many tokens at most: chunks of prompts among
-    decodes, and drafts. What is read of the last layer, and drawn, depends on the step."""
+    """A graph of all layers but the last, for any step of at most this many tokens: decodes, prompt
+    chunks and drafts. The last layer is launched kernel by kernel, since what it computes differs
+    by step."""
 
     def __init__(self, graph: Graph, stream: torch.Tensor) -> None:
         self._graph = graph
@@ -209,12 +221,12 @@ class MixedGraph:
 
     @property
     def num_rows(self) -> int:
-        """Tokens."""
+        """Number of tokens (here a row is a token)."""
         return len(self._stream)
 
     def replay(self, num_tokens: int) -> torch.Tensor:
-        """The residual stream below the last layer [N, H], of this many tokens; the next replay of
-        any of these graphs writes over it."""
+        """Replay the graph. Returns the residual stream below the last layer, [num_tokens, H]; the
+        next replay of any mixed graph overwrites it."""
         self._graph.replay()
         return self._stream[:num_tokens]
 
@@ -223,20 +235,21 @@ G = TypeVar("G", GraphedStep, MixedGraph)
 
 
 class BySize(Generic[G]):
-    """The graphs of all sizes. A step takes the smallest that holds it; the rest is padding."""
+    """Graphs by size. A step uses the smallest that is large enough; the rest is padding."""
 
     def __init__(self, graphs: Sequence[G] = ()) -> None:
         self._graphs: list[G] = sorted(graphs, key=lambda graph: graph.num_rows)
         self.sizes: list[int] = [graph.num_rows for graph in self._graphs]
 
-    def holding(self, num_rows: int) -> G | None:
-        """The smallest that has this many rows; ``None`` if they are too many for any."""
+    def smallest(self, num_rows: int) -> G | None:
+        """The smallest graph of at least this many rows; ``None`` if all are too small."""
         index = bisect.bisect_left(self.sizes, num_rows)
         return self._graphs[index] if index < len(self._graphs) else None
 
 
 def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[GraphedStep]:
-    """Record decode steps of these sizes, the largest first: the others fit into its memory."""
+    """Record decode steps of these numbers of rows, the largest first: the others reuse its
+    memory."""
     if not sizes:
         return BySize()
     most, platform = max(sizes), machine.platform
@@ -251,11 +264,11 @@ def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize
 
 
 def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[MixedGraph]:
-    """Record the layers below the last of steps of this many tokens, the largest first."""
+    """Record all layers but the last for steps of these numbers of tokens, the largest first."""
     if not sizes:
         return BySize()
     graphs: list[MixedGraph] = []
-    few = _lower_layers(machine, min(sizes), max_model_len)()  # many would take memory once more
+    few = _lower_layers(machine, min(sizes), max_model_len)()  # for shape and dtype only
     whole = few.new_empty((max(sizes), *few.shape[1:]))
     for size in sorted(set(sizes), reverse=True):
         graph, place = machine.platform.graph(), whole[:size]
@@ -265,7 +278,7 @@ def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> 
 
 
 class FailedStep(NamedTuple):
-    """A row of the plan whose step raised, alone."""
+    """A row of the plan that raised when it was computed alone. ``first``: its index."""
 
     first: int
     message: str
@@ -273,24 +286,24 @@ class FailedStep(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """Rows whose tokens are on their way to the host, counted from one of the plan's."""
+    """Rows whose tokens are being copied to the host. ``first``: index of the first in the plan."""
 
     first: int
     draws: Draws
-    errors: dict[int, str]  # by row of the draws
-    checked: list[int]  # rows of the draws that were looked at before they were edited
-    scored: list[list[int]]  # rows of the draws, of each group of log-probabilities
-    fetched: Fetched  # tokens; were the checked ones sound, if any; three columns for each group
+    errors: dict[int, str]  # by sampled row (``draws``)
+    checked: list[int]  # sampled rows whose logits were checked before they were edited
+    scored: list[list[int]]  # sampled rows of each group of log-probabilities
+    fetched: Fetched  # tokens; validity of checked rows, if any; three tensors for each group
     prompt_logprobs: PromptLogprobs = NO_SCORES
-    barred: Collection[int] = ()  # rows with an error whose own parameters mask all tokens
+    barred: Collection[int] = ()  # rows with an error whose own parameters forbid all tokens
 
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. ``parts`` are rows in order: one part, or more if some rows failed.
+    """A launched step. ``parts``: its rows in order, as one part, or more if some rows failed.
 
-    ``spans``: when the device began and ended what it does for it, in order. Between launch and
-    draw of a step that waits for masks, the device may wait too.
+    ``spans``: begin and end of the device's work for the step, in order. A step that waits for
+    masks has several, since the device may be idle before sampling.
     """
 
     plan: StepPlan
@@ -299,7 +312,7 @@ class Pending:
 
 
 def collect(pending: Pending) -> StepResult:
-    """Wait for a step and read its results."""
+    """Block until a step is done and return its results."""
     plan = pending.plan
     result = StepResult(plan.step, EMPTY, EMPTY, {}, {}, {})
     found = [_read(part, result) for part in pending.parts]
@@ -326,11 +339,12 @@ def collect(pending: Pending) -> StepResult:
 def _recorded(
     machine: Machine, logits: torch.Tensor, drawn: torch.Tensor, max_model_len: int
 ) -> GraphedStep:
-    """The step of as many rows as there is room for; while it is recorded they are padding."""
+    """Record a decode step of ``len(drawn)`` rows; during the recording all of them are padding."""
     size = len(drawn)
-    room = machine.batches.stage(PlanRows(EMPTY, EMPTY, EMPTY, EMPTY), padded=size).room
+    padding = Padding(PaddingKind.DECODE_GRAPH, size)
+    room = machine.batches.stage(NO_ROWS, padding=padding).room
     rows = Rows(logits, room.step.draw_slots, machine.batches.seq_lens(size))
-    # A graph's launches are those of the longest sequences there may be.
+    # A graph must serve the longest sequences possible.
     extent = Extent(num_decodes=size, max_query_len=1, max_seq_len=max_model_len)
 
     def forward() -> None:
@@ -348,8 +362,8 @@ def _recorded(
 
 
 def _lower_layers(machine: Machine, size: int, max_model_len: int) -> Callable[[], torch.Tensor]:
-    """A pass of this many tokens below the last layer; while it is recorded they are padding."""
-    machine.batches.stage(PlanRows(EMPTY, EMPTY, EMPTY, EMPTY), mixed=size)
+    """A function that runs all layers but the last on this many tokens, all of them padding."""
+    machine.batches.stage(NO_ROWS, padding=Padding(PaddingKind.MIXED_GRAPH, size))
     room = machine.batches.mixed_room(size)
     extent = Extent(0, max_query_len=size, max_seq_len=max_model_len, is_mixed=True)
 
@@ -364,7 +378,8 @@ def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:
 
 
 def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, Column]:
-    """Enter the results of a part. Returns the plan rows of tokens that stand, and the tokens."""
+    """Enter the results of a part. Returns the accepted tokens and the plan row of each, rows
+    first."""
     if isinstance(part, FailedStep):
         result.fail(part.first, part.message)
         return EMPTY, EMPTY
@@ -372,40 +387,40 @@ def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, C
     draws, columns = part.draws, iter(part.fetched.tensors)
     rows = draws.rows + np.int32(part.first) if part.first else draws.rows
     drawn = next(columns).numpy()
-    sound = next(columns).tolist() if part.checked else []
-    stands = drawn >= 0
-    is_whole = np.count_nonzero(stands) == len(stands)
+    valid = next(columns).tolist() if part.checked else []
+    accepted = drawn >= 0
+    all_accepted = np.count_nonzero(accepted) == len(accepted)
     if draws.is_padded:
-        stands &= draws.slots >= 0
-    if not is_whole:
-        _fail(part, drawn, sound, rows, result)
+        accepted &= draws.slots >= 0
+    if not all_accepted:
+        _fail(part, drawn, valid, rows, result)
     for scored in part.scored:
         entries = Scored(*(next(columns) for _ in range(3))).entries()
         for row, entry in zip(scored, entries, strict=True):
-            if stands[row] and int(rows[row]) not in result.errors:
+            if accepted[row] and int(rows[row]) not in result.errors:
                 result.logprobs.setdefault(int(rows[row]), []).append(entry)
     for row, scores in part.prompt_logprobs.items():
         result.prompt_logprobs[row + part.first] = scores
-    if is_whole and not draws.is_padded:
+    if all_accepted and not draws.is_padded:
         return rows, drawn
-    return rows[stands], drawn[stands]
+    return rows[accepted], drawn[accepted]
 
 
 def _fail(
-    part: PendingStep, drawn: Column, sound: list[bool], rows: Column, result: StepResult
+    part: PendingStep, drawn: Column, valid: list[bool], rows: Column, result: StepResult
 ) -> None:
-    """Enter why rows of the draws have no token. ``sound``: whether each checked draw was;
-    ``rows``: those of the plan. A row of the plan keeps its first error.
+    """Enter errors for sampled rows without a token. ``valid``: whether the logits of each checked
+    row were; ``rows``: plan row of each sampled row. A plan row keeps its first error.
 
     Errors after a rejected draft are ignored: those rows were not needed.
     """
-    was_sound = dict(zip(part.checked, sound, strict=True))
+    was_valid = dict(zip(part.checked, valid, strict=True))
     for row in np.flatnonzero((drawn == -1) & (part.draws.slots >= 0)).tolist():
         index, position = int(rows[row]), int(part.draws.positions[row])
         if index in result.errors:
             continue
         is_barred = row in part.barred
         if (why := part.errors.get(row)) is None:
-            is_barred = was_sound.get(row, False)
+            is_barred = was_valid.get(row, False)
             why = (why_none_left if is_barred else why_unsound)(position)
         result.fail(index, why, "no_token_is_allowed" if is_barred else "request_failed")

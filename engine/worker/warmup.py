@@ -1,4 +1,4 @@
-"""Gets everything ready before the first request arrives: kernels, and a few tokens computed."""
+"""Warm-up before the first request: compiles and loads kernels, and runs a few steps."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from kernels.tuning import MAX_PREFILL_ROWS
 logger = logging.getLogger("engine.worker")
 
 NUM_PROMPT, NUM_DECODES = 4, 2
-NUM_TIMES = 2  # where steps are recorded as they come: the second of a kind is, if it can be
-WORTH_SAYING = 2.0  # seconds
-SECONDS_TO_TELL = 5.0  # between two words on how far compiling has come
-FEW_KEYS = 512  # of which a split makes few parts
-MANY_KEYS = 16_384  # that are split in any batch; more would only take longer
+NUM_TIMES = 2  # a CPU recorder records a kind of step when it occurs the second time
+SLOW_SECONDS = 2.0  # a longer warm-up is logged
+PROGRESS_SECONDS = 5.0  # between two log lines on the progress of compilation
+FEW_KEYS = 512  # split-KV attention makes few parts of them
+MANY_KEYS = 16_384  # split into parts in any batch; more keys would only take longer
 PLAIN = SamplingParams(temperature=1.0, max_tokens=NUM_DECODES + 1, ignore_eos=True)
 EVERYTHING = SamplingParams(
     temperature=1.0,
@@ -47,14 +47,12 @@ EVERYTHING = SamplingParams(
     max_tokens=NUM_DECODES + 1,
     ignore_eos=True,
 )
-LARGEST_SECONDS = 0.5  # that a start may take longer, so that the first prompts need not wait
+LARGEST_SECONDS = 0.5  # the largest step is run at start only if it takes less
 
 
 def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
-    """Load the kernels of a model on the CPU in a thread, while its weights are read.
-
-    kv_dtype: ``kv_cache_dtype`` as requested.
-    """
+    """Load the CPU kernels of a model in a thread while its weights are read. ``kv_dtype``: the
+    option ``kv_cache_dtype``."""
     found, kind = heads(info.hf), None
     if found is not None:
         computed_in = activation_dtype(dtype, "cpu")
@@ -65,9 +63,11 @@ def prepare_kernels(info: ModelInfo, dtype: torch.dtype, kv_dtype: str) -> None:
 
 
 def warm_up(driver: Driver, num_blocks: int) -> float:
-    """Run a prompt and some decodes: kernels are compiled and loaded before the first request.
+    """Run a prompt and some decodes, so that kernels are compiled and loaded before the first
+    request.
 
-    Returns seconds; the KV written is zeroed. Failures are ignored here: requests will report them.
+    Returns the seconds that it took. The KV written is zeroed afterwards. Rows that fail are
+    ignored here: requests will report the error.
     """
     machine = driver.runner.machine
     block_size = machine.slots.block_size
@@ -83,18 +83,18 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
             driver.execute(_plan(position, 1, block_size))
         driver.execute(_plan(0, 0, block_size, freed=[0]))
     if machine.platform.compiles:
-        _meet_edits(driver, num_prompt)
+        _run_all_edits(driver, num_prompt)
     for layer in machine.kv:
         layer[: 1 + -(-(num_prompt + NUM_DECODES) // block_size)] = 0
     seconds = time.perf_counter() - started
-    if seconds > WORTH_SAYING:
+    if seconds > SLOW_SECONDS:
         logger.info("kernels compiled in %.0f s; the next start finds them", seconds)
     return seconds
 
 
-def _meet_edits(driver: Driver, num_prompt: int) -> None:
-    """A request that asks for everything that is done with logits, with a mask, then with drafts.
-    What edits them is compiled so, and its tables are made."""
+def _run_all_edits(driver: Driver, num_prompt: int) -> None:
+    """Run a request with all logit edits, first with a mask, then with drafts, so that the kernels
+    of edits are compiled and their tables allocated."""
     machine = driver.runner.machine
     block_size = machine.slots.block_size
     seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, EVERYTHING, 0, [0], [[0], [0, 0]])
@@ -104,7 +104,7 @@ def _meet_edits(driver: Driver, num_prompt: int) -> None:
     pending = driver.launch(first)
     driver.sample(pending, Masks(np.full(num_words, -1, dtype=np.int32), num_words))
     driver.collect(pending)
-    if machine.batches.max_num_tokens >= NUM_DECODES:  # else no step has room for a draft
+    if machine.batches.max_num_tokens >= NUM_DECODES:  # else a step has no room for a draft
         verify = _plan(num_prompt, NUM_DECODES, block_size)
         num_drafts = NUM_DECODES - 1
         verify.drafts = DraftPart(
@@ -114,13 +114,12 @@ def _meet_edits(driver: Driver, num_prompt: int) -> None:
     driver.execute(_plan(0, 0, block_size, freed=[0]))
 
 
-def meet_largest(
+def run_largest_step(
     driver: Driver, max_num_tokens: int, max_num_seqs: int, max_model_len: int
 ) -> None:
-    """Run a step as large as there can be, on a CPU, where it is a quick one: what it takes of
-    memory for the first time costs a fault a page, a tenth of a second of the first prompts.
-
-    Failures are ignored here, too."""
+    """Run the largest possible step on a CPU, if it takes less than ``LARGEST_SECONDS``, to fault
+    in its memory. Otherwise page faults would slow the first prompts by 0.1 s. Failures are
+    ignored."""
     if driver.roofline is None:
         return
     num_seqs = min(-(-max_num_tokens // max_model_len), max_num_seqs)
@@ -140,7 +139,7 @@ def _plan(
     new: list[NewSeq] | None = None,
     freed: list[int] | None = None,
 ) -> StepPlan:
-    """A step of slot 0, whose table is blocks 1, 2, 3, ... in order."""
+    """A step of slot 0, whose block table is 1, 2, 3, ..."""
     one = np.ones(min(count, 1), dtype=np.int32)
     indices: Column = np.arange(-(-(start + count) // block_size), dtype=np.int32)
     if not count:
@@ -159,20 +158,20 @@ def _plan(
         block_ids=indices + 1,
         freed_slots=freed or [],
         num_tokens=count,
-        proposals=one * 2,  # a draft model has a first pass and further ones
+        proposals=one * 2,  # so that a draft model runs its first and a later pass
     )
 
 
-def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
-    """Run a step of every kind that there can be. Otherwise kernels are compiled while a request
-    waits for them. Failures are not ignored: such a step could not be computed."""
+def run_all_kinds(runner: Runner, max_num_tokens: int, max_model_len: int) -> None:
+    """Run a step of every kind, so that no kernel is compiled while a request waits. Failures are
+    raised: such a step could never be computed."""
     reported = started = time.perf_counter()
     max_num_seqs = len(runner.machine.slots.state.num_computed)
     kinds = kinds_of_steps(max_num_tokens, max_num_seqs, max_model_len)
     for done, kind in enumerate(kinds):
         runner.profile_run(*kind)
         now = time.perf_counter()
-        if now - reported > SECONDS_TO_TELL:
+        if now - reported > PROGRESS_SECONDS:
             reported = now
             logger.info(
                 "compiling kernels: %d of %d kinds of steps, %.0f s",
@@ -181,7 +180,8 @@ def meet_shapes(runner: Runner, max_num_tokens: int, max_model_len: int) -> None
 
 
 class StepKind(NamedTuple):
-    """Steps that launch the same kernels: tokens, sequences that share them, tokens before."""
+    """A class of steps that launch the same kernels: number of tokens, number of sequences that
+    share them, and number of earlier tokens of each sequence."""
 
     num_tokens: int
     num_seqs: int
@@ -189,11 +189,11 @@ class StepKind(NamedTuple):
 
 
 def kinds_of_steps(max_num_tokens: int, max_num_seqs: int, max_model_len: int) -> list[StepKind]:
-    """One step for every kernel that a step may launch call by call, whatever the model's heads.
+    """Steps that together launch every kernel variant, for any number of heads.
 
-    Kernels differ by the power of two that holds a chunk's rows (tokens times query heads of a key
-    head), by what the tokens alone come to (experts, quantised products), and by whether the keys
-    are split, into few parts or many: by the number of sequences and how long they are.
+    Kernels differ by the next power of two of a chunk's rows (tokens x query heads per KV head), by
+    the number of tokens (experts, quantised products), and by whether keys are split into no, few
+    or many parts, which depends on the number of sequences and their lengths.
     """
     most = min(max_num_tokens, max_model_len)
     powers = [1 << bit for bit in range(max_num_tokens.bit_length())]

@@ -1,9 +1,9 @@
-"""ModelWorker: one device. Loads a model, reports its facts, allocates memory, computes plans.
+"""``ModelWorker``, the worker of one device. Loads a model, allocates memory, computes plans.
 
     load ─> facts ─> measure ─> bytes for KV ─> allocate ─> launch, sample, collect ─> shutdown
 
-What is decided in between (lengths, blocks) is up to `engine.config.decide`, for any worker.
-"""
+Between these calls, ``engine.config.decide`` decides lengths and numbers of blocks for any
+worker."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ from engine.worker.batches import Batches, Staging
 from engine.worker.device import make_platform, resolve_device, takes_tiles
 from engine.worker.feature import Feature, Machine
 from engine.worker.memory import (
-    PagesAhead,
+    PagePrefault,
+    apply_kv_dtype,
     choose_kv_dtype,
-    explained,
+    explain_shortage,
     free_host_bytes,
     make_kv_cache,
-    settle_kv_dtype,
 )
 from engine.worker.platform import Platform
 from engine.worker.profiler import TorchProfiler
@@ -48,10 +48,10 @@ from engine.worker.runner import Driver, Runner
 from engine.worker.slots import LiveSeqs, Slots
 from engine.worker.steps import Pending
 from engine.worker.warmup import (
-    WORTH_SAYING,
-    meet_largest,
-    meet_shapes,
+    SLOW_SECONDS,
     prepare_kernels,
+    run_all_kinds,
+    run_largest_step,
     warm_up,
 )
 from kernels.cpu import isa
@@ -67,9 +67,8 @@ logger = logging.getLogger("engine.worker")
 class ModelWorker:
     """The worker of one device; see ``engine.core.engine_core.Executor``.
 
-    ``config``: made by ``engine.config.decide.resolve``. ``features``: the halves of features that
-    compute.
-    """
+    ``config``: from ``engine.config.decide.resolve``. ``features``: the computing halves of
+    features."""
 
     def __init__(
         self,
@@ -87,30 +86,31 @@ class ModelWorker:
         self._profiler = TorchProfiler(config.torch_profiler_dir, self._failures)
         self.capabilities = frozenset([*OWN_PARTS, *(feature.part for feature in features)])
         self._kv_dtype = torch.float32
-        self._most_mixed = MOST_RECORDED  # tokens of the largest steps with chunks to record
+        self._most_mixed = MOST_RECORDED  # tokens of the largest mixed step to record
         self._spec: KVSpec | None = None
         self._driver: Driver | None = None
-        self._pages_ahead: PagesAhead | None = None
+        self._prefault: PagePrefault | None = None
 
     @property
     def driver(self) -> Driver:
-        """Computes plans; there is one once the model is loaded."""
+        """The driver that computes plans. The model must be loaded."""
         assert self._driver is not None, "the model is not loaded"
         return self._driver
 
     def load(self) -> ModelFacts:
-        """Read the weights and make the tables of the seats. Raises ``ConfigError``."""
+        """Load the weights and allocate the tables of the slots. Raises ``ConfigError``."""
         config, platform, sched = self.config, self.platform, self.config.scheduler
         is_cpu, device = platform.shares_memory, platform.device.type
         dtype = compute_dtype(config.model, self._info, device)
-        # Before weights are read, which takes long; what they are stored in may be known then only.
+        # Check before the weights are read, which takes long; ``apply_kv_dtype`` checks again with
+        # the loaded model's dtype.
         computed_in = activation_dtype(dtype, device)
         choose_kv_dtype(config.cache.kv_cache_dtype, computed_in, device=platform.device)
         if is_cpu:
             num_threads = set_threads(config.num_threads or default_num_threads())
             logger.info("%d threads, %s kernels on %s", num_threads, cpu_level(), isa.processor())
             prepare_kernels(self._info, dtype, config.cache.kv_cache_dtype)
-        with explained(platform, "the weights were loaded"):
+        with explain_shortage(platform, "the weights were loaded"):
             model = load_model(
                 config.model,
                 self._info,
@@ -119,9 +119,9 @@ class ModelWorker:
             )
             if isinstance(model, Decoder) and not is_cpu:
                 model.group_experts()
-        self._kv_dtype = settle_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
+        self._kv_dtype = apply_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
-        with explained(platform, "room was made for the requests"):
+        with explain_shortage(platform, "room was made for the requests"):
             machine = make_machine(model, platform, config, self._features)
             for feature in self._features:
                 feature.attach(machine)
@@ -131,8 +131,8 @@ class ModelWorker:
         return ModelFacts(vocab_size=model.vocab_size, block_bytes=self._block_bytes())
 
     def measure(self) -> int:
-        """Bytes that the KV pool may take: a share of the host's free memory, or what a step as
-        large as there can be leaves of a GPU's. Raises ``ConfigError`` if that holds no request."""
+        """Bytes available to the KV pool: a share of the host's free memory, or what the largest
+        possible step leaves of a GPU's memory. Raises ``ConfigError`` if no request would fit."""
         config, sched, platform = self.config, self.config.scheduler, self.platform
         if platform.shares_memory:
             feature_bytes = sum(feature.own_bytes for feature in self._features)
@@ -148,7 +148,8 @@ class ModelWorker:
         def record(num: int) -> None:
             self.driver.runner.capture(_last(sizes, num), _last(mixed, num))
 
-        with explained(platform, f"a step of {sched.max_num_batched_tokens} tokens was tried"):
+        doing = f"a step of {sched.max_num_batched_tokens} tokens was tried"
+        with explain_shortage(platform, doing):
             use = platform.measure(run)
             self._most_mixed = most_mixed(use, config.gpu.gpu_memory_utilization)
             sizes, mixed = self._graph_sizes()
@@ -162,7 +163,7 @@ class ModelWorker:
             use.others / GIB,
         )
         block_size = config.block_size
-        blocks_of_one = -(-sched.max_model_len // block_size) + 1  # and the null block
+        blocks_of_one = -(-sched.max_model_len // block_size) + 1  # + 1: the null block
         return kv_budget(
             use,
             config.gpu.gpu_memory_utilization,
@@ -172,15 +173,15 @@ class ModelWorker:
         )
 
     def allocate(self, num_blocks: int) -> None:
-        """Take memory for this many KV blocks, meet shapes, record decode steps."""
+        """Allocate this many KV blocks, run steps of all shapes, and record graphs."""
         self._make_kv(num_blocks)
         runner, config, sched = self.driver.runner, self.config, self.config.scheduler
         if self.platform.compiles:
-            with explained(self.platform, "steps of every kind were tried"):
-                meet_shapes(runner, sched.max_num_batched_tokens, sched.max_model_len)
+            with explain_shortage(self.platform, "steps of every kind were tried"):
+                run_all_kinds(runner, sched.max_num_batched_tokens, sched.max_model_len)
         seconds = warm_up(self.driver, num_blocks)
         if self.platform.shares_memory:
-            model, is_quiet = runner.machine.model, seconds < WORTH_SAYING
+            model, is_quiet = runner.machine.model, seconds < SLOW_SECONDS
             if isinstance(model, Decoder):
                 self.driver.roofline = self.driver.watching.run(
                     make_roofline,
@@ -191,51 +192,53 @@ class ModelWorker:
                     is_quiet=is_quiet,
                 )
             sizes = (sched.max_num_batched_tokens, sched.max_num_seqs, sched.max_model_len)
-            meet_largest(self.driver, *sizes)
-            self._pages_ahead = PagesAhead(runner.machine.kv)
-            self._pages_ahead.start()
+            run_largest_step(self.driver, *sizes)
+            self._prefault = PagePrefault(runner.machine.kv)
+            self._prefault.start()
         else:
             self._record(runner)
 
     def launch(self, plan: StepPlan) -> Pending:
-        """Start a step. Raises ``RuntimeError`` for a plan with a part that is not computed."""
+        """Start a step. Raises ``RuntimeError`` if the plan has a part that this worker cannot
+        compute."""
         check_parts(plan, self.capabilities)
         with self.platform.current():
             return self.driver.launch(plan)
 
     def preview(self, ticket: Pending) -> Column | None:
-        """What is drawn where every token is allowed, ahead of the masks."""
+        """Sample before the masks are known; see ``Driver.preview``."""
         return self.driver.preview(ticket)
 
     def sample(self, ticket: Pending, masks: Masks | None) -> None:
-        """Start the draw of a step that waited for its masks."""
+        """Start sampling for a step that waited for its masks."""
         with self.platform.current():
             self.driver.sample(ticket, masks)
 
     def collect(self, ticket: Pending) -> StepResult:
-        """Wait for a launched step and read its results."""
+        """Block until a launched step is done and return its results."""
         return self.driver.collect(ticket)
 
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:
-        """Methods that ``call`` runs by name."""
+        """Methods that ``call`` can run, by name."""
         methods: dict[str, Callable[..., Any]] = {"profile": self._profile}
         for feature in self._features:
             methods.update(feature.methods)
         return methods
 
     def call(self, name: str, *args: Any) -> Any:
-        """Run a method by name, between two steps. Raises ``ConfigError`` for an unknown one."""
+        """Run a method by name, between two steps. Raises ``ConfigError`` if the name is
+        unknown."""
         method = self.methods.get(name)
         if method is None:
             raise ConfigError(
-                f"{name!r:.80} is not available; this worker has: {', '.join(self.methods)}"
+                f"worker method {name!r:.80} is unknown; this worker has: {', '.join(self.methods)}"
             )
         with self.platform.current():
             return method(*args)
 
     def shutdown(self) -> None:
-        """Free model and memory; may be called twice."""
+        """Free the model and its memory. A second call does nothing."""
         self._profiler.close()
         self._stop_pages()
         for feature in self._features:
@@ -245,15 +248,15 @@ class ModelWorker:
     # -- helpers
 
     def _block_bytes(self) -> int:
-        """Bytes of one KV block, with what features keep of it."""
+        """Bytes of one KV block, including what features store per block."""
         assert self._spec is not None
         size = self.config.block_size
         return self._spec.block_bytes(size) + sum(f.block_bytes(size) for f in self._features)
 
     def _stop_pages(self) -> None:
-        if self._pages_ahead is not None:
-            self._pages_ahead.stop()
-            self._pages_ahead = None
+        if self._prefault is not None:
+            self._prefault.stop()
+            self._prefault = None
 
     def _make_kv(self, num_blocks: int) -> None:
         assert self._spec is not None
@@ -273,7 +276,7 @@ class ModelWorker:
             feature.allocate(num_blocks)
 
     def _graph_sizes(self) -> tuple[list[int], list[int]]:
-        """Rows of the decode steps, and tokens of the mixed steps, that are recorded; ascending."""
+        """Sizes of the graphs to record, ascending: rows of decode steps, tokens of mixed steps."""
         gpu, sched = self.config.gpu, self.config.scheduler
         if not self.driver.runner.machine.model.can_be_recorded:
             return [], []
@@ -284,12 +287,12 @@ class ModelWorker:
         sizes, mixed = self._graph_sizes()
         if not runner.machine.model.can_be_recorded and not self.config.gpu.enforce_eager:
             logger.info(
-                "this model's steps are launched call by call: its experts, or transformers, need "
-                "the host"
+                "steps of this model are launched kernel by kernel, without graphs: its experts or "
+                "its implementation in transformers need the host"
             )
             return
         started = time.perf_counter()
-        with explained(self.platform, "decode steps were recorded"):
+        with explain_shortage(self.platform, "decode steps were recorded"):
             runner.capture(sizes, mixed)
         if sizes:
             seconds = time.perf_counter() - started
@@ -297,22 +300,23 @@ class ModelWorker:
             logger.info("decodes of %d sizes, mixed steps of %d recorded: %.1f s", *counts, seconds)
 
     def _profile(self, what: str) -> list[str] | None:
-        """Start or stop a trace; returns the files written."""
+        """Start or stop a profiler trace. Returns the files written when it is stopped."""
         if what == "stop":
             return self._profiler.stop()
         if what != "start":
-            raise ConfigError(f"profile of {what!r:.80} is not known; there are: start, stop")
+            raise ConfigError(f"profile {what!r:.80} is not known; there are: start, stop")
         self._profiler.start()
         return None
 
 
 def _last(sizes: list[int], num: int) -> list[int]:
-    """At most this many."""
+    """The last ``num`` sizes."""
     return sizes[max(0, len(sizes) - num) :]
 
 
 def cpu_level() -> str:
-    """Which instructions the CPU's kernels use. Raises ``ConfigError`` if others were requested."""
+    """Name of the instruction set that the CPU kernels use. Raises ``ConfigError`` if the requested
+    one is unknown or unsupported."""
     try:
         isa.requested()
     except ValueError as error:
@@ -326,13 +330,14 @@ def make_worker(
     features: Sequence[Feature] = (),
     failures: Failures | None = None,
 ) -> ModelWorker:
-    """The worker of the device that the configuration asks for. Raises ``ConfigError``."""
+    """Create the worker of the configured device. Raises ``ConfigError``."""
     platform = make_platform(resolve_device(config.device))
     return ModelWorker(config, info, platform, features, failures)
 
 
 def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> Recorder | None:
-    """None on a GPU, which has graphs, and where steps are to go launch by launch."""
+    """The recorder of CPU steps; ``None`` on a GPU, which has graphs, and with
+    ``enforce_eager``."""
     if not platform.shares_memory or config.gpu.enforce_eager:
         return None
     is_plain = isinstance(model, Decoder) and config.model.quantization is None
@@ -342,7 +347,7 @@ def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> R
 def make_machine(
     model: Model, platform: Platform, config: ResolvedConfig, features: Sequence[Feature] = ()
 ) -> Machine:
-    """Everything a step needs but the KV cache, which is an empty list yet."""
+    """Create the objects that compute a step. The KV cache is an empty list until allocated."""
     sched, block_size = config.scheduler, config.block_size
     num_seqs, max_model_len = sched.max_num_seqs, sched.max_model_len
     live = LiveSeqs(num_seqs, max_model_len)

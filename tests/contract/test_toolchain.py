@@ -57,7 +57,9 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(
     take_away, told: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     take_away(monkeypatch, tmp_path)
-    with pytest.raises(ConfigError, match=rf"a GPU needs Triton.*{told}.*; or use device='cpu'"):
+    with pytest.raises(
+        ConfigError, match=rf"device='cuda' needs Triton.*{told}.*; or use device='cpu'"
+    ):
         LLM(device="cuda")
 
 

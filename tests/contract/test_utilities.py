@@ -32,7 +32,7 @@ class Recorder:
 
     def __call__(self, what: str) -> list[str] | None:
         if what not in ("start", "stop"):
-            raise ConfigError(f"profile of {what!r} is not known; there are: start, stop")
+            raise ConfigError(f"profile {what!r} is not known; there are: start, stop")
         if self.is_running == (what == "start"):
             is_running = "a profile is being recorded already"
             raise ConfigError(is_running if self.is_running else "no profile is being recorded")

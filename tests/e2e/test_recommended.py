@@ -95,7 +95,7 @@ def test_what_holds_is_reported(server: Served, log: Path, directory: Path) -> N
     assert about["default_sampling_params"] == VALUES
     told = ask(server, "/v1/responses", input="x", max_output_tokens=1)
     assert (told["temperature"], told["top_p"]) == (0.9, 1.0)
-    (line,) = (line for line in log.read_text().splitlines() if "sampling values" in line)
+    (line,) = (line for line in log.read_text().splitlines() if "sampling parameters" in line)
     assert str(directory) in line and "temperature 0.9, top_k 1" in line
 
 

@@ -22,7 +22,7 @@ from support import triton_interpreter
 from engine.config.env import INTERPRET_CUDA
 from engine.errors import ConfigError
 from engine.models.decoder import Decoder
-from engine.worker.memory import choose_kv_dtype, settle_kv_dtype
+from engine.worker.memory import apply_kv_dtype, choose_kv_dtype
 from kernels.bodies import CPU_TENSORS
 from kernels.triton import attention
 
@@ -111,7 +111,7 @@ def test_logits_are_those_of_rounded_keys_and_values(
     model = load(one.path, dtype="float16")
     assert isinstance(model, Decoder)
     with caplog.at_level(logging.INFO, "engine.worker"):
-        kept = settle_kv_dtype(model, "fp8", torch.device("cpu"))
+        kept = apply_kv_dtype(model, "fp8", torch.device("cpu"))
     assert f"{2 if scaled else 0} of 2 layers have scales" in caplog.text
     for chunk in (None, 1, 12):
         ours = PagedRun(model, seed=seed, kv_dtype=kept).prefill("a", ids, chunk)
@@ -181,7 +181,7 @@ def test_what_no_kernel_reads_is_refused(tmp_path: Path, monkeypatch: pytest.Mon
     """Before weights are read: there are none."""
     one = made(tmp_path, scaled=False)
     (one.path / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="computed in float32, with which no kernel reads 8-bit"):
+    with pytest.raises(ConfigError, match="computed in bfloat16 or float16, got float32"):
         engine_for(str(one.path), **{**GPU, "dtype": "float32"}, kv_cache_dtype="fp8")
     monkeypatch.setattr(attention, "arch_of", lambda x: "sm_80")
     with pytest.raises(ConfigError, match=r'no kernels for 8-bit floats on .* use "auto"'):

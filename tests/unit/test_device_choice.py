@@ -27,7 +27,9 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a 
 
 @needs_no_gpu
 def test_a_gpu_is_refused_rather_than_replaced() -> None:
-    with pytest.raises(ConfigError, match=r"'cuda', but torch .* sees no GPU; use 'cpu' or 'auto'"):
+    with pytest.raises(
+        ConfigError, match=r"'cuda', but torch .* finds no GPU; use 'cpu' or 'auto'"
+    ):
         resolve_device("cuda")
     assert resolve_device("auto") == resolve_device("cpu") == "cpu"
 

@@ -190,7 +190,7 @@ def test_many_prompts_are_tokenised_together(llm: LLM) -> None:
     ("wrong", "error", "told"),
     [
         ("half \ud800", RequestTypeError, "half .* is no text that can be tokenised"),
-        (7, RequestTypeError, "a prompt is a str, a list of token ids or a dict"),
+        (7, RequestTypeError, "prompt must be a str, a list of token ids, or a dict"),
         ({"prompt": 7}, RequestTypeError, "prompt must be a str"),
         (
             "long " * 5000,

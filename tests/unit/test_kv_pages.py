@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.worker.memory import PagesAhead, lazy_zeros
+from engine.worker.memory import PagePrefault, lazy_zeros
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ def test_the_first_blocks_get_their_pages_and_keep_what_they_hold() -> None:
     layers = [lazy_zeros((16, MIB), torch.bfloat16) for _ in range(2)]
     layers[1][3, 5] = 7.0
     before = resident()
-    pages = PagesAhead(layers, num_bytes=32 * MIB)
+    pages = PagePrefault(layers, num_bytes=32 * MIB)
     pages.start()
     pages.wait()
     grown = resident() - before
@@ -32,7 +32,7 @@ def test_the_first_blocks_get_their_pages_and_keep_what_they_hold() -> None:
 
 def test_stopping_waits_for_no_more_than_a_piece() -> None:
     layers = [lazy_zeros((64, MIB), torch.bfloat16)]
-    pages = PagesAhead(layers, num_bytes=128 * MIB)
+    pages = PagePrefault(layers, num_bytes=128 * MIB)
     pages.stop()  # not started yet
     pages.start()
     pages.stop()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.worker.warmup import LARGEST_SECONDS, meet_largest
+from engine.worker.warmup import LARGEST_SECONDS, run_largest_step
 
 
 class Machine:
@@ -40,18 +40,18 @@ def test_it_has_as_many_tokens_as_requests_can_bring(
     sizes: tuple[int, int, int], run: tuple[int, int]
 ) -> None:
     machine = Machine(0.1)
-    meet_largest(machine, *sizes)  # type: ignore[arg-type]
+    run_largest_step(machine, *sizes)  # type: ignore[arg-type]
     assert machine.runs == [run]
 
 
 @pytest.mark.parametrize("seconds", [None, LARGEST_SECONDS])
 def test_what_takes_long_or_is_not_known_is_left_to_requests(seconds: float | None) -> None:
     machine = Machine(seconds)
-    meet_largest(machine, 1024, 256, 2048)  # type: ignore[arg-type]
+    run_largest_step(machine, 1024, 256, 2048)  # type: ignore[arg-type]
     assert not machine.runs
 
 
 def test_a_model_that_fails_tells_its_requests() -> None:
     machine = Machine(0.1, fails=True)
-    meet_largest(machine, 1024, 256, 2048)  # type: ignore[arg-type]
+    run_largest_step(machine, 1024, 256, 2048)  # type: ignore[arg-type]
     assert machine.runs

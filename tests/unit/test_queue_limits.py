@@ -60,7 +60,7 @@ def test_empty_seats_are_taken_at_once_and_are_no_pace_of_full_ones() -> None:
 @pytest.mark.parametrize(
     ("limits", "said"),
     [
-        ((10, None), "10 requests wait already, the limit is 10"),
+        ((10, None), "10 requests are waiting, the limit is 10"),
         ((99, 4.0), "would wait 5.0 s, the limit is 4"),
     ],
 )

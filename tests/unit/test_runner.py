@@ -25,7 +25,7 @@ from engine.errors import ConfigError
 from engine.messages.params import SamplingParams
 from engine.worker.batches import ALIGNMENT, EXTRA_BYTES, Staging
 from engine.worker.platform.host import HostPlatform, RerunGraph
-from engine.worker.worker import explained
+from engine.worker.worker import explain_shortage
 
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 modes = pytest.mark.parametrize("sizes", [CPU, GRAPHS, FEW], ids=["cpu", "graphs", "few"])
@@ -365,10 +365,13 @@ def test_a_lack_of_memory_is_known_whoever_names_it(error):
     loading = "the weights were loaded"
     with (
         pytest.raises(ConfigError, match=f"out of GPU memory while {loading}"),
-        explained(HostPlatform(), loading),
+        explain_shortage(HostPlatform(), loading),
     ):
         raise error
-    with pytest.raises(RuntimeError, match="another thing"), explained(HostPlatform(), loading):
+    with (
+        pytest.raises(RuntimeError, match="another thing"),
+        explain_shortage(HostPlatform(), loading),
+    ):
         raise RuntimeError("another thing")
 
 

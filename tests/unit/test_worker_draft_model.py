@@ -135,7 +135,7 @@ def test_a_draft_model_that_is_the_model_is_always_right(depth, sizes):
 
 def test_shapes_are_met_once_however_often_steps_are_recorded_on_trial(monkeypatch):
     met = []
-    monkeypatch.setattr(compute, "meet_shapes", lambda *args: met.append(args))
+    monkeypatch.setattr(compute, "run_all_kinds", lambda *args: met.append(args))
     monkeypatch.setattr(HostPlatform, "compiles", True)
     run = run_with(Drafts(K), sizes=GRAPHS)
     for sizes in ((4,), (), (2, 4)):

@@ -245,11 +245,11 @@ def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
     assert feature.life[0] == "model of 97, 0 KV tensors" and len(feature.machine.kv) == 3
     if sizes is not CPU:
         assert "made up" in feature.life
-    with pytest.raises(ConfigError, match="'sleep' is not available; this worker has: profile"):
+    with pytest.raises(ConfigError, match="'sleep' is unknown; this worker has: profile"):
         worker.call("sleep")
     with pytest.raises(ConfigError, match="torch_profiler_dir is not set"):
         worker.call("profile", "start")
-    with pytest.raises(ConfigError, match="profile of 'pause' is not known"):
+    with pytest.raises(ConfigError, match="profile 'pause' is not known"):
         worker.call("profile", "pause")
     worker.shutdown()
     worker.shutdown()

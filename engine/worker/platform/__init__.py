@@ -1,8 +1,8 @@
-"""The device as the worker sees it: memory, the order of its work, copies to the host, graphs.
+"""The worker's interface to a device: memory, order of work, copies to the host, graphs.
 
-`cpu` is the processor, which computes at once and shares its memory with the host. `cuda` is a GPU:
-work is queued, and the host gets its results later. `host` is the CPU in a GPU's place, where
-the same code runs with interpreted kernels or compiled loops.
+``CpuPlatform`` computes immediately, in the host's memory. ``CudaPlatform`` queues work, and the
+host gets results later. ``HostPlatform`` is the CPU in place of a GPU: the code paths of a GPU,
+with interpreted kernels or compiled loops.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ Work = Callable[[], None]
 
 
 class Mark(Protocol):
-    """A place in the order of the device's work."""
+    """A point in the device's queue, as a CUDA event."""
 
     def record(self) -> None:
         """Move the mark after all work queued so far."""
         ...
 
     def synchronize(self) -> None:
-        """Sleep until the device has reached the mark."""
+        """Block until the device has reached the mark."""
         ...
 
     def elapsed_time(self, later: Any, /) -> float:
-        """Milliseconds of the device from here to a later mark; both have been reached."""
+        """Device time in milliseconds from this mark to a later one; both must have been
+        reached."""
         ...
 
 
 class Graph(Protocol):
-    """Work that is recorded once. It reads and writes the same memory whenever it is replayed."""
+    """Work that is recorded once and replayed; it reads and writes the same memory each time."""
 
     def capture(self, work: Work) -> None: ...
 
@@ -45,64 +46,64 @@ class Graph(Protocol):
 
 
 class Fetched(NamedTuple):
-    """Tensors on their way to the host; they may be read once the mark is reached."""
+    """Tensors that are being copied to the host; they are valid once ``done`` is reached."""
 
     tensors: list[torch.Tensor]
     done: Mark
 
 
 class Platform(Protocol):
-    """Operations of a device. Work is done in the order in which it is queued."""
+    """Operations of a device. Work runs in the order in which it is queued."""
 
     device: torch.device
     compiles: bool
-    """Whether a kernel costs seconds when it is first launched in a new shape."""
+    """True if the first launch of a kernel with a new shape compiles it, which takes seconds."""
     shares_memory: bool
-    """Whether host and device are one: nothing need be copied, and what is requested is done at
-    once."""
+    """True if the device is the host: nothing is copied, and work runs immediately."""
 
     def current(self) -> AbstractContextManager[object]:
-        """Within it what this thread queues goes to this device: each thread has its own choice."""
+        """Make this the current device of the thread within the context."""
         ...
 
     def mark(self) -> Mark:
-        """A new mark after all work queued so far."""
+        """Record a new mark after all work queued so far."""
         ...
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Zeroed memory on the device; where possible, pages are taken only when written."""
+        """Allocate zeroed device memory; on a CPU, pages are allocated when first written."""
         ...
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory [num_bytes] uint8 that the device copies from by itself."""
+        """Allocate page-locked host memory [num_bytes] uint8 for asynchronous copies."""
         ...
 
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """A copy on the device, for the work that is queued next. The values may change."""
+        """Copy values to the device. The array may be changed when this returns."""
         ...
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
-        """Copy to the host what these hold now, next to the work that is queued next."""
+        """Start copying the current values of these tensors to the host, in parallel to later
+        work."""
         ...
 
     def graph(self) -> Graph:
-        """A new graph; all of a platform share one pool of memory."""
+        """Create a graph; all graphs of a platform share one memory pool."""
         ...
 
     def free_and_total(self) -> tuple[int, int]:
-        """Bytes of memory."""
+        """Free and total memory in bytes."""
         ...
 
     def measure(self, work: Work) -> MemoryUse:
-        """Run this work and return the memory it took in addition."""
+        """Run this work and return the memory that it used in addition to what was allocated."""
         ...
 
     def recording(self) -> AbstractContextManager[None]:
-        """Within it graphs are captured, all that are kept together. Only they keep memory of what
-        ran."""
+        """Context in which graphs are captured, all those that exist at one time. At its end,
+        memory that only the warm-up runs used is freed."""
         ...
 
     def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
-        """Bytes that the graphs of this many sizes will take. record: capture those of this many
-        sizes, the largest, in place of all before."""
+        """Estimate the bytes that graphs of ``num_sizes`` sizes will take. ``record(n)`` captures
+        graphs of the n largest sizes in place of all earlier ones."""
         ...

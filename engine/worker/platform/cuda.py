@@ -1,4 +1,4 @@
-"""A CUDA device: queued work, copies next to it, recorded graphs."""
+"""The platform of a CUDA device: streams, asynchronous copies and CUDA graphs."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ from engine.worker.platform import Fetched, Graph, Mark, Work
 
 
 class CudaGraph:
-    """A CUDA graph. What it allocates comes from a pool that it may share with others: then only
-    one of them may be in use at a time."""
+    """A CUDA graph. Graphs may share a memory pool; then only one of them may run at a time."""
 
     def __init__(self, stream: torch.cuda.Stream, pool: Any) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -28,15 +27,15 @@ class CudaGraph:
         now = torch.cuda.current_stream()
         self._stream.wait_stream(now)
         with torch.cuda.stream(self._stream):
-            # Run first: kernels are compiled and libraries take their workspace unrecorded.
+            # Run once unrecorded, so that kernels are compiled and libraries allocate workspaces.
             work()
             torch.cuda.synchronize()
-            # Other threads of the program may allocate memory meanwhile.
+            # thread_local: other threads may allocate memory during the capture.
             self._graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:
-                with suppress(RuntimeError):  # of a recording that is broken; the cause counts
+                with suppress(RuntimeError):  # raised by a broken capture; hides the cause
                     self._graph.capture_end()
                 raise
             self._graph.capture_end()
@@ -47,7 +46,7 @@ class CudaGraph:
 
 
 class CudaPlatform:
-    """The current CUDA device. One stream computes, another copies results to the host."""
+    """The current CUDA device. One stream computes, a second copies results to the host."""
 
     compiles = True
     shares_memory = False
@@ -64,7 +63,7 @@ class CudaPlatform:
         return torch.cuda.device(self.device)
 
     def mark(self) -> Mark:
-        # A blocking event lets the waiting thread sleep, where others spin.
+        # With blocking=True the waiting thread sleeps instead of spinning.
         mark = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call]
         mark.record()
         return mark
@@ -76,12 +75,12 @@ class CudaPlatform:
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
     def upload(self, values: NDArray[np.generic]) -> torch.Tensor:
-        # torch reuses pinned memory only when copies out of it are done.
+        # torch reuses pinned memory only after copies from it are done.
         pinned = torch.from_numpy(np.ascontiguousarray(values)).pin_memory()
         return pinned.to(self.device, non_blocking=True)
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
-        # Copies of their own: the next step writes over what a graph has put out.
+        # Clone: the next replay of a graph overwrites its outputs.
         held = [tensor.clone() for tensor in tensors]
         self._homeward.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._homeward):
@@ -98,7 +97,7 @@ class CudaPlatform:
         torch.cuda.synchronize(self.device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        # What was taken from the device counts: gaps between tensors are of use to no one else.
+        # Reserved, not allocated, memory counts: gaps between tensors are lost to other processes.
         loaded = torch.cuda.memory_reserved(self.device)
         work()
         torch.cuda.synchronize(self.device)
@@ -110,9 +109,9 @@ class CudaPlatform:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        self._pool = torch.cuda.graph_pool_handle()  # one ends with the last graph in it
+        self._pool = torch.cuda.graph_pool_handle()  # a pool dies with its last graph
         was_collecting = gc.isenabled()
-        gc.collect()  # what a dead engine left must not end while something is recorded
+        gc.collect()  # objects of an earlier engine must not be freed during a capture
         gc.disable()
         torch.cuda.empty_cache()
         try:
@@ -120,7 +119,7 @@ class CudaPlatform:
         finally:
             if was_collecting:
                 gc.enable()
-            # What ran before it was recorded: the activations of the largest once more.
+            # Free the activations of the unrecorded runs.
             torch.cuda.empty_cache()
 
     def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
@@ -130,7 +129,7 @@ class CudaPlatform:
         before = self.free_and_total()[0]
         record(1)
         one = self.free_and_total()[0]
-        record(0)  # before further ones: a new recording shares no memory with another
+        record(0)  # free them first: a new recording shares no memory with another
         record(num_several)
         several = self.free_and_total()[0]
         record(0)

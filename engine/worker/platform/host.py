@@ -1,4 +1,4 @@
-"""The CPU: as the device itself, and in place of a GPU."""
+"""Platforms on the CPU: the CPU as the device, and the CPU in place of a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engine.worker.platform import Fetched, Graph, Mark, Work
 
 
 class HostMark:
-    """The CPU has always reached it already."""
+    """A mark on the CPU, which is reached when it is recorded."""
 
     def __init__(self) -> None:
         self.record()
@@ -32,7 +32,7 @@ class HostMark:
 
 
 class RerunGraph:
-    """Replaces a graph where nothing can be recorded: runs the same work again."""
+    """Stands in for a graph: replaying it calls the same function again."""
 
     def __init__(self) -> None:
         self._work: Work | None = None
@@ -47,7 +47,7 @@ class RerunGraph:
 
 
 class HostPlatform:
-    """The CPU in a GPU's place: it copies like one, but work is done at once."""
+    """The CPU in place of a GPU: it copies as a GPU does, but work runs immediately."""
 
     compiles = False
     shares_memory = False
@@ -91,7 +91,7 @@ class HostPlatform:
 
 
 class CpuPlatform(HostPlatform):
-    """The CPU as the device."""
+    """The CPU as the device, without copies."""
 
     shares_memory = True
 
@@ -100,4 +100,4 @@ class CpuPlatform(HostPlatform):
         keep_freed_memory()
 
     def fetch(self, tensors: Sequence[torch.Tensor]) -> Fetched:
-        return Fetched(list(tensors), self.mark())  # no later step writes over them
+        return Fetched(list(tensors), self.mark())  # no copy: no later step overwrites them
