@@ -1,1 +1,1 @@
-"""From a model directory to something that computes logits over a paged KV cache."""
+"""Loads a model directory into a model that computes logits over a paged KV cache."""

@@ -1,4 +1,4 @@
-"""From a spec and its weights to a decoder."""
+"""Builds a decoder from its spec and weights."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ COMPUTE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16
 
 @dataclass(frozen=True, kw_only=True)
 class Placement:
-    """Where and in what form a decoder's tensors live."""
+    """Device and quantisation of a decoder's tensors. ``max_model_len``: longest sequence, in
+    tokens."""
 
     device: str
     quantization: str | None
@@ -42,7 +43,8 @@ class Placement:
 
 
 def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> Decoder:
-    """Take every tensor of ``targets(spec)`` from ``weights``, in that order."""
+    """Build the decoder. It takes the tensors of ``targets(spec)`` from ``weights`` in that
+    order."""
     return Assembly(spec, weights, placement).decoder()
 
 
@@ -69,7 +71,8 @@ class Assembly:
         )
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
-        """A tied table is read in both directions, by the layer that owns it."""
+        """The embedding and the output layer; if they are tied, they share the output layer's
+        table."""
         spec, table = self.spec, self.weights.take("embed")
         dtype = activation_dtype(table.dtype, self.placement.device)
         if spec.tied:
@@ -135,7 +138,7 @@ class Assembly:
         return RMSNorm(self.tensor(name), self.spec.norm.eps, self.spec.norm.add_one)
 
     def head_of(self, weight: Weight) -> Linear:
-        """The output head; never in 8-bit floats, whose products round inputs too coarsely."""
+        """The output layer. Never in 8-bit floats, whose products round its inputs too much."""
         requested = self.placement.quantization
         return make_linear(
             weight,
@@ -181,8 +184,8 @@ class Assembly:
 def compute_dtype(
     config: ModelConfig, info: ModelInfo, device: str, stored: torch.dtype | None = None
 ) -> torch.dtype:
-    """The requested dtype; auto is the checkpoint's: the one that its config.json names, or else
-    the one of most of its numbers, ``stored``."""
+    """The dtype to compute in. For "auto" it is the one that config.json names, otherwise
+    ``stored``, the dtype of most numbers in the checkpoint."""
     named = info.dtype.removeprefix("torch.") if config.dtype == "auto" else config.dtype
     if named not in COMPUTE_DTYPES and stored in COMPUTE_DTYPES.values():
         assert stored is not None
@@ -192,8 +195,8 @@ def compute_dtype(
 
 
 def activation_dtype(weights: torch.dtype, device: str) -> torch.dtype:
-    """The dtype of what flows between layers: the weights', but float16 is read and not computed
-    in on a CPU, which has no product of it: its largest number is 65,504, so that is float32."""
+    """The dtype of activations: that of the weights, but float32 for float16 weights on a CPU,
+    which has no float16 products."""
     if weights is torch.float16 and is_cpu(torch.device(device)):
         return torch.float32
     return weights

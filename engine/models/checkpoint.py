@@ -1,7 +1,7 @@
-"""Safetensors files, read straight to where the numbers are wanted.
+"""Reads safetensors files directly into the destination tensors.
 
-Files are read, not mapped: mapped pages would count as the process's memory in addition to the
-weights they were copied to. The format is an 8-byte length, a JSON header, then the data
+Files are read, not memory-mapped, because mapped pages would count as memory of the process in
+addition to the weights. The format: an 8-byte length, a JSON header, then the data
 (https://github.com/huggingface/safetensors)."""
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ DTYPES = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
-# Of quantised weights, which are read whole and as they are.
+# Types of quantised weights, which are read as whole tensors without conversion.
 STORED_DTYPES = {
     **DTYPES,
     "F8_E4M3": torch.float8_e4m3fn,
@@ -32,13 +32,13 @@ STORED_DTYPES = {
     "U8": torch.uint8,
     "I32": torch.int32,
 }
-MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-STAGING_BYTES = 1 << 20  # fits a core's cache
+MAX_HEADER_BYTES = 100_000_000  # limit of the format
+STAGING_BYTES = 1 << 20  # fits into a core's cache
 INDEX = "model.safetensors.index.json"
 
 
 class StoredTensor(NamedTuple):
-    """Where one tensor lies."""
+    """File and byte range of one tensor."""
 
     file: Path
     dtype: str
@@ -48,7 +48,7 @@ class StoredTensor(NamedTuple):
 
 
 class Checkpoint:
-    """The tensors of a model directory, by name. Read by one thread at a time."""
+    """The tensors of a model directory by name. Not thread-safe."""
 
     def __init__(self, root: Path) -> None:
         """Read all headers. Raises ``ModelError`` for files that are missing or damaged."""
@@ -69,13 +69,14 @@ class Checkpoint:
         self._files.clear()
 
     def read(self, name: str, start: int, out: torch.Tensor) -> None:
-        """Fill ``out``, contiguous and on the CPU, with elements from ``start`` on."""
+        """Fill ``out`` (contiguous, on the CPU) with elements of a tensor from index ``start`` on,
+        converted to the dtype of ``out``. Raises ``ModelError`` for a type that is not a float."""
         stored = self.tensors[name]
         if stored.dtype not in DTYPES:
             raise ModelError(
                 f"{name} in {stored.file} is of type {stored.dtype}; weights must be one of "
-                f"{', '.join(DTYPES)}, or those of whole modules, quantized as the "
-                "quantization_config of config.json says"
+                f"{', '.join(DTYPES)}, or quantized as the quantization_config of config.json "
+                "describes"
             )
         dtype, flat = DTYPES[stored.dtype], out.view(-1)
         offset = stored.offset + start * dtype.itemsize
@@ -90,7 +91,8 @@ class Checkpoint:
             piece.copy_(unconverted)
 
     def main_dtype(self) -> torch.dtype | None:
-        """The dtype of most numbers of a floating type; ``None`` if there are none."""
+        """The most frequent floating-point dtype, by number of elements; ``None`` if there is
+        none."""
         sizes = dict.fromkeys(DTYPES, 0)
         for stored in self.tensors.values():
             if stored.dtype in sizes:
@@ -99,7 +101,7 @@ class Checkpoint:
         return DTYPES[most] if sizes[most] else None
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor as it is stored, of one of ``STORED_DTYPES``."""
+        """Read a tensor without conversion; its type must be one of ``STORED_DTYPES``."""
         stored = self.tensors[name]
         out = torch.empty(stored.shape, dtype=STORED_DTYPES[stored.dtype])
         if out.numel():
@@ -107,7 +109,7 @@ class Checkpoint:
         return out
 
     def same(self, one: str, other: str) -> bool:
-        """Whether two tensors hold the same numbers."""
+        """True if two tensors have the same type, shape and values."""
         a, b = self.tensors[one], self.tensors[other]
         if (a.dtype, a.shape) != (b.dtype, b.shape):
             return False
@@ -126,12 +128,12 @@ class Checkpoint:
         while done < len(memory):
             count = os.preadv(self._files[file], [memory[done:]], offset + done)
             if not count:
-                raise damaged(file, "it ended while being read")
+                raise damaged(file, "it ended while it was read")
             done += count
 
 
 def find_files(root: Path) -> list[Path]:
-    """The safetensors files of a model directory, as its index tells, if it has one."""
+    """The safetensors files of a model directory; those of its index file, if there is one."""
     index = read_json(root / INDEX)
     if index is not None:
         places = index.get("weight_map")
@@ -141,13 +143,12 @@ def find_files(root: Path) -> list[Path]:
         missing = [file.name for file in files if not file.is_file()]
         if missing:
             raise ModelError(
-                f"{root / INDEX} names {', '.join(missing)}, which {root} does not hold; "
-                "fetch the missing files"
+                f"{root / INDEX} names {', '.join(missing)}, missing in {root}; fetch these files"
             )
     elif (root / "model.safetensors").is_file():
         files = [root / "model.safetensors"]
     else:
-        # Mistral's own format lies next to the converted one in some directories.
+        # Some directories also contain the weights in Mistral's format.
         found = sorted(root.glob("*.safetensors"))
         files = [file for file in found if not file.name.startswith("consolidated")]
     if not files:
@@ -159,12 +160,12 @@ def no_weights(root: Path) -> ModelError:
     pickles = [f.name for kind in ("*.bin", "*.pt", "*.pth") for f in sorted(root.glob(kind))]
     if pickles:
         return ModelError(
-            f"{root} holds weights only as pickles ({pickles[0]}), which can run code when read; "
+            f"{root} has only pickled weights ({pickles[0]}), which can run code when loaded; "
             "convert them once with transformers: AutoModelForCausalLM.from_pretrained(path)"
             ".save_pretrained(new_path, safe_serialization=True)"
         )
     return ModelError(
-        f"{root} holds no *.safetensors weights; give a complete model directory, or "
+        f"{root} has no *.safetensors files; give a complete model directory, or "
         'load_format="dummy" for random weights'
     )
 
@@ -174,13 +175,13 @@ def damaged(file: Path, why: str) -> ModelError:
 
 
 def read_header(file: Path) -> dict[str, StoredTensor]:
-    """Name -> place of each tensor of a file. Raises ``ModelError`` if the file is damaged."""
+    """The tensors of a file by name. Raises ``ModelError`` if the file is damaged."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
-            raise damaged(file, f"it has {size} bytes and no header that fits")
+            raise damaged(file, f"it has {size} bytes and no valid header")
         try:
             header = json.loads(stream.read(length))
         except ValueError as error:
@@ -199,7 +200,7 @@ def _entries(
             dtype, shape = str(entry["dtype"]), tuple(int(n) for n in entry["shape"])
             begin, end = (int(n) for n in entry["data_offsets"])
         except (KeyError, TypeError, ValueError) as error:
-            raise damaged(file, f"its header does not describe {name}") from error
+            raise damaged(file, f"its header has no valid entry for {name}") from error
         if not 0 <= begin <= end <= size - start:
             raise damaged(file, f"{name} should end at byte {start + end}, the file ends at {size}")
         known = STORED_DTYPES.get(dtype)

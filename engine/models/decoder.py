@@ -1,4 +1,4 @@
-"""The forward pass of every native family."""
+"""The forward pass of all natively supported model families."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from kernels.meta import AttentionMeta
 
 
 class Sublayer:
-    """What is done to the output of attention or MLP before it joins the residual stream."""
+    """The norms around attention or MLP, and the factor on its output before the residual
+    addition."""
 
     def __init__(self, norm_in: ResidualNorm, norm_out: RMSNorm | None, multiplier: float) -> None:
         self.enter = norm_in
@@ -32,14 +33,14 @@ class Sublayer:
         self.multiplier = multiplier
 
     def leave(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, H], the sublayer's own tensor -> [N, H]."""
+        """Apply output norm and factor to x [N, H], in place if possible. Returns [N, H]."""
         if self.norm_out is not None:
             x = self.norm_out(x)
         return x if self.multiplier == 1.0 else x.mul_(self.multiplier)
 
 
 class DecoderBlock:
-    """One layer: attention, then MLP, each added to the residual stream."""
+    """One decoder layer: attention, then MLP, each added to the residual stream."""
 
     def __init__(
         self,
@@ -61,10 +62,8 @@ class DecoderBlock:
         kv_layer: torch.Tensor,
         wanted: Wanted | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x: what the layer before adds to ``residual``; returns the same pair of this layer.
-
-        With ``wanted``, of these rows only: [R, H].
-        """
+        """Compute the layer. x [N, H]: output of the previous layer, not yet added to ``residual``.
+        Returns this layer's x and residual; with ``wanted``, only for these rows [R, H]."""
         x, residual = self.around_attention.enter(x, residual)
         x = self.around_attention.leave(self.attention(x, meta, kv_layer, wanted))
         if wanted is not None:
@@ -93,24 +92,24 @@ class Decoder:
         self.kv_spec = kv_spec
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
-        self.weight_dtype = embedding.dtype  # in memory, unless they are quantised
-        # Of each layer [2, Hkv], for a cache of 8-bit floats; see ``scale_cache``.
+        self.weight_dtype = embedding.dtype  # of weights that are not quantised
+        # Per layer: scales [2, Hkv] of K and V for an 8-bit cache; see ``scale_cache``.
         self.kv_scales: Sequence[torch.Tensor | None] = ()
 
     @property
     def can_be_recorded(self) -> bool:
-        """A mixture that groups tokens on the host waits for them."""
+        """False if experts group tokens on the host, which needs their values during the pass."""
         return all(getattr(block.mlp, "can_be_recorded", True) for block in self.blocks)
 
     def group_experts(self) -> None:
-        """Put each layer's experts into one tensor, as a GPU likes them, where that is possible."""
+        """Stack each layer's experts in one tensor for grouped GPU kernels, where possible."""
         for block in self.blocks:
             if isinstance(block.mlp, MixtureOfExperts) and can_be_grouped(block.mlp):
                 block.mlp = GroupedExperts(block.mlp)
 
     def scale_cache(self, device: torch.device) -> int:
-        """Keep keys and values divided by the checkpoint's scales, as 8-bit floats have to be.
-        Returns how many layers have some."""
+        """Divide keys and values by the checkpoint's scales when they are stored as 8-bit floats.
+        Returns the number of layers that have scales."""
         for block, scales in zip(self.blocks, self.kv_scales, strict=False):
             if scales is not None:
                 held = scales.to(device)
@@ -119,10 +118,11 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
-        """Hidden states [R, H] of the wanted rows after the final norm; writes all K and V."""
+        """Compute hidden states [R, H] of the wanted rows after the final norm; write K and V of
+        all."""
         if batch.positions.dim() != 1:
             raise ValueError(
-                f"positions have {len(batch.positions)} rows, but this model takes one"
+                f"positions have {len(batch.positions)} rows, but this model needs one row"
             )
         x = self.embedding(batch.input_ids, batch.embeds)
         if batch.recorder is not None:
@@ -150,15 +150,15 @@ class Decoder:
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states of every token: which of them are read differs between steps that are
-        repeated."""
+        """Hidden states [N, H] of all tokens, because replays of a recorded step may want different
+        rows."""
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:
-        """From the embeddings [N, H] to what ``forward`` returns."""
+        """Compute ``forward`` from the embeddings x [N, H]."""
         residual = None
         aux: dict[int, torch.Tensor] = {}
-        # Of the last layer only the rows that are read, unless all its outputs are.
+        # The last layer computes only wanted rows, unless its full output is requested.
         last = len(self.blocks) - 1
         narrowed = None if last in batch.aux_layers else batch.wanted
         for index, (block, kv_layer) in enumerate(zip(self.blocks, kv, strict=True)):
@@ -177,5 +177,5 @@ class Decoder:
         return self.output.largest(hidden)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32."""
+        """Logits [R, V] float32 of hidden states [R, H]."""
         return self.output(hidden, out)

@@ -1,8 +1,8 @@
-"""The families the native decoder computes: each a row of differences from Llama. No torch.
+"""The natively supported model families, each described by its differences from Llama.
 
-To add one: a function from config.json to ``DecoderSpec`` and a line in ``FAMILIES``. Defaults
-named here are those of the family's configuration class in transformers, for keys a file leaves
-out.
+To add one, write a function from config.json to ``DecoderSpec`` and add it to ``FAMILIES``. For
+missing keys, the defaults are those of the family's configuration class in transformers. This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from engine.models.spec import AttentionSpec, DecoderSpec, MLPSpec, MoESpec, Nor
 
 
 def decoder(hf: HF, **differences: Any) -> DecoderSpec:
-    """A Llama without biases; ``differences`` are fields of ``DecoderSpec``."""
+    """The spec of a Llama model without biases. ``differences`` override fields of
+    ``DecoderSpec``."""
     fields: dict[str, Any] = {
         "attention": attention(hf),
         "mlp": mlp(hf),
@@ -47,7 +48,7 @@ def mlp(hf: HF, **differences: Any) -> MLPSpec:
 
 
 def biased(hf: HF, **differences: Any) -> AttentionSpec:
-    """``attention_bias`` puts biases on all four projections."""
+    """Attention whose four projections have biases if config.json sets ``attention_bias``."""
     bias = bool(hf.get("attention_bias", False))
     return attention(hf, qkv_bias=bias, out_bias=bias, **differences)
 
@@ -133,7 +134,7 @@ def phi3(hf: HF) -> DecoderSpec:
 
 
 def _phi3_rope_names(hf: HF) -> HF:
-    """The first releases called longrope "su" or "yarn" and always had an original length."""
+    """Map old names of longrope ("su", "yarn") and add the default original length."""
     key = "rope_scaling" if hf.get("rope_scaling") else "rope_parameters"
     given = dict(hf.get(key) or {})
     kind = given.get("rope_type") or given.get("type") or "default"
@@ -153,10 +154,12 @@ GEMMA = {
 
 
 def gemma(hf: HF, **differences: Any) -> DecoderSpec:
-    """What Gemma 2 and 3 share: norms on both sides of attention and MLP, scaled embeddings."""
+    """The common parts of Gemma 2 and 3: norms before and after each sublayer, scaled
+    embeddings."""
     if hf.get("use_bidirectional_attention"):
         raise ModelError(
-            "config.json sets use_bidirectional_attention: an encoder, which makes no text"
+            "config.json sets use_bidirectional_attention, so the model is an encoder and "
+            "cannot generate text"
         )
     return decoder(
         hf,
@@ -190,7 +193,7 @@ def gemma2(hf: HF) -> DecoderSpec:
 
 def gemma3(hf: HF) -> DecoderSpec:
     hf = {**GEMMA, "vocab_size": 262_208, "max_position_embeddings": 131_072, **hf}
-    # Layers with a window turn at a base of their own and are never rescaled.
+    # Layers with a window have their own rotary base and no scaling.
     local = {**hf, "rope_scaling": None, "rope_theta": hf.get("rope_local_base_freq")}
     ropes = {
         "full_attention": rope(hf, "full_attention", theta=1e6),
@@ -199,7 +202,7 @@ def gemma3(hf: HF) -> DecoderSpec:
     kinds = layer_types(hf, alternating(hf, hf.get("sliding_window_pattern") or 6))
     return gemma(
         hf,
-        # Its files may carry Gemma 2's cap on scores; transformers does not apply it, nor do we.
+        # Files may contain Gemma 2's cap on scores, which transformers does not apply either.
         attention=gemma_attention(hf, qk_norm="head"),
         layers=layers(hf, [ropes[kind] for kind in kinds], windows(hf, kinds)),
     )
@@ -241,12 +244,12 @@ def smollm3(hf: HF) -> DecoderSpec:
     hf = {"num_key_value_heads": 4, "tie_word_embeddings": True, **hf}
     num_layers = count(hf, "num_hidden_layers")
     every = hf.get("no_rope_layer_interval") or 4
-    turning = hf.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
-    kinds = ["full_attention" if on else "sliding_attention" for on in turning[:num_layers]]
+    has_rope = hf.get("no_rope_layers") or [(i + 1) % every != 0 for i in range(num_layers)]
+    kinds = ["full_attention" if on else "sliding_attention" for on in has_rope[:num_layers]]
     windowed = hf.get("use_sliding_window") and hf.get("sliding_window")
     sizes = windows(hf, layer_types(hf, kinds)) if windowed else 0
     table = rope(hf, theta=2e6)
-    ropes = [table if on else None for on in turning[:num_layers]]
+    ropes = [table if on else None for on in has_rope[:num_layers]]
     return replace(llama(hf), layers=layers(hf, ropes, sizes))
 
 

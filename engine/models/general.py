@@ -1,12 +1,12 @@
-"""Every decoder-only model of transformers that lets its attention be replaced.
+"""Runs decoder-only models of transformers with our attention over the paged cache.
 
-The module is transformers' own, weights and forward pass; only attention is ours, over the paged
-cache. Which models fit is found out by looking and by trying, not from a list of names:
+Weights and forward pass are those of transformers; only the attention function is replaced.
+Whether a model works that way is checked by inspection and a trial run, not by a list of names:
 
-    general_support    what a config and a class tell before any weight is read
-    general_attention  the attention function, and the one that listens during a trial
-    general_trial      a few tokens through the loaded module: does our attention see all there is?
-    general_rope       rotary frequencies that do not move with the batch
+    general_support    checks of config and class before weights are loaded
+    general_attention  the paged attention function, and a recording one for the trial
+    general_trial      runs a few tokens and checks that only attention relates them
+    general_rope       makes rotary frequencies independent of the batch
 
 Importing this module imports transformers, which takes seconds.
 """
@@ -45,7 +45,8 @@ logger = logging.getLogger("engine.models")
 
 
 class GeneralModel:
-    """A causal model of transformers over our paged cache. See ``engine.models.model.Model``."""
+    """A causal model of transformers with our paged attention; see
+    ``engine.models.model.Model``."""
 
     can_be_recorded = False
 
@@ -77,7 +78,7 @@ class GeneralModel:
 
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
-        """Hidden states [R, H] of the wanted rows as the module's backbone returns them."""
+        """Compute hidden states [R, H] of the wanted rows with the module's backbone."""
         tokens = {"input_ids": batch.input_ids[None]}
         if batch.embeds is not None:
             vectors = self._embed(batch.input_ids)
@@ -91,34 +92,35 @@ class GeneralModel:
                 use_cache=False,
                 output_hidden_states=bool(batch.aux_layers),
             )
-        # Entry 0 of all hidden states is what goes into the first layer.
+        # Entry 0 of hidden_states is the input of the first layer.
         aux = tuple(output.hidden_states[layer + 1][0] for layer in batch.aux_layers)
         hidden = output[0][0]
         return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows], aux)
 
     def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        raise NotImplementedError("no graph is recorded of a transformers module")
+        raise NotImplementedError("graphs of transformers modules are not supported")
 
     def last_layer(
         self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
     ) -> torch.Tensor:
-        raise NotImplementedError("no graph is recorded of a transformers module")
+        raise NotImplementedError("graphs of transformers modules are not supported")
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Only its scores tell."""
+        """Not supported; the argmax needs the logits."""
         return None
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden [R, H] -> [R, V] float32, with whatever the module does after its backbone."""
-        assert out is None, "no graph is recorded of a transformers module"
+        """Logits [R, V] float32 of hidden states [R, H], including all that the module does after
+        its backbone."""
+        assert out is None, "graphs of transformers modules are not supported"
         ids = torch.zeros(1, hidden.shape[0], dtype=torch.int64, device=hidden.device)
-        with self._backbone_answers(self._output_type(last_hidden_state=hidden[None])):
+        with self._backbone_returns(self._output_type(last_hidden_state=hidden[None])):
             return self._causal(input_ids=ids, use_cache=False).logits[0].float()
 
     @contextmanager
-    def _backbone_answers(self, output: Any) -> Iterator[None]:
-        """Skip the backbone: an attribute of the instance hides the method of its class."""
+    def _backbone_returns(self, output: Any) -> Iterator[None]:
+        """Replace the backbone's forward by one that returns ``output``."""
         self._backbone.forward = lambda *_, **__: output
         try:
             yield
@@ -129,10 +131,8 @@ class GeneralModel:
 def load_general(
     config: ModelConfig, info: ModelInfo, *, device: str, max_model_len: int
 ) -> GeneralModel:
-    """Load a model through transformers, with our attention in it.
-
-    Raises ``ModelError`` naming the architecture and the reason if it cannot be served that way.
-    """
+    """Load a model with transformers and our attention. Raises ``ModelError`` with the architecture
+    and the reason if that is not possible."""
     hf = read_hf_config(config, info)
     check_support(config, info, hf)
     dtype = compute_dtype(config, info, device)
@@ -143,30 +143,28 @@ def load_general(
         raise
     except Exception as error:
         if TRIAL in str(error):
-            raise refusal(
-                info, "a part of it works only with transformers' own attention"
-            ) from error
+            raise refusal(info, "a part of it works only with transformers' attention") from error
         raise ModelError(f"transformers cannot load {info.path}: {error}") from error
     causal.eval().requires_grad_(False).to(device)
-    flowing = activation_dtype(dtype, device)
+    activations = activation_dtype(dtype, device)
     try:
         check_class(type(causal), hf)
         fix_frequencies(causal, max_model_len)
         is_packed = dtype in PACKED and is_cpu(torch.device(device))
         if is_packed:
             head = causal.get_output_embeddings()
-            pack_module(causal, flowing, head=head, transposed=Conv1D)
-        model = _fitted(causal, max_model_len, flowing, is_packed)
+            pack_module(causal, activations, head=head, transposed=Conv1D)
+        model = _tried(causal, max_model_len, activations, is_packed)
     except Misfit as reason:
         raise refusal(info, reason) from reason.__cause__
-    logger.info("%s runs through transformers (%s)", type(causal).__name__, dtype)
+    logger.info("%s is computed by transformers' module (%s)", type(causal).__name__, dtype)
     return model
 
 
 def _random(
     config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """With seeded random weights, as the class initialises them."""
+    """Create the module with seeded random weights, as its class initialises them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         return AutoModelForCausalLM.from_config(
@@ -180,7 +178,8 @@ def _random(
 def _stored(
     config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """With the weights of the directory. Raises ``ModelError`` if some are missing."""
+    """Load the module with the weights of the directory. Raises ``ModelError`` if some are
+    missing."""
     with _no_progress_bar():
         causal, report = AutoModelForCausalLM.from_pretrained(
             info.path,
@@ -213,10 +212,10 @@ def _no_progress_bar() -> Iterator[None]:
 
 
 @torch.inference_mode()
-def _fitted(
+def _tried(
     causal: PreTrainedModel, max_model_len: int, dtype: torch.dtype, is_packed: bool
 ) -> GeneralModel:
-    """The model, once a trial has shown that it fits. Raises ``Misfit``."""
+    """Run the trial and return the model. Raises ``Misfit`` if our attention cannot serve it."""
     text = causal.config.get_text_config(decoder=True)
     try:
         findings = run_trial(causal, text.vocab_size, max_model_len)

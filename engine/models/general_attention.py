@@ -1,11 +1,12 @@
-"""Our attention as transformers calls it: ``attention_interface(module, q, k, v, mask, ...)``.
+"""Attention functions for transformers' interface, ``attention_interface(module, q, k, v, mask,
+...)``.
 
-Two functions are registered under names of our own. ``TRIAL`` listens: it notes what each layer
-asks for. ``PAGED`` serves: it writes K and V to the paged cache and attends over it. No mask is
-registered for ``PAGED``, so transformers builds none; for ``TRIAL`` the mask is a blank that
-carries the rule it would have been built from.
+Two functions are registered. ``TRIAL`` records the arguments of each layer's call. ``PAGED`` writes
+K and V to the paged cache and attends over it. No mask function is registered for ``PAGED``, so
+transformers builds no mask; for ``TRIAL`` the mask is a blank tensor with the rule that
+transformers would have built it from.
 
-A module reaches its model's state through an attribute, so models may stand side by side.
+An attribute of each module refers to its model's state, so several models can be loaded.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ TRIAL = "metronome_trial"
 STATE = "metronome_state"  # attribute of an attention module
 
 MaskRule = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(batch, head, query position, key position) -> may the query see the key."""
+"""(batch, head, query position, key position) -> True where the query attends to the key."""
 
-# Arguments that do not change the result: gradients, bookkeeping, what q and k already contain, and
-# the window, which is taken from the mask as transformers' own eager attention does.
+# Arguments that do not change the result: gradients, bookkeeping, positions that q and k already
+# contain, and the window, which is derived from the mask as in transformers' eager attention.
 WITHOUT_EFFECT = frozenset(
     {
         "dropout",
@@ -53,7 +54,7 @@ WITHOUT_EFFECT = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a layer asks of attention besides q, k and v."""
+    """Options of a layer's attention."""
 
     scale: float
     softcap: float
@@ -61,7 +62,7 @@ class Options:
 
 
 def read_options(scaling: float | None, head_dim: int, given: dict[str, Any]) -> Options:
-    """Raises ``Misfit`` naming an argument that would change the result in a way not known here."""
+    """The options in a call's arguments. Raises ``Misfit`` for an unsupported argument."""
     softcap = sinks = None
     for name, value in given.items():
         if value is None or name in WITHOUT_EFFECT:
@@ -81,7 +82,7 @@ def read_options(scaling: float | None, head_dim: int, given: dict[str, Any]) ->
 
 @dataclass(slots=True)
 class AttentionCall:
-    """One call of attention during a trial."""
+    """The arguments of one attention call during a trial."""
 
     module: nn.Module
     query: torch.Tensor  # [1, Hq, N, D]
@@ -101,7 +102,8 @@ def listen(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Record the call. Each token's output is its own value, so none depends on another."""
+    """Record the call. Returns each token's own value, so that no output depends on other
+    tokens."""
     getattr(module, STATE).append(
         AttentionCall(module, query, key, value, attention_mask, scaling, given)
     )
@@ -117,7 +119,7 @@ def blank_mask(
     device: torch.device,
     **_: Any,
 ) -> torch.Tensor:
-    """A mask of the right shape whose ``rule`` says what it stands for."""
+    """A mask of zeros with the mask function as its attribute ``rule``."""
     mask = torch.zeros(batch_size, 1, q_length, kv_length, device=device)
     mask.rule = mask_function  # type: ignore[attr-defined]
     return mask
@@ -125,15 +127,15 @@ def blank_mask(
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """One call of attention in a forward pass, as a trial found it."""
+    """One attention call of a forward pass, found by a trial."""
 
     module: nn.Module
     window: int
-    """Keys a query sees, itself included; 0 for all before it."""
+    """Number of keys that a query attends to, itself included; 0: no limit."""
 
 
 class AttentionStep:
-    """The step under way: where its K and V go, and which layer is next."""
+    """The current step: cache positions of its K and V, and the number of layers called so far."""
 
     def __init__(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> None:
         self.meta = meta
@@ -144,12 +146,13 @@ class AttentionStep:
         self._blocks, self._offsets = slots // meta.block_size, slots % meta.block_size
 
     def next_cache(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """Write [N, Hkv, D] to the next layer's cache [blocks, 2, Hkv, block, D], and return it."""
+        """Write keys and values [N, Hkv, D] to the next layer's cache [blocks, 2, Hkv, block, D].
+        Returns this cache."""
         kv_layer = self._kv[self.num_calls]
         self.num_calls += 1
         for half, new in enumerate((keys, values)):
             rows = new[self._rows]
-            if kv_layer.dtype is FP8:  # the cast makes NaN of what is too large
+            if kv_layer.dtype is FP8:  # the cast would turn larger values into NaN
                 rows = rows.clamp(-FP8_MAX, FP8_MAX)
             kv_layer[self._blocks, half, :, self._offsets] = rows.to(kv_layer.dtype)
         return kv_layer
@@ -157,21 +160,21 @@ class AttentionStep:
 
 @dataclass(slots=True)
 class PagedState:
-    """What the attention modules of one model share."""
+    """State shared by the attention modules of one model."""
 
     layers: tuple[AttentionLayer, ...]
-    """In the order of their calls."""
+    """In call order."""
     head_dim: int
-    """Head size of the cache: the largest of any key or value."""
+    """Head size of the cache: the largest head size of keys and values."""
     step: AttentionStep | None = None
 
     @contextmanager
     def during(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> Iterator[None]:
-        """A forward pass, in which every layer has its turn."""
+        """Context of one forward pass; all layers must call attention in it."""
         self.step = AttentionStep(meta, kv)
         try:
             yield
-            assert self.step.num_calls == len(self.layers), "the module left out attention layers"
+            assert self.step.num_calls == len(self.layers), "the module skipped attention layers"
         finally:
             self.step = None
 
@@ -185,9 +188,10 @@ def attend(
     scaling: float | None = None,
     **given: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query: [1, Hq, N, D]; key, value: [1, Hkv, N, D] -> ([1, N, Hq, D of value], None)."""
+    """Paged attention. query [1, Hq, N, D]; key, value [1, Hkv, N, D]. Returns ([1, N, Hq, D of
+    value], None)."""
     state: PagedState = getattr(module, STATE)
-    assert state.step is not None, "the module is called outside a step"
+    assert state.step is not None, "the module was called outside a step"
     layer = state.layers[state.step.num_calls]
     assert layer.module is module, "the module calls its attention layers in another order"
     options = read_options(scaling, query.shape[-1], given)
@@ -207,7 +211,7 @@ def attend(
 
 
 def _rows(heads: torch.Tensor, head_dim: int) -> torch.Tensor:
-    """[1, H, N, D] -> [N, H, head_dim], filled up with zeros, which change no score and no sum."""
+    """[1, H, N, D] -> [N, H, head_dim], padded with zeros, which change no result."""
     rows = heads[0].transpose(0, 1)
     missing = head_dim - rows.shape[-1]
     return nn.functional.pad(rows, (0, missing)) if missing else rows

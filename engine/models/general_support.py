@@ -1,4 +1,4 @@
-"""What a config and its class tell before any weight is read: can this model be served?"""
+"""Checks from config and class, before weights are loaded, whether a model can be served."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
 
-# Kinds of layers whose only memory is a key and a value per token.
+# Layer types whose only state is one key and one value per token.
 ATTENTION_LAYERS = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
 
 
 class Misfit(ValueError):
-    """Why a model cannot be served; ``refusal`` adds its name."""
+    """The reason why a model cannot be served; ``refusal`` adds the model's name."""
 
 
 def name_of(info: ModelInfo) -> str:
@@ -24,12 +24,12 @@ def name_of(info: ModelInfo) -> str:
 def refusal(info: ModelInfo, reason: object) -> ModelError:
     return ModelError(
         f"{name_of(info)} in {info.path} is not supported: {reason}. Supported are the native "
-        "families and decoder-only models of transformers whose attention can be replaced"
+        "families, and decoder-only models of transformers whose attention can be replaced"
     )
 
 
 def read_hf_config(config: ModelConfig, info: ModelInfo) -> PreTrainedConfig:
-    """transformers' own view of config.json. Raises ``ModelError``."""
+    """Load config.json with transformers. Raises ``ModelError``."""
     try:
         return AutoConfig.from_pretrained(
             info.path, local_files_only=True, trust_remote_code=config.trust_remote_code
@@ -42,18 +42,20 @@ def read_hf_config(config: ModelConfig, info: ModelInfo) -> PreTrainedConfig:
 
 
 def check_support(config: ModelConfig, info: ModelInfo, hf: PreTrainedConfig) -> None:
-    """Raise ``ModelError`` with the reason if it is plain that the model cannot be served."""
+    """Raise ``ModelError`` with the reason if the config shows that the model cannot be served."""
     if config.quantization is not None:
         raise ModelError(
-            f"quantization={config.quantization!r} works with native families only, and "
-            f"{name_of(info)} runs through transformers; leave it out"
+            f"quantization={config.quantization!r} works only with native families, and "
+            f"{name_of(info)} is computed by transformers; leave quantization out"
         )
     try:
         _check_config(hf)
         if not _is_remote(config, hf):
             cls = _causal_class(hf)
             if info.architecture not in ("", cls.__name__):
-                raise Misfit(f"of a {hf.model_type!r} config transformers makes a {cls.__name__}")
+                raise Misfit(
+                    f"transformers creates a {cls.__name__} from a {hf.model_type!r} config"
+                )
             check_class(cls, hf)
     except Misfit as reason:
         raise refusal(info, reason) from None
@@ -72,16 +74,16 @@ def _check_config(hf: PreTrainedConfig) -> None:
         raise Misfit("it attends to the output of an encoder")
     others = layer_types(hf) - ATTENTION_LAYERS
     if others:
-        raise Misfit(f"it has layers that are no plain attention ({', '.join(sorted(others))})")
+        raise Misfit(f"it has layers other than attention ({', '.join(sorted(others))})")
 
 
 def layer_types(hf: PreTrainedConfig) -> set[str]:
-    """Kinds of layers a config names, empty if it names none."""
+    """Layer types named in a config; empty if there are none."""
     return set(getattr(hf.get_text_config(decoder=True), "layer_types", None) or ())
 
 
 def _causal_class(hf: PreTrainedConfig) -> type[Any]:
-    """The class transformers makes of a config, read without making it."""
+    """The class that transformers would create from a config."""
     known = AutoModelForCausalLM._model_mapping
     if type(hf) not in known:
         raise Misfit("transformers has no causal language model for it")
@@ -93,7 +95,7 @@ def _causal_class(hf: PreTrainedConfig) -> type[Any]:
 
 
 def check_class(cls: type[Any], hf: PreTrainedConfig) -> None:
-    """Raise ``Misfit`` if the source of a class says that its attention cannot be ours."""
+    """Raise ``Misfit`` if the class shows that its attention cannot be replaced."""
     if getattr(cls, "_is_stateful", False) and not layer_types(hf):
         raise Misfit("it keeps a recurrent state, not keys and values")
     if not cls._can_set_attn_implementation():
@@ -103,7 +105,8 @@ def check_class(cls: type[Any], hf: PreTrainedConfig) -> None:
 def _reason(error: Exception) -> str:
     if "trust_remote_code" in str(error):
         return (
-            "the directory brings code of its own; trust_remote_code=True runs it, if you trust it"
+            "the directory contains its own code; set trust_remote_code=True to run it, if you "
+            "trust it"
         )
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

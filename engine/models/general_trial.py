@@ -1,11 +1,11 @@
-"""A few tokens through a loaded module: is our attention all that ties its tokens together?
+"""Runs a few tokens through a loaded module to check that only attention relates its tokens.
 
-A step hands a module the tokens of many sequences in one row. That works if a token learns of the
-others through attention alone and of its place through ``position_ids`` alone. So the same tokens
-are sent through twice, first as they are, then in another order with their positions next to them
-and one of them moved to the end of the longest sequence. With attention that answers each token
-with its own value, all but the moved one must come out the same. A convolution, a token shift,
-positions counted from the row, frequencies that follow the longest sequence of a batch: each shows.
+A step passes the tokens of many sequences as one row. This is correct if other tokens affect a
+token only through attention, and its position only through ``position_ids``. The trial runs the
+same tokens twice: in order, and permuted with their position ids, one of them moved to the last
+possible position. Since the trial's attention returns each token's own value, all tokens except the
+moved one must have the same results. This detects convolutions, token shifts, positions counted
+from the row, and frequencies that depend on the longest sequence of a batch.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from engine.models.general_attention import (
 from engine.models.general_support import Misfit
 
 NUM_TOKENS = 6
-ORDER = (3, 0, 4, 1, 5, 2)  # of the second run
+ORDER = (3, 0, 4, 1, 5, 2)  # tokens of the second run
 MOVED = NUM_TOKENS - 1
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a trial found out about a module."""
+    """Properties of a module found by a trial."""
 
     layers: tuple[AttentionLayer, ...]
     num_kv_heads: int
     head_dim: int
-    """The largest of any key or value."""
+    """The largest head size of keys and values."""
     backbone: nn.Module
-    """The part that computes hidden states."""
+    """The submodule that computes hidden states."""
     output_type: type
-    """What the backbone returns."""
-    hidden: torch.Tensor  # [N, H] of the trial's tokens
-    logits: torch.Tensor  # [N, V] of the same
+    """Type of the backbone's output."""
+    hidden: torch.Tensor  # [N, H], of the trial's tokens
+    logits: torch.Tensor  # [N, V]
 
 
 @dataclass(slots=True)
 class TrialRun:
-    """What came of one pass."""
+    """Recorded calls and outputs of one forward pass."""
 
     calls: list[AttentionCall]
     output: Any  # output of the module called
@@ -62,7 +62,7 @@ class TrialRun:
 
 
 def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> Findings:
-    """Try a module whose attention is ``TRIAL``. Raises ``Misfit``."""
+    """Run the trial on a module whose attention function is ``TRIAL``. Raises ``Misfit``."""
     tokens = (torch.arange(NUM_TOKENS) * 7 + 3) % vocab_size
     places = torch.arange(NUM_TOKENS)
     first = _run(causal, _backbones(causal), tokens, None)
@@ -73,9 +73,7 @@ def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> F
     try:
         second = _run(first.backbone, [first.backbone], tokens[order], places[order])
     except IndexError as error:
-        raise Misfit(
-            f"it has no position {places[MOVED]}; give a max_model_len that it was made for"
-        ) from error
+        raise Misfit(f"it has no position {places[MOVED]}; set a smaller max_model_len") from error
     _compare(first, second, order)
     return Findings(
         layers,
@@ -89,7 +87,7 @@ def run_trial(causal: PreTrainedModel, vocab_size: int, max_model_len: int) -> F
 
 
 def _backbones(causal: PreTrainedModel) -> list[nn.Module]:
-    """What may be a class's backbone, best first; some pass it by and call its decoder."""
+    """Submodules that may be the backbone, likeliest first; some classes call the inner decoder."""
     named = [causal.base_model, causal.get_decoder()]
     children = [part for part in causal.children() if isinstance(part, PreTrainedModel)]
     return [part for part in dict.fromkeys(named + children) if part is not causal]
@@ -101,10 +99,8 @@ def _run(
     tokens: torch.Tensor,
     positions: torch.Tensor | None,
 ) -> TrialRun:
-    """Call a module and keep what the first of its backbones to be called returned.
-
-    positions: ``None`` leaves them to the module, which must count from zero.
-    """
+    """Call a module and record its attention calls and the output of its backbone, the first of
+    ``backbones`` that is called. ``positions``: ``None`` for the module's default, 0, 1, 2, ..."""
     calls: list[AttentionCall] = []
     outputs: dict[nn.Module, Any] = {}
     device = next(module.parameters()).device
@@ -127,7 +123,7 @@ def _run(
             delattr(part, STATE)
     backbone = next((part for part in backbones if part in outputs), None)
     if backbone is None:
-        raise Misfit("it is not clear which part of it computes the hidden states")
+        raise Misfit("the submodule that computes the hidden states was not found")
     return TrialRun(calls, output, backbone, outputs[backbone])
 
 
@@ -137,11 +133,11 @@ def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[Attent
     for call in calls:
         shape = (1, call.query.shape[1], NUM_TOKENS)
         if call.query.shape[:3] != shape or call.key.shape[2] != NUM_TOKENS:
-            raise Misfit("its attention does not see each token once")
+            raise Misfit("its attention does not get each token exactly once")
         read_options(call.scaling, call.query.shape[-1], call.given)
         rule = getattr(call.mask, "rule", None)
         if call.mask is None or rule is None:
-            raise Misfit("it builds attention masks of its own")
+            raise Misfit("it builds its own attention masks")
         if rule not in windows:
             windows[rule] = window_of(rule, max_model_len, call.mask.device)
         layers.append(AttentionLayer(call.module, windows[rule]))
@@ -149,7 +145,8 @@ def _read_layers(calls: list[AttentionCall], max_model_len: int) -> tuple[Attent
 
 
 def window_of(rule: MaskRule, max_model_len: int, device: torch.device) -> int:
-    """The sliding window a mask stands for, 0 for a causal one without. Raises ``Misfit``."""
+    """The sliding window of a mask rule; 0 for a plain causal mask. Raises ``Misfit`` for
+    others."""
     keys = torch.arange(max_model_len, device=device)
     last = max_model_len - 1
     width = int(_seen(rule, last, keys).sum())
@@ -160,7 +157,7 @@ def window_of(rule: MaskRule, max_model_len: int, device: torch.device) -> int:
 
 
 def _seen(rule: MaskRule, query: int, keys: torch.Tensor) -> torch.Tensor:
-    """Which keys [max_model_len] a query sees."""
+    """True for the keys [max_model_len] that a query attends to."""
     zero, position = keys.new_tensor(0), keys.new_tensor(query)
     try:
         return rule(zero, zero, position, keys).expand(keys.shape)
@@ -177,7 +174,8 @@ def _cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
 
 
 def _compare(first: TrialRun, second: TrialRun, order: torch.Tensor) -> None:
-    """order: the token in each row of the second run."""
+    """Raise ``Misfit`` if results of unmoved tokens differ. order: token of each row of the second
+    run."""
     if [call.module for call in first.calls] != [call.module for call in second.calls]:
         raise Misfit("the number of its attention calls depends on its input")
     pairs = [(first.hidden, second.hidden)]
@@ -187,7 +185,7 @@ def _compare(first: TrialRun, second: TrialRun, order: torch.Tensor) -> None:
     stays = order != MOVED
     if not all(is_close(after[stays], before[order][stays]) for before, after in pairs):
         raise Misfit(
-            "a token's result depends on other tokens or their order, not by attention alone"
+            "a token's result depends on other tokens or their order, and not only by attention"
         )
 
 
@@ -196,7 +194,8 @@ def _by_token(heads: torch.Tensor) -> torch.Tensor:
 
 
 def is_close(value: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Equal but for rounding. What this is used for goes wrong by the size of the values."""
+    """True if both are equal up to rounding, relative to the norm of ``expected``. Real errors are
+    as large as the values."""
     allowed = 1e-4 if expected.dtype == torch.float32 else 5e-2
     difference = (value.float() - expected.float()).norm()
     return bool(difference <= allowed * expected.float().norm())

@@ -1,6 +1,6 @@
-"""Reading config.json as transformers does, whichever version wrote it. No torch.
+"""Reads config.json as transformers does, of any version. Does not import torch.
 
-Keys a file leaves out take the defaults a family names; a key that is there but null stays null.
+Missing keys get the defaults of the family; a key that is present but null stays null.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-# Parameters without which a kind of rotary embedding cannot be computed.
+# Required parameters of each type of rotary embedding.
 ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -35,18 +35,18 @@ ROPE_NEEDS: dict[str, tuple[str, ...]] = {
 
 
 class NotNative(ModelError):
-    """A member of a native family with something only transformers' own module computes."""
+    """A model of a native family that has an option which only transformers supports."""
 
 
 def need(hf: HF, key: str) -> Any:
-    """The value of a key config.json cannot do without."""
+    """The value of a required key of config.json. Raises ``ModelError`` if it is missing."""
     if hf.get(key) is None:
         raise ModelError(f"config.json lacks {key!r}, which {hf.get('model_type')} needs")
     return hf[key]
 
 
 def count(hf: HF, key: str) -> int:
-    """A size config.json cannot do without."""
+    """A required positive integer of config.json. Raises ``ModelError``."""
     value = need(hf, key)
     if not isinstance(value, int) or value < 1:
         raise ModelError(f"config.json's {key} is {value!r}, must be a whole number of at least 1")
@@ -54,27 +54,28 @@ def count(hf: HF, key: str) -> int:
 
 
 def activation(hf: HF, key: str = "hidden_act") -> str:
-    """Our name of the MLP's activation."""
+    """The MLP's activation, by our name. Raises ``NotNative`` if it is not supported."""
     name = hf.get(key) or "silu"
     if name not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
-        raise NotNative(f"config.json's {key} is {name!r}, native MLPs compute {known}")
+        raise NotNative(f"config.json's {key} is {name!r}, native MLPs support {known}")
     return ACTIVATIONS[name]
 
 
 def head_dim(hf: HF) -> int:
-    """Size of a head. Even, since rotary embeddings turn pairs."""
+    """Size of a head. It must be even, since rotary embeddings rotate pairs."""
     if hf.get("head_dim") is not None:
         size = count(hf, "head_dim")
     else:
         size = count(hf, "hidden_size") // count(hf, "num_attention_heads")
     if size % 2 or not size:
-        raise ModelError(f"config.json makes heads of size {size}, must be even and at least 2")
+        raise ModelError(f"config.json implies heads of size {size}, must be even and at least 2")
     return size
 
 
 def heads(hf: HF) -> tuple[int, int] | None:
-    """Size of a head and query heads per key head, if config.json says them where most do."""
+    """Head size and number of query heads per KV head; ``None`` if config.json lacks the usual
+    keys."""
     try:
         found = attention(hf)
     except ModelError:
@@ -83,7 +84,7 @@ def heads(hf: HF) -> tuple[int, int] | None:
 
 
 def attention(hf: HF, **differences: Any) -> AttentionSpec:
-    """Heads and scale; ``differences`` are fields of ``AttentionSpec``."""
+    """The attention spec. ``differences`` override fields of ``AttentionSpec``."""
     num_heads = count(hf, "num_attention_heads")
     num_kv_heads = count({"num_key_value_heads": num_heads, **_stated(hf)}, "num_key_value_heads")
     if num_heads % num_kv_heads:
@@ -100,10 +101,10 @@ def attention(hf: HF, **differences: Any) -> AttentionSpec:
 def rope(
     hf: HF, layer_type: str | None = None, *, theta: float = 10_000.0, partial: float = 1.0
 ) -> RopeSpec:
-    """The rotary embedding, of one layer type if the file tells them apart.
+    """The rotary embedding, of one layer type if the file has one for each.
 
-    Newer files say ``rope_parameters``, older ones ``rope_theta`` and ``rope_scaling``.
-    theta, partial: base and share of a head that turns, for what the file leaves out.
+    Newer files have ``rope_parameters``, older ones ``rope_theta`` and ``rope_scaling``.
+    theta, partial: default base and default fraction of a head that is rotated.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if layer_type is not None and layer_type in given:
@@ -130,8 +131,8 @@ def rope(
 def _check_rope(rope_type: str, scaling: Mapping[str, Any]) -> None:
     if rope_type not in ROPE_NEEDS:
         raise ModelError(
-            f"config.json asks for rotary embeddings of type {rope_type!r}; "
-            f"known are: {', '.join(ROPE_NEEDS)}"
+            f"config.json has rotary embeddings of type {rope_type!r}; "
+            f"supported: {', '.join(ROPE_NEEDS)}"
         )
     missing = [key for key in ROPE_NEEDS[rope_type] if scaling.get(key) is None]
     if missing:
@@ -143,12 +144,12 @@ def max_position(hf: HF) -> int:
 
 
 def _stated(hf: HF) -> dict[str, Any]:
-    """The keys of the file that are not null."""
+    """The keys whose value is not null."""
     return {key: value for key, value in hf.items() if value is not None}
 
 
 def layer_types(hf: HF, default: list[str]) -> list[str]:
-    """full_attention or sliding_attention for each layer."""
+    """The type of each layer, "full_attention" or "sliding_attention"."""
     types = hf.get("layer_types") or default
     unknown = set(types) - {"full_attention", "sliding_attention"}
     if unknown or len(types) != count(hf, "num_hidden_layers"):
@@ -171,7 +172,7 @@ def layers(
     window: int | list[int] = 0,
     is_moe: bool | list[bool] = False,
 ) -> tuple[LayerSpec, ...]:
-    """Each argument is one value for all layers, or a list with one for each."""
+    """The layers' specs. Each argument is one value for all layers or a list with one per layer."""
     num = count(hf, "num_hidden_layers")
     columns = [v if isinstance(v, list) else [v] * num for v in (rope, window, is_moe)]
     return tuple(

@@ -1,8 +1,8 @@
-"""Scales of keys and values that a checkpoint brings for a cache of 8-bit floats.
+"""Reads a checkpoint's scales of keys and values for a KV cache of 8-bit floats.
 
-Tools that calibrate a cache write `k_scale` and `v_scale`, a number each a layer, next to its
-projections or within them, and older ones `kv_scale` for both; the cache holds x / scale. Names are
-those that compressed-tensors, AutoFP8 and ModelOpt write.
+The cache stores x / scale. Calibration tools (compressed-tensors, AutoFP8, ModelOpt) write
+`k_scale` and `v_scale` per layer, next to its projections or within them; older ones write one
+`kv_scale` for both.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ SCALE = re.compile(
 
 
 def is_kv_scale(name: str) -> bool:
-    """Whether a tensor of a checkpoint is one of them."""
+    """True if a tensor name is that of a K or V scale."""
     return SCALE.search(name) is not None
 
 
 def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | None]:
-    """Scales of each layer [2, Hkv] float32, of keys and of values; None: the checkpoint has none.
+    """K and V scales of each layer, [2, Hkv] float32, or ``None`` if the layer has none.
 
-    Raises ``ModelError`` for scales that are not one number, or one a head, above zero.
+    Raises ``ModelError`` unless there is one positive number, or one per head.
     """
     num_heads, found = spec.attention.num_kv_heads, list[torch.Tensor | None]()
     for index in range(len(spec.layers)):
@@ -49,8 +49,8 @@ def _scale(checkpoint: Checkpoint, place: str, letter: str, num_heads: int) -> t
     if stored is None:
         return None
     scale = checkpoint.tensor(stored).float().flatten()
-    is_sound = bool((scale.isfinite() & (scale > 0)).all())
-    if len(scale) not in (1, num_heads) or not is_sound:
+    is_valid = bool((scale.isfinite() & (scale > 0)).all())
+    if len(scale) not in (1, num_heads) or not is_valid:
         raise ModelError(
             f"{stored} in {checkpoint.root} is {scale.tolist()!r:.80}, must be one number above "
             f"zero, or one for each of {num_heads} heads"

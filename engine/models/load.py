@@ -1,4 +1,4 @@
-"""From a model directory to a model: natively if its family is known, else through transformers."""
+"""Loads a model directory: natively if its family is supported, otherwise with transformers."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ def load_model(
     device: str,
     max_model_len: int,
 ) -> Model:
-    """The model of a directory, ready to run. Raises ``ModelError`` if it cannot be served.
+    """Load the model of a directory. Raises ``ModelError`` if it cannot be served.
 
-    device: "cpu", "cuda" or "cuda:N". max_model_len: longest sequence there will be, in tokens.
+    device: "cpu", "cuda" or "cuda:N". max_model_len: length of the longest sequence, in tokens.
     """
     form = format_of(info)
     quantization = quantization_of(config, info, form, device)
     spec = native_spec(info)
     if spec is not None:
-        # On a CPU its products and its attention have one order of sums anyway.
+        # On a CPU, products and attention always sum in the same order.
         invariant = config.batch_invariant is True and not is_cpu(torch.device(device))
         if invariant:
             check_invariant(spec, info, form, quantization)
@@ -59,29 +59,30 @@ def load_model(
         return load_decoder(spec, config, info, form, placement)
     if form is not None:
         raise ModelError(
-            f"{info.path} holds weights quantized by {form.name!r}, read for native families only, "
-            f"and {info.architecture or info.model_type} is not one; give the original model"
+            f"{info.path} has weights quantized by {form.name!r}, which only native families "
+            f"support, and {info.architecture or info.model_type} is not one; use the original "
+            "model"
         )
-    say_what_varies(config, info, device)
-    # Only here, so that native families never pay for importing transformers.
+    check_general_invariance(config, info, device)
+    # Imported here, because native families do not need transformers.
     from engine.models.general import load_general
 
     return load_general(config, info, device=device, max_model_len=max_model_len)
 
 
-def say_what_varies(config: ModelConfig, info: ModelInfo, device: str) -> None:
-    """A model that runs through transformers is not batch-invariant: a ``ConfigError`` if that was
-    demanded, and a line in the log where it would be the default."""
+def check_general_invariance(config: ModelConfig, info: ModelInfo, device: str) -> None:
+    """Models computed by transformers are not batch-invariant: raise ``ConfigError`` if that was
+    requested, and log it on a CPU, where it would be the default."""
     name = info.architecture or info.model_type
     if config.batch_invariant:
         raise ConfigError(
-            f"batch_invariant=True needs a native family, and {name} runs through transformers, "
-            "whose products differ with the number of rows; leave it out"
+            f"batch_invariant=True needs a native family, and {name} is computed by transformers, "
+            "whose products depend on the number of rows; leave batch_invariant out"
         )
     if config.batch_invariant is None and is_cpu(torch.device(device)):
         logger.info(
-            "logits of a request may differ in their last bits from batch to batch, and a token "
-            "with it: %s runs through transformers, whose products differ with the number of rows",
+            "logits of a request, and so its tokens, may depend on the batch: %s is computed by "
+            "transformers, whose products depend on the number of rows",
             name,
         )
 
@@ -89,48 +90,51 @@ def say_what_varies(config: ModelConfig, info: ModelInfo, device: str) -> None:
 def check_invariant(
     spec: DecoderSpec, info: ModelInfo, form: Format | None, quantization: str | None
 ) -> None:
-    """Raise ``ConfigError`` unless a GPU has products for this model that are batch-invariant."""
+    """Raise ``ConfigError`` unless this model can be computed batch-invariantly on a GPU."""
     if form is not None or quantization is not None:
         method = quantization if form is None else form.name
         raise ConfigError(
-            f"batch_invariant=True needs plain weights on a GPU, and these are quantized by "
-            f"{method!r}: such products depend on the number of rows; give a plain model, or "
-            "device='cpu'"
+            "batch_invariant=True on a GPU needs weights that are not quantized, and these are "
+            f"quantized by {method!r}, whose products depend on the number of rows; use another "
+            "model or device='cpu'"
         )
     if spec.moe is not None:
         raise ConfigError(
-            f"batch_invariant=True on a GPU is for models without experts, and {info.architecture} "
-            "has some, whose products depend on the number of rows; use device='cpu'"
+            "batch_invariant=True on a GPU needs a model without experts, and "
+            f"{info.architecture} has experts, whose products depend on the number of rows; use "
+            "device='cpu'"
         )
 
 
 def quantization_of(
     config: ModelConfig, info: ModelInfo, form: Format | None, device: str
 ) -> str | None:
-    """What plain weights are to be quantised to. Raises ``ConfigError`` if they cannot."""
+    """The format to quantise weights to while loading; ``None`` for none. Raises
+    ``ConfigError``."""
     requested = config.quantization
     if form is None:
         check_quantization(requested, torch.device(device))
         return requested
-    stored = f"{info.path} holds weights quantized by {form.name!r}"
+    stored = f"{info.path} has weights quantized by {form.name!r}"
     if config.load_format == "dummy":
         raise ConfigError(
-            f'{stored}, and load_format="dummy" makes up plain ones; give a config.json without '
-            "its quantization_config"
+            f'{stored}, which load_format="dummy" cannot make up; use a config.json without '
+            "quantization_config"
         )
     if requested in (None, form.name):
         return None
     if requested == "int8" and is_cpu(torch.device(device)):
         return requested
     raise ConfigError(
-        f"{stored}, quantization={requested!r} would quantize them again; leave it out"
+        f"{stored}, and quantization={requested!r} would quantize them again; leave "
+        "quantization out"
     )
 
 
 def native_spec(info: ModelInfo) -> DecoderSpec | None:
-    """What the native decoder needs to know, ``None`` if it does not compute this model."""
+    """The spec for the native decoder; ``None`` if it does not support this model."""
     family = FAMILIES.get(info.architecture)
-    reason = f"{info.architecture or info.model_type} is no native family"
+    reason = f"{info.architecture or info.model_type} is not a native family"
     if family is not None:
         try:
             return family(info.hf)
@@ -140,10 +144,10 @@ def native_spec(info: ModelInfo) -> DecoderSpec | None:
             raise
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             raise ModelError(
-                f"{info.path / 'config.json'} cannot be understood as {info.architecture}: "
+                f"{info.path / 'config.json'} cannot be read as {info.architecture}: "
                 f"{type(error).__name__}: {error}"
             ) from error
-    logger.info("%s: running transformers' own module with paged attention", reason)
+    logger.info("%s: using transformers' module with paged attention", reason)
     return None
 
 
@@ -154,7 +158,7 @@ def load_decoder(
     form: Format | None,
     placement: Placement,
 ) -> Decoder:
-    """A native family's decoder. form: how its weights are quantised, if they are."""
+    """Load the decoder of a native family. form: the format of quantised weights, if they are."""
     started = time.perf_counter()
     if config.load_format == "dummy":
         dtype = compute_dtype(config, info, placement.device)
@@ -162,7 +166,7 @@ def load_decoder(
         decoder = _build(spec, made_up, dtype, placement)
     else:
         with Checkpoint(info.path) as checkpoint:
-            spec = really_tied(spec, checkpoint)
+            spec = untie_if_different(spec, checkpoint)
             main = None if form else checkpoint.main_dtype()
             dtype = compute_dtype(config, info, placement.device, main)
             stored = StoredWeights(checkpoint, targets(spec), form)
@@ -189,8 +193,8 @@ def _build(
         return decoder
 
 
-def really_tied(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """Some files say tied but hold two tables that differ; then both tables are used."""
+def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
+    """Use both tables if config.json ties them but the checkpoint has two that differ."""
     stored = checkpoint.tensors
     if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
         return replace(spec, tied=False)

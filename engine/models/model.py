@@ -1,4 +1,4 @@
-"""What the worker may ask of a model, native or of transformers."""
+"""The worker's interface to a model, native or of transformers."""
 
 from __future__ import annotations
 
@@ -14,48 +14,46 @@ class Model(Protocol):
     """A decoder over a paged KV cache. N tokens, H hidden size, V vocabulary."""
 
     kv_spec: KVSpec
-    """What each layer keeps per token."""
+    """Shape of the KV cache of each layer."""
     vocab_size: int
     dtype: torch.dtype
-    """Type of activations."""
+    """Dtype of activations."""
     has_own_products: bool
-    """Whether its large products on the CPU are those of the compiled kernels, not torch's."""
+    """True if its large CPU products use our compiled kernels and not torch's."""
 
     @property
     def can_be_recorded(self) -> bool:
-        """Whether a pass of single tokens launches the same work each time and waits for none."""
+        """True if decode steps always launch the same kernels and never wait for the device."""
         ...
 
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
-        """Hidden states [R, H] of ``batch.wanted`` (all N if None) after the final norm, and what
-        ``batch.aux_layers`` put out [N, H].
+        """Compute hidden states [R, H] of ``batch.wanted`` (``None``: all N) after the final norm,
+        and the outputs [N, H] of ``batch.aux_layers``. Writes K and V of all tokens.
 
-        Writes K and V of all tokens.
-
-        kv: one tensor a layer, [num_blocks, 2, num_kv_heads, block_size, head_dim], of
-        ``dtype`` or of half its size where kernels read that.
+        kv: one tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim], of ``dtype``
+        or of a smaller type that the kernels support.
         """
         ...
 
     def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """The residual stream [N, H] below the last layer, if the model can be recorded: what
-        ``forward`` does the same way whichever tokens are wanted."""
+        """Compute the residual stream [N, H] below the last layer, which does not depend on
+        ``batch.wanted``. Only for models that can be recorded."""
         ...
 
     def last_layer(
         self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
     ) -> torch.Tensor:
-        """``forward(batch, kv).last`` of what ``lower_layers`` returned."""
+        """Compute the last layer from the output of ``lower_layers``; together they equal
+        ``forward(batch, kv).last``."""
         ...
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The token with the largest score of each row [R] int32, found without storing the scores;
-        -1 where ``logits`` would not be sound. ``None`` if the model cannot do that."""
+        """The token with the largest logit of each row [R] int32, computed without storing logits;
+        -1 for rows whose logits are invalid (NaN or infinite). ``None`` if the model does not
+        support it."""
         ...
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [R, H] rows of what ``forward`` returned -> scores [R, V] in float32.
-
-        out: where to put them, if the model can be recorded.
-        """
+        """Logits [R, V] float32 of hidden states [R, H]. out: where to write them, for models that
+        can be recorded."""
         ...

@@ -1,4 +1,4 @@
-"""What makes one decoder differ from another: everything the forward pass has to know. No torch."""
+"""Specs that describe a decoder's architecture for the forward pass. Does not import torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from engine.layers.rope import RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Attention, the same in every layer but for its window and positions."""
+    """Attention of all layers; windows and rotary embeddings are in ``LayerSpec``."""
 
     num_heads: int
     num_kv_heads: int
@@ -18,7 +18,7 @@ class AttentionSpec:
     scale: float
     """Factor on the scores before the softmax."""
     softcap: float = 0.0
-    """Scores become cap * tanh(score / cap); 0 leaves them."""
+    """Scores become cap * tanh(score / cap); 0: unchanged."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: Literal["none", "head", "full"] = "none"
@@ -45,25 +45,25 @@ class MLPSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """A mixture of gated MLPs; each token takes the best ``top_k`` by softmax score."""
+    """A mixture of gated MLPs; each token uses the ``top_k`` experts with the largest scores."""
 
     num_experts: int
     top_k: int
     intermediate_size: int
     renormalize: bool
-    """Scale a token's chosen scores to sum to one."""
+    """Scale the scores of a token's chosen experts to sum to one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """RMS norms, and what a checkpoint calls them; ``None`` where a family has no norm.
+    """RMS norms by their names in a checkpoint; ``None`` if a family lacks the norm.
 
     x + attention_out(attention(attention_in(x)));  x + mlp_out(mlp(mlp_in(x)))
     """
 
     eps: float
     add_one: bool = False
-    """Stored weights are offsets from one."""
+    """Stored weights are differences from one."""
     attention_in: str | None = "input_layernorm"
     attention_out: str | None = None
     mlp_in: str | None = "post_attention_layernorm"
@@ -72,18 +72,18 @@ class NormSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What differs from layer to layer."""
+    """Properties that differ by layer."""
 
     rope: RopeSpec | None
-    """``None``: positions are left out."""
+    """``None``: no position encoding."""
     window: int = 0
-    """Keys a query sees, itself included; 0 for all before it."""
+    """Number of keys that a query attends to, itself included; 0: no limit."""
     is_moe: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderSpec:
-    """One decoder-only language model."""
+    """Architecture of a decoder-only language model."""
 
     vocab_size: int
     hidden_size: int
@@ -93,9 +93,9 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     moe: MoESpec | None = None
     tied: bool = False
-    """The output layer is the embedding table."""
+    """The output layer uses the embedding table."""
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
-    """Factor on what attention and MLP add to the residual stream."""
+    """Factor on the outputs of attention and MLP before the residual addition."""
     logit_multiplier: float = 1.0
     logit_softcap: float = 0.0

@@ -1,7 +1,7 @@
-"""Which tensors a decoder is built from, and which tensors of a checkpoint fill them. No torch.
+"""The tensors of a decoder, and the checkpoint tensors that fill them. Does not import torch.
 
-Query, key and value projections lie in one matrix, gate and up projections in another. A checkpoint
-may hold their parts under several names, or already together; each target lists the ways.
+Query, key and value projections form one matrix, gate and up projections another. A checkpoint may
+store their parts under different names, or fused; each target lists the alternatives.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Shape = tuple[int, ...]
 
 
 class TargetPart(NamedTuple):
-    """A run of elements of one tensor of a checkpoint."""
+    """A range of elements of one checkpoint tensor."""
 
     name: str
     shape: Shape  # of the whole tensor
@@ -29,7 +29,7 @@ class Target(NamedTuple):
 
     name: str
     shape: Shape
-    ways: tuple[tuple[TargetPart, ...], ...]  # parts in order, end to end, fill the target
+    ways: tuple[tuple[TargetPart, ...], ...]  # alternatives; the parts of each fill the target
 
 
 def whole(name: str, *shape: int) -> TargetPart:
@@ -41,15 +41,15 @@ def target(name: str, shape: Shape, *ways: tuple[TargetPart, ...]) -> Target:
 
 
 def simple(name: str, source: str, *shape: int) -> Target:
-    """A target that is one tensor of the checkpoint."""
+    """A target that equals one checkpoint tensor."""
     return Target(name, shape, ((whole(source, *shape),),))
 
 
 def targets(spec: DecoderSpec) -> Iterator[Target]:
-    """All tensors of a decoder, in the order it is built.
+    """All tensors of a decoder, in the order in which it is built.
 
-    The largest come first, while little else is in memory: an output layer is for a moment there
-    twice, as read and as packed for the device.
+    The largest come first, while little else is in memory, because the output layer is briefly in
+    memory twice: as read, and as packed for the device.
     """
     size = (spec.vocab_size, spec.hidden_size)
     table = whole("model.embed_tokens.weight", *size)
@@ -126,7 +126,7 @@ def mlp_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
 
 
 def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
-    """Router and experts. Mixtral's files have names of their own; newer ones may stack experts."""
+    """Router and experts. Mixtral's files use other names; newer files may stack all experts."""
     moe, hidden = spec.moe, spec.hidden_size
     assert moe is not None
     blocks = (f"{theirs}mlp.", f"{theirs}block_sparse_moe.")
@@ -164,7 +164,7 @@ def expert_parts(
 
 
 def stacked(name: str, spec: DecoderSpec, expert: int, shape: Shape) -> tuple[TargetPart, ...]:
-    """One expert's matrix within a tensor of all experts."""
+    """One expert's matrix in a tensor of all experts."""
     assert spec.moe is not None
     size = prod(shape)
     return (TargetPart(name, (spec.moe.num_experts, *shape), expert * size, size),)

@@ -1,4 +1,4 @@
-"""The tensors of a decoder, read or made up, each in its place and in the dtype computed with."""
+"""Provides the tensors of a decoder, read from a checkpoint or random, in the compute dtype."""
 
 from __future__ import annotations
 
@@ -22,26 +22,24 @@ from engine.models.quant.fields import Format
 from engine.models.quant.modules import QuantizedModules
 from engine.models.targets import Target, TargetPart
 
-# Tensors of older checkpoints that are not needed: they follow from config.json.
+# Tensors in older checkpoints that can be derived from config.json.
 DERIVED = re.compile(r"\.rotary_emb\.inv_freq$|\.masked_bias$|\.attn\.bias$")
-# Targets read before they are needed: reading goes on during packing, costs little memory.
-AHEAD = 2
+# Targets read in advance, so that reading overlaps packing.
+READ_AHEAD = 2
 OWN_PAGES_BYTES = 1 << 20
 
 
 class WeightSource(Protocol):
-    """Where tensors come from."""
+    """Loads the tensors of targets."""
 
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
-        """A new tensor [*target.shape] on the CPU, or a quantised one that stands for it."""
+        """A new tensor of shape ``target.shape`` on the CPU, or its quantised form."""
         ...
 
 
 class Weights:
-    """The tensors of a decoder, each handed out once; a thread reads those that come next.
-
-    Use as a context manager; ask in the order of ``targets`` for speed.
-    """
+    """The tensors of a decoder, each of which can be taken once. A thread reads the next ones in
+    advance, so take them in the order of ``targets``. Use it as a context manager."""
 
     def __init__(self, targets: Iterable[Target], source: WeightSource, dtype: torch.dtype) -> None:
         self._targets = deque(targets)
@@ -57,8 +55,8 @@ class Weights:
         self._reader.shutdown(cancel_futures=True)
 
     def take(self, name: str) -> Weight:
-        """The tensor of a target, on the CPU; it is the caller's from now on."""
-        while self._targets and (name not in self._ready or len(self._ready) <= AHEAD):
+        """The tensor of a target, on the CPU. No reference to it is kept."""
+        while self._targets and (name not in self._ready or len(self._ready) <= READ_AHEAD):
             following = self._targets.popleft()
             loading = self._reader.submit(self._source.load, following, self._dtype)
             self._ready[following.name] = loading
@@ -66,10 +64,8 @@ class Weights:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An empty tensor; a large one's memory goes back to the system the moment it is dropped.
-
-    What was packed for the device is dropped at once, and malloc would keep tens of megabytes.
-    """
+    """An uninitialised tensor. The memory of a large one returns to the system when it is freed,
+    where malloc would keep tens of megabytes after packing."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < OWN_PAGES_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -77,8 +73,8 @@ def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def own_pages(num_bytes: int) -> torch.Tensor:
-    """Zeros [num_bytes] uint8 that no allocator keeps, in huge pages where the system has them: far
-    fewer faults while they are filled. No page is taken before it is written."""
+    """Zeros [num_bytes] uint8 in their own memory mapping, with huge pages if available, which
+    cause fewer page faults. Pages are allocated when they are first written."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(AttributeError, OSError):
         pages.madvise(mmap.MADV_HUGEPAGE)
@@ -86,15 +82,15 @@ def own_pages(num_bytes: int) -> torch.Tensor:
 
 
 class StoredWeights:
-    """Reads targets from a checkpoint, tensor by tensor."""
+    """Reads targets from a checkpoint."""
 
     def __init__(
         self, checkpoint: Checkpoint, targets: Iterable[Target], form: Format | None = None
     ) -> None:
-        """Match names and shapes. Raises ``ModelError`` naming what is missing, left over or of
-        another shape, before anything is read.
+        """Match targets with the checkpoint's tensors, before any is read. Raises ``ModelError``
+        for tensors that are missing, unused or of another shape.
 
-        form: how modules that are quantised are stored, if any are.
+        form: the format of quantised modules, if there are any.
         """
         self._checkpoint = checkpoint
         self._modules = None if form is None else QuantizedModules(checkpoint, form)
@@ -111,7 +107,7 @@ class StoredWeights:
         return out
 
     def _one(self, part: TargetPart, dtype: torch.dtype) -> Weight:
-        """One of the parts of a target of which some are quantised."""
+        """Read one part of a target that has quantised parts."""
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
         out = allocate(part.shape, dtype)
@@ -125,7 +121,7 @@ class StoredWeights:
             filled += part.size
 
     def _choose(self, target: Target) -> tuple[TargetPart, ...]:
-        """The first way whose tensors are all there."""
+        """The first alternative whose tensors all exist. Raises ``ModelError`` if there is none."""
         for way in target.ways:
             if all(map(self._is_there, way)):
                 return way
@@ -142,7 +138,7 @@ class StoredWeights:
         return self._modules is not None and self._modules.holds(part)
 
     def _names(self, part: TargetPart) -> list[str]:
-        """The tensors that hold a part, checked."""
+        """Names of the tensors that store a part. Raises ``ModelError`` for a wrong shape."""
         if self._modules is not None and self._modules.holds(part):
             return list(self._modules.tensors(part).values())
         stored = self._checkpoint.tensors[part.name]
@@ -155,14 +151,14 @@ class StoredWeights:
 
     def _check_left_over(self, used: set[str]) -> None:
         stored = self._checkpoint.tensors
-        # An output layer next to a table it is tied to holds the same numbers: see load.py.
+        # With tied tables an output layer may be stored as well; it is equal, see load.py.
         found = [name for name in stored if name not in used and name != "lm_head.weight"]
         left_over = [name for name in found if not self._may_be_left(name)]
         if left_over:
             name = left_over[0]
             raise ModelError(
-                f"{len(left_over)} tensors have no place in the model that config.json describes, "
-                f"{name} of shape {stored[name].shape} in {stored[name].file} among them"
+                f"{len(left_over)} tensors are not part of the model that config.json describes, "
+                f"such as {name} of shape {stored[name].shape} in {stored[name].file}"
             )
 
     def _may_be_left(self, name: str) -> bool:
@@ -172,16 +168,16 @@ class StoredWeights:
 
 
 class RandomWeights:
-    """Made-up weights, the same for the same target and seed.
+    """Random weights, which depend only on target and seed.
 
-    One run of normal numbers is repeated through a tensor: at 8 B parameters drawing each would
-    take minutes. Its length is a prime, so that no two rows are alike.
+    One run of normal numbers is repeated in a tensor, because drawing 8 B numbers would take
+    minutes. Its length is prime, so that no two rows are equal.
     """
 
     RUN = 1_048_573
 
     def __init__(self, seed: int, norm_weight: float = 1.0) -> None:
-        """norm_weight: what a norm's weights are around; zero where offsets are stored."""
+        """norm_weight: mean of norm weights; 0 if differences from one are stored."""
         self._seed = seed
         self._norm_weight = norm_weight
 

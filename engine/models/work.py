@@ -1,10 +1,9 @@
-"""What a step must read and compute at least: the work that a roofline is made of.
+"""Estimates the minimum bytes and operations of a step, for its roofline.
 
-Each weight counts once a step, in the type that is computed in; keys and values, read by those that
-attend to them and written once; logits. Products count as two operations. The table of embeddings,
-of which a step reads some rows, does not count. It is an estimate where the engine finds a way to
-do less: of the last layer it computes only what is read, and a greedy token's logits are stored
-nowhere.
+Counted are: each weight once per step in its compute dtype; keys and values, read by each sequence
+and written once; logits. A multiply-add counts as two operations. The embedding table is not
+counted, since a step reads few of its rows. The engine may do less than this: the last layer
+computes only the wanted rows, and logits of greedy tokens are not stored.
 
 Rooflines: Williams, Waterman and Patterson, "Roofline: An Insightful Visual Performance Model for
 Multicore Architectures", CACM 52 (2009).
@@ -24,24 +23,24 @@ from engine.models.targets import targets
 
 LOGIT_BYTES = 4
 Tokens = NDArray[np.int64]
-"""One number a sequence."""
+"""A number of tokens for each sequence."""
 
 
 class ModelWork(NamedTuple):
-    """What must be read or written at least, and computed."""
+    """Minimum bytes to read and write, and operations."""
 
     bytes: float
     operations: float
 
 
 class Shapes:
-    """What the shapes of a native family's decoder make of tokens."""
+    """Computes the work of steps from the shapes of a native family's decoder."""
 
     def __init__(self, spec: DecoderSpec) -> None:
         self.spec = spec
         sizes = {target.name: prod(target.shape) for target in targets(spec)}
         self.num_weights = sum(sizes.values())
-        """All of them, the table of embeddings included."""
+        """Number of weights, including the embedding table."""
         self._head = sizes["embed" if spec.tied else "head"]
         del sizes["embed"]
         sizes.pop("head", None)
@@ -51,7 +50,7 @@ class Shapes:
         self._each = self._dense + self._experts * self.share_of_experts(1)
 
     def kv_bytes(self, cell: int) -> int:
-        """Bytes of KV of one token in all layers."""
+        """KV bytes of one token in all layers. cell: bytes of a number in the cache."""
         return 2 * len(self.spec.layers) * self.spec.attention.kv_width * cell
 
     def work(
@@ -63,11 +62,11 @@ class Shapes:
         num_logits: int,
         shared: int = 0,
     ) -> ModelWork:
-        """One forward pass.
+        """The work of one forward pass.
 
-        new: tokens of each sequence; context: those before them that are in the cache. cells: bytes
-        of a weight, and of a number in the cache. num_logits: rows of logits. shared: tokens that
-        all sequences have in common, of which keys and values are read once.
+        new: new tokens of each sequence; context: earlier tokens of each, in the cache. cells:
+        bytes of a weight, and of a number in the cache. num_logits: rows of logits. shared: length
+        of a common prefix, whose keys and values are read once.
         """
         num_tokens = int(new.sum())
         used = self._dense + self._experts * self.share_of_experts(num_tokens)
@@ -83,8 +82,8 @@ class Shapes:
         )
 
     def attended(self, new: Tokens, context: Tokens, shared: int = 0) -> tuple[int, int]:
-        """Tokens of which keys and values are read or written, and pairs of query and key, summed
-        over the layers."""
+        """Number of tokens whose keys and values are read or written, and of (query, key) pairs,
+        summed over the layers."""
         keys = pairs = 0
         for window, num_layers in self._windows.items():
             before = np.minimum(context, window - 1) if window else context
@@ -95,21 +94,22 @@ class Shapes:
         return keys, pairs
 
     def share_of_experts(self, num_tokens: int) -> float:
-        """Share of the experts that this many tokens use together, if routes are even and
+        """Expected fraction of experts used by this many tokens, if routing is uniform and
         independent."""
         moe = self.spec.moe
         return 0.0 if moe is None else 1 - (1 - moe.top_k / moe.num_experts) ** num_tokens
 
 
 def is_expert(name: str) -> bool:
-    """Whether a target is of one expert: `layer.expert.matrix`."""
+    """True if a target belongs to one expert: `layer.expert.matrix`."""
     return name.count(".") == 2
 
 
 def num_pairs(new: Tokens, context: Tokens, window: int) -> Tokens:
-    """Pairs of query and key: a token sees what is before it and itself, at most a window."""
+    """Number of (query, key) pairs of each sequence: a token attends to itself and the tokens
+    before it, within the window."""
     seen: Tokens = new * context + new * (new + 1) // 2
-    if window:  # without what the last tokens would see beyond it
+    if window:  # subtract the pairs outside the window
         beyond = np.maximum(context + new - window, 0)
         first = np.maximum(context - window, 0)
         seen = seen - (beyond * (beyond + 1) - first * (first + 1)) // 2

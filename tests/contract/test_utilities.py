@@ -163,8 +163,8 @@ def test_a_worker_without_profiler_says_that_there_is_none(kind: str, opened: An
 @pytest.mark.parametrize(
     ("name", "args", "told"),
     [
-        ("profile", ("begin",), "Call to profile method failed: profile of 'begin' is not known"),
-        ("profile", ([],), "Call to profile method failed: profile of .* is not known"),
+        ("profile", ("begin",), "Call to profile method failed: profile 'begin' is not known"),
+        ("profile", ([],), "Call to profile method failed: profile .* is not known"),
         ("pause", ("new!",), "Call to pause method failed: pause of 'new!' is not known; there"),
         ("pause", (["all"],), r"Call to pause method failed: pause of \['all'\] is not known"),
         ("reset_prefix_cache", ("no",), "reset_running is 'no', must be True or False"),

@@ -74,7 +74,7 @@ def test_a_request_gives_the_same_bits_in_whatever_company(name: str, tmp_path: 
     ("name", "options", "message"),
     [
         ("qwen3-moe", {}, r"without experts, and Qwen3MoeForCausalLM .* use device='cpu'"),
-        ("qwen3", {"quantization": "int8"}, "needs plain weights on a GPU.* by 'int8'"),
+        ("qwen3", {"quantization": "int8"}, "needs weights that are not quantized.* by 'int8'"),
     ],
 )
 def test_what_is_cut_by_the_number_of_rows_is_refused(

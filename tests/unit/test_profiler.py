@@ -116,7 +116,7 @@ def test_a_directory_that_cannot_be_is_named_before_a_model_is_loaded(tmp_path: 
     in_the_way = tmp_path / "file"
     in_the_way.touch()
     for wrong in (in_the_way, in_the_way / "below"):
-        with pytest.raises(ConfigError, match=f"torch_profiler_dir {wrong} cannot be made"):
+        with pytest.raises(ConfigError, match=f"torch_profiler_dir {wrong} cannot be created"):
             TorchProfiler(str(wrong))
 
 

@@ -222,7 +222,7 @@ def test_a_file_cut_short_while_it_is_read_is_named(tmp_path: Path) -> None:
     with Checkpoint(root) as checkpoint:
         with (root / "model.safetensors").open("r+b") as stream:
             stream.truncate(3000)
-        with pytest.raises(ModelError, match="ended while being read"):
+        with pytest.raises(ModelError, match="ended while it was read"):
             for name, stored in checkpoint.tensors.items():
                 checkpoint.read(name, 0, torch.empty(stored.shape))
 

@@ -1,4 +1,4 @@
-"""Quantised checkpoints: a file a format, which says what holds a weight and what it stands for."""
+"""Formats of quantised checkpoints, one per file: which tensors store a weight, and how."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ FORMATS: dict[str, Callable[[Mapping[str, Any]], Format]] = {
     "fp8": Fp8.of,
     "gptq": Gptq.of,
 }
-# Where the first tools of a method wrote what config.json says today.
+# Files in which early tools stored what is in config.json today.
 OWN_FILES = {"awq": "quant_config.json", "gptq": "quantize_config.json"}
 
 
 def format_of(info: ModelInfo) -> Format | None:
-    """How a directory's weights are quantised; ``None`` if they are not.
-
-    Raises ``ModelError`` naming what is not supported.
-    """
+    """The format of a directory's quantised weights; ``None`` if they are not quantised. Raises
+    ``ModelError`` if the format or one of its options is not supported."""
     found = stated(info)
     if found is None:
         return None
     method = str(found.get("quant_method", "")).lower()
     if method not in FORMATS:
         raise ModelError(
-            f"{info.path} holds weights quantized by {method or 'an unnamed method'!r}; read are "
-            f'{", ".join(FORMATS)}. Give the original model, with quantization="int8" for less '
+            f"{info.path} has weights quantized by {method or 'an unnamed method'!r}; supported: "
+            f'{", ".join(FORMATS)}. Use the original model, with quantization="int8" to save '
             "memory"
         )
     try:
@@ -44,17 +42,17 @@ def format_of(info: ModelInfo) -> Format | None:
         raise ModelError(f"{info.path} cannot be read: {error}") from None
     except (AttributeError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
-            f"{info.path} states a quantization that cannot be read as {method}: "
+            f"{info.path} has a quantization_config that cannot be read as {method}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def stated(info: ModelInfo) -> Mapping[str, Any] | None:
-    """The quantisation config of a directory."""
+    """The quantisation config of a directory; ``None`` if it has none."""
     found = info.hf.get("quantization_config") or info.hf.get("compression_config")
     if found is not None and not isinstance(found, dict):
         raise ModelError(
-            f"{info.path / 'config.json'}: quantization_config is {found!r}, no object"
+            f"{info.path / 'config.json'}: quantization_config is {found!r}, must be an object"
         )
     if found:
         return found

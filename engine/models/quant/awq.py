@@ -1,4 +1,4 @@
-"""AWQ as AutoAWQ writes it: 4 bits, inputs along the rows, eight outputs interleaved in a number.
+"""AWQ checkpoints as AutoAWQ writes them: 4 bits, eight outputs interleaved in one int32.
 
 Layout of version "gemm" (https://github.com/casper-hansen/AutoAWQ): qweight [in, out / 8] and
 qzeros [G, out / 8] int32, scales [G, out]; w = (q - z) * s.
@@ -27,13 +27,13 @@ from engine.models.quant.fields import (
 from kernels.quantized import Quantized
 
 IN_A_NUMBER = 8
-# The outputs of a number from its lowest bits on.
+# The outputs in an int32, from its lowest bits on.
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True)
 class Awq:
-    """``group_size`` inputs share a scale and a zero; -1: all of a row."""
+    """``group_size`` inputs share a scale and a zero point; -1: all inputs."""
 
     group_size: int
     name: str = "awq"

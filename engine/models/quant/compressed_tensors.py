@@ -1,8 +1,8 @@
-"""compressed-tensors, as llm-compressor writes it: 8-bit floats, integers, packed integers.
+"""compressed-tensors checkpoints as llm-compressor writes them: 8-bit floats and integers.
 
-Groups of modules each have a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" adds
-2 ** (bits - 1) to numbers and zeros and packs them from the lowest bits on, numbers along the
-inputs and zeros along the outputs (https://github.com/vllm-project/compressed-tensors).
+Each group of modules has a scheme. Integers are signed: w = (q - z) * s. "pack-quantized" adds
+2 ** (bits - 1) to values and zero points and packs them from the lowest bits on, values along the
+inputs and zero points along the outputs (https://github.com/vllm-project/compressed-tensors).
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ SIGN = 0x80  # flips signed bytes into unsigned ones
 
 @dataclass(frozen=True, kw_only=True)
 class Scheme:
-    """How the weights of a group of modules are stored."""
+    """The storage scheme of a group of modules."""
 
     targets: tuple[str, ...]
     kind: str
     """float, int or packed."""
     bits: int
     group_size: int
-    """-1: a scale an output, or one of all."""
+    """Inputs per scale; -1: one scale per output, or one for all."""
     block: tuple[int, int] | None
     is_symmetric: bool
     is_sorted: bool
-    """actorder "group": inputs are of any group."""
+    """actorder "group": each input is assigned to a group by an index."""
     quantizes_inputs: bool
     has_input_scale: bool
 
@@ -128,7 +128,7 @@ class Scheme:
 
 @dataclass(frozen=True)
 class CompressedTensors:
-    """The schemes of a checkpoint, each with the modules it is for."""
+    """The format of a checkpoint: its schemes, each with its modules."""
 
     schemes: tuple[Scheme, ...]
     name: str = "compressed-tensors"
@@ -138,10 +138,10 @@ class CompressedTensors:
         sparsity = field_of(config, "sparsity_config", default={})
         choose("sparsity_config of format", sparsity.get("format", "dense"), ("dense",))
         if config.get("transform_config"):
-            raise ModelError("its quantization has a transform_config, which is not read")
+            raise ModelError("its quantization has a transform_config, which is not supported")
         groups = field_of(config, "config_groups", default={})
         if not isinstance(groups, dict) or not groups:
-            raise ModelError("its quantization names no config_groups")
+            raise ModelError("its quantization has no config_groups")
         common = field_of(config, "format", default="")
         return cls(tuple(scheme_of(group, common) for group in groups.values()))
 
@@ -158,14 +158,14 @@ class CompressedTensors:
         return self._scheme(module).weight(module, shape, tensors, dtype)
 
     def _scheme(self, module: str) -> Scheme:
-        """The scheme that names a module; else that of its class."""
+        """The scheme whose targets include the module, otherwise the one for class "Linear"."""
         for scheme in self.schemes:
             if any(names(target, module) for target in scheme.targets):
                 return scheme
         for scheme in self.schemes:
             if "Linear" in scheme.targets:
                 return scheme
-        raise ModelError(f"{module} is quantized, but no group of the quantization names it")
+        raise ModelError(f"{module} is quantized, but is in no group of config_groups")
 
 
 def names(target: str, module: str) -> bool:
@@ -175,7 +175,7 @@ def names(target: str, module: str) -> bool:
 
 
 def scheme_of(group: Any, common: str) -> Scheme:
-    """The scheme of one of config_groups. Raises ``ModelError`` naming what is not read."""
+    """The scheme of an entry of config_groups. Raises ``ModelError`` for unsupported options."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
         raise ModelError(f"its quantization has a group without weights: {group!r}")
@@ -202,7 +202,7 @@ def scheme_of(group: Any, common: str) -> Scheme:
 
 
 def strategy_of(weights: Mapping[str, Any]) -> str:
-    """What shares a scale; a config may leave it to group_size."""
+    """Which weights share a scale; by default it follows from group_size."""
     size = weights.get("group_size")
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
     stated = field_of(weights, "strategy", default=by_size)

@@ -1,4 +1,4 @@
-"""What formats share: the tensors that hold a weight, packed integers, values of a config."""
+"""Common parts of the formats: stored tensors, packed integers, options of a config."""
 
 from __future__ import annotations
 
@@ -17,24 +17,25 @@ SCALES = ("F16", "BF16", "F32")
 
 
 class Field(NamedTuple):
-    """A tensor among those that hold a module's weight."""
+    """One of the tensors that store a module's weight."""
 
-    suffixes: tuple[str, ...]  # the names it goes by; the first is the format's word for it
-    shapes: tuple[Shape, ...]  # any of them
-    dtypes: tuple[str, ...]  # as safetensors names them
+    suffixes: tuple[str, ...]  # accepted names; the first is the key in ``Format.weight``
+    shapes: tuple[Shape, ...]  # accepted shapes
+    dtypes: tuple[str, ...]  # accepted types, by their names in safetensors
     is_optional: bool = False
 
 
 class Format(Protocol):
-    """A way to store weights [out, in] of linear modules."""
+    """A format for weights [out, in] of linear modules."""
 
     @property
     def name(self) -> str:
-        """The name in quant_method."""
+        """The value of quant_method."""
         ...
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
-        """The tensors that hold a module's weight. Raises ``ModelError`` if none can."""
+        """The tensors that store a module's weight [out, in]. Raises ``ModelError`` if this shape
+        is not possible."""
         ...
 
     def weight(
@@ -44,17 +45,17 @@ class Format(Protocol):
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> QuantizedWeight:
-        """What they stand for; ``tensors`` by the first suffix of their fields."""
+        """The weight stored in ``tensors``, whose keys are the first suffixes of the fields."""
         ...
 
 
 def field_of(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    """The first of some keys that a config gives a value."""
+    """The value of the first of these keys that is not null."""
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
 def choose(what: str, value: Any, choices: Sequence[Any]) -> Any:
-    """The value, if it is one that is read."""
+    """Return the value. Raises ``ModelError`` if it is not one of ``choices``."""
     if value not in choices:
         allowed = ", ".join(map(str, choices))
         raise ModelError(f"its quantization has {what} {value!r}, supported: {allowed}")
@@ -62,30 +63,32 @@ def choose(what: str, value: Any, choices: Sequence[Any]) -> Any:
 
 
 def size_of_group(value: Any) -> int:
-    """-1 for whole rows, else a number of inputs."""
+    """Check a group size: -1 (all inputs) or a number of inputs."""
     if not isinstance(value, int) or isinstance(value, bool) or not (value == -1 or value >= 1):
         raise ModelError(f"its quantization has group_size {value!r}, must be -1 or at least 1")
     return value
 
 
 def num_groups(module: str, num_inputs: int, group_size: int) -> int:
-    """Groups of a row. Raises ``ModelError`` if the last would not be whole."""
+    """Number of groups of a row. Raises ``ModelError`` if inputs are not a multiple of the size."""
     if num_inputs % group_size:
         raise ModelError(
-            f"{module} has {num_inputs} inputs, no multiple of the group_size {group_size} that "
-            "its quantization states"
+            f"{module} has {num_inputs} inputs, not a multiple of its quantization's group_size "
+            f"{group_size}"
         )
     return num_inputs // group_size
 
 
 def check_multiple(module: str, what: str, size: int, of: int) -> None:
     if size % of:
-        raise ModelError(f"{module} has {size} {what}, no multiple of the {of} packed in a number")
+        raise ModelError(
+            f"{module} has {size} {what}, not a multiple of {of}, which are packed together"
+        )
 
 
 def as_bytes(packed: torch.Tensor) -> torch.Tensor:
     """[R, C] int32 -> a new [R, C, 4] uint8, the lowest bits first."""
-    # A column counts as contiguous however its rows lie; a copy lies as it should.
+    # contiguous() keeps the strides of a single column; this copy does not.
     copied = packed.clone(memory_format=torch.contiguous_format)
     return copied.view(torch.uint8).view(*packed.shape, 4)
 
@@ -99,21 +102,21 @@ def unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def by_output(scales: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """A scale of all, or of each output: [out, 1]."""
+    """Expand one scale, or one per output, to [out, 1]."""
     return scales.reshape(-1, 1).expand(num_outputs, 1).contiguous()
 
 
 def by_block(scales: torch.Tensor, rows: int, num_outputs: int) -> torch.Tensor:
-    """Scales of blocks of ``rows`` outputs, written out for each output: [out, G]."""
+    """Repeat the scales of blocks of ``rows`` outputs for each output: [out, G]."""
     return scales.repeat_interleave(rows, dim=0)[:num_outputs].contiguous()
 
 
 def check_groups(module: str, matrix: Quantized) -> Quantized:
-    """The matrix, if every input is of a group that has a scale."""
+    """Return the matrix. Raises ``ModelError`` if an input's group has no scale."""
     groups, count = matrix.groups, matrix.scales.shape[1]
     if groups is not None and not bool(((groups >= 0) & (groups < count)).all()):
         raise ModelError(
-            f"{module} sorts inputs into groups {int(groups.min())} to {int(groups.max())}, but "
-            f"has scales of {count}; its files are damaged"
+            f"{module} assigns inputs to groups {int(groups.min())} to {int(groups.max())}, but "
+            f"has scales for {count} groups; its files are damaged"
         )
     return matrix

@@ -1,9 +1,9 @@
-"""8-bit floats as transformers, DeepSeek, Qwen and AutoFP8 write them.
+"""8-bit float checkpoints as transformers, DeepSeek, Qwen and AutoFP8 write them.
 
-weight is float8_e4m3fn [out, in]; w = value * scale. With `weight_block_size`, weight_scale_inv
-holds a scale for each block of outputs and inputs, the last of which may be cut off;
-without, there is one scale, or one an output. "static": input_scale is what inputs were calibrated
-to.
+weight is float8_e4m3fn [out, in]; w = value * scale. With `weight_block_size`, weight_scale_inv has
+a scale per block of outputs and inputs, the last of which may be smaller; otherwise there is one
+scale, or one per output. With activation_scheme "static", input_scale is the calibrated scale of
+inputs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ONE: tuple[Shape, ...] = ((), (1,))
 
 @dataclass(frozen=True)
 class Fp8:
-    """Scales of blocks (outputs, inputs), or of outputs."""
+    """``block``: outputs and inputs per scale; ``None``: one scale, or one per output."""
 
     block: tuple[int, int] | None
     has_input_scale: bool
@@ -84,7 +84,7 @@ class Fp8:
 
 
 def block_of(given: Any) -> tuple[int, int] | None:
-    """Outputs and inputs of a block, as a config names them."""
+    """Check weight_block_size: outputs and inputs of a block."""
     if given is None:
         return None
     if not (isinstance(given, list) and len(given) == 2 and all(isinstance(n, int) for n in given)):

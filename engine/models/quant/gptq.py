@@ -1,4 +1,4 @@
-"""GPTQ as AutoGPTQ and GPTQModel write it: 4 or 8 bits, packed along the inputs.
+"""GPTQ checkpoints as AutoGPTQ and GPTQModel write them: 4 or 8 bits, packed along the inputs.
 
 qweight [in * bits / 32, out] and qzeros [G, out * bits / 32] int32, scales [G, out], g_idx [in]
 int32, the group of each input; w = (q - z) * s. Format "gptq" stores z - 1, "gptq_v2" z itself
@@ -31,14 +31,14 @@ from kernels.quantized import Quantized
 
 @dataclass(frozen=True)
 class Gptq:
-    """``group_size`` inputs share a scale and a zero; -1: all of a row."""
+    """``group_size`` inputs share a scale and a zero point; -1: all inputs."""
 
     bits: int
     group_size: int
     is_sorted: bool
-    """desc_act: inputs were quantised in another order than they lie in, so groups are mixed."""
+    """desc_act: inputs were quantised in another order, so a group's inputs are not adjacent."""
     zero_offset: int
-    """What is to be added to a stored zero."""
+    """Added to stored zero points."""
     name: str = "gptq"
 
     @classmethod
@@ -50,7 +50,8 @@ class Gptq:
         rules = field_of(config, "dynamic", default={})
         if any(not str(rule).startswith("-:") for rule in rules):
             raise ModelError(
-                "its quantization has `dynamic` rules, with other bits for some modules"
+                "its quantization has `dynamic` rules with other bits for some modules, which are "
+                "not supported"
             )
         return cls(
             bits=bits,
@@ -84,14 +85,14 @@ class Gptq:
             scales=tensors["scales"].T.contiguous(),
             bits=self.bits,
             group_size=self._size(shape[1]),
-            # Zero, stored as -1, has wrapped around.
+            # The mask undoes the wrap-around of a zero point 0, stored as -1.
             zeros=((stored + self.zero_offset) & (1 << self.bits) - 1).T.contiguous(),
             groups=self._groups(tensors.get("g_idx"), shape[1]),
         )
         return QuantizedWeight(matrix=check_groups(module, matrix), dtype=dtype)
 
     def _groups(self, stored: torch.Tensor | None, inputs: int) -> torch.Tensor | None:
-        """``None`` where inputs lie in the order of their groups."""
+        """Group of each input [in]; ``None`` if groups are runs of adjacent inputs."""
         regular = torch.arange(inputs) // self._size(inputs)
         if stored is None or torch.equal(stored.long(), regular):
             return None

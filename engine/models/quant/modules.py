@@ -1,4 +1,4 @@
-"""The quantised modules of a checkpoint: found, checked before anything is read, and read."""
+"""Finds, checks and reads the quantised modules of a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,17 +13,16 @@ from engine.models.checkpoint import Checkpoint, StoredTensor
 from engine.models.quant.fields import Field, Format
 from engine.models.targets import TargetPart
 
-# A module is quantised if one of these holds its weight: files decide, not lists of exceptions.
+# A module is quantised if it has one of these tensors, whatever its config.json lists.
 PACKED_NAMES = ("qweight", "weight_packed")
 PACKED_DTYPES = ("F8_E4M3", "F8_E5M2", "I8")
-# Of inputs and outputs, which keep their own precision here; of the cache of keys and values, whose
-# scales have a reader of their own (engine.models.kv_scales); and the shape of a packed weight,
-# which config.json tells as well.
+# Unused: scales of activations, which are not quantised here; scales of the KV cache, which
+# engine.models.kv_scales reads; shapes of packed weights, which config.json implies.
 UNUSED = re.compile(r"\.((k|v|q|kv|input|output|activation|prob)_(scale|zero_point)|weight_shape)$")
 
 
 def is_quantized(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a file holds a module's weight in a quantised form."""
+    """True if a module's weight is stored in a quantised form."""
     stored = tensors.get(f"{module}.weight")
     if stored is not None:
         return stored.dtype in PACKED_DTYPES
@@ -31,23 +30,21 @@ def is_quantized(module: str, tensors: Mapping[str, StoredTensor]) -> bool:
 
 
 class QuantizedModules:
-    """Reads the weights that one format of a checkpoint holds."""
+    """Reads the quantised weights of a checkpoint."""
 
     def __init__(self, checkpoint: Checkpoint, form: Format) -> None:
         self._checkpoint = checkpoint
         self._form = form
 
     def holds(self, part: TargetPart) -> bool:
-        """Whether a part is the whole weight of a quantised module."""
+        """True if a part is the weight of a quantised module."""
         return part.name.endswith(".weight") and is_quantized(
             module_of(part), self._checkpoint.tensors
         )
 
     def tensors(self, part: TargetPart) -> dict[str, str]:
-        """Names of the tensors that hold it, by their fields' first suffix.
-
-        Raises ``ModelError`` for one that is missing, or of another shape or type.
-        """
+        """Names of the tensors that store a part, by their fields' first suffix. Raises
+        ``ModelError`` if one is missing or has another shape or type."""
         module, found = module_of(part), {}
         for field in self._form.fields(module, matrix_shape(part)):
             name = self._find(module, field)
@@ -62,10 +59,8 @@ class QuantizedModules:
         return self._form.weight(module_of(part), matrix_shape(part), tensors, dtype)
 
     def may_be_left(self, name: str) -> bool:
-        """Whether a tensor says nothing of a model: no part of any weight, or a bias of zeros.
-
-        AutoGPTQ gave every module a bias.
-        """
+        """True if a tensor may stay unused: it is part of no weight, or it is a bias of zeros,
+        which AutoGPTQ adds to every module."""
         module, _, last = name.rpartition(".")
         if last == "bias" and is_quantized(module, self._checkpoint.tensors):
             return not self._checkpoint.tensor(name).any()
