@@ -42,13 +42,13 @@ class Model(Shapes):
 
     @classmethod
     def of(cls, directory: str | Path) -> Model:
-        """Raises ``ValueError`` for what is no native family, and for quantised weights."""
+        """Raises ``ValueError`` for what is not a native family, and for quantised weights."""
         info = read_model_info(directory)
         if (form := format_of(info)) is not None:
-            raise ValueError(f"{info.path} holds weights quantized by {form.name!r}")
+            raise ValueError(f"{info.path} has weights quantized by {form.name!r}")
         spec = native_spec(info)
         if spec is None:
-            raise ValueError(f"{info.architecture or info.model_type} is no native family")
+            raise ValueError(f"{info.architecture or info.model_type} is not a native family")
         return cls(spec)
 
     def step(self, chunks: Sequence[Chunk], dtype: str, shared: int = 0) -> ModelWork:

@@ -1,7 +1,7 @@
 """Metronome: a step-based inference engine core for language models, with pluggable schedulers.
 
-Public names resolve when they are first used, so that a client or a scheduler never pays for torch.
-"""
+Public names are imported when they are first used, so that clients and schedulers do not load
+torch."""
 
 from __future__ import annotations
 

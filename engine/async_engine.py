@@ -1,11 +1,12 @@
-"""AsyncLLMEngine: many tasks, one core that a thread of its own steps.
+"""AsyncLLMEngine: an engine for asyncio tasks, with a thread that steps the core.
 
     task ── generate() ── checks the prompt, opens a Stream ──┐
     task ── ...                                               ├─> commands ─> thread: core, Session
-    task <── Stream, merged if its reader is slow <───────────┴── one wake-up per step
+    task <── Stream, merges outputs for slow readers <────────┴── one wake-up per step
 
-Commands (add, abort, utility calls) are taken in order between steps. The thread sleeps on a
-condition while there is nothing to do. It alone touches the session; streams belong to their loop.
+Commands (add, abort, utility calls) are executed in order between steps. The thread waits on a
+condition while there is no work. Only this thread uses the session; streams belong to their event
+loop.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 60.0  # longest step a shutdown waits for
-ALIVE_SECONDS = 1.0  # between two looks at a core with nothing to do
-HEALTH_SECONDS = 10.0  # that a core has to answer
+JOIN_SECONDS = 60.0  # a shutdown waits this long for the current step
+ALIVE_SECONDS = 1.0  # interval of checks on an idle core
+HEALTH_SECONDS = 10.0  # timeout of a health check
 
 
 class AsyncLLMEngine:
-    """The engine for servers: ``generate`` from as many tasks as you like.
+    """The engine for servers: any number of tasks may call ``generate``.
 
     Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``.
     """
@@ -59,15 +60,15 @@ class AsyncLLMEngine:
         self._session = session
         session.inputs.texts.prepare()
         self._changed = threading.Condition()
-        # Guarded by the condition: what tasks and the thread share.
+        # Shared by tasks and the thread, guarded by the condition.
         self._commands: deque[Command] = deque()
         self._open: set[Stream] = set()
         self._death: EngineDeadError | None = None
         self._is_closing = False
         self._paused: PauseScope | None = None
-        self._num_arriving = 0  # requests that the session does not know yet
+        self._num_arriving = 0  # requests not yet added to the session
         self._queue_limits: QueueLimits | None = None
-        # Of the thread alone.
+        # Used only by the thread.
         self._live: dict[str, Stream] = {}
         self._observers: list[tuple[Observer, Guard]] = []
         self._on_death: Callable[[], object] | None = None
@@ -77,7 +78,7 @@ class AsyncLLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> AsyncLLMEngine:
-        """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
+        """Load model and tokenizer. Raises ``ConfigError`` for options that cannot work."""
         return cls(Session.open(args.create_config()))
 
     async def generate(
@@ -87,13 +88,12 @@ class AsyncLLMEngine:
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Outputs of one request as they come; a slow reader gets several steps at once.
+        """Run a request and yield its outputs. A slow reader gets outputs of several steps merged.
 
-        Leaving the loop early, or being cancelled, aborts the request, and its id is free again.
-        Raises ``RequestError`` for what is wrong with the request, ``RefusedError`` (one of those)
-        if the queue is full, ``EngineDeadError`` if the core has died. Options are those of
-        ``LLMEngine.add_request``.
-        """
+        Leaving the loop early, or cancelling the task, aborts the request and frees its id.
+        Raises ``RequestError`` for an invalid request, its subclass ``RefusedError`` if the queue
+        is full, and ``EngineDeadError`` if the core has died. ``options``: as for
+        ``LLMEngine.add_request``."""
         reader = await self.open(prompt, sampling_params, request_id, **options)
         async with contextlib.aclosing(reader.outputs()) as outputs:
             async for output in outputs:
@@ -107,7 +107,7 @@ class AsyncLLMEngine:
         chat_options: Mapping[str, Any] | None = None,
         **options: Unpack[RequestOptions],
     ) -> AsyncGenerator[RequestOutput, None]:
-        """``generate`` after a conversation; ``chat_options`` are those of ``render_chat``."""
+        """Like ``generate``, for a conversation; ``chat_options``: options of ``render_chat``."""
         prompt = await self.render_chat(messages, **(chat_options or {}))
         source = self.generate(prompt, sampling_params, request_id, **options)
         async with contextlib.aclosing(source) as outputs:
@@ -121,15 +121,15 @@ class AsyncLLMEngine:
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> Reader:
-        """The same as an object, which must be closed: outputs are what ``next`` returns, until
-        one is ``finished``."""
+        """Like ``generate``, but returns a ``Reader``: call ``next`` until an output is
+        ``finished``, then ``close``."""
         self._check_alive()
         self.check_room()
         inputs, began = self._session.inputs, self._session.clock()
         started = inputs.texts.start(prompt, sampling_params)
         if started is not None:  # other tasks run meanwhile; ``process`` raises its error
             options.setdefault("arrival_time", began)
-            # A shutdown cancels texts that no thread has begun: that is no end of this task.
+            # A shutdown cancels texts that no thread has started; this must not cancel the task.
             await asyncio.gather(asyncio.wrap_future(started), return_exceptions=True)
             self._check_alive()
         submission = inputs.process(request_id, prompt, sampling_params, options, started)
@@ -138,19 +138,17 @@ class AsyncLLMEngine:
         return Reader(stream, self._close_stream)
 
     async def render_chat(self, messages: Messages, **options: Any) -> TextPrompt:
-        """A conversation as a prompt; other tasks go on meanwhile. ``options`` are those of
+        """Render a conversation to a prompt without blocking other tasks. ``options``: as for
         ``Tokenizer.apply_chat_template``. Raises ``RequestError`` if it cannot be rendered."""
-        self.get_tokenizer()  # or its ConfigError
+        self.get_tokenizer()  # raises ConfigError without one
         self.check_room()
         render = self._session.inputs.render
         (prompt,) = await asyncio.to_thread(render, [messages], options)
         return prompt
 
     async def abort(self, request_id: str | Iterable[str]) -> None:
-        """Stop one request or several; unknown ids do nothing.
-
-        Their readers get a last output with finish reason ``"abort"``.
-        """
+        """Abort one or several requests; unknown ids are ignored. Their readers get a last output
+        with finish reason ``"abort"``."""
         await self._call(partial(self._abort, as_request_ids(request_id)))
 
     async def stats(self) -> SchedulerStats | None:
@@ -159,10 +157,10 @@ class AsyncLLMEngine:
         return stats
 
     async def check_health(self, timeout: float = HEALTH_SECONDS) -> None:
-        """Return once the core has answered between two steps.
+        """Return when the core has answered between two steps.
 
-        Raises ``EngineDeadError`` if it has died, ``TimeoutError`` if it has not answered within
-        ``timeout`` seconds: it is in a long step, or it hangs.
+        Raises ``EngineDeadError`` if it has died, and ``TimeoutError`` if it does not answer within
+        ``timeout`` seconds, because of a long step or because it hangs.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -171,19 +169,19 @@ class AsyncLLMEngine:
             raise TimeoutError(f"the core has not answered within {timeout:g} s") from None
 
     def add_observer(self, observer: Observer) -> None:
-        """Have ``observer`` called with each request that ends from now on: finished, aborted or
-        left by its reader, but not one that was refused or whose core has died.
+        """Call ``observer`` with each request that ends from now on: finished, aborted or left by
+        its reader, but not refused ones or those of a core that died.
 
-        It is called by the engine's thread, which does nothing else meanwhile, in the context
-        (``contextvars``) of the task that reads the request. Its first error is logged, all are
-        counted (``observer_failures``), and nothing else comes of them.
+        The engine's thread calls it, and waits for it, in the context (``contextvars``) of the task
+        that reads the request. Its first error is logged and all are counted
+        (``observer_failures``); they have no other effect.
         """
         with self._changed:
             self._check_alive()
             self._command(partial(self._observe, observer))
 
     def on_death(self, callback: Callable[[], object]) -> None:
-        """Have ``callback`` called once the engine has died, by its thread; at once if it has."""
+        """Call ``callback`` in the engine's thread when the engine dies, or now if it has died."""
         with self._changed:
             self._on_death = callback
             is_dead = self._death is not None
@@ -191,84 +189,86 @@ class AsyncLLMEngine:
             callback()
 
     def end_restarts(self) -> None:
-        """Start no core again that dies from now on: the engine is about to end."""
+        """Do not restart cores that die from now on, because the engine is about to end."""
         self._session.client.end_restarts()
 
     @property
     def failures(self) -> Failures:
-        """How often observers on this side of the core have failed. Others may count there."""
+        """Counters of failed observers in this process; others may add to them."""
         return self._session.failures
 
     def measure(self) -> Latencies:
-        """Histograms of what steps bring, counted from the first call on; any thread may read."""
+        """Latency histograms, which start with the first call. Thread-safe."""
         with self._changed:
             return self._session.outputs.measure()
 
     @property
     def counts(self) -> TokenCounts:
-        """Tokens and requests since the start, as they are now."""
+        """Numbers of tokens and requests since the start."""
         return self._session.outputs.counts
 
     @property
     def num_kv_blocks(self) -> int:
-        """Blocks of the KV pool of one core."""
+        """Number of blocks in the KV pool of one core."""
         return self._session.client.decided.num_kv_blocks
 
     @property
     def block_size(self) -> int:
-        """Tokens of a KV block."""
+        """Tokens per KV block."""
         return self._session.client.decided.block_size
 
     async def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while requests use them.
+        """Drop all cached prefixes. Returns False and changes nothing while requests use them.
 
-        ``reset_running`` sends running requests back to the queue first; they compute again.
+        ``reset_running``: preempt running requests first; they compute their KV again.
         """
         call = partial(self._session.client.call, "reset_prefix_cache", reset_running)
         return bool(await self._call(call))
 
     async def pause(self, what: PauseScope = "all") -> None:
-        """Compute nothing until ``resume``; ``"new"``: what runs goes on, the others wait.
+        """Stop computing until ``resume``; with ``"new"``, running requests continue and others
+        wait.
 
-        Requests may be added and aborted meanwhile; deadlines go on to count.
+        Requests may be added and aborted during a pause; deadlines still apply.
         """
         await self._call(partial(self._session.client.call, "pause", what))
         self._paused = what
 
     async def resume(self) -> None:
-        """End a pause; harmless without one."""
+        """End a pause, if there is one."""
         await self._call(partial(self._session.client.call, "resume"))
         self._paused = None
 
     @property
     def paused(self) -> PauseScope | None:
-        """What this engine has paused; other clients of the same core are not known."""
+        """The scope of this engine's pause; ``None`` without one. Other clients' pauses do not
+        count."""
         return self._paused
 
     async def start_profile(self) -> None:
-        """Record what the worker does, until ``stop_profile``.
+        """Record a torch profile of the worker until ``stop_profile``.
 
-        Keep it short: every step adds tens of kilobytes. Raises ``ConfigError`` if the engine was
-        started without ``torch_profiler_dir``, or if a profile is being recorded already.
+        Every step adds tens of kilobytes. Raises ``ConfigError`` if the engine was started without
+        ``torch_profiler_dir``, or if a profile is already being recorded.
         """
         await self._call(partial(self._session.client.call, "profile", "start"))
 
     async def stop_profile(self) -> list[str]:
-        """Write what was recorded; paths of the traces, one or more of each core.
+        """Stop the profile and return the paths of its traces, one or more for each core.
 
-        Takes seconds for a long profile, in which nothing is computed. Raises ``ConfigError`` if
-        none is being recorded.
+        Writing a long profile takes seconds, during which the engine computes nothing. Raises
+        ``ConfigError`` if no profile is being recorded.
         """
         return list(await self._call(partial(self._session.client.call, "profile", "stop")))
 
     async def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text; other tasks go on meanwhile. Raises what ``Tokenizer.encode`` does,
+        """Token ids of a text, without blocking other tasks. Raises as ``Tokenizer.encode`` does,
         and ``ConfigError`` without a tokenizer."""
         encode = self.get_tokenizer().encode
         return await self._session.inputs.texts.elsewhere(encode, text, add_special_tokens)
 
     async def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
-        """Text of token ids; other tasks go on meanwhile. Raises ``ConfigError`` without a
+        """Text of token ids, without blocking other tasks. Raises ``ConfigError`` without a
         tokenizer."""
         decode = self.get_tokenizer().decode
         return await self._session.inputs.texts.elsewhere(decode, token_ids, skip_special_tokens)
@@ -286,35 +286,35 @@ class AsyncLLMEngine:
 
     @property
     def recommended(self) -> Mapping[str, Any]:
-        """Sampling values that the model's makers recommend, by names of ``SamplingParams``: for
-        those who make parameters; requests take them as they are."""
+        """Default sampling parameters from the model's generation_config.json, by names of
+        ``SamplingParams``. They are not applied automatically: use them to build parameters."""
         return self._session.recommended
 
     @property
     def object_rules(self) -> ObjectRules:
-        """What objects of JSON schemas may have where a request does not say it."""
+        """Defaults for objects in JSON schemas."""
         return self._session.inputs.object_rules
 
     @property
     def max_model_len(self) -> int:
-        """Tokens of the longest prompt with its output."""
+        """Maximum number of tokens of prompt and output together."""
         return self._session.inputs.max_model_len
 
     @property
     def num_cores(self) -> NumCores:
-        """Cores that have not died, and all."""
+        """Number of live cores, and of all cores."""
         return self._session.client.num_cores()
 
     @property
     def is_running(self) -> bool:
-        """False once the core has died or was shut down."""
+        """False after the core has died or was shut down."""
         return self._death is None and not self._is_closing
 
     def give_up(self, error: Exception, request_ids: Iterable[str] | None = None) -> int:
-        """Raise ``error`` in the readers of these requests, or of all, and stop the requests.
+        """Stop these requests (``None``: all) and raise ``error`` in their readers.
 
-        What waits for the readers is dropped. Needs no answer of the core, so it works while that
-        hangs. Returns how many there were. To be called in the event loop of the readers.
+        Unread outputs are discarded. Does not wait for the core, so it works if the core hangs.
+        Returns the number of requests. Call it in the readers' event loop.
         """
         wanted = None if request_ids is None else frozenset(as_request_ids(request_ids))
         with self._changed:
@@ -330,8 +330,8 @@ class AsyncLLMEngine:
         return len(streams)
 
     def unread_bytes(self) -> dict[str, int]:
-        """About how much memory holds what readers have not taken yet, by request; only of those
-        with any. To be called in the event loop of the readers."""
+        """Approximate bytes of unread outputs by request id, for requests that have some. Call it
+        in the readers' event loop."""
         with self._changed:
             streams = list(self._open)
         sizes = {stream.request_id: stream.num_unread_bytes for stream in streams}
@@ -340,27 +340,26 @@ class AsyncLLMEngine:
     def limit_queue(
         self, max_requests: int, max_seconds: float | None = None, *, num_seats: int = 0
     ) -> None:
-        """From now on refuse requests at once, before any work, while this many wait for a seat, or
-        while a new one would wait longer for its first token, by the pace of late ones.
+        """Refuse new requests while ``max_requests`` are waiting, or while a new one is estimated
+        to wait more than ``max_seconds`` for its first token.
 
-        num_seats: how many may run at once, if that is known. Before the first request only:
-        raises ``ConfigError`` after it.
+        num_seats: maximum number of running requests; 0: unknown. Raises ``ConfigError`` if
+        requests are open; call it before the first request.
         """
         if self._open:
-            raise ConfigError("limit_queue is called with requests under way: call it before")
+            raise ConfigError("limit_queue must be called before the first request")
         pace = self._session.outputs.pace = QueuePace(num_seats)
         self._queue_limits = QueueLimits(pace, max_requests, max_seconds)
 
     def check_room(self) -> None:
-        """Raise ``RefusedError`` if a request would be refused now, by ``limit_queue``."""
+        """Raise ``RefusedError`` if ``limit_queue`` would refuse a request now."""
         if self._queue_limits is not None:
             self._queue_limits.check(self._num_arriving)
 
     def shutdown(self, timeout: float = JOIN_SECONDS) -> None:
-        """Stop after the step that runs and let go of the model; harmless when repeated.
+        """Stop after the current step and free the model. A second call does nothing.
 
-        Requests that are still read raise ``EngineDeadError``. A step that takes longer than
-        ``timeout`` seconds is not waited for.
+        Open requests raise ``EngineDeadError``. Waits at most ``timeout`` seconds for the step.
         """
         with self._changed:
             self._is_closing = True
@@ -370,7 +369,7 @@ class AsyncLLMEngine:
             self._thread.join(timeout)
         atexit.unregister(self.shutdown)
 
-    # In tasks.
+    # Called in tasks.
 
     def _open_stream(self, submission: Submission, stream: Stream) -> None:
         with self._changed:
@@ -386,7 +385,7 @@ class AsyncLLMEngine:
                 self._command(partial(self._leave, stream))
 
     async def _call(self, function: Callable[[], Any]) -> Any:
-        """Run ``function`` in the thread, between two steps."""
+        """Run ``function`` in the engine's thread between two steps. Returns its result."""
         future: Future[Any] = Future()
         with self._changed:
             self._check_alive()
@@ -396,7 +395,7 @@ class AsyncLLMEngine:
     def _command(self, command: Command) -> None:
         self._commands.append(command)
         self._changed.notify()
-        self._session.wake()  # if the thread waits there, for outputs
+        self._session.wake()  # the thread may be waiting for outputs
 
     def _check_alive(self) -> None:
         if self._death is not None:
@@ -404,7 +403,7 @@ class AsyncLLMEngine:
         if self._is_closing:
             raise EngineDeadError("the engine was shut down")
 
-    # In the thread.
+    # Called in the engine's thread.
 
     def _run(self) -> None:
         cause: BaseException | None = None
@@ -412,12 +411,12 @@ class AsyncLLMEngine:
             while self._take_commands():
                 if self._session.has_unfinished:
                     self._deliver(self._session.step())
-        except BaseException as error:  # after any error, tasks that wait must get it
+        except BaseException as error:  # waiting tasks must get every error
             cause = error
         self._die(cause)
 
     def _take_commands(self) -> bool:
-        """Carry out commands; sleep if there is no other work. False: time to stop."""
+        """Execute commands; block while there is no work. Returns False at a shutdown."""
         with self._changed:
             while not (self._commands or self._is_closing or self._session.has_unfinished):
                 if not self._changed.wait(ALIVE_SECONDS):
@@ -429,7 +428,7 @@ class AsyncLLMEngine:
             if not isinstance(self._commands[0], Arrival):
                 self._submit(arrivals)
                 arrivals = []
-            command = self._commands.popleft()  # one at a time: those after a fault are not lost
+            command = self._commands.popleft()  # one at a time: an error keeps the later ones
             if isinstance(command, Arrival):
                 arrivals.append(command)
             else:
@@ -438,7 +437,7 @@ class AsyncLLMEngine:
         return not self._is_closing
 
     def _submit(self, arrivals: list[Arrival]) -> None:
-        """Add requests; one that is not taken raises in its own reader only."""
+        """Add requests. A refused one raises in its own reader only."""
         if not arrivals:
             return
         try:
@@ -454,7 +453,7 @@ class AsyncLLMEngine:
                 stream.post(partial(stream.fail, error))
 
     def _leave(self, stream: Stream) -> None:
-        """The reader has left the stream. Its id may belong to a newer stream, which keeps it."""
+        """Stop the request of a reader that left, unless a newer request has its id."""
         if self._live.get(stream.request_id) is stream:
             self._session.drop([stream.request_id])
             del self._live[stream.request_id]
@@ -463,21 +462,21 @@ class AsyncLLMEngine:
         name = getattr(observer, "__qualname__", type(observer).__qualname__)
         effect = "it is called again for the next request"
         self._observers.append((observer, Guard(self.failures, name, effect)))
-        self._session.outputs.on_finished = self._tell
+        self._session.outputs.on_finished = self._notify_observers
 
-    def _tell(self, finished: FinishedRequest) -> None:
+    def _notify_observers(self, finished: FinishedRequest) -> None:
         context = self._live[finished.request_id].context
         for observer, guard in self._observers:
             try:
                 context.copy().run(observer, finished)
-            except BaseException as error:  # one that ends this thread ends all requests
+            except BaseException as error:  # an error in this thread would end all requests
                 guard.fail(error)
 
     def _abort(self, request_ids: list[str]) -> None:
         self._deliver(self._session.abort(request_ids))
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
-        """Hand each output to its reader, with one wake-up for each event loop."""
+        """Pass each output to its reader, with one wake-up per event loop."""
         batches: Deliveries = {}
         for output in outputs:
             stream = self._live[output.request_id]
@@ -502,14 +501,14 @@ class AsyncLLMEngine:
             if on_death is not None:
                 on_death()
         self._session.shutdown()
-        for command in commands:  # the core refuses them now, and the tasks that wait get the error
+        for command in commands:  # the closed core raises in them, so waiting tasks get the error
             with contextlib.suppress(Exception):
-                if not isinstance(command, Arrival):  # whose stream has failed already
+                if not isinstance(command, Arrival):  # its stream has failed already
                     command()
 
 
 class Arrival(NamedTuple):
-    """A request on its way to the core. Those that come together go there together."""
+    """A request to add. Consecutive ones are sent to the core together."""
 
     submission: Submission
     stream: Stream
@@ -523,14 +522,14 @@ Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
 
 
 class Delivery:
-    """A step's outputs on their way to readers in one event loop. Its ``repr`` shows none of them:
-    they must not get into logs."""
+    """Delivers a step's outputs to readers in one event loop. A class, because its ``repr``, unlike
+    that of a partial, does not show outputs, which must not be logged."""
 
     def __init__(self, batch: list[tuple[Stream, RequestOutput]]) -> None:
         self._batch = batch
 
     def __call__(self) -> None:
-        """No stream may cost another its outputs."""
+        """Deliver the outputs. A stream that fails does not affect others."""
         for stream, output in self._batch:
             try:
                 stream.put(output)
@@ -540,7 +539,7 @@ class Delivery:
 
 
 def death_by(cause: BaseException | None) -> EngineDeadError:
-    """The error of an engine whose thread has ended; ``None``: it was shut down."""
+    """The error for an engine whose thread ended with ``cause``; ``None``: it was shut down."""
     if cause is None:
         return EngineDeadError("the engine was shut down")
     if isinstance(cause, EngineDeadError):
@@ -551,15 +550,15 @@ def death_by(cause: BaseException | None) -> EngineDeadError:
 
 
 def log_death(death: EngineDeadError) -> None:
-    """One line with the cause; with its traceback where no other process has printed it."""
+    """Log the cause of death, with its traceback unless another process has printed it."""
     cause = death.__cause__
     is_here = cause is not None and cause.__traceback__ is not None
     logger.critical("%s", death, exc_info=cause if is_here else None)
 
 
 def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Raises ``EngineDeadError`` as well: who only asks for health, again and again, must not keep
-    the thread from noticing that the core has died."""
+    """Run ``function`` and set the future. Also raises ``EngineDeadError``, so that the thread ends
+    when a health check finds the core dead."""
     if not future.set_running_or_notify_cancel():
         return
     try:

@@ -1,24 +1,24 @@
-"""Every error the engine raises on purpose.
+"""The errors that the engine raises.
 
     EngineError
     ├── ConfigError (ValueError)        an option, or a combination of options, that cannot work
     │   └── ModelError                  a model directory that is missing, damaged or not supported
-    ├── RequestError (ValueError)       a request that can never be served as it is
-    │   └── RefusedError                a good request that is not taken now: try again later
-    │       └── RestartingError         the core has died and is being started again
-    ├── WireError (ValueError)          bytes that are no message, or a value that cannot travel
+    ├── RequestError (ValueError)       an invalid request
+    │   └── RefusedError                a valid request that is refused now: try again later
+    │       └── RestartingError         the core has died and is being restarted
+    ├── WireError (ValueError)          an invalid message, or a value that cannot be sent
     ├── PolicyError (RuntimeError)      a scheduling policy or resource broke its contract
     └── EngineDeadError (RuntimeError)  the core has died; carries the cause
 
-What a user can cause derives from ``ValueError``. Messages name the value, the limit and the way
-out.
+Errors that a user can cause derive from ``ValueError``. Messages name the value, the limit and what
+to do.
 """
 
 from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of all errors raised on purpose."""
+    """Base class of the engine's errors."""
 
 
 class ConfigError(EngineError, ValueError):
@@ -30,12 +30,11 @@ class ModelError(ConfigError):
 
 
 class RequestError(EngineError, ValueError):
-    """A request that can never be served as it is.
+    """An invalid request.
 
-    ``param`` names the field to blame, as the class of the engine that has it calls it (a field of
-    ``SamplingParams`` or of ``AddRequest``, an option of a request, ``prompt``, ``messages``);
-    ``None``: no single one. ``code`` is a stable word for the kind of error, for programs: the text
-    may change.
+    ``param``: the field that is wrong, by its name in the engine (a field of ``SamplingParams`` or
+    ``AddRequest``, an option of a request, ``prompt``, ``messages``); ``None``: no single field.
+    ``code``: a stable identifier of the kind of error for programs; messages may change.
     """
 
     code: str | None = None
@@ -54,8 +53,8 @@ class RequestTypeError(RequestError, TypeError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt that leaves no room for output: ``length`` ("5000 tokens") with ``limit``, the most
-    tokens of a prompt with its output. Both are empty where only the text is known."""
+    """A prompt that leaves no room for output. ``length``: its length in words ("5000 tokens");
+    ``limit``: the maximum number of tokens of prompt and output. They are "" and 0 if unknown."""
 
     code = "context_length_exceeded"
 
@@ -74,9 +73,9 @@ class PromptTooLongError(RequestError):
 
 
 class RefusedError(RequestError):
-    """A good request that is not taken now: the queue is full, or the policy says so.
+    """A valid request that is refused now, because the queue is full or the policy decides so.
 
-    ``retry_after`` estimates when to try again, in seconds; ``None`` if nothing is known.
+    ``retry_after``: estimated seconds after which to try again; ``None`` if unknown.
     """
 
     code = "queue_full"
@@ -94,23 +93,23 @@ class RefusedError(RequestError):
 
 
 class RestartingError(RefusedError):
-    """No core is there to take a request: one that died is being started again."""
+    """No core can accept a request now; one that died is being restarted."""
 
     code = "core_restarting"
 
 
 class WireError(EngineError, ValueError):
-    """Bytes that are no message of the protocol, or a value that cannot become one."""
+    """Bytes that are not a message of the protocol, or a value that cannot be sent."""
 
 
 class PolicyError(EngineError, RuntimeError):
-    """A scheduling policy or resource broke its contract; names hook and request."""
+    """A scheduling policy or resource broke its contract; the message names hook and request."""
 
 
 class EngineDeadError(EngineError, RuntimeError):
-    """The engine core has died; the cause is chained and quoted."""
+    """The engine core has died; the cause is chained and part of the message."""
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file cannot be used, without its path, which the error that is raised names."""
+    """Why a file cannot be used, without its path, which callers add."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

@@ -1,4 +1,4 @@
-"""LLM: whole lists of prompts at once, results in the order of the prompts."""
+"""LLM: generates for lists of prompts and returns results in the same order."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ T = TypeVar("T")
 class LLM:
     """A model for offline use.
 
-    ``model`` is a local directory in the Hugging Face layout, or the name of a repository on a hub,
-    as "Qwen/Qwen3-0.6B", which is fetched; the model in the box if not given.
-    Further options are those of ``EngineArgs``. Raises ``ConfigError`` for what cannot work.
+    ``model``: a local directory in the Hugging Face layout, or a repository on the hub such as
+    "Qwen/Qwen3-0.6B", which is downloaded; default: the small model in this package. Other options
+    are those of ``EngineArgs``. Raises ``ConfigError`` for options that cannot work.
     """
 
     def __init__(self, model: str | Path | None = None, **options: Any) -> None:
         args = EngineArgs(model=model, **options)
         self.llm_engine = LLMEngine.from_engine_args(args)
         self._counter = itertools.count()
-        self._turn = threading.Lock()  # each call steps until its own requests are done
+        self._turn = threading.Lock()  # one call at a time steps the engine
 
     def generate(
         self,
@@ -52,15 +52,14 @@ class LLM:
         timeout: float | None = None,
         queue_timeout: float | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; outputs stand in the order of the prompts.
+        """Complete all prompts. Outputs are in the order of the prompts.
 
-        A prompt is a text, a list of token ids, ``{"prompt": ...}`` or ``{"prompt_token_ids":
-        ...}`` with options of its own. ``sampling_params`` is one for all or one for each;
-        without, ``get_default_sampling_params`` holds. Raises ``RequestError`` before anything is
-        computed if a prompt or its parameters are wrong. Requests end with finish reason
-        ``"deadline"`` ``timeout`` seconds from now, or after ``queue_timeout`` if they have not
-        started. An interrupt stops what was started. Calls from several threads wait for each
-        other.
+        A prompt is a text, a list of token ids, or ``{"prompt": ...}`` or ``{"prompt_token_ids":
+        ...}`` with options. ``sampling_params``: one for all or one for each; default:
+        ``get_default_sampling_params``. Raises ``RequestError`` before anything is computed if a
+        prompt or its parameters are invalid. A request ends with finish reason ``"deadline"`` after
+        ``timeout`` seconds, or after ``queue_timeout`` seconds if it has not started. An interrupt
+        aborts the requests of this call. Calls from several threads run one after the other.
         """
         todo = _as_prompts(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
@@ -86,11 +85,11 @@ class LLM:
         tools: list[dict[str, Any]] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or a list of them, through the model's chat template.
+        """Answer one conversation, or a list of them, with the model's chat template.
 
-        ``chat_template_kwargs`` are variables of the template. Otherwise like ``generate``.
+        ``chat_template_kwargs``: variables of the template. Otherwise like ``generate``.
         """
-        self.get_tokenizer()  # or its ConfigError
+        self.get_tokenizer()  # raises ConfigError without one
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,
@@ -101,8 +100,8 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What holds without ``sampling_params``: the values that the model's makers recommend
-        (``generation_config``), and the defaults of ``SamplingParams`` for the others."""
+        """The parameters used without ``sampling_params``: those of the model's
+        generation_config.json, and defaults of ``SamplingParams`` for the others."""
         return SamplingParams(**self.llm_engine.session.recommended)
 
     def get_tokenizer(self) -> Tokenizer:
@@ -110,22 +109,23 @@ class LLM:
         return self.llm_engine.get_tokenizer()
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while requests use them."""
+        """Drop all cached prefixes. Returns False and changes nothing while requests use them."""
         with self._turn:
             return self.llm_engine.reset_prefix_cache(reset_running)
 
     def start_profile(self) -> None:
-        """Record what the worker does, until ``stop_profile``: give ``torch_profiler_dir``."""
+        """Record a torch profile of the worker until ``stop_profile``. Needs
+        ``torch_profiler_dir``."""
         with self._turn:
             self.llm_engine.start_profile()
 
     def stop_profile(self) -> list[str]:
-        """Write what was recorded; paths of the traces, one or more of each core."""
+        """Stop the profile and return the paths of its traces, one or more for each core."""
         with self._turn:
             return self.llm_engine.stop_profile()
 
     def shutdown(self) -> None:
-        """Let go of model and memory; harmless when repeated."""
+        """Free the model and its memory. A second call does nothing."""
         self.llm_engine.shutdown()
 
     def _process(
@@ -134,7 +134,7 @@ class LLM:
         params: Sequence[SamplingParams],
         options: list[RequestOptions],
     ) -> list[Submission]:
-        """Check requests; their texts are tokenised together."""
+        """Check requests and tokenise their texts together."""
         inputs = self.llm_engine.session.inputs
         started = inputs.texts.start_all(prompts, params)
         try:
@@ -164,7 +164,7 @@ class LLM:
                         finished[output.request_id] = output
                         if bar is not None:
                             bar.advance(output)
-        except BaseException:  # an interrupt too: nothing of this call is left
+        except BaseException:  # also at an interrupt, no request of this call remains
             session.drop(ids)
             raise
         return [finished[i] for i in ids]
@@ -186,7 +186,7 @@ def _progress(num_requests: int, is_shown: bool) -> AbstractContextManager[Any]:
 
 
 def _as_prompts(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or many, as a list of prompts. A list of integers is one prompt."""
+    """A list of prompts from one prompt or several. A list of integers is one prompt."""
     if isinstance(prompts, str | dict):
         return [prompts]
     items = _items("prompts", prompts)
@@ -210,13 +210,13 @@ def _template_variables(values: object) -> dict[str, Any]:
         raise RequestTypeError(message, param="chat_template_kwargs")
     for name in ("messages", "chat_template", "add_generation_prompt", "tools"):
         if name in values:
-            message = f"chat_template_kwargs has {name!r}, which chat() takes itself"
+            message = f"chat_template_kwargs has {name!r}; pass it as an argument of chat()"
             raise RequestError(message, param="chat_template_kwargs")
     return values
 
 
 def _items(name: str, value: object) -> list[Any]:
-    """What was given, as a list. Raises ``RequestTypeError`` if it is not several things."""
+    """The value as a list. Raises ``RequestTypeError`` if it is not an iterable of items."""
     if not isinstance(value, Iterable) or isinstance(value, str | bytes | Mapping):
         message = f"{name} is {value!r:.80} ({type(value).__name__}), must be a list"
         raise RequestTypeError(message, param=name)
@@ -234,18 +234,18 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
         )
     for item in values:
         if not isinstance(item, kind):
-            message = f"{name} has {item!r:.80}, must have {kind.__name__} only"
+            message = f"{name} contains {item!r:.80}, must contain only {kind.__name__}"
             raise RequestTypeError(message, param=name)
     return values
 
 
 def _only_final(params: SamplingParams) -> SamplingParams:
-    """The same, with one output at the end: text that is not shown is not made step by step."""
+    """The parameters with one output at the end, so that text is not made step by step."""
     return msgspec.structs.replace(params, output_kind="final")
 
 
 class RequestProgress:
-    """Counts finished requests. ``tokens_per_second`` of output is shown next to the bar."""
+    """Progress bar of finished requests, with output tokens per second."""
 
     def __init__(self, num_requests: int, console: Console | None = None) -> None:
         console = Console(stderr=True) if console is None else console
@@ -262,7 +262,7 @@ class RequestProgress:
         self._num_tokens = 0
 
     def advance(self, output: RequestOutput) -> None:
-        """A request has finished."""
+        """Count a finished request."""
         self._num_tokens += sum(len(completion.token_ids) for completion in output.outputs)
         elapsed = self._bar.tasks[0].elapsed or 0.0
         speed = self._num_tokens / elapsed if elapsed else 0.0

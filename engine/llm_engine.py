@@ -1,4 +1,4 @@
-"""LLMEngine: add requests, step, read outputs, all in the caller's thread."""
+"""LLMEngine: a synchronous engine that the caller steps in its own thread."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class LLMEngine:
-    """The engine at its own pace: every ``step`` computes one batch and returns its outputs.
+    """An engine that computes one batch in each ``step`` and returns its outputs.
 
     Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``.
     """
@@ -29,7 +29,7 @@ class LLMEngine:
 
     @classmethod
     def from_engine_args(cls, args: EngineArgs) -> LLMEngine:
-        """Load model and tokenizer. Raises ``ConfigError`` for what cannot work."""
+        """Load model and tokenizer. Raises ``ConfigError`` for options that cannot work."""
         return cls(Session.open(args.create_config()))
 
     def add_request(
@@ -39,28 +39,28 @@ class LLMEngine:
         params: SamplingParams | None = None,
         **options: Unpack[RequestOptions],
     ) -> None:
-        """Queue a request; its outputs come from ``step`` under this id.
+        """Queue a request. ``step`` returns its outputs with this id.
 
-        Options: ``priority`` (lower is more urgent), ``user``, ``arrival_time``, ``deadline`` and
-        ``hints`` for the scheduling policy; ``timeout`` and ``queue_timeout``, seconds from its
-        arrival after which it ends with finish reason ``"deadline"``, the second only if it has not
-        started by then. Raises ``RequestError`` naming value, limit and way out, ``RefusedError``
-        (one of those) if the queue is full; other requests are not affected.
+        Options: ``priority`` (lower values first), ``user``, ``arrival_time``, ``deadline`` and
+        ``hints`` for the scheduling policy; ``timeout`` and ``queue_timeout``: seconds after its
+        arrival at which it ends with finish reason ``"deadline"``, the second only if it has not
+        started. Raises ``RequestError`` for an invalid request, and its subclass ``RefusedError``
+        if the queue is full; other requests are not affected.
         """
         self.session.submit(self.session.inputs.process(request_id, prompt, params, options))
 
     def abort_request(self, request_id: str | Iterable[str]) -> None:
-        """Stop one request or several; unknown ids do nothing.
+        """Abort one or several requests; unknown ids are ignored.
 
         The next ``step`` returns their last outputs, with finish reason ``"abort"``; with text
-        processes it may be a later one, when their text has come.
+        processes a later one may, when their text has arrived.
         """
         self._ready += self.session.abort(as_request_ids(request_id))
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; outputs of the requests that moved, in no particular order.
+        """Compute one batch. Returns outputs of requests with new tokens, in no particular order.
 
-        An interrupt is raised when the batch is done; the next call returns its outputs.
+        An interrupt is raised after the batch is done; the next call returns its outputs.
         """
         if self.session.has_unfinished:
             with HeldInterrupt():
@@ -69,7 +69,7 @@ class LLMEngine:
         return outputs
 
     def has_unfinished_requests(self) -> bool:
-        """Is an output still to come?"""
+        """True if a later ``step`` will return outputs."""
         return self.session.has_unfinished or bool(self._ready)
 
     def get_num_unfinished_requests(self) -> int:
@@ -84,36 +84,37 @@ class LLMEngine:
         return self.session.outputs.counts
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget all cached prefixes. False, and nothing happens, while requests use them.
+        """Drop all cached prefixes. Returns False and changes nothing while requests use them.
 
-        ``reset_running`` sends running requests back to the queue first; they compute again.
+        ``reset_running``: preempt running requests first; they compute their KV again.
         """
         return bool(self.session.client.call("reset_prefix_cache", reset_running))
 
     def pause(self, what: PauseScope = "all") -> None:
-        """Compute nothing until ``resume``; ``"new"``: what runs goes on, the others wait.
+        """Stop computing until ``resume``; with ``"new"``, running requests continue and others
+        wait.
 
         Requests may be added and aborted meanwhile; deadlines go on to count.
         """
         self.session.client.call("pause", what)
 
     def resume(self) -> None:
-        """End a pause; harmless without one."""
+        """End a pause, if there is one."""
         self.session.client.call("resume")
 
     def start_profile(self) -> None:
-        """Record what the worker does, until ``stop_profile``.
+        """Record a torch profile of the worker until ``stop_profile``.
 
-        Keep it short: every step adds tens of kilobytes. Raises ``ConfigError`` if the engine was
-        started without ``torch_profiler_dir``, or if a profile is being recorded already.
+        Every step adds tens of kilobytes. Raises ``ConfigError`` if the engine was started without
+        ``torch_profiler_dir``, or if a profile is already being recorded.
         """
         self.session.client.call("profile", "start")
 
     def stop_profile(self) -> list[str]:
-        """Write what was recorded; paths of the traces, one or more of each core.
+        """Stop the profile and return the paths of its traces, one or more for each core.
 
-        Takes seconds for a long profile, in which nothing is computed. Raises ``ConfigError`` if
-        none is being recorded.
+        Writing a long profile takes seconds, during which the engine computes nothing. Raises
+        ``ConfigError`` if no profile is being recorded.
         """
         return list(self.session.client.call("profile", "stop"))
 
@@ -124,7 +125,7 @@ class LLMEngine:
         return self.session.tokenizer
 
     def shutdown(self) -> None:
-        """Let go of model and memory; harmless when repeated."""
+        """Free the model and its memory. A second call does nothing."""
         self.session.shutdown()
 
     def __enter__(self) -> LLMEngine:

@@ -1,8 +1,8 @@
-"""Finds modules of the policy lab by the names that they had as parts of ``engine``.
+"""Finds modules of the policy lab by their former names in ``engine``.
 
-Scripts, corpora of cases and printed programs hold those names. Importing one gives what the
-module at its new place has, with a ``DeprecationWarning``; this goes with the next release. Nothing
-of the lab is imported before that.
+Scripts, corpora of cases and printed programs contain these names. Importing one returns the
+contents of the module at its new place, with a ``DeprecationWarning``. The former names will be
+removed in the next release. The lab is not imported before one is used.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MOVED = {
     "engine.verify": "policylab.verify",
 }
 HERE = ("engine.verify", "engine.verify.testing")
-"""Names that type checkers find, too."""
+"""Names that exist as files, for type checkers."""
 OWN = ("__name__", "__spec__", "__loader__", "__package__", "__path__", "__file__", "__cached__")
-"""What a module has as itself, whatever is in it."""
+"""Attributes that every module has, which are not copied."""
 
 
 class MovedModules:
-    """A finder and loader of the import system for the names in ``MOVED`` and all below them."""
+    """Import finder and loader for the names in ``MOVED`` and their submodules."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -36,7 +36,7 @@ class MovedModules:
         return ModuleSpec(name, self, is_package=True)  # type: ignore[arg-type]  # of its duties
 
     def create_module(self, spec: ModuleSpec) -> None:
-        """The import system makes the module."""
+        """Return ``None``, so that the import system creates the module."""
 
     def exec_module(self, module: ModuleType) -> None:
         name = module.__name__
@@ -48,7 +48,7 @@ class MovedModules:
 
 
 def new_name(name: str) -> str | None:
-    """Where a module is now; ``None`` if it has not moved."""
+    """The new name of a module; ``None`` if it has not moved."""
     for old, new in MOVED.items():
         if name == old or name.startswith(f"{old}."):
             return new + name.removeprefix(old)
@@ -56,9 +56,9 @@ def new_name(name: str) -> str | None:
 
 
 def find_moved_modules() -> None:
-    """Let the import system know the former names.
+    """Register the former names with the import system.
 
-    Before all other ways to find a module: where the modules were, an upgrade leaves directories
-    with compiled files, which would be packages with nothing in them.
+    They come before all other finders, because an upgrade may leave directories with compiled files
+    at the old places, which would be found as empty packages.
     """
     sys.meta_path.insert(0, MovedModules())

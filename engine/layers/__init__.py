@@ -1,1 +1,1 @@
-"""Layers of decoders: each owns its weights and calls one kernel or a few."""
+"""Layers of decoders. Each owns its weights and calls one or a few kernels."""

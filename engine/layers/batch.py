@@ -13,38 +13,38 @@ from kernels.meta import AttentionMeta
 
 @dataclass(slots=True)
 class Wanted:
-    """The tokens whose hidden states will be read, each as a decode of its own.
+    """The tokens whose hidden states are needed, with attention inputs for them as single queries.
 
-    Of a prompt only the last token's hidden state is read, so the last layer computes queries,
-    output projection and MLP of few rows, but keys and values of all.
+    A prompt needs only the hidden state of its last token, so the last layer computes queries,
+    output projection and MLP for few tokens, but keys and values for all.
     """
 
-    rows: torch.Tensor  # [R] int64, rows of the batch
-    attn: AttentionMeta  # R sequences of one query
+    rows: torch.Tensor  # [R] int64, index among the batch's tokens
+    attn: AttentionMeta  # R sequences of one query each
 
 
 class Embeds(NamedTuple):
-    """Vectors in place of those that the embedding gives, as an encoder made them."""
+    """Input vectors that replace embeddings of some tokens, for example from an image encoder."""
 
-    rows: torch.Tensor  # [M] int64, rows of the batch
+    rows: torch.Tensor  # [M] int64, index among the batch's tokens
     values: torch.Tensor  # [M, H]
 
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """The tokens of one step, flattened over its sequences (decodes first)."""
+    """The N tokens of a step, concatenated over its sequences (decodes first)."""
 
     input_ids: torch.Tensor  # [N] int32 or int64
-    positions: torch.Tensor  # [N] int64; [K, N] for models that count along several axes: ``move``
+    positions: torch.Tensor  # [N] int64; [K, N] for positions along K axes, see ``move``
     attn: AttentionMeta
-    wanted: Wanted | None = None  # None: every row
+    wanted: Wanted | None = None  # None: hidden states of all tokens
     embeds: Embeds | None = None
-    aux_layers: tuple[int, ...] = ()  # whose outputs are wanted with the last hidden states
-    recorder: Recorder | None = None  # repeats this step, from which nothing else is wanted
+    aux_layers: tuple[int, ...] = ()  # layers whose outputs are returned, too
+    recorder: Recorder | None = None  # records or replays this step on a CPU
 
     def move(self, positions: torch.Tensor) -> None:
-        """Give the tokens other positions than their places in the sequence, of one row [N] or
-        several [K, N]. Attention goes by places, rotation by positions."""
+        """Set rotary positions [N] or [K, N] that differ from the tokens' indices in their
+        sequences. Attention still uses the indices."""
         self.positions = positions
         if positions.dim() == 1:
             self.attn = replace(self.attn, positions=positions)
@@ -56,5 +56,5 @@ class ForwardBatch:
 class Hidden(NamedTuple):
     """Output of a forward pass."""
 
-    last: torch.Tensor  # [R, H]: of the wanted rows, after the final norm
-    aux: tuple[torch.Tensor, ...] = ()  # [N, H] each: the residual stream after each aux layer
+    last: torch.Tensor  # [R, H], wanted tokens after the final norm
+    aux: tuple[torch.Tensor, ...] = ()  # [N, H] each, the residual stream after each aux layer

@@ -14,9 +14,9 @@ class Linear(Protocol):
     out_features: int
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, in] -> [N, out], a new tensor of x's dtype."""
+        """x [N, in] -> a new tensor [N, out] of x's dtype."""
         ...
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows of the weight, for an embedding tied to the output layer: [N] -> [N, in]."""
+        """Rows ``ids`` [N] of the weight, [N, in], for an embedding tied to the output layer."""
         ...

@@ -1,4 +1,4 @@
-"""Linear layers that own the only copy of their weights, in the form fastest on the device."""
+"""Linear layers. Each owns the only copy of its weight, in the fastest layout for the device."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def make_linear(
     keeps_float32: bool = False,
     batch_invariant: bool = False,
 ) -> Linear:
-    """Take over `weight` [out, in] and `bias` [out]; the caller drops its own references.
+    """Create the layer for `weight` [out, in] and `bias` [out]; drop your references to both.
 
-    quantization: None, or what a plain weight becomes: "int8" (a scale per output; on the CPU
-    inputs have 8 bits too, a scale per row) or "fp8" (inputs and weights; not on the CPU). A weight
-    that is quantised already stays so on a GPU where a kernel takes it, and is dequantised anywhere
-    else. On the CPU a plain weight is packed once, in its own dtype; with float16, inputs and
-    outputs are float32. keeps_float32: outputs stay as they were summed on the CPU, in float32,
-    though the inputs are bfloat16. batch_invariant: a row's result depends on no other row, of
-    plain weights; on a CPU it never does."""
+    quantization: format to quantise a plain weight to: "int8" (one scale per output; on the CPU
+    inputs are quantised too, with one scale per row), "fp8" (weights and inputs; not on the CPU) or
+    None. A weight that is already quantised stays so if the GPU has a kernel for it, otherwise it
+    is dequantised. On the CPU a plain weight is packed in its dtype; for float16, inputs and
+    outputs are float32. keeps_float32: on the CPU, return the float32 sums for bfloat16 inputs.
+    batch_invariant: on a GPU, plain weights use products whose rows do not depend on each other
+    (CPU products always are)."""
     device = torch.device(device)
     check_quantization(quantization, device)
     if is_cpu(device):
@@ -53,23 +53,23 @@ def make_linear(
 
 
 def is_cpu(device: torch.device) -> bool:
-    """Whether the CPU computes for itself, not in the place of a GPU."""
+    """True for the CPU, unless it runs in place of a GPU."""
     return device.type == "cpu" and not CPU_TENSORS.are_interpreted
 
 
 def check_quantization(quantization: str | None, device: torch.device) -> None:
-    """Raise ``ConfigError`` unless plain weights can be quantised so on this device."""
+    """Raise ``ConfigError`` if plain weights cannot be quantised to this format on the device."""
     if quantization not in (None, *QUANTIZATIONS):
-        raise ConfigError(f"unknown quantization {quantization!r}: use one of {QUANTIZATIONS}")
+        raise ConfigError(f"quantization {quantization!r} is unknown; use one of {QUANTIZATIONS}")
     if quantization == "fp8" and is_cpu(device):
         raise ConfigError(
-            "quantization 'fp8' needs device='cuda', got device='cpu': processors have no product "
-            "of 8-bit floats; quantization='int8' is fast there"
+            "quantization='fp8' needs device='cuda', got device='cpu', which cannot multiply 8-bit "
+            "floats; use quantization='int8'"
         )
 
 
 def quantized(weight: torch.Tensor, quantization: str) -> QuantizedWeight:
-    """A plain weight made "int8" or "fp8"."""
+    """Quantise a plain weight to "int8" or "fp8"."""
     is_fp8 = quantization == "fp8"
     make = quantize_fp8 if is_fp8 else quantize_int8
     return QuantizedWeight(matrix=make(weight), dtype=weight.dtype, quantizes_inputs=is_fp8)
@@ -94,7 +94,7 @@ def cpu_linear(
 
 
 class PlainLinear:
-    """The product on the weights as they are: torch's, or on a GPU that of one row."""
+    """Product with an unpacked weight, by torch or, for one row on a GPU, by our kernel."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight
@@ -109,14 +109,14 @@ class PlainLinear:
 
 
 class InvariantLinear(PlainLinear):
-    """The product whose rows do not depend on each other; see ``kernels.invariant_linear``."""
+    """Product whose rows do not depend on each other; see ``kernels.invariant_linear``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.invariant_linear(x, self.weight, self.bias)
 
 
 class Float32Linear:
-    """Compiled product of float32 rows on weights in panels, float32 or float16; see
+    """Compiled product of float32 inputs with packed float32 or float16 weights; see
     kernels.cpu.matmul.float32."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
@@ -136,7 +136,7 @@ class Float32Linear:
 
 
 class BFloat16Linear:
-    """Compiled product on bfloat16 weights in panels; see kernels.cpu.matmul.bfloat16."""
+    """Compiled product with packed bfloat16 weights; see kernels.cpu.matmul.bfloat16."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False
@@ -156,7 +156,8 @@ class BFloat16Linear:
         )
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """See ``kernels.cpu.matmul.bfloat16.gated_product``; ``None`` for what it does not know."""
+        """See ``kernels.cpu.matmul.bfloat16.gated_product``; ``None`` if it does not support the
+        case."""
         is_known = activation in ACTS and self._out_dtype is torch.bfloat16
         if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
             return None
@@ -164,7 +165,7 @@ class BFloat16Linear:
         return bfloat16.gated_product(x, self.packed, self.out_features, activation)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """See ``kernels.cpu.matmul.bfloat16.largest``; ``None`` where there is a bias."""
+        """See ``kernels.cpu.matmul.bfloat16.largest``; ``None`` if there is a bias."""
         if self.bias is not None:
             return None
         return bfloat16.largest(x.bfloat16().contiguous(), self.packed, self.out_features)
@@ -195,7 +196,7 @@ class Int8Linear:
 
 
 class TorchInt8Linear:
-    """8-bit arithmetic by torch, where the processor lacks the 8-bit dot product."""
+    """8-bit product by torch, for processors without 8-bit dot products."""
 
     def __init__(
         self, weight: torch.Tensor, bias: torch.Tensor | None, keeps_float32: bool = False

@@ -1,9 +1,8 @@
-"""Layers of a torch module whose products are ours: weights packed once, the module's own freed.
+"""Replaces linear layers, experts and embeddings of a torch module by ones with our products.
 
-A layer keeps its identity and its place in the module, and becomes of another class. It stays as it
-was where that might not do: a subclass of ``nn.Linear`` may compute something else, a weight may be
-shared with more than embeddings, an embedding may do more with its table than read rows.
-"""
+Weights are packed once and the originals freed. A layer object stays the same and changes its
+class. It is left unchanged if the replacement might differ: for subclasses of ``nn.Linear``,
+weights shared with layers other than embeddings, and embeddings that do more than read rows."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from torch.nn import functional as F
 from engine.layers.interface import Linear
 from engine.layers.linear import make_linear
 
-PACKED = (torch.bfloat16, torch.float16)  # torch's product of float32 is no slower than ours
-NUM_TRIED = 8  # rows of a table by which an embedding is tried
+PACKED = (torch.bfloat16, torch.float16)  # torch's float32 product is as fast as ours
+NUM_TRIED = 8  # table rows compared in the check of an embedding
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
 """[N] -> [N, in], rows of a weight."""
@@ -29,15 +28,14 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 def pack_module(
     root: nn.Module, dtype: torch.dtype, *, head: nn.Module | None, transposed: type[nn.Module]
 ) -> None:
-    """Have a module's products of bfloat16 and float16 weights on the CPU computed by ours, layer
-    by layer. What the layers keep for torch is copied, so that no file stays mapped for it.
+    """Replace all CPU products with bfloat16 and float16 weights in a module. Other tensors are
+    copied, so that no checkpoint file stays memory-mapped.
 
-    dtype: that of values between layers; what stays torch's and is float16 becomes that. head: the
-    layer of the scores, which stay as they were summed, in float32. transposed: the class of linear
-    layers whose weight is [in, out].
+    dtype: of activations; remaining float16 tensors are converted to it. head: the output layer,
+    which returns float32 sums. transposed: the class of linear layers with weights [in, out].
     """
     modules = list(root.modules())
-    owners: dict[int, list[nn.Module]] = {}  # of a parameter, by its identity
+    owners: dict[int, list[nn.Module]] = {}  # modules of a parameter, by its id()
     for module in modules:
         for parameter in module.parameters(recurse=False):
             owners.setdefault(id(parameter), []).append(module)
@@ -59,16 +57,17 @@ class PackedLinear(nn.Linear):
 
     product: Linear
     origin: type[nn.Module]
-    """The class it was of."""
+    """The original class."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[..., in] -> [..., out]"""
+        """input [..., in] -> [..., out]"""
         y = self.product(input.reshape(-1, input.shape[-1]))
         return y.view(*input.shape[:-1], y.shape[-1])
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """Read by code around the layer: it becomes what it was, with a plain weight of its own."""
+        """Other code reads the weight: change the layer back to its original class with a plain
+        weight."""
         weight = self.product.rows(torch.arange(self.product.out_features))
         if weight.dtype is torch.float16:
             weight = weight.float()
@@ -82,7 +81,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linear(layer: Any, *, keeps_float32: bool) -> Linear:
-    """Have a layer compute our product, which is returned."""
+    """Change a layer to ``PackedLinear``. Returns its product."""
     weight, bias = layer.weight.detach(), layer.bias
     if type(layer) is not nn.Linear:
         weight = weight.T.contiguous()
@@ -95,21 +94,23 @@ def pack_linear(layer: Any, *, keeps_float32: bool) -> Linear:
 
 
 class RowsEmbedding(nn.Embedding):
-    """A table whose rows are elsewhere. Its weight tells a size, a dtype and a device, no values:
-    they are NaN."""
+    """An embedding that reads its rows with a function. Its weight has the right shape, dtype and
+    device, but its values are NaN."""
 
     rows: Rows
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """[...] -> [..., H]"""
+        """input [...] -> [..., H]"""
         rows = self.rows(input.flatten()).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)
 
 
 def read_rows(table: Any, rows: Rows, dtype: torch.dtype) -> None:
-    """Have an embedding read its rows by a function, as `dtype`, and forget its table."""
+    """Change an embedding to read rows with a function, converted to `dtype`; its table is
+    dropped."""
     origin = type(table)
-    # A subclass, which may scale what nn.Embedding gives it, is given rows in the place of that.
+    # A subclass may scale the rows that nn.Embedding returns, so it inherits from RowsEmbedding,
+    # too.
     bases = (RowsEmbedding,) if origin is nn.Embedding else (origin, RowsEmbedding)
     table.__class__ = type(origin.__name__, bases, {})
     nowhere = torch.full((), torch.nan, dtype=dtype, device=table.weight.device)
@@ -118,7 +119,7 @@ def read_rows(table: Any, rows: Rows, dtype: torch.dtype) -> None:
 
 
 def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
-    """Whether a module gives what it gave if it reads rows by a function: a copy of it tries."""
+    """True if a copy of a module that reads rows with a function has the same output."""
     if not isinstance(table, nn.Embedding) or table.max_norm is not None:
         return False
     ids = torch.arange(min(NUM_TRIED, table.num_embeddings))
@@ -129,8 +130,8 @@ def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def take_over(module: nn.Module, dtype: torch.dtype) -> None:
-    """Copy what a module itself still holds, float16 as `dtype`, but for tables: their rows become
-    that when they are read."""
+    """Copy a module's remaining tensors, float16 ones converted to `dtype`. Rows of tables are
+    converted when they are read."""
     if isinstance(module, RowsEmbedding):
         return
     weight = module.weight.detach() if isinstance(module, nn.Embedding) else None
@@ -143,18 +144,18 @@ def take_over(module: nn.Module, dtype: torch.dtype) -> None:
 
 
 class PackedExperts(nn.Module):
-    """Experts of a mixture as transformers holds them, with our products."""
+    """The experts module of transformers with our products."""
 
     num_experts: int
     ups: list[Linear]
-    """Weights of each expert: the gate and up projections as one, or the latter alone."""
+    """For each expert, gate and up projections as one layer, or only the up projection."""
     downs: list[Linear]
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """hidden_states: [N, H]; top_k_index, top_k_weights: [N, K] -> [N, H]. An index past the
-        last expert stands for none."""
+        """hidden_states [N, H]; top_k_index, top_k_weights [N, K] -> [N, H]. An index past the last
+        expert means no expert."""
         experts: Any = self
         num_tokens, top_k = top_k_index.shape
         order = top_k_index.flatten().argsort(stable=True)
@@ -173,14 +174,14 @@ class PackedExperts(nn.Module):
 
 
 def _products(layers: list[Linear], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """rows: [S, in], those of the first expert first, `counts` of each -> [S, out]."""
+    """rows [S, in], sorted by expert, `counts` rows for each -> [S, out]."""
     parts = torch.split(rows, counts)
     made = [layer(part) for layer, part in zip(layers, parts, strict=True) if len(part)]
     return torch.cat(made)
 
 
 def is_experts(module: nn.Module) -> bool:
-    """Whether it is experts in the form that transformers' own functions for them take."""
+    """True for an experts module with the interface of transformers' experts functions."""
     needed = ("num_experts", "has_gate", "has_bias", "is_transposed", "has_post_expert_norm")
     if not all(hasattr(module, name) for name in needed) or module._is_expert_parallel:
         return False
@@ -201,7 +202,7 @@ def pack_experts(experts: Any) -> None:
 
 
 def _packed_stack(experts: Any, name: str) -> list[Linear]:
-    """Products of a weight [E, out, in] or, transposed, [E, in, out], which is forgotten."""
+    """Layers from a stacked weight [E, out, in], or [E, in, out] if transposed; it is deleted."""
     weights = getattr(experts, name).detach()
     biases = (
         getattr(experts, f"{name}_bias").detach() if experts.has_bias else [None] * len(weights)

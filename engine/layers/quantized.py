@@ -1,4 +1,4 @@
-"""Weights as quantised checkpoints hold them, on the CPU, until a layer takes them over."""
+"""Weights of quantised checkpoints on the CPU, before a layer is made of them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from kernels.reference.quant import dequantize, zeros_of
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class QuantizedWeight:
-    """A matrix [out, in] that stands for numbers of ``dtype``."""
+    """A quantised matrix [out, in]; ``dtype`` is that of the original numbers."""
 
     matrix: Quantized
     dtype: torch.dtype
     quantizes_inputs: bool = False
-    """The product may round its inputs to 8-bit floats; else it is of weights alone."""
+    """True if the product may also quantise its inputs to 8-bit floats."""
     input_scale: float | None = None
-    """Scale of 8-bit inputs, as calibrated; ``None``: each row has its own."""
+    """Calibrated scale of quantised inputs; ``None``: a scale is computed for each row."""
 
     @property
     def shape(self) -> torch.Size:
         return self.matrix.values.shape
 
     def dequantize(self) -> torch.Tensor:
-        """[out, in] of ``dtype``."""
+        """The matrix [out, in] in ``dtype``."""
         return dequantize(self.matrix, self.dtype)
 
 
@@ -35,15 +35,13 @@ Weight = torch.Tensor | QuantizedWeight
 
 
 def plain(weight: Weight) -> torch.Tensor:
-    """The numbers a weight stands for."""
+    """The weight as a plain tensor, dequantised if necessary."""
     return weight if isinstance(weight, torch.Tensor) else weight.dequantize()
 
 
 def stack(parts: Sequence[Weight]) -> Weight:
-    """One matrix, the outputs of ``parts`` end to end.
-
-    Of parts that are quantised in different ways, the plain numbers.
-    """
+    """Concatenate ``parts`` along their outputs. Parts that are quantised in different ways are
+    dequantised."""
     quantized = [part for part in parts if isinstance(part, QuantizedWeight)]
     if len(parts) == 1:
         return parts[0]
@@ -56,7 +54,7 @@ def stack(parts: Sequence[Weight]) -> Weight:
         scales=torch.cat([matrix.scales for matrix in matrices]),
         zeros=torch.cat([zeros_of(matrix) for matrix in matrices]) if has_zeros else None,
     )
-    # Parts see the same inputs; the widest range calibrated cuts none of them off.
+    # Parts have the same inputs; the largest calibrated scale clips none of them.
     scales = [part.input_scale for part in quantized if part.input_scale is not None]
     return QuantizedWeight(
         matrix=matrix,

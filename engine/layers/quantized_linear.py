@@ -1,4 +1,4 @@
-"""Linear layers of quantised weights on a GPU; on the CPU weights are dequantised when loaded."""
+"""Linear layers with quantised weights on a GPU; on the CPU they are dequantised when loaded."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from kernels import quant
 from kernels.quantized import Packed, Quantized, can_pack, pack, unpack
 from kernels.reference.quant import dequantize
 
-FP8_ALIGNMENT = 16  # inputs and outputs of torch's product of 8-bit floats
+FP8_ALIGNMENT = 16  # of inputs and outputs in torch's 8-bit float product
 FP8_CAPABILITY = (8, 9)
 
 
 class WeightOnlyLinear:
-    """Weights stay packed in memory and are dequantised on their way to the product."""
+    """Weights stay packed in memory and are dequantised inside the product's kernel."""
 
     def __init__(self, packed: Packed, bias: torch.Tensor | None, dtype: torch.dtype) -> None:
         self.packed = packed
@@ -31,10 +31,8 @@ class WeightOnlyLinear:
 
 
 class Fp8Linear:
-    """Weights and inputs as 8-bit floats, by torch's own product.
-
-    Weights have a scale per output, inputs one per row, or the one they were calibrated to.
-    """
+    """Product of weights and inputs in 8-bit floats, by torch. Weights have one scale per output,
+    inputs one per row or a calibrated one."""
 
     def __init__(
         self, weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
@@ -55,9 +53,9 @@ class Fp8Linear:
         return y if self.bias is None else y.add_(self.bias)
 
     def product(self, rows: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """rows: [M, in] float8_e4m3fn, scales: [M, 1] float32 -> [M, out] of dtype."""
+        """rows [M, in] float8_e4m3fn, scales [M, 1] float32 -> [M, out] of ``dtype``."""
         columns = self.values.T
-        if dtype is torch.bfloat16:  # the only one that scales by row come with
+        if dtype is torch.bfloat16:  # torch supports row scales only for bfloat16 outputs
             return torch._scaled_mm(
                 rows, columns, scale_a=scales, scale_b=self.scales, out_dtype=dtype
             )
@@ -74,10 +72,8 @@ class Fp8Linear:
 def device_linear(
     weight: QuantizedWeight, bias: torch.Tensor | None, device: torch.device
 ) -> WeightOnlyLinear | Fp8Linear | None:
-    """The layer that a kernel takes; ``None`` if there is none: then dequantise the weight.
-
-    bias: [out] on ``device``.
-    """
+    """The layer for a quantised weight; ``None`` if no kernel supports it, so that it must be
+    dequantised. bias: [out] on ``device``."""
     matrix = weight.matrix
     if matrix.is_float and not has_fp8(device):
         return None
@@ -89,8 +85,7 @@ def device_linear(
 
 
 def packed_of(linear: Linear) -> Packed | None:
-    """What a layer computes with, as a product of weights alone takes it; ``None`` if there is no
-    such product, or a bias."""
+    """A layer's weight for weight-only products; ``None`` if it is not quantised or has a bias."""
     if not isinstance(linear, WeightOnlyLinear | Fp8Linear) or linear.bias is not None:
         return None
     if isinstance(linear, WeightOnlyLinear):
@@ -106,7 +101,7 @@ def is_for_fp8_product(weight: QuantizedWeight) -> bool:
 
 
 def has_fp8(device: torch.device) -> bool:
-    """Whether a device computes with 8-bit floats of type e4m3fn."""
+    """True if a device supports e4m3fn floats."""
     if device.type != "cuda":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY

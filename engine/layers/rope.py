@@ -1,4 +1,4 @@
-"""What makes one rotary position embedding differ from another. No torch."""
+"""The parameters of a rotary position embedding. Does not import torch."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RopeSpec:
-    """One rotary embedding of a model; layers that share the object share its table."""
+    """A rotary embedding; layers with the same object share its table."""
 
     rope_type: str
     """default, linear, dynamic, yarn, longrope, llama3 or proportional."""
     theta: float
     head_dim: int
     rotary_dim: int
-    """Leading dimensions of a head that turn; the rest pass."""
+    """Number of leading dimensions of a head that are rotated."""
     max_position: int
-    """Longest sequence the model was made for, in tokens."""
+    """Longest sequence that the model was trained for, in tokens."""
     scaling: Mapping[str, Any]
-    """The type's own parameters, named as in Hugging Face's ``rope_parameters``."""
+    """Parameters of the type, named as in transformers' ``rope_parameters``."""

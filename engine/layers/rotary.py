@@ -1,13 +1,13 @@
-"""Tables of cosines and sines for every kind of rotary embedding transformers ships.
+"""Cosine and sine tables for all types of rotary embeddings in transformers.
 
-Two kinds depend on the length of a sequence. transformers looks at the longest sequence of each
-call, so that keys already cached keep an older rotation than new ones. Here one choice holds for
-the life of the engine, made by ``max_model_len``, the longest sequence there can be:
+Two types depend on the sequence length. transformers uses the longest sequence of each call, so
+cached keys may be rotated differently from new ones. Here the frequencies are fixed by
+``max_model_len``, the longest possible sequence:
 
-* longrope takes the long factors if ``max_model_len`` exceeds the original length, else the short;
-* dynamic takes the base for ``max_model_len`` if that exceeds ``max_position_embeddings``.
+* longrope uses the long factors if ``max_model_len`` exceeds the original length, else the short;
+* dynamic uses the base for ``max_model_len`` if that exceeds ``max_position_embeddings``.
 
-Both agree with transformers on the same side of that border.
+Results equal those of transformers if its sequence is on the same side of that limit.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from engine.layers.rope import RopeSpec
 
 
 class Frequencies(NamedTuple):
-    """Radians a position per pair of dimensions, [rotary_dim / 2], and a factor on cos and sin."""
+    """Radians per position for each pair of dimensions [rotary_dim / 2], and a factor on cos and
+    sin."""
 
     inv_freq: torch.Tensor
     attention_factor: float = 1.0
 
 
 def cos_sin_table(rope: RopeSpec, max_model_len: int) -> torch.Tensor:
-    """[max_model_len, rotary_dim] float32: cosines in a row's first half, then sines."""
+    """Table [max_model_len, rotary_dim] float32: each row has the cosines, then the sines."""
     inv_freq, factor = frequencies(rope, max_model_len)
     angles = torch.arange(max_model_len, dtype=torch.float32)[:, None] * inv_freq
     table = torch.empty(max_model_len, 2 * inv_freq.numel(), dtype=torch.float32)
@@ -40,7 +41,8 @@ def cos_sin_table(rope: RopeSpec, max_model_len: int) -> torch.Tensor:
 
 
 def frequencies(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """What transformers' ROPE_INIT_FUNCTIONS give for a sequence of ``max_model_len`` tokens."""
+    """Frequencies of transformers' ROPE_INIT_FUNCTIONS for sequences of ``max_model_len``
+    tokens."""
     return ROPE_TYPES[rope.rope_type](rope, max_model_len)
 
 
@@ -66,15 +68,15 @@ def _dynamic(rope: RopeSpec, max_model_len: int) -> Frequencies:
 
 
 def _proportional(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """The whole head takes part, but only the first pairs turn."""
-    turning = int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.head_dim // 2)
+    """All dimensions are in the table, but only the first pairs are rotated."""
+    num_rotated = int(rope.scaling.get("partial_rotary_factor", 1.0) * rope.head_dim // 2)
     inv_freq = torch.zeros(rope.head_dim // 2, dtype=torch.float32)
-    inv_freq[:turning] = 1.0 / _powers(rope.theta, 2 * turning, rope.head_dim)
+    inv_freq[:num_rotated] = 1.0 / _powers(rope.theta, 2 * num_rotated, rope.head_dim)
     return Frequencies(inv_freq / rope.scaling.get("factor", 1.0))
 
 
 def _llama3(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """Long waves are stretched by factor, short ones kept, those between blended."""
+    """Long wavelengths are scaled by ``factor``, short ones kept, those between interpolated."""
     scaling = rope.scaling
     factor, low, high = (scaling[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
     original = scaling["original_max_position_embeddings"]
@@ -87,7 +89,7 @@ def _llama3(rope: RopeSpec, max_model_len: int) -> Frequencies:
 
 
 def _yarn(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """NTK by parts: arXiv 2309.00071."""
+    """YaRN, "NTK by parts" (arXiv 2309.00071)."""
     scaling, dim = rope.scaling, rope.rotary_dim
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or rope.max_position / original
@@ -124,7 +126,7 @@ def _yarn_attention_factor(rope: RopeSpec, factor: float) -> float:
 
 
 def _longrope(rope: RopeSpec, max_model_len: int) -> Frequencies:
-    """A factor per pair of dimensions: arXiv 2402.13753."""
+    """LongRoPE: one factor per pair of dimensions (arXiv 2402.13753)."""
     scaling = rope.scaling
     original = scaling["original_max_position_embeddings"]
     factor = scaling.get("factor") or rope.max_position / original

@@ -1,4 +1,4 @@
-"""What a decoder is made of, from token embeddings to the scores of the vocabulary."""
+"""The parts of a decoder: embedding, norms, attention, MLP, experts and output layer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kernels.quantized import Packed, can_stack, stack
 
 
 class Embedding:
-    """A table of vectors, scaled if the family says so."""
+    """Token embedding, scaled by ``multiplier``."""
 
     def __init__(
         self,
@@ -25,13 +25,13 @@ class Embedding:
         dtype: torch.dtype,
         multiplier: float = 1.0,
     ) -> None:
-        self.rows = rows  # [N] -> a new [N, H]; a tied table belongs to the output layer
+        self.rows = rows  # [N] -> a new [N, H]; the output layer owns a tied table
         self.dtype = dtype
-        # Gemma rounds the factor to the dtype computed with.
+        # Gemma rounds the factor to the compute dtype.
         self.multiplier = torch.tensor(multiplier, dtype=dtype).item()
 
     def __call__(self, input_ids: torch.Tensor, embeds: Embeds | None = None) -> torch.Tensor:
-        """input_ids: [N] -> [N, H]; ``embeds`` take the place of their rows, unscaled."""
+        """input_ids [N] -> [N, H]. ``embeds`` replace their rows, unscaled."""
         x = self.rows(input_ids).to(self.dtype)
         x = x if self.multiplier == 1.0 else x.mul_(self.multiplier)
         if embeds is not None:
@@ -40,7 +40,7 @@ class Embedding:
 
 
 class RMSNorm:
-    """x / rms(x) * weight; ``add_one``: stored weights are offsets from one."""
+    """x / rms(x) * weight. ``add_one``: stored weights are differences from one."""
 
     def __init__(self, weight: torch.Tensor, eps: float, add_one: bool = False) -> None:
         self.weight = weight  # [H]
@@ -48,14 +48,15 @@ class RMSNorm:
         self.add_one = add_one
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, H] -> a new [N, H]."""
+        """x [N, H] -> a new tensor [N, H]."""
         return kernels.rms_norm(x, self.weight, self.eps, add_one=self.add_one)
 
 
 class ResidualNorm:
-    """Closes the sublayer before and opens the next: adds to the residual stream, then normalises.
+    """Adds the previous sublayer's output to the residual stream and normalises the sum for the
+    next.
 
-    Without a norm, only the addition is done. A stream begins with ``residual`` of ``None``.
+    Without a norm it only adds. For the first sublayer ``residual`` is ``None``.
     """
 
     def __init__(self, norm: RMSNorm | None) -> None:
@@ -64,7 +65,7 @@ class ResidualNorm:
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, residual: [N, H] -> (input of the next sublayer, residual stream)."""
+        """x, residual [N, H] -> (input of the next sublayer, new residual stream), both [N, H]."""
         norm = self.norm
         if norm is None:
             total = x if residual is None else x + residual
@@ -75,7 +76,7 @@ class ResidualNorm:
 
 
 class Attention:
-    """One fused projection, norms and rotation of queries and keys, attention, one projection."""
+    """Fused QKV projection, norm and rotation of queries and keys, attention, output projection."""
 
     def __init__(
         self,
@@ -84,7 +85,7 @@ class Attention:
         write: Mapping[str, Any],
         attend: Mapping[str, Any],
     ) -> None:
-        """write, attend: this layer's options of ``qkv_rope_write`` and ``paged_attention``."""
+        """write, attend: arguments for ``qkv_rope_write`` and ``paged_attention``."""
         self.qkv = qkv
         self.out = out
         self.write = dict(write)
@@ -97,7 +98,8 @@ class Attention:
         kv_layer: torch.Tensor,
         wanted: Wanted | None = None,
     ) -> torch.Tensor:
-        """x: [N, H] -> [N, H], or [R, H] of the wanted rows; writes all K and V to ``kv_layer``."""
+        """x [N, H] -> [N, H], or [R, H] for the wanted rows. Writes K and V of all to
+        ``kv_layer``."""
         q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
         if wanted is not None:
             q, meta = q[wanted.rows], wanted.attn
@@ -105,7 +107,7 @@ class Attention:
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x)), gate and up in one matrix."""
+    """down(act(gate(x)) * up(x)), with gate and up fused in one matrix."""
 
     def __init__(self, gate_up: Linear, down: Linear, activation: str) -> None:
         self.gate_up = gate_up
@@ -113,8 +115,8 @@ class GatedMLP:
         self.activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, H] -> [N, H]."""
-        gated = getattr(self.gate_up, "gated", None)  # in one pass, where the layer can
+        """x [N, H] -> [N, H]."""
+        gated = getattr(self.gate_up, "gated", None)  # product and activation in one pass
         hidden = gated and gated(x, self.activation)
         if hidden is None:
             hidden = kernels.act_mul(self.gate_up(x), self.activation)
@@ -122,9 +124,10 @@ class GatedMLP:
 
 
 class MixtureOfExperts:
-    """Each token's best ``top_k`` experts, weighted by their softmax scores."""
+    """Mixture of the ``top_k`` experts with the largest softmax scores, weighted by these
+    scores."""
 
-    can_be_recorded = False  # the host groups the tokens by their experts
+    can_be_recorded = False  # the host groups the tokens by expert
 
     def __init__(
         self, router: Linear, experts: Sequence[GatedMLP], top_k: int, renormalize: bool
@@ -135,7 +138,7 @@ class MixtureOfExperts:
         self.renormalize = renormalize
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, H] -> [N, H]. Tokens are grouped by expert, so each expert runs once."""
+        """x [N, H] -> [N, H]. Tokens are grouped by expert, so each expert runs once."""
         weights, chosen = self.route(x)
         order = chosen.flatten().argsort(stable=True)  # [N * top_k], by expert
         rows = order // self.top_k
@@ -145,12 +148,12 @@ class MixtureOfExperts:
             for expert, tokens in zip(self.experts, torch.split(x[rows], counts), strict=True)
             if len(tokens)
         ]
-        # Summed in float32, and rounded once.
+        # Sum in float32 and round once.
         weighted = torch.cat(outputs).float() * weights.float().flatten()[order, None]
         return torch.zeros_like(x, dtype=torch.float32).index_add_(0, rows, weighted).to(x.dtype)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """(weights in x's dtype, expert ids), both [N, top_k]."""
+        """Weights of x's dtype and expert ids, both [N, top_k]."""
         scores = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.top_k)
         if self.renormalize:
@@ -159,12 +162,13 @@ class MixtureOfExperts:
 
 
 class GroupedExperts:
-    """A mixture whose experts lie in one tensor, so that one product on a GPU computes them all."""
+    """A mixture with the weights of all experts in one tensor, for grouped GPU kernels."""
 
     can_be_recorded = True
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
-        """Takes the weights over; the mixture keeps its router alone. See ``can_be_grouped``."""
+        """Takes the weights from the mixture, which keeps only its router. See
+        ``can_be_grouped``."""
         experts, mixture.experts = mixture.experts, ()
         self._route = mixture.route
         self._activation = experts[0].activation
@@ -172,7 +176,7 @@ class GroupedExperts:
         self._down = together([expert.down for expert in experts])  # [E, H, F]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x: [N, H] -> [N, H]."""
+        """x [N, H] -> [N, H]."""
         weights, chosen = self._route(x)
         return kernels.mixture(
             x, self._gate_up, self._down, chosen.int(), weights.float(), self._activation
@@ -180,7 +184,7 @@ class GroupedExperts:
 
 
 def can_be_grouped(mixture: MixtureOfExperts) -> bool:
-    """Whether weights are plain or packed, without biases, those of one place alike."""
+    """True if all experts have no biases and the same kind of weights, plain or packed."""
     return all(
         can_be_together([getattr(expert, place) for expert in mixture.experts])
         for place in ("gate_up", "down")
@@ -195,7 +199,7 @@ def can_be_together(linears: Sequence[Linear]) -> bool:
 
 
 def together(linears: Sequence[Linear]) -> torch.Tensor | Packed:
-    """The weights of experts in one. See ``can_be_together``."""
+    """The weights of all experts in one tensor. See ``can_be_together``."""
     packed = [one for one in map(packed_of, linears) if one is not None]
     if packed:
         return stack(packed)
@@ -203,7 +207,7 @@ def together(linears: Sequence[Linear]) -> torch.Tensor | Packed:
 
 
 class OutputLayer:
-    """Scores of the vocabulary: scaled, then capped to cap * tanh(score / cap)."""
+    """Logits over the vocabulary: scaled, then capped as cap * tanh(logit / cap)."""
 
     def __init__(self, linear: Linear, multiplier: float = 1.0, softcap: float = 0.0) -> None:
         self.linear = linear
@@ -211,14 +215,14 @@ class OutputLayer:
         self.softcap = softcap
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The token with the largest score of each row [R] int32, -1 where scores are not sound;
-        ``None`` where scores must be worked out for it."""
+        """The token with the largest logit of each row [R] int32, -1 for rows with invalid logits;
+        ``None`` if this needs the logits."""
         if self.multiplier != 1.0 or self.softcap or not isinstance(self.linear, BFloat16Linear):
             return None
         return self.linear.largest(hidden)
 
     def __call__(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-        """hidden: [R, H] -> [R, V] float32, in ``out`` if it is given."""
+        """hidden [R, H] -> logits [R, V] float32, written to ``out`` if given."""
         scores = self.linear(hidden)
         scores = scores.float() if out is None else out.copy_(scores)
         if self.multiplier != 1.0:

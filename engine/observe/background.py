@@ -1,9 +1,8 @@
-"""Log lines that a thread of their own writes: whoever logs never waits for who reads them.
+"""Writes log lines in a background thread, so that logging never blocks.
 
-A pipe that nobody reads is full after 64 KiB; a write to it then takes for ever. Lines that come
-while too many wait are dropped and counted. The thread wakes up for many lines at once, because
-each time it competes for the interpreter with what is logged; warnings wake it immediately.
-"""
+A pipe without a reader is full after 64 KiB, and a write to it blocks forever. Lines that arrive
+while too many are queued are dropped and counted. The thread gathers lines before it writes,
+because it competes with other threads for the interpreter; warnings are written immediately."""
 
 from __future__ import annotations
 
@@ -20,24 +19,24 @@ from contextlib import contextmanager
 from engine.observe.logs import ROOT
 
 MAX_LINES = 10_000
-GATHER_SECONDS = 0.05  # in which lines join the first that waits
-LOOK_MS = 100  # between two looks whether all is over
-END_SECONDS = 1.0  # for the last lines to be written
+GATHER_SECONDS = 0.05  # the thread waits this long for more lines
+POLL_MS = 100  # interval of checks whether a line can be written
+END_SECONDS = 1.0  # time for the last lines when the handler is closed
 
 
 class BackgroundHandler(logging.Handler):
-    """Hands records to other handlers in a thread; ``close`` waits a moment for the last ones.
+    """Passes records to other handlers in a thread; ``close`` waits briefly for the last ones.
 
-    A message that is an object, logged without arguments, becomes text in that thread.
+    A message object without arguments is converted to text in that thread.
     """
 
     def __init__(self, targets: Sequence[logging.Handler], max_lines: int = MAX_LINES) -> None:
         super().__init__()
         self.num_dropped = 0
-        """Lines that were not written, since the last one that was."""
+        """Number of lines dropped since the last line written."""
         self._targets = list(targets)
         self._max_lines = max_lines
-        self._end_at = math.inf  # after which no line is waited for
+        self._end_at = math.inf  # deadline for writing lines
         self._records: queue.SimpleQueue[logging.LogRecord | None] = queue.SimpleQueue()
         self._is_urgent = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log", daemon=True)
@@ -47,7 +46,7 @@ class BackgroundHandler(logging.Handler):
         if self._records.qsize() >= self._max_lines:
             self.num_dropped += 1
             return
-        if record.args:  # which may change meanwhile
+        if record.args:  # format now, because arguments may change
             text = record.getMessage()
             record = copy.copy(record)
             record.msg, record.args = text, None
@@ -76,7 +75,7 @@ class BackgroundHandler(logging.Handler):
                     self._hand_on(record)
             dropped, self.num_dropped = self.num_dropped, 0
             if dropped:
-                text = f"{dropped} lines of the log were dropped: nobody read it"
+                text = f"{dropped} log lines were dropped, because they were not read in time"
                 level = logging.WARNING
                 self._hand_on(logging.LogRecord(ROOT, level, __file__, 0, text, None, None))
 
@@ -90,15 +89,15 @@ class BackgroundHandler(logging.Handler):
                 self.num_dropped += 1
 
     def _may_write(self, target: logging.Handler) -> bool:
-        """Wait until a line can be written, but not past the end: a thread that is in the middle of
-        a write holds locks which the end of the process waits for."""
+        """Block until a line can be written, at most until the end: a blocked write would hold
+        locks that the exit of the process waits for."""
         try:
             fd = target.stream.fileno()  # type: ignore[attr-defined]
-        except (AttributeError, OSError, ValueError):  # no file, or closed
+        except (AttributeError, OSError, ValueError):  # not a file, or closed
             return True
         poller = select.poll()
         poller.register(fd, select.POLLOUT)
-        while not poller.poll(LOOK_MS):
+        while not poller.poll(POLL_MS):
             if time.monotonic() > self._end_at:
                 return False
         return True
@@ -106,8 +105,8 @@ class BackgroundHandler(logging.Handler):
 
 @contextmanager
 def logging_in_background(*others: str) -> Iterator[None]:
-    """Within it the engine's own log handlers write in a thread, and take what ``others`` log as
-    well; those of a program around the engine are left alone."""
+    """Context in which the engine's own log handlers write in a thread, for the loggers ``others``
+    as well. Handlers of the surrounding program are not changed."""
     logger = logging.getLogger(ROOT)
     own = list(logger.handlers)
     if not own:

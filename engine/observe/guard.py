@@ -1,7 +1,7 @@
-"""What only watches may fail; requests may not.
+"""Keeps failures of observers (logs, traces, metrics, events) away from requests.
 
-Everything that records, measures or publishes is called by way of a ``Guard``: its first failure is
-one line of log with the cause, every one is counted, and the step goes on.
+Each observer is called through a ``Guard``: its first failure is logged with the cause, all are
+counted, and the step continues.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.messages.stats import SchedulerStats
 logger = logging.getLogger("engine.observe")
 
 PREFIX = "observer_failures."
-"""How the names of these counters begin, in the statistics."""
+"""Prefix of these counters in the statistics."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 class Failures:
-    """How often each observer has failed. Any thread may count and read."""
+    """Number of failures of each observer. Thread-safe."""
 
     def __init__(self) -> None:
         self._counts: Counter[str] = Counter()
@@ -38,23 +38,23 @@ class Failures:
             self._counts[observer] += 1
 
     def counters(self) -> dict[str, int]:
-        """By observer, as the statistics name them."""
+        """Number of failures by the name of the counter."""
         with self._lock:
             return {PREFIX + name: num for name, num in self._counts.items()}
 
 
 def with_failures(stats: SchedulerStats | None, failures: Failures) -> SchedulerStats | None:
-    """The statistics with these counters as well."""
+    """The statistics with these failures added to their counters."""
     if stats is None or not (counters := failures.counters()):
         return stats
     return msgspec.structs.replace(stats, counters={**stats.counters, **counters})
 
 
 class Guard:
-    """Stands between one observer and what it watches.
+    """Calls an observer and catches its errors.
 
-    name: that of the observer in the counters. effect: what its failure leads to, for the log, as
-    ``"it is dropped"``. stops: after a failure it is not called again.
+    name: the observer's name in the counters. effect: the consequence of a failure, for the log,
+    such as ``"it is dropped"``. stops: the observer is not called again after a failure.
     """
 
     def __init__(self, failures: Failures, name: str, effect: str, *, stops: bool = False) -> None:
@@ -66,7 +66,8 @@ class Guard:
         self._is_reported = False
 
     def run(self, call: Callable[P, T], *args: P.args, **options: P.kwargs) -> T | None:
-        """What the observer returns; ``None`` if it fails, or has been stopped by a failure."""
+        """Call the observer and return its result; ``None`` if it fails or was stopped by a
+        failure."""
         if self.is_stopped:
             return None
         try:
@@ -76,7 +77,7 @@ class Guard:
             return None
 
     def fail(self, error: BaseException) -> None:
-        """The observer has failed in this way."""
+        """Log and count a failure of the observer."""
         self.is_stopped = self._stops
         self._failures.add(self.name)
         if self._is_reported:
@@ -85,4 +86,4 @@ class Guard:
         self._is_reported = True
         cause = f"{type(error).__name__}: {error}".replace("\n", " ")
         logger.error("%s has failed: %s; %s, requests go on", self.name, cause, self._effect)
-        logger.debug("where it failed", exc_info=error)
+        logger.debug("traceback of the failure", exc_info=error)

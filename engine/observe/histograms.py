@@ -1,4 +1,4 @@
-"""Histograms for readers elsewhere. Adding a value is an append; values are counted by columns."""
+"""Latency histograms. Adding a value appends to a list; values are counted in batches."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-MAX_COLUMN = 4096  # values that are kept until they are counted
+MAX_COLUMN = 4096  # values in a batch
 
-# Bounds of vLLM's histograms, which dashboards name, and finer ones below them.
+# Bounds of vLLM's histograms, which dashboards use, and additional small ones.
 SECONDS_TO_FIRST_TOKEN = (
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0, 2560.0,
@@ -29,25 +29,27 @@ NUM_SEQUENCES = (1.0, 2.0, 5.0, 10.0, 20.0)
 
 
 class Counted(NamedTuple):
-    """A histogram at one moment."""
+    """A snapshot of a histogram."""
 
     bounds: Sequence[float]
     counts: list[int]
-    """Values up to each bound and above the one before it; after them, those above the last."""
+    """Number of values above the previous bound and up to each bound; last, those above all
+    bounds."""
     total: float
-    """The sum of all values."""
+    """Sum of all values."""
 
 
 class Histogram:
-    """Counts of values between ``bounds``, which ascend; a value on a bound is below it.
+    """Counts values between ascending ``bounds``; a value equal to a bound counts as below it.
 
-    One thread adds, by ``column.append`` where it adds many and then ``fold``; any may ask.
+    Only one thread may add: by ``add``, or by ``column.append`` for many values and then ``fold``.
+    Any thread may call ``counted``.
     """
 
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = bounds
         self.column: list[float] = []
-        """Values that are not counted yet; the same list always."""
+        """Values that are not counted yet; always the same list object."""
         self._edges = np.asarray(bounds)
         self._counts = np.zeros(len(bounds) + 1, dtype=np.int64)
         self._total = 0.0
@@ -58,7 +60,7 @@ class Histogram:
         self.fold()
 
     def fold(self) -> None:
-        """Count what was added if it is much."""
+        """Count the values in ``column`` if there are ``MAX_COLUMN`` or more."""
         if len(self.column) >= MAX_COLUMN:
             with self._lock:
                 counts, total = self._count(self.column)
@@ -67,7 +69,7 @@ class Histogram:
                 self.column.clear()
 
     def counted(self) -> Counted:
-        """All values so far."""
+        """A snapshot with all values so far."""
         with self._lock:
             counts, total = self._count(list(self.column))
             counts += self._counts
@@ -83,12 +85,12 @@ class Histogram:
 
 
 class Latencies:
-    """What is measured in each step, for all requests: seconds on the core's clock, and tokens."""
+    """Histograms of all requests, updated in each step: seconds on the core's clock, and tokens."""
 
     def __init__(self) -> None:
         self.first_token = Histogram(SECONDS_TO_FIRST_TOKEN)
-        """From the arrival of a request to its first token."""
+        """Seconds from the arrival of a request to its first token."""
         self.between_tokens = Histogram(SECONDS_BETWEEN_TOKENS)
-        """Between two steps that brought a request tokens."""
+        """Seconds between two steps that produced tokens for a request."""
         self.step_tokens = Histogram(STEP_TOKENS)
-        """Tokens of prompts that were done in a step, and new ones."""
+        """Tokens per step: prompt tokens of requests that started, and new tokens."""

@@ -1,4 +1,4 @@
-"""Where log lines go when the program around the engine has not configured logging."""
+"""Default logging to standard error, if the surrounding program has not configured logging."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from engine.observe.guard import Failures
 ROOT = "engine"
 THROTTLE_SECONDS = 1.0
 LOST = Failures()
-"""Lines of this process that standard error did not take."""
+"""Counts log lines of this process that could not be written to standard error."""
 
 
 def set_up_logging(level: str) -> None:
-    """Set the engine's level, and write to standard error if there is no log handler yet."""
+    """Set the engine's log level, and log to standard error if there is no log handler yet."""
     logger = logging.getLogger(ROOT)
     logger.setLevel(level.upper())
     if logger.hasHandlers():
@@ -28,11 +28,11 @@ def set_up_logging(level: str) -> None:
 
 
 class LossyHandler(logging.StreamHandler[TextIO]):
-    """Writes to standard error. What that cannot take (a full disk, a closed file) is lost: an
-    error of the log would be an error of what is logged."""
+    """Writes to standard error. Lines that cannot be written (full disk, closed file) are counted
+    and dropped, because an error here would fail the code that logs."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write a line, or count that it was lost."""
+        """Write a line, or count it as lost."""
         before = self._num_lost
         super().emit(record)
         if self._num_lost != before:
@@ -40,23 +40,25 @@ class LossyHandler(logging.StreamHandler[TextIO]):
 
     @property
     def _num_lost(self) -> int:
-        """Where standard error is one that raises nothing, but counts itself."""
+        """Lines counted as lost by a standard error stream that does not raise."""
         return getattr(getattr(self.stream, "buffer", None), "num_lost", 0)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Count it. Python's own would report it on standard error, which may raise once more."""
+        """Count a failed line. Python's default would write to standard error, which may raise
+        again."""
         LOST.add("log")
 
 
 class Throttle:
-    """Lets one log line a second through and counts the others, so that a flood fills no disk."""
+    """Limits a log message to one line per second and counts the others, so that no disk fills."""
 
     def __init__(self) -> None:
         self._next_at = -1.0
         self._num_held_back = 0
 
     def admit(self, now: float | None = None) -> str | None:
-        """The text to append to the line, with the number held back; ``None``: hold it back."""
+        """The text to append to the line, with the number of suppressed lines; ``None``: suppress
+        it."""
         now = time.monotonic() if now is None else now
         if now < self._next_at:
             self._num_held_back += 1

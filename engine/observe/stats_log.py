@@ -1,4 +1,4 @@
-"""Logs one line of figures every few seconds while there is work."""
+"""Logs one line of statistics every few seconds while requests run."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from engine.messages.stats import SchedulerStats
 logger = logging.getLogger(__name__)
 
 LOG_SECONDS = 5.0
-ASK_SECONDS = 1.0  # between two looks at the statistics
+REQUEST_SECONDS = 1.0  # interval of requests for newer statistics
 
 
 @dataclass
 class TokenCounts:
-    """Totals since the engine started, as the front end counts them."""
+    """Totals since the engine started, counted by the front end."""
 
     prompt_tokens: int = 0
     """Prompt tokens of requests that have their first token."""
     generation_tokens: int = 0
-    """Tokens that reached a request."""
+    """Output tokens."""
     finished: Counter[str] = field(default_factory=Counter)
     """Requests by finish reason."""
 
 
-# Counters that are shown when they have moved since the last line, and what they are called there.
+# Counters shown if they have changed since the last line, with their names in the line.
 SHOWN_COUNTERS = {
     "num_preemptions": "preempted",
     "num_failed": "failed",
@@ -40,7 +40,7 @@ SHOWN_COUNTERS = {
 
 @dataclass
 class Snapshot:
-    """Counters at the last line."""
+    """Values of the counters when the last line was logged."""
 
     prompt_tokens: int = 0
     generation_tokens: int = 0
@@ -52,9 +52,10 @@ class Snapshot:
 
 
 class StatsLog:
-    """Called after every step; logs when ``seconds`` have passed since the last line.
+    """Logs a line when ``seconds`` have passed since the last one; call it after every step.
 
-    ``latest_stats`` never waits: it returns the latest known, and asks a remote core for newer.
+    ``latest_stats`` must not block: it returns the latest known statistics and requests newer ones
+    from a remote core.
     """
 
     def __init__(
@@ -73,7 +74,7 @@ class StatsLog:
         self._before = Snapshot()
 
     def after_step(self, is_idle: bool) -> None:
-        """Log if it is time. An engine that has become idle starts to count anew with new work."""
+        """Log a line if it is due. After an idle period the interval starts again with new work."""
         now = self._clock()
         if self._since is None:
             self._since = now
@@ -81,7 +82,7 @@ class StatsLog:
             self._before.generation_tokens = self._counts.generation_tokens
         seconds = now - self._since
         is_due = seconds >= self._seconds
-        if is_due or now - self._requested_at >= ASK_SECONDS:
+        if is_due or now - self._requested_at >= REQUEST_SECONDS:
             self._requested_at = now
             stats = self._latest_stats()
             if is_due and stats is not None:
@@ -122,7 +123,7 @@ class StatsLog:
 def _particulars(
     stats: SchedulerStats, before: Snapshot, now: Snapshot, seconds: float
 ) -> Iterator[str]:
-    """Parts of the line that are shown only if they have changed since the last line."""
+    """Parts of the line that are only shown if they have changed since the last line."""
     if stats.num_parked:
         yield f"parked {stats.num_parked}"
     for name, word in SHOWN_COUNTERS.items():
@@ -146,16 +147,17 @@ def _particulars(
 
 
 def roofline_share(floor_seconds: float, seconds: float) -> float | None:
-    """Share of the machine's limits that steps of this many seconds reached. ``None`` if nothing
-    was measured, and where it would be above 1: the weights of a small model lie in the processor's
-    caches, and the limit is that of memory."""
+    """Minimum time divided by measured time of steps. ``None`` if nothing was measured, or if the
+    result exceeds 1: then the weights fit into the processor's caches, and the memory limit does
+    not apply."""
     if seconds <= 0.0 or floor_seconds > seconds:
         return None
     return floor_seconds / seconds
 
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """What the requests that left the queue since then waited for: the three largest causes."""
+    """The three largest causes of waiting, in percent, of requests that left the queue since
+    then."""
     news = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     total = sum(news.values())
     largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]

@@ -1,10 +1,10 @@
-"""Step log: all inputs and all plans of a scheduler, in order, in one file.
+"""Step log: a file with all inputs and plans of a scheduler in order, for replay.
 
     magic | length checksum Header | length checksum record | length checksum record | ...
 
-Lengths and checksums (CRC-32) are four bytes, little-endian; what follows is msgpack. A record is
-one call of the scheduler, with the clock readings made in it. Plans and results are columns of
-int32; one that follows from the plan before is left out.
+Lengths and checksums (CRC-32) are four bytes, little-endian; the data is msgpack. A record is one
+call of the scheduler with the clock readings made in it. Plans and results are columns of int32; a
+column that can be derived from the previous plan is left out.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ LENGTH_BYTES = CHECKSUM_BYTES = 4
 
 
 class Header(msgspec.Struct, array_like=True):
-    """What the scheduler was made of. ``scheduler`` and ``cache`` are the options' fields."""
+    """Configuration of the scheduler. ``scheduler`` and ``cache``: fields of its options."""
 
     format: int
-    version: str  # of the engine
+    version: str  # engine version
     scheduler: dict[str, Any]
     cache: dict[str, Any]
     num_blocks: int
@@ -44,20 +44,20 @@ class Header(msgspec.Struct, array_like=True):
 
 
 class Adding(msgspec.Struct, array_like=True, tag="add"):
-    """A request is handed to the scheduler; the next record says what came of it."""
+    """``add_request`` is called; the next record is its result."""
 
     request: AddRequest
 
 
 class Added(msgspec.Struct, array_like=True, tag="added"):
-    """``error``: why the request was not taken, empty if it was."""
+    """Result of ``add_request``. ``error``: why the request was refused; empty if accepted."""
 
     times: list[float]
     error: str = ""
 
 
 class Ended(msgspec.Struct, array_like=True, tag="end"):
-    """``finish_requests``; ``None`` are all."""
+    """``finish_requests``. ``request_ids``: ``None`` for all."""
 
     times: list[float]
     request_ids: list[str] | None
@@ -72,7 +72,7 @@ class Woken(msgspec.Struct, array_like=True, tag="wake"):
 
 
 class Paused(msgspec.Struct, array_like=True, tag="pause"):
-    """``set_pause_state``, by the state's value."""
+    """``set_pause_state`` with the state's value."""
 
     times: list[float]
     state: str
@@ -92,8 +92,8 @@ class Taken(msgspec.Struct, array_like=True, tag="take"):
 
 
 class Judged(msgspec.Struct, array_like=True, tag="judge"):
-    """What the scheduler computes of measured times in the call of the next record. A replay uses
-    these values, since floats may be rounded differently there."""
+    """A decision that the scheduler based on measured times in the call of the next record. A
+    replay uses it, because it may round floats differently."""
 
     times: list[float]  # none
     step: int
@@ -101,8 +101,8 @@ class Judged(msgspec.Struct, array_like=True, tag="judge"):
 
 
 class Planned(msgspec.Struct, array_like=True, tag="plan"):
-    """``schedule``. ``rows`` and ``counts``: ``None`` if they are those of the plan before;
-    ``starts``: if its rows have only moved on by its counts. ``digest`` stands for all the rest."""
+    """``schedule``. ``rows``, ``counts``: ``None`` if equal to those of the previous plan;
+    ``starts``: ``None`` if equal to its starts plus counts. ``digest``: of all other fields."""
 
     times: list[float]
     step: int
@@ -114,7 +114,7 @@ class Planned(msgspec.Struct, array_like=True, tag="plan"):
 
 
 class Settled(msgspec.Struct, array_like=True, tag="result"):
-    """``update_from_output``. ``counts``: ``None`` if each row that samples has one token."""
+    """``update_from_output``. ``counts``: ``None`` if each sampling row has one token."""
 
     times: list[float]
     step: int
@@ -131,7 +131,7 @@ Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Judged | Plan
 
 
 class PlanColumns(NamedTuple):
-    """Which request computes how many tokens, from which position on."""
+    """Request rows, numbers of tokens and first positions of a plan."""
 
     rows: Column
     counts: Column
@@ -146,13 +146,13 @@ NO_PLAN = PlanColumns(EMPTY, EMPTY, EMPTY)
 
 
 class PlanCoder:
-    """Leaves out, and fills in again, what follows from the plan before."""
+    """Leaves out columns that can be derived from the previous plan, and restores them."""
 
     def __init__(self) -> None:
         self._last = NO_PLAN
 
     def encode(self, plan: StepPlan, times: list[float]) -> Planned:
-        """The record of a plan."""
+        """Make the record of a plan."""
         last, self._last = self._last, PlanColumns.of(plan)
         return Planned(
             times,
@@ -165,7 +165,7 @@ class PlanCoder:
         )
 
     def decode(self, planned: Planned) -> PlanColumns:
-        """The columns that the record stands for."""
+        """Restore the columns of a record."""
         last = self._last
         self._last = PlanColumns(
             last.rows if planned.rows is None else _column(planned.rows),
@@ -176,7 +176,7 @@ class PlanCoder:
 
 
 def digest_of(plan: StepPlan) -> bytes:
-    """Eight bytes for what a plan says besides rows, counts and starts."""
+    """A digest of eight bytes of all fields of a plan except rows, counts and starts."""
     digest = blake2b(digest_size=8)
     for column in (
         *(plan.slots, plan.generations, plan.samples),
@@ -195,7 +195,7 @@ def digest_of(plan: StepPlan) -> bytes:
 
 
 def settled(plan: StepPlan, result: StepResult, times: list[float]) -> Settled:
-    """The record of a result."""
+    """Make the record of a result."""
     return Settled(
         times,
         result.step,
@@ -210,7 +210,7 @@ def settled(plan: StepPlan, result: StepResult, times: list[float]) -> Settled:
 
 
 def result_of(record: Settled, plan: StepPlan) -> StepResult:
-    """The result that the record stands for, of this plan."""
+    """Restore the result of a plan from its record."""
     return StepResult(
         record.step,
         _column(record.token_ids),
@@ -224,10 +224,10 @@ def result_of(record: Settled, plan: StepPlan) -> StepResult:
 
 
 class StepLogWriter:
-    """Writes records to a new file; one that is there is replaced. Raises ``ConfigError``.
+    """Writes records to a new file, replacing an old one. Raises ``ConfigError``.
 
-    Only whole records reach the file. A disk that takes no more raises ``OSError`` in ``write`` or
-    ``close``, once: the log then ends with the last whole record that there was room for.
+    The file only contains complete records. If the disk is full, ``write`` or ``close`` raises
+    ``OSError`` once, and the log ends with the last complete record.
     """
 
     def __init__(self, path: str | Path, header: Header) -> None:
@@ -241,10 +241,10 @@ class StepLogWriter:
             raise ConfigError(
                 f"step_log {str(path)!r} cannot be written: {reason_of(error)}"
             ) from error
-        atexit.register(self.close)  # most programs never shut an engine down
+        atexit.register(self.close)  # most programs do not shut the engine down
 
     def write(self, record: Record) -> None:
-        """Add one record. What is no plain data raises what the encoder raises: ``TypeError``,
+        """Append a record. For values that msgpack cannot encode it raises ``TypeError``,
         ``ValueError``, ``OverflowError`` or ``RecursionError``."""
         frame = self._frame(record)
         self._pending.append(frame)
@@ -253,7 +253,7 @@ class StepLogWriter:
             self._flush()
 
     def close(self) -> None:
-        """Write what is left; harmless when repeated."""
+        """Write the remaining records and close the file. A second call does nothing."""
         atexit.unregister(self.close)
         if not self._file.closed:
             self._flush()
@@ -268,13 +268,13 @@ class StepLogWriter:
                 self._num_written += num
                 data = data[num:]
         except OSError:
-            with suppress(OSError):  # a device has no length
-                self._file.truncate(self._last_whole(frames, begun))
+            with suppress(OSError):  # a device cannot be truncated
+                self._file.truncate(self._last_complete(frames, begun))
             self._file.close()
             raise
 
-    def _last_whole(self, frames: list[bytes], begun: int) -> int:
-        """Where the last frame ends that was written whole, after ``begun`` bytes of others."""
+    def _last_complete(self, frames: list[bytes], begun: int) -> int:
+        """End of the last completely written frame; ``begun``: bytes of earlier frames."""
         ends = accumulate(map(len, frames), initial=begun)
         return max(end for end in ends if end <= self._num_written)
 
@@ -285,10 +285,10 @@ class StepLogWriter:
 
 
 class StepLog:
-    """A log that was written: its header, and its records when it is iterated over.
+    """Reads a step log: its ``header``, and its records by iteration.
 
-    Raises ``ConfigError`` for a file that is not a step log, is damaged, or breaks off within a
-    record; with ``allow_truncated`` the records before the break are all there is.
+    Raises ``ConfigError`` for a file that is not a step log, is damaged, or ends within a record;
+    with ``allow_truncated``, iteration stops there instead.
     """
 
     def __init__(self, path: str | Path, *, allow_truncated: bool = False) -> None:
@@ -296,7 +296,7 @@ class StepLog:
         self._allow_truncated = allow_truncated
         with self._open() as file:
             if file.read(len(MAGIC)) != MAGIC:
-                raise ConfigError(f"{self._path!r} is no step log")
+                raise ConfigError(f"{self._path!r} is not a step log")
             self._first = file.tell()
             (self.header, self._first) = self._read_header(file)
 
@@ -328,19 +328,20 @@ class StepLog:
         )
 
     def _read_frame(self, file: BinaryIO, number: int | None) -> bytes:
-        """The header, or what comes after that many records: the next one, empty at the end."""
+        """Read a frame: the header (``number`` is None), or the record after ``number`` others;
+        empty at the end."""
         length = file.read(LENGTH_BYTES)
         checksum = file.read(CHECKSUM_BYTES)
         data = file.read(int.from_bytes(length, "little"))
-        is_whole = len(checksum) == CHECKSUM_BYTES and len(data) == int.from_bytes(length, "little")
-        if number is not None and (not length or (not is_whole and self._allow_truncated)):
+        has_all = len(checksum) == CHECKSUM_BYTES and len(data) == int.from_bytes(length, "little")
+        if number is not None and (not length or (not has_all and self._allow_truncated)):
             return b""
-        if not is_whole:
+        if not has_all:
             place = "within its header" if number is None else f"after record {number}"
-            way_out = "allow_truncated reads the whole records there are"
+            way_out = "use allow_truncated to read the complete records"
             raise ConfigError(
-                f"step log {self._path!r} breaks off {place} (was its engine killed?); "
-                f"{'nothing of it can be read' if number is None else way_out}"
+                f"step log {self._path!r} ends {place}, perhaps because its engine was killed; "
+                f"{'it cannot be read' if number is None else way_out}"
             )
         if crc32(data) != int.from_bytes(checksum, "little"):
             place = "its header" if number is None else f"record {number + 1}"
@@ -359,12 +360,12 @@ def _column(data: bytes) -> Column:
 
 
 def _from_list(kind: Any, value: Any) -> Column:
-    """The column of a part."""
+    """Decode a column of a plan part."""
     return np.array(value, dtype=np.int32)
 
 
 def _plain(value: Any) -> Any:
-    """What msgpack knows: columns of parts, and what users put into hints."""
+    """Convert columns of plan parts and numpy values in hints to plain values."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"a step log cannot hold {value!r:.80} ({type(value).__name__})")

@@ -1,1 +1,1 @@
-"""From logits to tokens: edits a request asks for, the choice, log-probabilities."""
+"""Sampling: edits of logits, choice of tokens, log-probabilities."""

@@ -1,8 +1,8 @@
-"""What a request asks of its tokens, read once for every device, and how logits are edited for it.
+"""Sampling options of requests, and the edits of logits that they need.
 
-Rows of requests that ask for nothing are skipped. Tables lie by slot on the device and are made
-when they are first needed; edits and words are packed anew when a request that has some starts or
-ends. Output tokens, for penalties, are counted on the device.
+Rows of requests without edits are skipped. Tables are indexed by slot on the device and allocated
+when first needed; edits and bad words are packed again when a request that has some starts or
+ends. Output tokens for penalties are counted on the device.
 """
 
 from __future__ import annotations
@@ -20,42 +20,44 @@ from kernels.slots import BadWords, Edits, Rows
 
 WORD = 32  # tokens in one word of a mask
 Upload = Callable[[NDArray[np.generic]], torch.Tensor]
-"""A copy on the device, for the work that is launched next; the values may change."""
+"""Copies values to the device; the array may be changed afterwards."""
 SEED_BITS = 2**64 - 1
-ALWAYS = 2**31 - 1  # no token stands at this position
+ALWAYS = 2**31 - 1  # a position that no token reaches
 NO_PENALTIES = (1.0, 0.0, 0.0)
 FIRST_SEATS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Options in the order in which they are applied to a row of logits; then those of the draw.
+    """Sampling options of a request: edits of logits in the order of application, then options of
+    the choice.
 
-    A sampling parameter is a field here, filled in ``of``. Those before the draw are read by a
-    table below, those of the draw go into the device's columns (``worker.batches``).
+    A new sampling parameter becomes a field here, set in ``of``. Edits are read by a table below;
+    options of the choice are sent to the device's columns (``worker.batches``).
     """
 
-    # Before the draw.
-    allowed: list[int] | None  # only these tokens remain; None: all
+    # Edits.
+    allowed: list[int] | None  # allowed token ids; None: all
     edit_ids: list[int]
-    edit_values: list[float]  # added to the logit of each; -inf forbids it
-    edit_until: list[int]  # for tokens at positions before this one
-    words: list[list[int]]  # of two tokens and more: the last is forbidden after the others
+    edit_values: list[float]  # added to the logits of edit_ids; -inf forbids a token
+    edit_until: list[int]  # the edit ends before this position
+    words: list[
+        list[int]
+    ]  # bad words of 2 or more tokens: the last one is forbidden after the rest
     penalties: tuple[float, float, float] | None  # repetition, presence, frequency
-    # The draw.
+    # Choice.
     temperature: float  # 0: greedy
     top_k: int  # < 1: off
     top_p: float
     min_p: float
     seed: int
-    # Reported with the token: the num_logprobs most likely ones. None: nothing; -1: all.
-    num_logprobs: int | None
+    num_logprobs: int | None  # number of most likely tokens to report; None: off; -1: all
 
     @property
-    def draws_among_some(self) -> bool:
-        """Whether top-k, top-p or min-p limits the candidates."""
-        is_narrowed = self.top_k >= 1 or self.top_p < 1 or self.min_p > 0
-        return self.temperature != 0 and is_narrowed
+    def truncates(self) -> bool:
+        """True if top-k, top-p or min-p limits the candidates."""
+        has_limit = self.top_k >= 1 or self.top_p < 1 or self.min_p > 0
+        return self.temperature != 0 and has_limit
 
     @classmethod
     def of(cls, seq: NewSeq, vocab_size: int) -> SamplingSpec:
@@ -84,7 +86,7 @@ class SamplingSpec:
 
 
 class EditTables:
-    """What all slots allow, edit and forbid. The sampler adds and removes requests."""
+    """Allowed tokens, logit edits and bad words of all slots."""
 
     def __init__(self, upload: Upload, max_num_seqs: int, vocab_size: int) -> None:
         self._upload = upload
@@ -92,15 +94,15 @@ class EditTables:
         self._vocab_size = vocab_size
         self._masks: torch.Tensor | None = None  # [slots, words of 32 tokens] int32
         self._masked: set[int] = set()
-        self._edited: dict[int, SamplingSpec] = {}  # with single tokens to raise or forbid
+        self._edited: dict[int, SamplingSpec] = {}  # specs with edit_ids
         self._worded: dict[int, SamplingSpec] = {}
-        self._packed: tuple[Edits, BadWords] | None = None  # None: to be made anew
+        self._packed: tuple[Edits, BadWords] | None = None  # None: must be packed again
 
     def has(self, slot: int) -> bool:
         return slot in self._masked or slot in self._edited or slot in self._worded
 
     def has_words(self, slot: int) -> bool:
-        """Whether it matters what its last output tokens were."""
+        """True if the slot has bad words of several tokens, which depend on its last tokens."""
         return slot in self._worded
 
     def add(self, slot: int, spec: SamplingSpec) -> None:
@@ -122,7 +124,7 @@ class EditTables:
     def apply(
         self, rows: Rows, slots: Column, history: torch.Tensor, num_prompt: torch.Tensor
     ) -> None:
-        """Edit rows in place. slots: the host's copy of theirs; history, num_prompt: by slot."""
+        """Edit logits in place. slots: ``rows.slots`` on the host; history, num_prompt: by slot."""
         if self._masked and self._masks is not None:
             mine = [slot if slot in self._masked else -1 for slot in slots.tolist()]
             mask_of_row = self._upload(np.array(mine, dtype=np.int32))
@@ -178,7 +180,8 @@ def _starts(lengths: list[int]) -> NDArray[np.int32]:
 
 
 class PenaltyTables:
-    """One seat per such request: counts over the whole vocabulary are too large for every slot."""
+    """Token counts of requests with penalties. Only these get a seat (a row of the tables), because
+    counts over the vocabulary for every slot would be too large."""
 
     def __init__(self, upload: Upload, vocab_size: int, first_seats: int = FIRST_SEATS) -> None:
         self._upload = upload
@@ -192,7 +195,7 @@ class PenaltyTables:
         return slot in self._seat_of
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Count the tokens that a request starts with, if it asks for penalties."""
+        """Take a seat and count the initial tokens, if the request has penalties."""
         if spec.penalties is None:
             return
         if not self._free:
@@ -208,21 +211,19 @@ class PenaltyTables:
             self._free.append(self._seat_of.pop(slot))
 
     def seats(self, slots: Column) -> torch.Tensor | None:
-        """The seat of each row [R] int32, -1 for none; ``None`` if no row has one."""
+        """The seat of each row [R] int32 (-1: none); ``None`` if no row has one."""
         if self._seat_of.keys().isdisjoint(slots.tolist()):
             return None
         seats = [self._seat_of.get(slot, -1) for slot in slots.tolist()]
         return self._upload(np.array(seats, dtype=np.int32))
 
     def apply(self, rows: Rows, seats: torch.Tensor, drafts: torch.Tensor | None) -> None:
-        """Lower the logits of tokens seen before, in place.
-
-        drafts: [R, K] int32, those that come before each row; -1: none.
-        """
+        """Apply penalties to the logits in place. drafts: [R, K] int32, draft tokens before each
+        row, which count as output; -1: none."""
         on_slots.penalise_rows(rows.logits, self._state, seats, drafts)
 
     def count(self, seats: torch.Tensor, drawn: torch.Tensor) -> None:
-        """Count the drawn tokens [R] that stand; negative: rejected or none."""
+        """Count the sampled tokens [R]; negative ones are rejected or missing and not counted."""
         tokens = drawn.clamp(min=0)[:, None]
         on_slots.count_tokens(self._state, seats, tokens, (drawn >= 0).int())
 

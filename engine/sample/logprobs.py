@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and most likely tokens, for the rows that ask for them alone."""
+"""Log-probabilities of sampled and most likely tokens."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ WHOLE_VOCABULARY = -1
 
 
 class Scored(NamedTuple):
-    """The token of each row, then the most likely ones: [r, 1 + num] each; ranks [r]."""
+    """For each of r rows, the given token and then the most likely ones: ids and log-probabilities
+    [r, 1 + num], and the rank of the given token [r]."""
 
     ids: torch.Tensor
     logprobs: torch.Tensor
-    ranks: torch.Tensor  # of the first, 1: the most likely
+    ranks: torch.Tensor  # 1: the most likely
 
     def entries(self) -> list[TokenLogprobs]:
-        """One for each row; waits for the device."""
+        """One entry per row. Waits for the device."""
         columns = (column.tolist() for column in self)
         return [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
 
 
 def score(logits: torch.Tensor, token_ids: torch.Tensor, num: int) -> Scored:
-    """Score the model's own logits [r, V] and a token of each row, token_ids [r] int64.
-
-    After it come the `num` most likely ones (-1: all V, 0: none), which may hold it again. Rows
-    that are not finite yield NaN.
-    """
+    """Log-probabilities of one token per row, token_ids [r] int64, and of the `num` most likely
+    ones (-1: all V, 0: none), which may include it again. logits: [r, V]. Rows that are not finite
+    yield NaN."""
     vocab_size = logits.shape[1]
     num_likely = vocab_size if num == WHOLE_VOCABULARY else min(num, vocab_size)
     ids = token_ids[:, None]

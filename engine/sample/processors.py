@@ -1,7 +1,7 @@
-"""Custom logits processors: plug-in code between the penalties and the temperature.
+"""Custom logits processors: plug-in code that runs after penalties and before temperature.
 
-A factory is called once for every request. It returns ``None`` if it leaves the request alone, else
-a processor, called before each token of that request:
+A factory is called once for every request. It returns ``None``, or a processor that is called
+before each token of that request:
 
     def only_even(params: SamplingParams, prompt_token_ids: list[int]):
         if not (params.extra_args or {}).get("only_even"):
@@ -13,12 +13,11 @@ a processor, called before each token of that request:
 
         return process
 
-Requests address factories through ``SamplingParams.extra_args``. ``logits`` [V] float32 is the
-request's own row, after masks, bias and penalties; a processor may change it in place or return
-another tensor of its shape. Raising, returning anything else or leaving NaN or +inf fails this
-request alone. After a preemption the factory is called again, so keep no state that the output
-tokens do not give back.
-"""
+Requests pass options to factories in ``SamplingParams.extra_args``. ``logits`` [V] float32 are
+those of the request, after masks, bias and penalties; a processor may change them in place or
+return another tensor of the same shape. If it raises, returns anything else, or leaves NaN or +inf,
+only this request fails. The factory is called again after a preemption, so any state must be
+derivable from the output tokens."""
 
 from __future__ import annotations
 
@@ -35,11 +34,11 @@ LogitsProcessorFactory = Callable[[SamplingParams, list[int]], LogitsProcessor |
 
 
 class ProcessorError(EngineError):
-    """A processor failed; the message names it and the reason."""
+    """A processor failed; the message has its name and the reason."""
 
 
 class NamedProcessor:
-    """One factory's processor for one request, and its name for messages."""
+    """A factory's processor for one request, with its name for error messages."""
 
     def __init__(self, factory: LogitsProcessorFactory, seq: NewSeq) -> None:
         self._name = getattr(factory, "__qualname__", type(factory).__qualname__)
@@ -47,7 +46,7 @@ class NamedProcessor:
         self._process: LogitsProcessor | None = None
         try:
             self._process = factory(seq.params, seq.token_ids[: seq.num_prompt])
-        except Exception as error:  # an error of plug-in code fails its request alone
+        except Exception as error:  # an error in plug-in code fails only its request
             self._failure = error
 
     @property
@@ -55,10 +54,8 @@ class NamedProcessor:
         return self._process is not None or self._failure is not None
 
     def __call__(self, output_token_ids: list[int], logits: torch.Tensor) -> None:
-        """Replace logits [V] by the processor's result. Raises ``ProcessorError``.
-
-        Each processor gets its own copy of the list and may change it.
-        """
+        """Replace logits [V] by the processor's result. The processor gets a copy of the token
+        list. Raises ``ProcessorError``."""
         result = self._run(list(output_token_ids), logits)
         if not isinstance(result, torch.Tensor) or result.shape != logits.shape:
             found = list(result.shape) if isinstance(result, torch.Tensor) else type(result)
@@ -74,7 +71,7 @@ class NamedProcessor:
         if self._process is not None:
             try:
                 return self._process(output_token_ids, logits)
-            except Exception as error:  # see above
+            except Exception as error:  # raised below with the processor's name
                 failure = error
         raise ProcessorError(
             f"logits processor {self._name} raised {type(failure).__name__}: {failure}"

@@ -1,13 +1,13 @@
-"""Sampler: from the logits of a step to its tokens, which the host reads later.
+"""Samples tokens from the logits of a step, in three phases:
 
-    prepare   log-probabilities want the logits as they came; masks, edits, penalties, processors
-    draw      temperature, min-p, top-k, top-p, noise: of the slots' columns alone, so it may be
+    prepare   copy logits for log-probabilities; apply masks, edits, penalties and processors
+    draw      temperature, min-p, top-k, top-p and noise; reads only columns by slot, so it can be
               part of a graph
-    finish    penalties count what stands; log-probabilities of it
+    finish    count accepted tokens for penalties; compute log-probabilities
 
-The noise depends on the request's seed and the token's position only: from the same logits a seeded
-request draws the same tokens in any batch, row or chunking, with drafts and without, and after any
-preemption.
+The noise depends only on the request's seed and the token's position: a seeded request samples the
+same tokens from the same logits in any batch, row or chunking, with or without drafts, and after
+any preemption.
 """
 
 from __future__ import annotations
@@ -28,71 +28,71 @@ from kernels.slots import Columns, Rows
 
 
 class DraftRows(NamedTuple):
-    """Drafts by row of the draws. Row j of a sequence comes after its first j drafts."""
+    """Drafts for each sampled row. Row j of a sequence is sampled after its first j drafts."""
 
-    judged: Column  # [R]: the draft where the row's token will stand, -1: none
-    before: NDArray[np.int32]  # [R, K]: the drafts of its sequence before that, -1: none
+    judged: Column  # [R], the draft at the position to sample; -1: none
+    before: NDArray[np.int32]  # [R, K], drafts of the sequence before this position; -1: none
 
 
 class RowMasks(NamedTuple):
-    """Allowed tokens of rows of the draws, on the device."""
+    """Masks of allowed tokens for sampled rows."""
 
-    words: torch.Tensor  # [M, words of 32 tokens] int32
-    of_row: Column  # [R]: the mask of each row, -1: none
+    words: torch.Tensor  # [M, V / 32] int32 on the device, one bit per token
+    of_row: Column  # [R], mask index of each row; -1: none
 
 
 class Draws(NamedTuple):
-    """The rows of logits of a step, as the host knows them: R in all."""
+    """The R sampled rows (rows of logits) of a step, on the host."""
 
-    rows: Column  # [R], of the plan
-    slots: Column  # [R], -1: padding, or no token is wanted after this row
-    positions: Column  # [R]: where the token will stand
+    rows: Column  # [R], row of the plan
+    slots: Column  # [R]; -1: padding, or a row that does not sample
+    positions: Column  # [R], position of the token to sample
     drafts: DraftRows | None = None
     is_padded: bool = False  # some rows may be padding
 
 
 class RawRows(NamedTuple):
-    """Logits as the model gave them, of rows that all want equally many log-probabilities."""
+    """Unedited logits of the rows that need log-probabilities of ``num`` most likely tokens."""
 
-    num: int  # of the most likely tokens
-    rows: list[int]  # of the draws
-    places: torch.Tensor  # the same on the device
+    num: int
+    rows: list[int]  # sampled rows
+    places: torch.Tensor  # ``rows`` on the device
     logits: torch.Tensor
 
 
 class Drawing(NamedTuple):
-    """Work left for a step's rows once their tokens are drawn."""
+    """What ``prepare`` passes on to ``draw`` and ``finish``. Rows are sampled rows."""
 
-    errors: dict[int, str]  # by row of the draws, if no token is drawn there
+    errors: dict[int, str]  # by row that gets no token
     edited: list[int]  # rows whose logits were changed
-    checked: list[int]  # those of them that were looked at before
-    sound: torch.Tensor | None  # of these [E] bool: were they finite
-    seats: torch.Tensor | None  # [R] of the penalties
+    checked: list[int]  # edited rows whose logits were checked before
+    sound: torch.Tensor | None  # [len(checked)] bool: logits of the checked rows were valid
+    seats: torch.Tensor | None  # [R], seats in the penalty tables
     raw: list[RawRows]
-    barred: set[int]  # rows with an error whose own parameters mask all tokens
-    masks: RowMasks | None = None  # that the draw is to lay on rows, as nothing else edits them
+    barred: set[int]  # rows with an error because their own parameters forbid all tokens
+    masks: RowMasks | None = None  # for ``draw``, of rows without other edits
 
 
 class RowScores(NamedTuple):
-    """Log-probabilities of some rows of the draws."""
+    """Log-probabilities of some sampled rows."""
 
     rows: list[int]
     scored: Scored
 
 
 class SlotTables(NamedTuple):
-    """Columns that the sampler reads by slot, on the device."""
+    """Device columns that the sampler reads by slot."""
 
-    requested: Columns  # by the sequence in it, for the draw
-    history: torch.Tensor  # [slots, max_len] int32: output tokens by position
+    requested: Columns  # options of the choice
+    history: torch.Tensor  # [slots, max_len] int32, output tokens by position
     num_prompt: torch.Tensor  # [slots] int32
 
 
 class Sampler:
-    """Edits the rows of requests that ask for something, and draws for all.
+    """Edits logits and samples a token for each row.
 
-    Rows whose logits are not finite, that have no token left, or whose custom processor fails are
-    reported with the reason; the other rows of the batch are not affected.
+    A row fails, with a reason, if its logits are invalid, if no token is allowed, or if its custom
+    processor fails; other rows are not affected.
     """
 
     def __init__(
@@ -109,18 +109,18 @@ class Sampler:
         self._penalties = PenaltyTables(upload, vocab_size)
         self._processors: dict[int, list[NamedProcessor]] = {}
         self._num_prompt: dict[int, int] = {}  # of slots with processors
-        self._edited: set[int] = set()  # slots that are in any of the three
+        self._edited: set[int] = set()  # slots with edits, penalties or processors
         self._num_logprobs: dict[int, int] = {}
-        self._random: set[int] = set()  # slots whose tokens are drawn by chance
-        self._narrowed: set[int] = set()  # slots that draw among a part of the tokens
+        self._random: set[int] = set()  # slots with temperature > 0
+        self._truncated: set[int] = set()  # slots with top-k, top-p or min-p
 
     @property
     def wants_largest_only(self) -> bool:
-        """Whether all that is done with logits, of any slot, is to take the largest."""
+        """True if all slots are greedy and have neither edits nor log-probabilities."""
         return not (self._random or self._edited or self._num_logprobs)
 
     def add(self, seq: NewSeq, spec: SamplingSpec) -> None:
-        """Take over a slot for a new or resumed sequence; state of its last sequence is cleared."""
+        """Enter a new or resumed sequence in place of the slot's last one."""
         slot = seq.slot
         self.remove(slot)
         self._edits.add(slot, spec)
@@ -133,8 +133,8 @@ class Sampler:
             self._edited.add(slot)
         if spec.temperature != 0:
             self._random.add(slot)
-        if spec.draws_among_some:
-            self._narrowed.add(slot)
+        if spec.truncates:
+            self._truncated.add(slot)
         if spec.num_logprobs is not None:
             self._num_logprobs[slot] = spec.num_logprobs
         output = seq.token_ids[seq.num_prompt :]
@@ -143,7 +143,7 @@ class Sampler:
             self._tables.history[slot, seq.num_prompt : len(seq.token_ids)] = tokens
 
     def remove(self, slot: int) -> None:
-        """Forget the sequence in a slot, if there is one."""
+        """Remove the sequence in a slot, if there is one."""
         self._edits.remove(slot)
         self._penalties.remove(slot)
         self._processors.pop(slot, None)
@@ -151,7 +151,7 @@ class Sampler:
         self._edited.discard(slot)
         self._num_logprobs.pop(slot, None)
         self._random.discard(slot)
-        self._narrowed.discard(slot)
+        self._truncated.discard(slot)
 
     def prepare(
         self,
@@ -161,9 +161,9 @@ class Sampler:
         *,
         may_leave_masks: bool = False,
     ) -> Drawing:
-        """Everything between the model and the draw; changes logits [R, V] float32 in place.
+        """Copy logits for log-probabilities, then edit the logits [R, V] float32 in place.
 
-        The drafts before a row must be in the history already. may_leave_masks: the draw takes
+        Drafts before a row must be in the history. may_leave_masks: ``draw`` will be called with
         ``Drawing.masks``, and the host can read the logits after it.
         """
         if not (self._edited or self._num_logprobs or masks):
@@ -175,14 +175,13 @@ class Sampler:
             edited = sorted({*edited, *np.flatnonzero(masks.of_row >= 0).tolist()})
         if not edited:
             return Drawing({}, [], [], None, None, raw, set())
-        # Looked at before the edits, which would hide NaN or infinity of the model. A mask that is
-        # all that edits a row is better left to the draw, which looks at little else than what is
-        # allowed: a pass over all logits to write it down, or to look at them, takes as long as a
-        # draw.
+        # Check the logits before the edits, which would hide NaN or infinity. If a mask is the only
+        # edit of a row, it is left to ``draw``, which then reads little more than the allowed
+        # tokens: applying a mask to all logits, or checking them, takes as long as sampling.
         checked, late = edited, None
         if masks is not None and may_leave_masks:
-            looked_at = self._edited | self._num_logprobs.keys()  # log-probabilities show NaN
-            checked = [row for row in edited if slots[row] in looked_at]
+            needs_check = self._edited | self._num_logprobs.keys()  # log-probabilities show NaN
+            checked = [row for row in edited if slots[row] in needs_check]
             masks, late = _divided(masks, checked)
         sound, errors = None, {}
         if checked:
@@ -204,12 +203,11 @@ class Sampler:
         return Drawing(errors, edited, checked, sound, seats, raw, set(), late)
 
     def can_preview(self, slot: int) -> bool:
-        """Whether a token that is drawn from the logits as they are is the one that is drawn among
-        any part of the tokens that it belongs to."""
-        return slot >= 0 and slot not in self._edited and slot not in self._narrowed
+        """True if a token sampled without a mask stays the same under any mask that allows it."""
+        return slot >= 0 and slot not in self._edited and slot not in self._truncated
 
     def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
-        """One token for each row [R] int32, -1 where there is none."""
+        """Sample one token for each row, [R] int32; -1 if the row has none."""
         if masks is None:
             return on_slots.sample(rows, self._tables.requested)
         of_row = self._upload(masks.of_row)
@@ -218,10 +216,9 @@ class Sampler:
     def finish(
         self, rows: Rows, draws: Draws, drawing: Drawing, drawn: torch.Tensor
     ) -> list[RowScores]:
-        """Count what stands of the tokens drawn [R] (negative: nothing); log-probabilities of it.
-
-        Where the host can read the logits at once, errors are entered in ``drawing.errors``.
-        """
+        """Count sampled tokens [R] for penalties (negative: not accepted) and compute their
+        log-probabilities. On a CPU, errors of rows without a token are entered in
+        ``drawing.errors``."""
         if drawn.is_cpu and np.count_nonzero((tokens := drawn.numpy()) < 0):
             self._explain(rows.logits, draws, drawing, tokens)
         if drawing.seats is not None:
@@ -247,7 +244,7 @@ class Sampler:
         return raw
 
     def _process(self, logits: torch.Tensor, draws: Draws, errors: dict[int, str]) -> None:
-        """Run custom processors. They see output tokens, for which the host waits."""
+        """Run custom processors on output tokens, for which the host waits."""
         if not self._processors:
             return
         columns = zip(draws.slots.tolist(), draws.positions.tolist(), strict=True)
@@ -260,12 +257,13 @@ class Sampler:
                     process(output, logits[row])
             except ProcessorError as error:
                 errors[row] = str(error)
-                logits[row, 0] = torch.nan  # no token is drawn: after drafts none may stand
+                logits[row, 0] = torch.nan  # so that the row gets no token
 
     def _unsound(
         self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor
     ) -> dict[int, str]:
-        """Errors of unsound rows, where the host can read the logits."""
+        """Errors of rows with invalid logits, if the host can read them. ``sound``: by
+        ``edited``."""
         if not sound.is_cpu:
             return {}
         bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]
@@ -299,7 +297,7 @@ class Sampler:
 
 
 def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMasks | None]:
-    """The masks of these rows of the draws, and those of the others."""
+    """Split masks into those of these sampled rows and those of the others."""
     if not rows:
         return None, masks
     is_one = np.zeros(len(masks.of_row), dtype=bool)
@@ -313,20 +311,20 @@ def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMask
 
 
 def why_unsound(position: int, what: str = "hold NaN or +inf, or are all -inf") -> str:
-    """Error text for logits of the model that are not finite."""
+    """Error text for invalid logits of the model."""
     return f"the model's logits for position {position} {what}"
 
 
 def why_none_left(position: int) -> str:
-    """Error text for logits that were sound before they were edited."""
+    """Error text for valid logits whose edits forbid all tokens."""
     return (
         f"no token is left for position {position}: allowed_token_ids, bad_words, min_tokens, "
-        "a grammar and logits processors mask all tokens"
+        "structured_outputs and logits processors together forbid all tokens"
     )
 
 
 def flaw(logits: torch.Tensor) -> str:
-    """Why no token can be drawn from logits [V]."""
+    """What is wrong with logits [V] from which no token can be sampled."""
     if bool(logits.isnan().any()):
         return "hold NaN"
     return "hold +inf" if bool((logits == torch.inf).any()) else "are all -inf"

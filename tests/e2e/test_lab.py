@@ -88,7 +88,7 @@ def test_from_a_log_to_a_profile_to_a_simulation(
 
 def test_what_is_no_log_is_said(tmp_path: Path) -> None:
     (tmp_path / "x.log").write_bytes(b"something else")
-    with pytest.raises(ConfigError, match="is no step log"):
+    with pytest.raises(ConfigError, match="is not a step log"):
         read_log(tmp_path / "x.log")
 
 

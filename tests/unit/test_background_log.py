@@ -57,9 +57,9 @@ def test_lines_that_nobody_reads_are_dropped_and_counted(target: Slow) -> None:
     assert handler.num_dropped == 7
     target.may_write.set()
     handler.close()
-    kept = [line for line in target.lines if not line.startswith("7 lines")]
+    kept = [line for line in target.lines if not line.startswith("7 log lines")]
     assert kept == ["first", "line 0", "line 1", "line 2"]
-    assert "7 lines of the log were dropped: nobody read it" in target.lines
+    assert "7 log lines were dropped, because they were not read in time" in target.lines
 
 
 def test_a_target_gets_its_levels_only(target: Slow) -> None:

@@ -80,9 +80,9 @@ async def test_a_request_too_many_is_refused_before_the_core_is_asked() -> None:
     engine.limit_queue(2)
     params = SamplingParams(max_tokens=2)
     readers = [await engine.open([5], params, str(i)) for i in range(2)]
-    with pytest.raises(RefusedError, match="2 requests wait already"):
+    with pytest.raises(RefusedError, match="2 requests are waiting"):
         await engine.open([5], params, "2")
-    with pytest.raises(ConfigError, match="call it before"):
+    with pytest.raises(ConfigError, match="before the first request"):
         engine.limit_queue(3)
     for reader in readers:
         while not (await reader.next()).finished:

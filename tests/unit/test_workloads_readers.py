@@ -273,7 +273,7 @@ def test_a_step_log_is_the_traffic_that_was_served(tmp_path: Path, depth: int) -
         ("mooncake-jsonl", MOONCAKE + "{", "line 5: the line is '{', must be a request"),
         ("jsonl", MOONCAKE, "line 1: the line is .*, must be the head of a workload"),
         ("jsonl", '{"metronome":"workload","format":9,"workload":"a","seed":0}', "is of format 9"),
-        ("steps-log", AZURE, "is no step log"),
+        ("steps-log", AZURE, "is not a step log"),
     ],
 )
 def test_lines_that_are_none(file: Write, kind: str, text: str, message: str) -> None:
