@@ -52,7 +52,7 @@ def test_a_full_queue_refuses_with_an_estimate_of_the_wait() -> None:
         run.add(make_request(name, [ord(name)] * 4, 4))
         clock.now += 1.0
         run.step()  # one runs, two wait
-    with pytest.raises(RefusedError, match=r"2 requests wait already .*try again later") as first:
+    with pytest.raises(RefusedError, match=r"2 requests are waiting.*try again later") as first:
         run.add(make_request("d", [4] * 4, 4))
     assert first.value.retry_after is None  # nobody has left the queue but the first yet
     while run.scheduler.roster.num_queued == 2:
