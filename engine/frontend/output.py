@@ -80,7 +80,7 @@ class OutputProcessor:
         use."""
         if submission.request_id in self._requests:
             raise RequestError(
-                f"request_id {submission.request_id!r} is used by an unfinished request; choose "
+                f"request_id {submission.request_id!r} is in use by an unfinished request; choose "
                 "another id, or abort that request first",
                 param="request_id",
                 code="request_id_in_use",

@@ -291,7 +291,7 @@ class InputProcessor:
         if unknown:
             name, known = min(unknown), RequestOptions.__annotations__
             near = did_you_mean(name, known) or f"; there are: {', '.join(known)}"
-            message = f"request option {name!r} is unknown{near}"
+            message = f"unknown option {name!r} of a request{near}"
             raise RequestError(message, param=name, code="unknown_parameter")
         check_option_types(options)
         is_ignored = options.get("priority") and self._limits.scheduling_policy == "fcfs"

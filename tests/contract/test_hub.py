@@ -335,8 +335,8 @@ def test_a_missing_revision_names_those_there_are(hub: FakeHub, fetch: Fetch) ->
         ({"pytorch_model.bin": b"p"}, r"only as pickles \(pytorch_model.bin\).*refs/pr/N"),
         ({"consolidated.00.pth": b"p"}, r"only as pickles \(consolidated.00.pth\)"),
         ({"model-q4.gguf": b"g"}, r"only as GGUF \(model-q4.gguf\).*the original model"),
-        ({}, r"no \*.safetensors weights"),
-        ({"consolidated.safetensors": b"w"}, r"no \*.safetensors weights"),
+        ({}, r"no \*.safetensors files"),
+        ({"consolidated.safetensors": b"w"}, r"no \*.safetensors files"),
     ],
 )
 def test_weights_that_are_not_read_are_refused_before_anything_is_fetched(

@@ -129,7 +129,7 @@ def test_an_override_is_put_on_top(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ({"temprature": 1}, "has the unknown key 'temprature', .* did you mean 'temperature'"),
+        ({"temprature": 1}, "has the unknown key 'temprature'; .* did you mean 'temperature'"),
         ({"eos_token_id": 1}, "has the unknown key 'eos_token_id'; there are: temperature, "),
         ({"temperature": 3}, "override_generation_config: temperature is 3, must be in"),
         ({"top_k": "20"}, "override_generation_config: top_k is '20'"),
