@@ -1,4 +1,4 @@
-"""The flat options of an engine, as users write them; names are vLLM's where they mean the same."""
+"""The flat options of an engine, as users set them, with vLLM's names where they mean the same."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ class EngineArgs(  # a dataclass has the fields of its last base first
     SchedulerOptions,
     ModelOptions,
 ):
-    """Options of an engine: those of all groups. ``ConfigError`` for an unknown name.
+    """The options of all groups. Raises ``ConfigError`` for an unknown name.
 
     ``create_config`` checks the values and raises ``ConfigError``.
     """
 
-    if not TYPE_CHECKING:  # type checkers know the names by the dataclass
+    if not TYPE_CHECKING:  # type checkers read the dataclass's own signature
 
         def __new__(cls, *values: Any, **options: Any) -> EngineArgs:
-            """Raises ``ConfigError`` for an unknown option, with those that are named nearly so."""
+            """Raise ``ConfigError`` for an unknown option, with names that are close to it."""
             if values:
                 raise ConfigError(
-                    f"options are given by name, and {values[0]!r:.80} has none: write "
-                    f"EngineArgs(model={values[0]!r:.80}) if it is the model"
+                    f"{values[0]!r:.80} is given without a name: write the name of each option, as "
+                    f"in EngineArgs(model={values[0]!r:.80})"
                 )
             known = [option.name for option in fields(cls)]
             for name in options:
@@ -59,10 +59,10 @@ class EngineArgs(  # a dataclass has the fields of its last base first
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Checks nothing: each group is checked when ``create_config`` makes it."""
+        """Check nothing: ``create_config`` checks each group."""
 
     def create_config(self) -> EngineConfig:
-        """The checked configuration. Raises ``ConfigError`` naming value, limit and way out."""
+        """Make the checked configuration. Raises ``ConfigError`` naming value, limit, way out."""
         check_types(self)
         self._check_attached()
         warn_of_typos()
@@ -89,7 +89,7 @@ class EngineArgs(  # a dataclass has the fields of its last base first
         )
 
     def _check_attached(self) -> None:
-        """A core that runs already was given its options when it was started."""
+        """Raise for an option that only the start of a core can set, if the core already runs."""
         if self.core_address is None:
             return
         for option in fields(self):
@@ -106,13 +106,13 @@ class EngineArgs(  # a dataclass has the fields of its last base first
 
 
 def _spelled(model: str | Path) -> str:
-    """What was given as text. A ``Path`` is a place on this machine, never a name on a hub."""
+    """Return the model as text. A ``Path`` is always a local path, never a name on a hub."""
     text = str(model)
     return f"./{text}" if isinstance(model, Path) and is_hub_name(text) else text
 
 
 def _absolute(name: str, path: str | Path | None) -> str | None:
-    """The path as a process with another current directory can use it."""
+    """Make a path absolute, so that a process with another current directory can use it."""
     if path is None:
         return None
     if not str(path):

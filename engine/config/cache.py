@@ -12,7 +12,7 @@ from engine.errors import ConfigError
 EVENTS_ENDPOINT = re.compile(r"ipc://.+|tcp://.+:([0-9]{1,5})")
 MAX_EVENTS_PORT = 65534
 MAX_EVENTS_STEPS = 10**9
-MAX_BLOCKS = 2**24  # of which the lists alone take half a GiB
+MAX_BLOCKS = 2**24  # their free list alone takes half a GiB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,22 +25,24 @@ class CacheConfig:
     """Blocks in the KV pool. Default: from free memory."""
     kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3"] = "auto"
     """Type of keys and values. auto: the type of activations; bfloat16: half of float32's bytes;
-    fp8 (e4m3; GPUs of compute capability 9.0 or more): half of a 16-bit type's, with less exact
-    answers."""
+    fp8 (e4m3; GPUs of compute capability 9.0 or more): half of a 16-bit type's bytes, with less
+    exact outputs."""
     kv_cache_memory_bytes: int | None = None
     """Size of the KV pool in bytes, if num_kv_blocks is not given."""
     memory_utilization: float = 0.5
-    """Share of free memory for the KV pool (CPU)."""
+    """Share of free memory for the KV pool (CPU only)."""
     enable_prefix_caching: bool = True
     """Reuse the KV of prompts that begin with the same tokens."""
     prefix_caching_hash_algo: Literal["sha256", "fast"] = "sha256"
-    """Hash of cached blocks. fast is 3 times as quick, and secure while its seed is secret."""
+    """Hash of cached blocks. fast takes a third of the time, and is secure while its seed is
+    secret."""
     enable_kv_events: bool = False
-    """Publish over ZeroMQ what the prefix cache stores and evicts."""
+    """Publish over ZeroMQ which blocks the prefix cache stores and evicts."""
     kv_events_endpoint: str | None = None
-    """Address of these events, ipc:// or tcp://. Default: a new socket file, which is logged."""
+    """Address of these events, ipc:// or tcp://. Default: a new socket file, whose path is
+    logged."""
     kv_events_buffer_steps: int = 10_000
-    """Batches of events kept for listeners that come late or miss some."""
+    """Batches of events kept for subscribers that connect late or miss some."""
 
     def __post_init__(self) -> None:
         check_types(self)

@@ -1,4 +1,4 @@
-"""Checks that options have the declared types of their fields. Each class checks its ranges."""
+"""Checks that options have the declared types of their fields. Each class checks its own ranges."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ WORDS = {
 
 
 def check_types(options: Any) -> None:
-    """Raise ``ConfigError`` naming option, value and type for the first that does not fit.
+    """Raise ``ConfigError`` for the first field of a dataclass with a value of the wrong type.
 
-    ``options`` is a dataclass; of a field that is a ``Literal`` the error lists the choices.
+    The error names option, value and type, or the choices of a ``Literal``.
     """
     cls: type = type(options)
     secrets = {option.name for option in fields(options) if not option.repr}
@@ -40,7 +40,7 @@ def check_types(options: Any) -> None:
 def check_kind(
     name: str, value: object, kinds: tuple[type, ...], *, is_secret: bool = False
 ) -> None:
-    """Raise ``ConfigError`` if the value is of none of these classes; ``()`` allows anything."""
+    """Raise ``ConfigError`` if a value has none of these types; ``()`` allows any."""
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         named = [kind for kind in kinds if kind is not tuple or list not in kinds]
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in named)
@@ -51,7 +51,7 @@ def check_kind(
 
 
 def check_range(options: Any, low: float, high: float | None, *names: str) -> None:
-    """Raise ``ConfigError`` for the first of these fields outside [low, high]; ``None`` is in it.
+    """Raise ``ConfigError`` for the first of these fields outside [low, high]. ``None`` is allowed.
 
     Without ``high`` there is no upper limit.
     """
@@ -65,13 +65,13 @@ def check_range(options: Any, low: float, high: float | None, *names: str) -> No
 
 @cache
 def _rules_by_field(cls: type) -> dict[str, tuple[tuple[type, ...], tuple[object, ...]]]:
-    """For each field the classes and the choices of its values; () where all are allowed."""
+    """Return types and choices of each field; ``()`` where all are allowed."""
     hints = {option.name: get_type_hints(cls)[option.name] for option in fields(cls)}
     return {name: (kinds_of(hint), _choices_of(hint)) for name, hint in hints.items()}
 
 
 def _choices_of(hint: Any) -> tuple[object, ...]:
-    """Values of a ``Literal``, which may be optional."""
+    """Return the values of a ``Literal``, including ``None`` if it is optional."""
     if get_origin(hint) in (Union, types.UnionType) and type(None) in get_args(hint):
         (own, *others) = [part for part in get_args(hint) if part is not type(None)]
         choices = () if others else _choices_of(own)
@@ -80,7 +80,7 @@ def _choices_of(hint: Any) -> tuple[object, ...]:
 
 
 def kinds_of(hint: Any) -> tuple[type, ...]:
-    """The classes a value may be of; () if it may be anything or is checked elsewhere."""
+    """Return the types that a value may have; ``()`` if it may have any or is checked elsewhere."""
     if get_origin(hint) in (Union, types.UnionType):
         parts = [kinds_of(part) for part in get_args(hint)]
         return sum(parts, ()) if all(parts) else ()
@@ -90,7 +90,7 @@ def kinds_of(hint: Any) -> tuple[type, ...]:
 
 
 def _is_a(value: object, kind: type) -> bool:
-    if isinstance(value, bool):  # which is a number for Python
+    if isinstance(value, bool):  # Python counts it as an int
         return kind is bool
     if kind is float and isinstance(value, int):
         return abs(value) <= sys.float_info.max

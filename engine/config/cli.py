@@ -1,4 +1,4 @@
-"""Command-line options made from a dataclass: its fields are the flags, their docs the help."""
+"""Makes command-line options from a dataclass: fields become flags, their docs the help."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ ANY_OBJECT = {"name": 8, "other": "text"}
 def add_options(
     parser: argparse.ArgumentParser, options: type[Any], without: Sequence[str] = ()
 ) -> None:
-    """Add one ``--flag`` per field of the dataclass ``options``, but for those in ``without``;
-    flags not given are left out.
+    """Add one ``--flag`` per field of the dataclass ``options``, except those in ``without``.
+    Flags that are not given are missing in the parsed result.
 
-    If it is made of several dataclasses each is a group of flags, headed by the first line of its
-    doc.
+    Each dataclass that ``options`` inherits from makes a group, headed by its docstring.
     """
     for each in groups_of(options):
         group = parser.add_argument_group(summary(each))
@@ -38,7 +37,7 @@ def add_options(
 def add_named_options(
     group: argparse._ArgumentGroup, options: type[Any], names: Iterable[str]
 ) -> None:
-    """The flags of these fields, in this order."""
+    """Add the flags of these fields, in this order."""
     hints, docs = get_type_hints(options), field_docs(options)
     found = {option.name: option for option in fields(options)}
     for name in names:
@@ -49,13 +48,13 @@ def add_named_options(
 
 
 def read_options(parsed: argparse.Namespace, options: type[T]) -> T:
-    """The dataclass, with what was given on the command line."""
+    """Make the dataclass from the values given on the command line."""
     names = {option.name for option in fields(options)}  # type: ignore[arg-type]
     return options(**{name: value for name, value in vars(parsed).items() if name in names})
 
 
 def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str, Any]:
-    """How argparse reads a value of type ``hint``; ``example``: one, if it is a dict."""
+    """Return argparse's keywords for a type. example: a value to show, for a dict."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     if hint is bool:
@@ -74,24 +73,24 @@ def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str,
 
 
 def groups_of(options: type[Any]) -> list[type[Any]]:
-    """The dataclasses that it inherits from, in the order of their fields; itself if none."""
+    """Return the dataclasses that a class inherits from, in the order of fields, or the class."""
     return [*filter(is_dataclass, reversed(options.__bases__))] or [options]
 
 
 def summary(options: type[Any]) -> str:
-    """The first line of a class's doc, as the head of a list."""
+    """Return the first line of a class's docstring, without its full stop."""
     return (options.__doc__ or options.__name__).partition("\n")[0].removesuffix(".")
 
 
 def field_docs(options: type[Any]) -> dict[str, str]:
-    """The string below each field of a class, or of the classes that it inherits fields from."""
+    """Return the docstring below each field of a class and its base classes."""
     docs: dict[str, str] = {}
     for each in filter(is_dataclass, reversed(options.__mro__)):
         docs |= _own_docs(each)
     return docs
 
 
-@cache  # of some hundred lines; every command has options of the engine
+@cache  # parsing some hundred lines is slow, and every command has engine options
 def _own_docs(options: Any) -> dict[str, str]:
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(options))).body
     assert isinstance(tree, ast.ClassDef)
@@ -112,12 +111,12 @@ def _shown_default(option: Field[Any]) -> str:
 
 
 def json_object(text: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
-    """An argument that is a JSON object; the error for any other shows ``example``."""
-    hint = f"one looks like '{json.dumps(example or ANY_OBJECT)}', quotes included"
+    """Parse an argument that must be a JSON object; the error for any other shows ``example``."""
+    hint = f"write one like '{json.dumps(example or ANY_OBJECT)}', with the quotes"
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}; {hint}") from error
     if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object; {hint}")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a JSON object; {hint}")
     return value

@@ -1,4 +1,4 @@
-"""Where the core runs: here, in a process of its own, or at an address; and how it waits."""
+"""Options for where the core runs (in this process, its own, or at an address) and how it waits."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from engine.errors import ConfigError
 
 OnCoreDeath = Literal["exit", "restart", "stay"]
 MAX_CORES = 64
-MAX_POLL_MS = 2**31 - 1  # what a poll takes
-MAX_DIGITS = 20  # far more of them Python does not even convert
+MAX_POLL_MS = 2**31 - 1  # the limit of a poll
+MAX_DIGITS = 20  # Python refuses to convert texts with far more
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,32 +23,32 @@ class CoreOptions:
     multiprocess: bool = field(default=False, metadata=FRONT_END)
     """Run the core in its own process, which ends with this one."""
     data_parallel_size: int = field(default=1, metadata=STARTER)
-    """Cores that share the work, each in its own process with the whole model (and its own GPU,
-    where there are GPUs). A request goes where its prompt is cached, or where there is least to
-    do."""
+    """Cores that share the requests, each in its own process with the whole model (and its own GPU,
+    where there are GPUs). A request goes where its prompt is cached, or where the load is
+    lowest."""
     core_address: str | None = field(default=None, metadata=FRONT_END)
-    """Use the core at this address, as metronome core printed it; give its model too, for the
-    tokenizer. Several addresses, separated by commas, share the work."""
+    """Use the core at this address, as metronome core printed it; also set its model, for the
+    tokenizer. Several addresses, separated by commas, share the requests."""
     on_core_death: OnCoreDeath = field(default="exit", metadata=FRONT_END)
     """What happens when a core dies. Its requests end with an error, other cores go on. exit: when
     the last has died, the engine is dead, and metronome serve ends with status 1. restart: a dead
     core is started again, at most 5 times in 10 minutes, then as exit. stay: as exit, but metronome
     serve goes on and answers 503."""
     core_ready_timeout: float = field(default=600.0, metadata=STARTER)
-    """Seconds in which a core must load the model."""
+    """Seconds that a core may take to load the model."""
     core_hang_timeout: float = field(default=300.0, metadata=FRONT_END)
-    """Seconds in which a core must finish a step; one that takes longer is given up, and killed if
-    this engine started it."""
+    """Seconds that a core may take for a step; after that it counts as dead, and is killed if this
+    engine started it."""
     drain_timeout: float = 30.0
-    """Seconds that unfinished requests get after SIGTERM."""
+    """Seconds that unfinished requests may go on after SIGTERM."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CoreConfig(CoreOptions):
-    """Where the core runs, and what it takes to reach it."""
+    """Where the core runs, and what its clients need."""
 
     core_secret: str | None = field(default=None, repr=False)
-    """What core and clients share, for TCP addresses."""
+    """Secret shared by core and clients, for TCP addresses."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -74,12 +74,12 @@ class CoreConfig(CoreOptions):
         if not all(addresses) or len(set(addresses)) < len(addresses) or len(addresses) > MAX_CORES:
             raise ConfigError(
                 f"core_address is {self.core_address!r}, must be one address, or up to {MAX_CORES} "
-                "different ones divided by commas"
+                "different ones separated by commas"
             )
 
     @property
     def core_addresses(self) -> list[str]:
-        """The addresses in ``core_address``; [] if a core is to be started."""
+        """The addresses in ``core_address``; [] if this engine starts its core."""
         if self.core_address is None:
             return []
         return [address.strip() for address in self.core_address.split(",")]
@@ -98,10 +98,10 @@ class PollOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class PollConfig(PollOptions):
-    """Waits of the step loop for what comes in, in milliseconds."""
+    """How long the step loop waits for messages, in milliseconds."""
 
     decode_poll_timeout_ms: int = 0
-    """Longest first look for messages while sequences decode; 0 does not wait."""
+    """Longest wait for messages between decode steps; 0 does not wait."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -110,9 +110,9 @@ class PollConfig(PollOptions):
 
 
 def requested_decode_poll_timeout_ms(option: int | None) -> int:
-    """The option, or else what the environment says, or else 0.
+    """Return the option, else the environment's value, else 0.
 
-    Raises ``ConfigError`` for a variable that is no number of milliseconds.
+    Raises ``ConfigError`` for a variable that is not a number of milliseconds.
     """
     if option is not None:
         return option

@@ -1,4 +1,4 @@
-"""Requested options + model + memory -> decided sizes. Pure: reads no machine state itself."""
+"""Decides sizes from the requested options, the model and its memory. Pure: measures nothing."""
 
 from __future__ import annotations
 
@@ -17,59 +17,59 @@ from engine.errors import ConfigError
 logger = logging.getLogger("engine.config")
 
 GIB = 1 << 30
-TOKEN_BUDGET = 8192  # of a step
+TOKEN_BUDGET = 8192  # tokens per step
 
 
 class CpuSteps(NamedTuple):
-    """Tokens of a step on a CPU."""
+    """Default token budgets of steps on a CPU."""
 
-    most: int  # takes some tenths of a second: larger ones gain little and delay who decodes
-    mixed: int  # prompt tokens next to decodes: a step of three to five times its decodes alone
-    spread: int  # steps over which waiting prompts are spread; more is computed at once
+    most: int  # takes some tenths of a second; larger steps gain little and delay decodes
+    mixed: int  # prompt tokens next to decodes: the step takes three to five times as long
+    spread: int  # steps over which waiting prompts are spread; any excess is computed too
 
 
 Products = Literal["tiles", "wide pairs", ""]
-"""How a CPU multiplies what a model is computed in: bfloat16 in tiles (AMX), in pairs at twice its
-float32 rate (AVX-512 BF16 from Zen 5 on), or anything otherwise."""
+"""How a CPU multiplies the model's dtype: bfloat16 in tiles (AMX), bfloat16 in pairs at twice the
+float32 rate (AVX-512 BF16 from Zen 5 on), or any other way."""
 CPU_STEPS: dict[Products, CpuSteps] = {
     "tiles": CpuSteps(2048, 160, 6),
     "wide pairs": CpuSteps(1024, 128, 6),
     "": CpuSteps(512, 48, 12),
 }
 CPU_BLOCK_SIZE = 16
-GPU_BLOCK_SIZE = 64  # a tile of keys is one block then
+GPU_BLOCK_SIZE = 64  # one tile of keys in the attention kernel
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What the engine runs with."""
+    """The sizes and limits that the engine runs with."""
 
     max_model_len: int
     """Longest prompt plus output, in tokens."""
     num_kv_blocks: int
-    """Blocks of the pool, the null block included."""
+    """Blocks of the KV pool, the null block included."""
     block_size: int
     """Tokens per block."""
     vocab_size: int
-    """Token ids are below this."""
+    """Upper limit of token ids, exclusive."""
     eos_token_ids: tuple[int, ...]
-    """End-of-text ids of config and generation config."""
+    """End-of-text ids from config.json and generation_config.json."""
     device: str
-    """cpu or cuda."""
+    """"cpu" or "cuda"."""
     scheduler: SchedulerConfig
-    """What the scheduler runs with; its length fits the pool."""
+    """The scheduler's configuration; its max_model_len fits the pool."""
     model: str = ""
-    """Directory of the model, or its name on a hub, if there is one."""
+    """Directory of the model, or its name on a hub; empty if there is none."""
     capabilities: tuple[str, ...] = ()
-    """Parts of a plan that are served (names in ``engine.messages.step.PARTS``)."""
+    """Optional parts of a plan that the worker supports (``engine.messages.step.PARTS``)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What a worker knows once it has loaded its model."""
+    """Sizes that a worker knows after loading its model."""
 
     vocab_size: int
-    """Token ids are below this."""
+    """Upper limit of token ids, exclusive."""
     block_bytes: int
     """Bytes of one KV block over all layers."""
 
@@ -77,17 +77,15 @@ class ModelFacts:
 def resolve(
     config: EngineConfig, info: ModelInfo, device: Device, *, products: Products = ""
 ) -> ResolvedConfig:
-    """Decide open options by the device, and the length, at most the model's own.
+    """Decide open options for a device, and max_model_len, at most the model's own limit.
 
-    products: how the CPU multiplies what the model is computed in.
-
-    Raises ``ConfigError``.
+    products: how the CPU multiplies the model's dtype. Raises ``ConfigError``.
     """
     is_cpu, requested, ahead = device == "cpu", config.scheduler, config.async_scheduling
     if is_cpu and config.gpu.attention_backend is not None:
         raise ConfigError(
             f"attention_backend is {config.gpu.attention_backend!r} and the device is a CPU, which "
-            "has attention of its own; leave it out, or use device='cuda'"
+            "has only its own attention; leave it out, or use device='cuda'"
         )
     overlaps = not is_cpu if ahead is None else ahead
     scheduler = part(
@@ -110,8 +108,8 @@ def decide(
     measure: Callable[[], int],
     capabilities: tuple[str, ...] = (),
 ) -> Decided:
-    """What the engine runs with. ``measure`` returns the bytes that the KV pool may take,
-    unless they are given. Raises ``ConfigError``."""
+    """Decide all sizes. measure: returns the bytes available for the KV pool, called unless the
+    options set its size. Raises ``ConfigError``."""
     cache, sched = config.cache, config.scheduler
     is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
     num_blocks = decide_num_blocks(
@@ -139,7 +137,7 @@ def decide(
 def decide_token_budget(
     requested: SchedulerOptions, *, is_cpu: bool, products: Products = ""
 ) -> int:
-    """Tokens of a step: as requested, or by the device, and at least one for each seat."""
+    """Return the tokens per step: as requested, or by device, and at least max_num_seqs."""
     if requested.max_num_batched_tokens is not None:
         return requested.max_num_batched_tokens
     is_small = is_cpu and requested.enable_chunked_prefill
@@ -147,8 +145,8 @@ def decide_token_budget(
 
 
 def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
-    """Prompt tokens of a step next to decodes, as requested or by the device. On a GPU some hundred
-    prompt tokens take hardly longer than the decodes next to them."""
+    """Return the prompt tokens per step with decodes: as requested, or by device. No limit on a
+    GPU, where some hundred prompt tokens hardly lengthen a step with decodes."""
     if requested.max_mixed_prefill_tokens is not None:
         return requested.max_mixed_prefill_tokens
     if not (is_cpu and requested.enable_chunked_prefill):
@@ -157,14 +155,14 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
 
 
 def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:
-    """The requested length, at most the model's own. Raises ``ConfigError`` naming both."""
+    """Return the requested length, or the model's limit. Raises ``ConfigError`` if it is above."""
     own = info.max_position_embeddings
     if requested.max_model_len is None:
         return own
     if requested.max_model_len > own:
         raise ConfigError(
             f"max_model_len is {requested.max_model_len}, but the model was made for {own} "
-            "positions (max_position_embeddings in config.json); ask for at most that"
+            "positions (max_position_embeddings in config.json); lower it to that or less"
         )
     return requested.max_model_len
 
@@ -178,10 +176,10 @@ def decide_num_blocks(
     max_model_len: int,
     max_num_seqs: int,
 ) -> int:
-    """Blocks of the pool: as requested, or from the requested bytes, or from those available.
+    """Return the blocks of the pool: as requested, or from the requested or available bytes.
 
-    Never more than all seats at full length could use. Raises ``ConfigError`` with the numbers if
-    the memory does not hold one request of full length.
+    Never more than max_num_seqs requests of full length need. Raises ``ConfigError`` with the
+    numbers if the memory does not hold one request of full length.
     """
     per_request = -(-max_model_len // block_size)
     if cache.num_kv_blocks is not None:
@@ -203,7 +201,7 @@ def decide_num_blocks(
 
 
 def cap_to_pool(sched: SchedulerConfig, block_size: int, num_blocks: int) -> SchedulerConfig:
-    """Lower the longest request to the pool, if its number of blocks was given and is smaller."""
+    """Lower max_model_len to what the pool holds, if the requested pool is smaller."""
     room = (num_blocks - 1) * block_size + 1  # the last token needs no KV
     if sched.max_model_len <= room:
         return sched

@@ -1,4 +1,4 @@
-"""Dotted paths of a user's own classes and functions."""
+"""Loads a user's classes and functions by dotted path."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from engine.errors import ConfigError
 
 
 def load_dotted(path: str, option: str) -> Any:
-    """The object at ``package.module.Name``. Raises ``ConfigError`` saying what is missing.
+    """Import the object at ``package.module.Name``. Raises ``ConfigError`` with the reason.
 
-    ``option`` is where the path was given.
+    option: the option that has the path, for the error.
     """
     module, _, name = path.rpartition(".")
     if not (module and name) or module.startswith("."):
-        raise ConfigError(f"{option}: {path!r} is no dotted path like package.module.Name")
+        raise ConfigError(f"{option}: {path!r} is not a dotted path like package.module.Name")
     try:
         return getattr(import_module(module), name)
     except (Exception, SystemExit) as error:  # importing third-party code may raise anything
@@ -28,7 +28,7 @@ def load_dotted(path: str, option: str) -> Any:
 
 
 def _way_out(module: str, name: str, error: BaseException) -> str:
-    """What a path that leads nowhere may have meant."""
+    """Suggest what a wrong path may have meant; "" if unknown."""
     if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}."):
         return "; is its directory on sys.path?"
     own = vars(sys.modules[module]) if module in sys.modules else {}
@@ -42,10 +42,10 @@ def _way_out(module: str, name: str, error: BaseException) -> str:
 
 
 def load_logits_processor(factory: Any) -> Any:
-    """A factory of logits processors, given as itself or by its dotted path."""
+    """Return a factory of logits processors, imported if it is given by its dotted path."""
     found = load_dotted(factory, "logits_processors") if isinstance(factory, str) else factory
     if not callable(found):
         raise ConfigError(
-            f"logits_processors has {factory!r}, must be functions, classes or their dotted paths"
+            f"logits_processors has {factory!r}, must have functions, classes or dotted paths"
         )
     return found

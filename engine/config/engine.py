@@ -1,4 +1,4 @@
-"""All options of one engine in one frozen object, and what is decided from them."""
+"""All options of one engine in a frozen object, and the same with open options decided."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engine.errors import ConfigError
 
 Device = Literal["auto", "cpu", "cuda"]
 LogLevel = Literal["debug", "info", "warning", "error"]
-MAX_POOL_SIZE = 64  # of text processes of each kind
+MAX_POOL_SIZE = 64  # text processes of each kind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,41 +35,41 @@ class EngineOptions:
     log_level: LogLevel | None = field(default=None, metadata=BOTH)
     """How much the engine logs. Default: METRONOME_LOG_LEVEL, else info (commands: warning)."""
     disable_log_stats: bool = field(default=False, metadata=FRONT_END)
-    """Omit the line of figures that is logged every few seconds."""
+    """Do not log the line of statistics every few seconds."""
     step_log: str | Path | None = None
     """File that records every input and plan of the scheduler, for metronome replay."""
     torch_profiler_dir: str | Path | None = None
-    """Directory for the traces of start_profile and stop_profile. With it, generate, chat and bench
+    """Directory for the traces of start_profile and stop_profile. If set, generate, chat and bench
     profile themselves."""
     kernel_cache: str | Path | None = None
     """Directory for compiled kernels. Default: METRONOME_KERNEL_CACHE, else the package's own
     directory and ~/.cache/metronome."""
     logits_processors: list[Any] | tuple[Any, ...] = ()
-    """Factories of custom logits processors, or their dotted paths, applied in this order."""
+    """Factories of custom logits processors, or their dotted paths, in the order of application."""
     additional_properties: Literal["closed", "open"] = field(default="closed", metadata=FRONT_END)
-    """Whether an object whose schema names properties may have others, if the schema does not say.
-    closed: no; open: yes, as JSON schema has it, which makes small models write without end.
-    Requests can override it."""
+    """Whether a JSON object may have properties that its schema does not name, if the schema names
+    some and has no keyword for others. closed: no; open: yes, as JSON schema defines it, which
+    makes small models write without end. Requests can override it."""
     property_order: Literal["schema", "free"] = field(default="schema", metadata=FRONT_END)
-    """Order of an object's properties: as in the schema, or free. Requests can override it."""
+    """Order of a JSON object's properties: as in the schema, or free. Requests can override it."""
     tokenizer_pool_size: int = field(default=0, metadata=FRONT_END)
-    """Processes that tokenise, and as many that detokenise; 0: this process does both. They protect
-    the engine from a tokenizer that crashes or hangs, but a token costs 1.5 to 2 times the
+    """Processes that tokenise, and the same number that detokenise; 0: this process does both. They
+    protect the engine from a tokenizer that crashes or hangs, but a token costs 1.5 to 2 times the
     processor time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """What the user requested. Sizes that depend on model and machine are decided from it later."""
+    """The options that a user requested. Sizes that depend on model and machine are still open."""
 
     model: ModelConfig
-    """Which model, and how it is loaded."""
+    """The model and how it is loaded."""
     cache: CacheConfig = field(default_factory=CacheConfig)
-    """How KV memory is cut and shared."""
+    """Size and sharing of KV memory."""
     scheduler: SchedulerOptions = field(default_factory=SchedulerOptions)
     """Budgets and policy of the scheduler."""
     gpu: GPUConfig = field(default_factory=GPUConfig)
-    """How a GPU is used."""
+    """Use of a GPU."""
     core: CoreConfig = field(default_factory=CoreConfig)
     """Where the core runs."""
     polling: PollConfig = field(default_factory=PollConfig)
@@ -77,9 +77,9 @@ class EngineConfig(EngineOptions):
     log_level: LogLevel = "info"
     """How much the engine logs."""
     torch_profiler_dir: str | None = None
-    """Directory for traces of the worker, wherever that runs."""
+    """Directory for the worker's traces, as an absolute path."""
     kernel_cache: str | None = None
-    """Directory for compiled kernels, wherever the worker runs."""
+    """Directory for the worker's compiled kernels, as an absolute path."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -87,35 +87,36 @@ class EngineConfig(EngineOptions):
         if self.tokenizer_pool_size and self.model.skip_tokenizer_init:
             raise ConfigError(
                 f"tokenizer_pool_size is {self.tokenizer_pool_size} and skip_tokenizer_init is "
-                "True: without a tokenizer its processes have nothing to do; set only one of them"
+                "True: text processes need a tokenizer; set only one of the two"
             )
         cores = os.cpu_count() or 1
         if self.num_threads is not None and not 1 <= self.num_threads <= cores:
             raise ConfigError(
                 f"num_threads is {self.num_threads}, must be in 1..{cores}, the cores of this "
-                "machine (None takes those this process may use)"
+                "machine (None: the cores that this process may use)"
             )
         if self.core.data_parallel_size > 1 and self.step_log is not None:
             raise ConfigError(
                 f"step_log is {self.step_log!r} and data_parallel_size is "
-                f"{self.core.data_parallel_size}: a log is of one scheduler; set only one of them"
+                f"{self.core.data_parallel_size}: a log records one scheduler; set only one of the "
+                "two"
             )
         if self.core.data_parallel_size > 1 and self.cache.kv_events_endpoint is not None:
             raise ConfigError(
                 f"kv_events_endpoint is {self.cache.kv_events_endpoint!r} and data_parallel_size "
-                f"is {self.core.data_parallel_size}: each core needs an address of its own; leave "
-                "it out and they are logged"
+                f"is {self.core.data_parallel_size}: each core needs its own address; leave "
+                "kv_events_endpoint out, and each core logs a new one"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """What was requested, with what was left open decided for a device and a model.
+    """The requested options with all open ones decided, for a device and a model.
 
-    A worker is made from it. Only the number of blocks waits for the model's memory.
+    A worker is made from it. Only the number of KV blocks is still open.
     """
 
     scheduler: SchedulerConfig
-    """What the scheduler runs with."""
+    """The scheduler's configuration."""
     block_size: int
     """Tokens per KV block."""

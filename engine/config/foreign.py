@@ -1,4 +1,4 @@
-"""Options of vLLM that have another name here, or that do not exist, each with the way out."""
+"""vLLM's options that have another name here or do not exist, each with the way out."""
 
 from __future__ import annotations
 
@@ -7,20 +7,18 @@ _DRAFT_MODEL = (
     'speculative_config={"method": "draft_model", "model": "...", "num_speculative_tokens": 4}'
 )
 
-# In Python and, as JSON, on the command line.
+# For Python and, in hyphens, the command line.
 FOREIGN: dict[str, str] = {
-    "max_num_queued_reqs": "set max_waiting_requests, which counts those that wait and not those "
-    "that run",
-    "max_num_queued_tokens": "set max_waiting_tokens, which counts the prompt tokens of those that "
-    "wait",
-    "max_num_active_seqs": "lower max_num_seqs, or let a policy say how many may run "
+    "max_num_queued_reqs": "set max_waiting_requests, which does not count running requests",
+    "max_num_queued_tokens": "set max_waiting_tokens, which counts waiting prompt tokens",
+    "max_num_active_seqs": "lower max_num_seqs, or use a policy that limits running requests "
     "(Limits(max_seqs=...), as sarathi does)",
-    "log_stats": "statistics are made on request; disable_log_stats=True leaves the "
-    "line about them out of the log",
+    "log_stats": "statistics are always available; disable_log_stats=True removes their line from "
+    "the log",
     "survive_core_death": "set on_core_death: other cores always go on without one that has died",
     "num_gpu_blocks_override": "set num_kv_blocks",
-    "scheduler_reserve_full_isl": "a request starts only if its whole prompt fits, always; "
-    "watermark says how many blocks it is to leave free",
+    "scheduler_reserve_full_isl": "a request only starts if its whole prompt fits; watermark "
+    "sets how many blocks must stay free",
     "num_speculative_tokens": f"it is a key of speculative_config: {_NGRAM.format('')}",
     "speculative_model": f"it is the key 'model' of speculative_config: {_DRAFT_MODEL}",
     "ngram_prompt_lookup_max": "it is the key 'prompt_lookup_max' of speculative_config: "
@@ -32,28 +30,28 @@ FOREIGN: dict[str, str] = {
     "prompt_lookup_min": "it is a key of speculative_config: "
     + _NGRAM.format(', "prompt_lookup_min": 2'),
     "speculative_disable_by_batch_size": "drafts are verified in batches of any size; leave it "
-    "out, or leave out speculative_config where batches are large",
+    "out, or leave out speculative_config for large batches",
     "num_lookahead_slots": "room for drafts follows from num_speculative_tokens of "
     "speculative_config; leave it out",
-    "speculative_draft_tensor_parallel_size": "a draft model is computed where the model is; "
+    "speculative_draft_tensor_parallel_size": "a draft model runs on the device of the model; "
     "leave it out",
 }
 
-_ONE_DEVICE = "a model is computed on one device; leave it out, or set data_parallel_size"
+_ONE_DEVICE = "a model runs on one device; leave it out, or set data_parallel_size"
 _NO_LORA = "LoRA adapters are not supported yet; serve the merged model"
 _NO_MEDIA = "only texts are supported; leave it out"
-_FAMILY = "the chat template tells how tool calls and thinking are written; leave it out"
-_GRAMMARS = "each request's grammar is compiled by the library that enforces it; leave it out"
-_WEIGHTS_STAY = "weights stay where they are computed with; a smaller num_kv_blocks saves memory"
-_NO_REMOTE_KV = "KV is not moved between engines; the prefix cache is that of each core"
-_GPU_ONLY = "graphs are recorded by enforce_eager and cudagraph_capture_sizes alone; leave it out"
-_MODEL_FILES = "what the model's config.json says holds; change it in a copy of the directory"
-_TEXT_ONLY = "the engine generates text, nothing else; leave it out"
+_FAMILY = "the chat template determines the format of tool calls and thinking; leave it out"
+_GRAMMARS = "each request can choose its grammar library with backend; leave it out"
+_WEIGHTS_STAY = "weights stay in the memory of their device; lower num_kv_blocks to save memory"
+_NO_REMOTE_KV = "KV is not moved between engines, each core has its own prefix cache; leave it out"
+_GPU_ONLY = "only enforce_eager and cudagraph_capture_sizes control CUDA graphs; leave it out"
+_MODEL_FILES = "the values of the model's config.json apply; change them in a copy of the directory"
+_TEXT_ONLY = "the engine only generates text; leave it out"
 _LOG = (
-    "log_level says how much is logged, and --request-log of metronome serve what is logged of "
-    "each request; leave it out"
+    "log_level sets how much is logged, --request-log of metronome serve what is logged per "
+    "request; leave it out"
 )
-_SERVER = "the server has one process and no such switch; leave it out"
+_SERVER = "the server is one process without this switch; leave it out"
 
 # Names that share a reason.
 for _reason, _names in {
@@ -88,9 +86,9 @@ for _reason, _names in {
 
 
 def refusal(name: str, shown: str | None = None) -> str | None:
-    """Why there is no such option, and what to do; ``None`` for a name that is not known.
+    """Explain why an option does not exist and what to do; ``None`` for an unknown name.
 
-    ``shown``: the name as the user wrote it.
+    shown: the name as the user wrote it.
     """
     way_out = FOREIGN.get(name)
     return None if way_out is None else f"there is no option {shown or name!r} here: {way_out}"

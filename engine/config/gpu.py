@@ -9,9 +9,9 @@ from engine.config.check import check_kind, check_types
 from engine.errors import ConfigError
 
 MAX_GRAPH_ROWS = 512
-MOST_RECORDED, FEW_RECORDED = 8192, 1024  # tokens of the largest, and where memory is short
-# What a step is made up to with padding costs what its tokens do, from some 300 tokens on: an
-# eighth at most where steps are large.
+MOST_RECORDED, FEW_RECORDED = 8192, 1024  # tokens of the largest recorded step, by free memory
+# A step is padded to the next size. From some 300 tokens on padding costs as much as tokens do, so
+# large sizes are at most an eighth apart.
 MIXED_SIZES = (
     *(8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896),
     *range(1024, 2048, 128),
@@ -25,17 +25,17 @@ class GPUConfig:
     """The GPU. ``enforce_eager`` applies to a CPU, too."""
 
     gpu_memory_utilization: float = 0.9
-    """Share of a GPU's memory that the engine may take. The KV pool gets what weights and
-    activations leave of it."""
+    """Share of a GPU's memory that the engine may use. The KV pool gets what weights and
+    activations leave free."""
     enforce_eager: bool = False
     """Launch every kernel of a step separately: no CUDA graphs, and no recorded steps on a CPU."""
     cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
-    """Sizes of steps to record: rows of decode steps, and tokens of steps with prompts or drafts.
+    """Step sizes to record: rows of decode steps, and tokens of steps with prompts or drafts.
     Default: rows 1, 2, 4, then every 8 and 16 up to max_num_seqs or 512; up to 39 numbers of tokens
     up to max_num_batched_tokens or 8192."""
     attention_backend: Literal["triton", "TRITON_ATTN"] | None = None
-    """What computes attention on a GPU. There is one backend, this project's Triton kernels; both
-    names mean it."""
+    """Attention kernels on a GPU. There is one backend, this project's Triton kernels; both names
+    select it."""
 
     def __post_init__(self) -> None:
         check_types(self)
@@ -50,7 +50,7 @@ class GPUConfig:
 
 
 def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
-    """Batch sizes to record, ascending. Larger steps than the largest are launched call by call."""
+    """Return the batch sizes to record, ascending. Larger steps are launched call by call."""
     if config.enforce_eager:
         return []
     if config.cudagraph_capture_sizes is not None:
@@ -61,7 +61,7 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(config: GPUConfig, max_num_tokens: int, most: int = MOST_RECORDED) -> list[int]:
-    """Tokens of steps with chunks or drafts to record, ascending. most: unless sizes are given."""
+    """Return the token counts of mixed steps to record, ascending. most: the default's maximum."""
     if config.enforce_eager:
         return []
     if config.cudagraph_capture_sizes is not None:

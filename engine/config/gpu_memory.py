@@ -1,4 +1,4 @@
-"""How a GPU's memory is shared out. Pure arithmetic; the worker measures."""
+"""Divides a GPU's memory. Pure arithmetic on what the worker measures."""
 
 from __future__ import annotations
 
@@ -10,47 +10,47 @@ from engine.errors import ConfigError
 
 GIB = 1 << 30
 GRANULE = 2 << 20
-"""Bytes that torch rounds a large tensor up to."""
+"""Torch rounds the bytes of a large tensor up to a multiple of this."""
 TRIED_GRAPHS = 4
-"""Sizes that are recorded on trial, to know what all will take."""
+"""Sizes that are recorded on trial, to estimate the memory of all recorded steps."""
 
 LEAST_POOL = 20
-"""Times the memory of the largest step that is to be left where steps of its size are recorded."""
+"""The pool must be this many times the memory of the largest step, for its size to be recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """A device's memory in bytes, measured in a step as large as there can be: what torch has taken
-    of the device, gaps between tensors included."""
+    """A device's memory in bytes as torch allocated it, gaps between tensors included, measured in
+    the largest possible step."""
 
     total: int
     """Memory of the device."""
     loaded: int
     """Weights and the engine's tables."""
     activations: int
-    """What the step took in addition to them, at its peak."""
+    """Additional memory of the step at its peak."""
     others: int
     """Other processes, and libraries of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTrial:
-    """Bytes of a device that were free around the recording of a few steps on trial."""
+    """Free bytes of a device before and after a few steps are recorded on trial."""
 
     before: int
-    """With none recorded."""
+    """Before any is recorded."""
     one: int
-    """With the largest recorded: the first one also has the driver load what it needs for any."""
+    """After the largest is recorded, for which the driver also loads code that all of them need."""
     several: int
-    """With the ``num_several`` largest recorded anew, in place of that."""
+    """After the ``num_several`` largest are recorded instead."""
     num_several: int
     """At least one."""
 
 
 def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
-    """Bytes that the graphs of this many sizes take. All graphs of a device share the memory that
-    the largest needs; each further one adds what the driver keeps for it, which varies little."""
-    # None may show: the driver takes memory in pieces, and other processes give some back.
+    """Estimate the bytes of recording this many sizes. All graphs of a device share the memory of
+    the largest; each further one adds what the driver keeps for it, which varies little."""
+    # Differences may be negative: the driver allocates in pieces, and other processes free some.
     further = max(0, trial.one - trial.several)
     each = further / max(1, trial.num_several - 1)
     seen = max(0, trial.before - min(trial.one, trial.several))
@@ -58,8 +58,8 @@ def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
 
 
 def most_mixed(use: MemoryUse, utilization: float) -> int:
-    """Tokens of the largest steps with chunks to record. A recorded one holds what the same step
-    takes launched call by call: that is not worth much of the pool."""
+    """Return the tokens of the largest mixed steps to record. A recorded step keeps the memory that
+    the same step needs when launched call by call, which must not cost much of the pool."""
     left = int(use.total * utilization) - use.loaded - use.activations - use.others
     return MOST_RECORDED if use.activations * LEAST_POOL <= left else FEW_RECORDED
 
@@ -67,10 +67,10 @@ def most_mixed(use: MemoryUse, utilization: float) -> int:
 def kv_budget(
     use: MemoryUse, utilization: float, *, one_request: int, graphs: int = 0, num_tensors: int = 0
 ) -> int:
-    """Bytes for the KV pool, at least those of one request of full length. graphs: bytes that
-    recorded steps will take; num_tensors: that the pool consists of, each rounded up by torch.
+    """Return the bytes for the KV pool, enough for at least one request of full length.
 
-    Raises ``ConfigError`` with the numbers and the ways out if they are not left.
+    graphs: bytes of recorded steps; num_tensors: tensors of the pool, each rounded up by torch.
+    Raises ``ConfigError`` with the numbers and the ways out if too few are left.
     """
     allowed = int(use.total * utilization)
     left = allowed - use.loaded - use.activations - graphs - use.others - num_tensors * GRANULE
@@ -88,7 +88,7 @@ def kv_budget(
 
 
 def shortage(doing: str, *, free: int, total: int) -> str:
-    """What to say when memory ran out, and what can be done about it."""
+    """Return an error message for exhausted memory, with the ways out."""
     return (
         f"out of GPU memory while {doing}: {free / GIB:.2f} GiB of {total / GIB:.2f} GiB are free. "
         "End other processes on the GPU, take a smaller model, dtype or quantization, or lower "

@@ -1,4 +1,4 @@
-"""Which model, and what its directory says about it. Reads JSON only: no torch, no transformers."""
+"""Options of the model, and the contents of its directory's JSON files. Loads no torch."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ class ModelOptions:
     """Let transformers run code from the model directory."""
     generation_config: str | Path = field(default="auto", metadata=FRONT_END)
     """Source of the sampling values that a request leaves out. auto: generation_config.json in the
-    model's directory, if it is there; a directory: the file in it; vllm: none, which leaves neutral
-    values. A SamplingParams object is complete as it is."""
+    model's directory, if it exists; a directory: the file in it; vllm: neutral values. The
+    values of a SamplingParams object always apply."""
     override_generation_config: dict[str, Any] | None = field(
         default=None, metadata={**FRONT_END, EXAMPLE: {"temperature": 0.7, "top_k": 20}}
     )
@@ -62,14 +62,14 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
-    """The model that a user names, or the one in the box."""
+    """The model that a user chose, or the one in the package."""
 
     model: str
     """Directory with config.json and weights (Hugging Face layout), or the name of a repository."""
     tokenizer: str | None = None
-    """Directory or repository of the tokenizer, if it is not the model's."""
+    """Directory or repository of the tokenizer, if it differs from the model's."""
     download_dir: str | None = None
-    """Directory of the cache; None takes that of HF_HOME."""
+    """Directory of the download cache; ``None``: that of HF_HOME."""
     generation_config: str = "auto"
     """``auto``, ``vllm`` or a directory."""
 
@@ -83,21 +83,21 @@ class ModelConfig(ModelOptions):
 def _check_hub_options(config: ModelConfig) -> None:
     for name in ("revision", "tokenizer_revision", "download_dir"):
         if getattr(config, name) == "":
-            raise ConfigError(f"{name} is '', must name one; leave it out if there is none")
+            raise ConfigError(f"{name} is '', must not be empty; set it, or leave it out")
     token = config.hf_token
     if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token.strip()):
         raise ConfigError(
-            f"hf_token is a string of {len(token)} characters (not shown), must be a token: "
-            "letters, digits and signs without spaces; leave it out, or set HF_TOKEN"
+            f"hf_token is a string of {len(token)} characters (not shown), must only have letters, "
+            "digits and signs, without spaces; leave it out, or set HF_TOKEN"
         )
 
 
-# As hubs spell the names of repositories: NAME or OWNER/NAME.
+# The syntax of repository names on hubs: NAME or OWNER/NAME.
 HUB_NAME = re.compile(r"(\w([\w.-]*\w)?/)?\w([\w.-]{0,94}\w)?", re.ASCII)
 
 
 def is_hub_name(value: str) -> bool:
-    """Whether a model is looked up on a hub: no file has this name, and it looks like no path."""
+    """Whether a model is a name on a hub: it has that syntax and no local file has this name."""
     if HUB_NAME.fullmatch(value) is None or ".." in value or "--" in value:
         return False
     return not Path(value).exists()
@@ -105,20 +105,20 @@ def is_hub_name(value: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What the files of a model directory say."""
+    """The contents of a model directory's JSON files."""
 
     path: Path
     """The model directory."""
     architecture: str
-    """First of config.json's ``architectures``, empty if it names none."""
+    """First of config.json's ``architectures``; empty if there is none."""
     model_type: str
-    """config.json's ``model_type``; of a multimodal model that of its text part."""
+    """config.json's ``model_type``; for a multimodal model that of its text part."""
     hf: dict[str, Any]
-    """config.json; of a multimodal model its text part."""
+    """config.json; for a multimodal model its text part."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """generation_config.json, empty if there is none."""
+    """generation_config.json; empty if there is none."""
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-text ids from config and generation config together."""
+    """End-of-text ids of both files."""
 
     @property
     def vocab_size(self) -> int:
@@ -129,7 +129,7 @@ class ModelInfo:
 
     @property
     def dtype(self) -> str:
-        """What the weights were saved in, empty if the file does not say."""
+        """The dtype of the saved weights; empty if the file does not have it."""
         return str(self.hf.get("dtype") or self.hf.get("torch_dtype") or "")
 
     @property
@@ -145,7 +145,7 @@ class ModelInfo:
 
     @property
     def name(self) -> str:
-        """The directory; of files in the cache of a hub, their repository (``models--A--B``)."""
+        """The model's directory, or its repository if that is a hub's cache (``models--A--B``)."""
         path = self.path.absolute()
         cached = path.parent.parent.name
         if path.parent.name == "snapshots" and cached.startswith("models--"):
@@ -156,7 +156,7 @@ class ModelInfo:
 def read_model_info(path: str | Path) -> ModelInfo:
     """Read a model directory's JSON files.
 
-    Raises ``ModelError`` naming what is missing or damaged.
+    Raises ``ModelError`` naming the missing or damaged file.
     """
     root = Path(path).expanduser()
     if not root.is_dir():
@@ -189,7 +189,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in a JSON file, ``None`` if there is none, ``ModelError`` if it is damaged."""
+    """Read a JSON object. ``None`` if there is no file. Raises ``ModelError`` if it is damaged."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -202,7 +202,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _ids(file: Path, config: dict[str, Any]) -> list[int]:
-    """End-of-text ids, which may be one, several or none."""
+    """Return the end-of-text ids of a file, which may have one, several or none."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) for token in ids):

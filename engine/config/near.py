@@ -1,4 +1,4 @@
-"""Names that were probably meant. One that was not meant misleads, so few are near."""
+"""Suggests names that a user probably meant. Wrong suggestions mislead, so few names are near."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import re
 from collections.abc import Iterable
 
 MOST = 2  # names in a hint
-MOST_SLIPS = 3
-LEAST_PREFIX = 4  # characters that may stand for the rest of a name
+MOST_SLIPS = 3  # typing errors
+LEAST_PREFIX = 4  # characters of a prefix that stands for the rest of a name
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
-    """The known names of which ``name`` is a slip of the keyboard or the beginning: the
-    nearest of them.
+    """Return the nearest known names that differ by few typing errors, or start with ``name``.
 
-    Case and what separates words do not count. A word of which a half or more is different is
-    another word: ``data_parallel_size`` is not near ``tensor_parallel_size``.
+    Case and separators do not count. Words that differ in half of their letters or more are
+    different words: ``data_parallel_size`` is not near ``tensor_parallel_size``.
     """
     typed = _words(name)
     if not typed:
@@ -24,7 +23,7 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
     for other in dict.fromkeys(known):
         meant = _words(other)
         num = _num_slips("".join(typed), "".join(meant))
-        if _singulars(typed) == _singulars(meant):  # policies for policy is three slips
+        if _singulars(typed) == _singulars(meant):  # "policies" for "policy" is three slips
             num = min(num, 1)
         if num <= _most_slips("".join(meant)) and _are_same_words(typed, meant):
             found.append((num, other))
@@ -36,8 +35,8 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def near_options(name: str, known: Iterable[str]) -> list[str]:
-    """Near names of options, of which a part may be known: ``policy`` is near ``scheduling_policy``
-    if no other option ends so, and ``max_waiting`` is near the few that begin so."""
+    """Return near option names, also by a part of the name: ``policy`` is near
+    ``scheduling_policy`` if no other option ends so, ``max_waiting`` near the few that start so."""
     known, typed = list(dict.fromkeys(known)), _words(name)
     if not typed:
         return []
@@ -49,17 +48,17 @@ def near_options(name: str, known: Iterable[str]) -> list[str]:
 
 
 def suggestion(near: list[str]) -> str:
-    """The end of a message that proposes these names, or nothing."""
+    """Return the end of a message that suggests these names; "" if there are none."""
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message about an unknown name: ``; did you mean 'top_p'?``, or nothing."""
+    """Return the end of a message about an unknown name, such as "; did you mean 'top_p'?"."""
     return suggestion(near_names(name, known))
 
 
 def near_value(value: object, known: Iterable[str]) -> str:
-    """A near name for a value that may be anything."""
+    """Like ``did_you_mean``, for a value that need not be a string."""
     return did_you_mean(value, known) if isinstance(value, str) else ""
 
 
@@ -84,7 +83,8 @@ def _are_same_words(typed: list[str], meant: list[str]) -> bool:
 
 
 def _is_same_word(typed: str, meant: str) -> bool:
-    """A short word may lack a letter (k for kv), but no letter may differ (k for p)."""
+    """Whether two words are near. A short one may lack a letter (k for kv), but not differ in one
+    (k for p)."""
     num = _num_slips(typed, meant)
     return (
         num == 0
@@ -94,7 +94,7 @@ def _is_same_word(typed: str, meant: str) -> bool:
 
 
 def _num_slips(typed: str, meant: str) -> int:
-    """Letters that are missing, too many, wrong or swapped with the next one."""
+    """Count the letters that are missing, added, wrong or swapped with the next one."""
     if abs(len(typed) - len(meant)) > MOST_SLIPS:
         return MOST_SLIPS + 1
     rows: list[list[int]] = [[*range(len(meant) + 1)]]

@@ -1,4 +1,4 @@
-"""Options of the scheduler: as users give them, and as a scheduler has them."""
+"""Options of the scheduler: as users set them, and with all open ones decided."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.config.option import EXAMPLE
 from engine.config.speculative import SpeculativeConfig
 from engine.errors import ConfigError
 
-INT32_MAX = 2**31 - 1  # positions and counts travel as 32-bit columns
+INT32_MAX = 2**31 - 1  # plans have 32-bit columns
 MAX_SEATS = 2**20
 
 
@@ -25,7 +25,7 @@ class SchedulerOptions:
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens. Default: the model's limit."""
     max_num_seqs: int = 256
-    """Requests that may run at once."""
+    """Most requests that run at the same time."""
     max_num_batched_tokens: int | None = None
     """Token budget of a step, at least max_num_seqs. Default: 8192; with chunked prefill on a CPU
     512, and for bfloat16 2048 with AMX and 1024 on processors like Zen 5. Larger steps gain little
@@ -35,7 +35,7 @@ class SchedulerOptions:
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step while other requests compete; 0: no cap."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Raise that threshold to an equal share of the step's tokens where that is more."""
+    """Raise the threshold to an equal share of the step's tokens where that is more."""
     max_mixed_prefill_tokens: int | None = None
     """Most prompt tokens in a step with decodes; 0: no cap. If much more is waiting (twelve times
     as much; six times with AMX and on processors like Zen 5), the excess is computed too. Default:
@@ -43,29 +43,29 @@ class SchedulerOptions:
     else 0, also with a policy that bounds or orders steps itself."""
     watermark: float | None = None
     """Share of the KV blocks that must stay free when a request starts next to others. Default:
-    judged by the measured time of steps."""
+    decided from measured step times."""
     scheduling_policy: Any = "fcfs"
-    """Name of a shipped policy, or a Policy class, its dotted path or an object."""
+    """Name of a shipped policy, or a Policy class, its dotted path or an instance."""
     scheduler_cls: Any = None
-    """A SchedulerInterface class or its dotted path, in place of the shared mechanism."""
+    """SchedulerInterface class or its dotted path, which replaces the whole scheduler."""
     policy_options: dict[str, Any] = field(
         default_factory=dict, metadata={EXAMPLE: {"default_deadline": 5.0}}
     )
     """Keyword arguments of the policy."""
     max_policy_faults: int = 3
-    """Faults that a policy or resource may make; one more switches it off."""
+    """Faults of a policy or resource that are tolerated; one more switches it off."""
     resources: list[Any] | tuple[Any, ...] = ()
-    """Further resources: names, classes, dotted paths or objects."""
+    """Further resources: names, classes, dotted paths or instances."""
     speculative_config: dict[str, Any] | None = field(
         default=None, metadata={EXAMPLE: {"method": "ngram", "num_speculative_tokens": 4}}
     )
-    """Guess tokens and verify them; the output stays the same. Keys: method,
-    num_speculative_tokens, adaptive. ngram (what followed the last tokens earlier in the text):
-    prompt_lookup_min, prompt_lookup_max (5). suffix (what mostly followed the longest suffix, in
-    the text or earlier outputs): suffix_decoding_max_tree_depth (24, also the number of drafts if
-    that is not given), suffix_decoding_max_cached_requests (10,000),
+    """Draft tokens and verify them; the output stays the same. Keys: method,
+    num_speculative_tokens, adaptive. ngram (drafts what followed the last tokens earlier in the
+    text): prompt_lookup_min, prompt_lookup_max (5). suffix (what most often followed the longest
+    matching suffix, in the text or earlier outputs): suffix_decoding_max_tree_depth (24, also the
+    default number of drafts), suffix_decoding_max_cached_requests (10,000),
     suffix_decoding_max_spec_factor (1.0), suffix_decoding_min_token_prob (0.1). draft_model (what a
-    smaller model says): model, revision, quantization. grammar (text that a structured output
+    smaller model predicts): model, revision, quantization. grammar (text that a structured output
     forces)."""
     length_predictor: Any = "none"
     """Source of output lengths for policies: none (max_tokens), history, oracle, or your own."""
@@ -75,7 +75,7 @@ class SchedulerOptions:
     user_weights: dict[str, float] = field(
         default_factory=dict, metadata={EXAMPLE: {"ann": 2.0, "bob": 0.5}}
     )
-    """Shares of users for fair policies; 1.0 for users without one."""
+    """Shares of users for fair policies; users without one have 1.0."""
     max_waiting_requests: int | None = None
     """Most requests in the queue; others are refused with an estimate of the wait. Default: no
     limit."""
@@ -108,7 +108,7 @@ class SchedulerOptions:
                 )
 
     def _check_budget(self) -> None:
-        """Requested sizes must fit each other; decided ones are checked again."""
+        """Raise if requested sizes do not fit each other; decided ones are checked again."""
         budget, longest = self.max_num_batched_tokens, self.max_model_len
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(
@@ -120,17 +120,19 @@ class SchedulerOptions:
         if is_short and not self.enable_chunked_prefill:
             raise ConfigError(
                 f"max_num_batched_tokens ({budget}) is below max_model_len "
-                f"({longest}) and chunked prefill is off: long prompts could never run"
+                f"({longest}) and enable_chunked_prefill is False: long prompts could never run; "
+                "raise the first or set enable_chunked_prefill"
             )
         if self.max_mixed_prefill_tokens and not self.enable_chunked_prefill:
             raise ConfigError(
-                f"max_mixed_prefill_tokens is {self.max_mixed_prefill_tokens}, but chunked prefill "
-                "is off: a prompt cannot be computed in pieces; leave one of them out"
+                f"max_mixed_prefill_tokens is {self.max_mixed_prefill_tokens} and "
+                "enable_chunked_prefill is False: prompts are not computed in pieces; leave one of "
+                "them out"
             )
         if longest is not None and self.long_prefill_token_threshold > longest:
             raise ConfigError(
                 f"long_prefill_token_threshold ({self.long_prefill_token_threshold}) is above "
-                f"max_model_len ({longest})"
+                f"max_model_len ({longest}); lower it to that or less"
             )
         if self.long_prefill_token_threshold_adaptive and not self.long_prefill_token_threshold:
             raise ConfigError(
@@ -145,28 +147,27 @@ class SchedulerOptions:
         budget = self.max_num_batched_tokens
         if budget is not None and num_drafts >= budget:
             raise ConfigError(
-                f"num_speculative_tokens is {num_drafts}: with its drafts a request needs "
-                f"{num_drafts + 1} tokens of a step, max_num_batched_tokens is "
-                f"{budget}; lower the first or raise the second"
+                f"num_speculative_tokens is {num_drafts}: a decode needs {num_drafts + 1} tokens of "
+                f"a step, max_num_batched_tokens is {budget}; lower the first or raise the second"
             )
 
 
 @dataclass(frozen=True, kw_only=True)
 class SchedulerConfig(SchedulerOptions):
-    """What a scheduler runs with: the options, and what was left open in them decided."""
+    """The scheduler's configuration: its options with all open ones decided."""
 
     max_num_batched_tokens: int = 2048
     """Token budget of a step."""
     max_model_len: int = 2048
     """Longest prompt plus output, in tokens."""
     max_mixed_prefill_tokens: int = 0
-    """Prompt tokens of a step next to requests that decode, while few wait; 0 is no cap."""
+    """Most prompt tokens in a step with decodes, unless much more is waiting; 0: no cap."""
     num_steps_in_flight: int = 1
-    """Steps launched before the oldest is settled: 1 synchronous, 2 overlapped."""
+    """Most steps in flight: 1 synchronous, 2 overlapped."""
     resources: tuple[Any, ...] = ()
-    """Names, classes, dotted paths or objects of resources in addition to those the model needs."""
+    """Names, classes, dotted paths or instances of resources beyond those the model needs."""
     num_mixed_prefill_steps: int = 6
-    """Steps of ``max_mixed_prefill_tokens`` over which prompts that wait are spread."""
+    """Steps over which waiting prompts are spread, ``max_mixed_prefill_tokens`` in each."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

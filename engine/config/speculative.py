@@ -1,4 +1,4 @@
-"""Options of speculative decoding, as ``speculative_config`` has them."""
+"""The options of speculative decoding: keys of ``speculative_config``."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from engine.config.near import did_you_mean
 from engine.errors import ConfigError
 
 METHODS = ("ngram", "suffix", "draft_model", "grammar")
-NGRAM = 5  # tokens, if no size of n-grams is given
-MAX_NGRAM = 64  # each size has a table of all tokens so far
-MAX_DRAFTS = 256  # a row: what is verified is computed, and most of that many would be wrong
-DEPTH, CACHED, FACTOR, CHANCE = 24, 10_000, 1.0, 0.1  # of suffixes, as vLLM has them
-MAX_CACHED = 1 << 20  # requests; what is kept of them is bounded in bytes, too
+NGRAM = 5  # tokens, the default size of n-grams
+MAX_NGRAM = 64  # each size needs a table of all tokens so far
+MAX_DRAFTS = 256  # per sequence: more would mostly be rejected, after the cost of verifying them
+DEPTH, CACHED, FACTOR, CHANCE = 24, 10_000, 1.0, 0.1  # vLLM's defaults for suffix decoding
+MAX_CACHED = 1 << 20  # requests; their memory has a limit in bytes, too
 EXAMPLE_OF_MODEL = '{"method": "draft_model", "model": "path/or/name", "num_speculative_tokens": 4}'
 EXAMPLE = '{"method": "ngram", "num_speculative_tokens": 4}'
-# Beginnings of a method's own options.
+# The method that each option belongs to, by the start of its name.
 PREFIXES = {
     "prompt_lookup_": "ngram",
     "suffix_decoding_": "suffix",
@@ -32,45 +32,45 @@ PREFIXES = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How tokens are drafted that a decode verifies in addition to its own."""
+    """How tokens are drafted for a decode step to verify."""
 
     method: str
-    """ngram: what followed when the last tokens stood in the request's text before; suffix: what
-    mostly followed the longest end of its text, there or in outputs of requests that have ended;
-    draft_model: what a smaller model would say; grammar: nothing else than the text that a
+    """ngram: what followed an earlier occurrence of the last tokens in the request's text; suffix:
+    what most often followed the longest matching suffix, in the request's text or outputs of
+    finished requests; draft_model: what a smaller model predicts; grammar: only the text that a
     structured output forces, which all methods draft."""
     num_speculative_tokens: int
-    """Drafts for a decode, at most; with suffix suffix_decoding_max_tree_depth if not given."""
+    """Most drafts per decode; with suffix the default is suffix_decoding_max_tree_depth."""
     adaptive: bool = True
-    """Verify only drafts that bring more than they cost, as measured; else all proposed ones."""
+    """Verify only drafts with a measured gain above their cost; False: verify all proposals."""
     model: str | None = None
-    """Directory of the draft model, or its name on a hub; it must have the model's tokens."""
+    """Directory of the draft model, or its name on a hub; it needs the main model's vocabulary."""
     revision: str | None = None
     """Branch, tag or commit of a draft model given by name."""
     quantization: Literal["int8", "fp8"] | None = None
     """Quantise the draft model's plain weights when they are loaded: int8, or fp8 on a GPU."""
     prompt_lookup_min: int = NGRAM
-    """Tokens that must be the same, at least; prompt_lookup_max, or 5 if not given."""
+    """Fewest tokens that must match; prompt_lookup_max, or 5 if not given."""
     prompt_lookup_max: int = NGRAM
-    """Tokens that are compared, at most; prompt_lookup_min, or 5 if not given."""
+    """Most tokens that are compared; prompt_lookup_min, or 5 if not given."""
     suffix_decoding_max_tree_depth: int = DEPTH
-    """Tokens that are compared, at most."""
+    """Most tokens that are compared."""
     suffix_decoding_max_cached_requests: int = CACHED
-    """Ended requests whose outputs are remembered, at most; 0: the request's own text only."""
+    """Finished requests whose outputs are kept; 0: only the request's own text is used."""
     suffix_decoding_max_spec_factor: float = FACTOR
-    """Drafts for each token that was the same, at most; one is always tried."""
+    """Most drafts per matching token; one draft is always tried."""
     suffix_decoding_min_token_prob: float = CHANCE
-    """How often, at least, a draft and all before it followed in earlier text."""
+    """Least frequency in earlier text of a draft together with all drafts before it."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SpeculativeConfig:
-        """Read what a user wrote. Raises ``ConfigError`` naming value, limit and way out."""
-        check_method(options.get("method", METHODS[0]))  # before the options of another method
+        """Read the user's options. Raises ``ConfigError`` naming value, limit and way out."""
+        check_method(options.get("method", METHODS[0]))  # before options of another method
         known = [option.name for option in fields(cls)]
         for name in options:
             if name not in known:
                 raise ConfigError(
-                    f"{name!r:.80} is no option of speculative_config; there are: "
+                    f"{name!r:.80} is not an option of speculative_config; there are: "
                     f"{', '.join(known)}{did_you_mean(str(name), known)}"
                 )
         given = {name: value for name, value in options.items() if value is not None}
@@ -79,7 +79,7 @@ class SpeculativeConfig:
         check_given(given)
         sizes = [value for name, value in given.items() if name.startswith("prompt_lookup_")]
         try:
-            # Before one option is taken for another: an error names what was given.
+            # Check what was given before defaults are derived from it, so that errors name it.
             requested = SpeculativeConfig(
                 method=given["method"],
                 num_speculative_tokens=given.get("num_speculative_tokens", 1),
@@ -102,7 +102,7 @@ class SpeculativeConfig:
                 requested = replace(
                     requested, prompt_lookup_min=sizes[0], prompt_lookup_max=sizes[0]
                 )
-            if "num_speculative_tokens" not in given:  # with suffix, it may be left out
+            if "num_speculative_tokens" not in given:  # optional for suffix
                 depth = requested.suffix_decoding_max_tree_depth
                 requested = replace(requested, num_speculative_tokens=depth)
             requested._check_order()
@@ -129,7 +129,7 @@ class SpeculativeConfig:
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for what is missing, and for an option of another method."""
+    """Raise ``ConfigError`` for a missing option or an option of another method."""
     for name in ("method", "num_speculative_tokens"):
         if name not in given and given.get("method") != "suffix":
             example = EXAMPLE_OF_MODEL if "model" in given else EXAMPLE
@@ -144,12 +144,12 @@ def check_given(given: Mapping[str, Any]) -> None:
             if name.startswith(prefix) and method != given["method"]:
                 raise ConfigError(
                     f"speculative_config: {name} is {value!r:.80}, which is for method {method!r} "
-                    f"and not {given['method']!r}; leave it out, or ask for method {method!r}"
+                    f"and not {given['method']!r}; leave it out, or set method to {method!r}"
                 )
 
 
 def check_method(method: object) -> None:
-    """Raise ``ConfigError`` for an unknown method to draft."""
+    """Raise ``ConfigError`` for an unknown method."""
     check_kind("speculative_config: method", method, (str, NoneType))
     if method is not None and method not in METHODS:
         raise ConfigError(

@@ -149,7 +149,7 @@ def test_a_variable_that_is_nearly_one_of_ours_is_not_passed_over(
     monkeypatch.setenv("METRONOME_SERVICE_HOST", "10.0.0.1")  # somebody else's
     EngineArgs(model="m").create_config()
     (line,) = caplog.messages
-    assert line.startswith("METRONOME_DECODE_POLL_TIMEOUT is not known, and has no effect; did you")
+    assert line.startswith("METRONOME_DECODE_POLL_TIMEOUT is unknown and has no effect; did you")
     assert line.endswith("METRONOME_DECODE_POLL_TIMEOUT_MS?")
 
 

@@ -136,7 +136,7 @@ def test_a_mistaken_option_is_an_error_at_the_start(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert f"kernel_cache {place} cannot be made" in line
+    assert f"kernel_cache {place} cannot be created" in line
 
 
 @pytest.mark.slow

@@ -46,11 +46,11 @@ def complaint(line: str, capsys: pytest.CaptureFixture[str]) -> str:
         ("serve --port", "serve", "--port: expected one argument"),
         ("replay", "replay", "are required: LOG"),
         ("verify --policy-options a=1", "verify", "'a=1' is not JSON"),
-        ("replay a.log --changes [1]", "replay", """looks like '{"max_num_seqs": 8}'"""),
+        ("replay a.log --changes [1]", "replay", """one like '{"max_num_seqs": 8}'"""),
         (
             "generate --user-weights 2 x",
             "generate",
-            """'2' is no JSON object; one looks like '{"ann": 2.0, "bob": 0.5}', quotes included""",
+            """'2' is not a JSON object; write one like '{"ann": 2.0, "bob": 0.5}', with the""",
         ),
     ],
 )

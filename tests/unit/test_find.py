@@ -59,7 +59,7 @@ def test_a_script_that_ends_the_program_when_imported_is_named(
 
 @pytest.mark.parametrize("path", [".", "..", "a.", ".a", "os."])
 def test_what_is_no_dotted_path_is_said_to_be_none(path: str) -> None:
-    with pytest.raises(ConfigError, match=r"scheduling_policy: .* is no dotted path"):
+    with pytest.raises(ConfigError, match=r"scheduling_policy: .* is not a dotted path"):
         choose(SchedulerConfig(scheduling_policy=path))
 
 

@@ -29,7 +29,7 @@ from engine.errors import ConfigError
         ("prompt_lookup_min", 'key of speculative_config.*"prompt_lookup_min": 2'),
         ("speculative_disable_by_batch_size", "leave it out"),
         ("num_lookahead_slots", "num_speculative_tokens of speculative_config"),
-        ("speculative_draft_tensor_parallel_size", "where the model is; leave it out"),
+        ("speculative_draft_tensor_parallel_size", "on the device of the model; leave it out"),
     ],
 )
 def test_an_option_that_is_named_otherwise_here_is_refused_with_its_name(name, way_out):

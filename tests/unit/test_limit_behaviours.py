@@ -18,7 +18,7 @@ from engine.sched.policies.priority import Priority
         ({"max_num_batched_tokens": 8, "max_num_seqs": 16}, ("8", "16", "raise the first")),
         (
             {"max_num_batched_tokens": 512, "enable_chunked_prefill": False, "max_model_len": 1000},
-            ("512", "1000", "chunked prefill is off"),
+            ("512", "1000", "enable_chunked_prefill is False"),
         ),
         (
             {"long_prefill_token_threshold": 3000, "max_model_len": 1000},

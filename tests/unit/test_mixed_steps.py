@@ -176,7 +176,7 @@ def test_what_a_device_has_if_none_is_asked(
         ({"max_mixed_prefill_tokens": -1}, "max_mixed_prefill_tokens is -1"),
         (
             {"max_mixed_prefill_tokens": 64, "enable_chunked_prefill": False, "max_model_len": 99},
-            "64, but chunked prefill is off",
+            "64 and enable_chunked_prefill is False",
         ),
     ],
 )

@@ -43,7 +43,7 @@ def test_a_name_near_to_several_is_answered_with_them() -> None:
 
 
 def test_options_without_a_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"given by name, and 'm' has none: .*model='m'"):
+    with pytest.raises(ConfigError, match=r"'m' is given without a name: .*model='m'"):
         EngineArgs("m")  # type: ignore[call-arg]
 
 
