@@ -147,8 +147,8 @@ class SchedulerOptions:
         budget = self.max_num_batched_tokens
         if budget is not None and num_drafts >= budget:
             raise ConfigError(
-                f"num_speculative_tokens is {num_drafts}: a decode needs {num_drafts + 1} tokens of "
-                f"a step, max_num_batched_tokens is {budget}; lower the first or raise the second"
+                f"num_speculative_tokens is {num_drafts}: a decode needs {num_drafts + 1} tokens "
+                f"of a step, max_num_batched_tokens is {budget}; lower the first or raise the second"
             )
 
 
