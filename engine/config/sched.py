@@ -148,7 +148,7 @@ class SchedulerOptions:
         if budget is not None and num_drafts >= budget:
             raise ConfigError(
                 f"num_speculative_tokens is {num_drafts}: a decode needs {num_drafts + 1} tokens "
-                f"of a step, max_num_batched_tokens is {budget}; lower the first or raise the second"
+                f"per step, max_num_batched_tokens is {budget}; lower the first or raise the second"
             )
 
 
