@@ -158,6 +158,9 @@ def _add_limits(group: argparse._ArgumentGroup) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     try:
+        from engine.server.private_parts import UVICORN, check_private_parts
+
+        check_private_parts(UVICORN)
         from engine.server.http.origins import AllowedOrigins, listed
         from engine.server.http.protocol import HttpLimits
         from engine.server.limits import ServerLimits

@@ -25,11 +25,10 @@ from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
 from engine.server.direct import DirectStream
 from engine.server.errors import ApiError, error_response
-from engine.server.gate import QueueGate
 from engine.server.http.answered import request_id_of, stamped
 from engine.server.http.body import Bodies
 from engine.server.http.openapi import ApiRoute, document_of
-from engine.server.keys import KeyGuard, owner_of
+from engine.server.keys import owner_of
 from engine.server.limits import ServerLimits, check_limits
 from engine.server.messages import Messages, count_tokens
 from engine.server.messages_body import MessagesRequest
@@ -238,14 +237,8 @@ class Api:
         }
 
 
-def make_app(
-    engine: AsyncLLMEngine,
-    names: ServedNames,
-    operations: Operations,
-    limits: ServerLimits | None = None,
-    chat_template: str | None = None,
-) -> ASGIApp:
-    """The ASGI application that serves this engine; ``chat_template`` replaces the model's own."""
+def make_app(routes: Sequence[ApiRoute]) -> ASGIApp:
+    """The ASGI application with these routes, without middleware."""
 
     async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
         error = ApiError(404, f"there is no route {scope['path']!r:.80}")
@@ -262,14 +255,10 @@ def make_app(
         stamped(refusal, request.scope)
         return refusal
 
-    limits = limits or ServerLimits()
-    routes = routes_of(engine, names, operations, limits, chat_template)
     app = Starlette(routes=routes, exception_handlers={405: method_not_allowed})
     app.router.default = not_found
     app.router.redirect_slashes = False  # a redirect would go to the host of the Host header
-    gate = QueueGate(app, engine)
-    guard = KeyGuard(gate, operations.keys, limits.max_requests_per_key)
-    return operations.traffic.counting(guard, routes)
+    return app
 
 
 def routes_of(
@@ -279,7 +268,7 @@ def routes_of(
     limits: ServerLimits,
     chat_template: str | None = None,
 ) -> list[ApiRoute]:
-    """All routes of the server."""
+    """All routes of the server; ``chat_template`` replaces the model's own."""
     return [*Api(engine, names, limits, chat_template).routes(), *operations.routes()]
 
 

@@ -165,7 +165,7 @@ class Completion(OpenAIAnswer):
             skips_special=self._params.skip_special_tokens,
             begin=len(echoed) if self._has_echo else 0,
         )
-        offsets.go_on(ids)
+        offsets.follow(ids)
         logprobs = TextLogprobs(self._num_logprobs or 0, names, offsets)
         if self._has_echo:
             may_be_cut = self.body.truncate_prompt_tokens is not None

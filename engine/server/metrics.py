@@ -1,8 +1,8 @@
-"""``GET /metrics``: what the engine counts, as Prometheus reads it.
+"""``GET /metrics``: the engine's counters and histograms in Prometheus's format.
 
-Nothing here runs with a token: values are appended where steps are processed and where requests
-end (``engine.observe.histograms``), and all else is read and written out at each request for it.
-Names are ours; after each comes vLLM's name for the same value, so that its dashboards show us too.
+No code here runs per token: histograms are filled once per step and at the end of requests
+(``engine.observe.histograms``), and everything else is read when the page is requested. Each metric
+also has vLLM's name for the same value, so that dashboards made for vLLM show it.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from engine.observe.histograms import (
 )
 from engine.server.traffic import Traffic
 
-STATS_SECONDS = 1.0  # timeout for the core's statistics; after that the last known are served
+STATS_SECONDS = 1.0  # timeout for the core's statistics; after that the last known ones are used
 FINISH_REASONS = ("stop", "length", "abort", "error", "deadline")
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-DRAFTS = "drafts."  # how the counters of drafting begin, in the statistics
+DRAFTS = "drafts."  # prefix of the counters of speculative decoding in the statistics
 PER_PLACE = "num_accepted_tokens_per_pos."
 
 
-class Figure(NamedTuple):
-    """One number of the scheduler."""
+class SchedulerMetric(NamedTuple):
+    """One metric read from the scheduler's statistics; ``alias``: vLLM's name for it."""
 
     kind: type[GaugeMetricFamily] | type[CounterMetricFamily]
     name: str
@@ -55,124 +55,124 @@ class Figure(NamedTuple):
 
 
 GAUGE, COUNTER = GaugeMetricFamily, CounterMetricFamily
-FIGURES = (
-    Figure(
+SCHEDULER_METRICS = (
+    SchedulerMetric(
         GAUGE,
         "requests_running",
         "num_requests_running",
-        "Requests that are computed.",
+        "Running requests.",
         lambda stats: stats.num_running,
     ),
-    Figure(
+    SchedulerMetric(
         GAUGE,
         "requests_waiting",
         "num_requests_waiting",
-        "Requests in the queue, or parked until something slow is done.",
+        "Requests in the queue, or parked until a grammar or a transfer is ready.",
         lambda stats: stats.num_waiting + stats.num_parked,
     ),
-    Figure(
+    SchedulerMetric(
         GAUGE,
         "kv_usage_ratio",
         "kv_cache_usage_perc",
         "Share of the KV blocks that are in use, 0 to 1.",
         lambda stats: stats.kv_usage,
     ),
-    Figure(
+    SchedulerMetric(
         GAUGE,
         "queue_blocked",
         None,
-        "1 while no request in the queue can start and none is computed.",
+        "1 while no request in the queue can start and none is running.",
         lambda stats: bool(stats.blocked),
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "prefix_cache_query_tokens",
         "prefix_cache_queries",
         "Prompt tokens that were looked up in the prefix cache.",
         lambda stats: stats.prefix_queries,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "prefix_cache_hit_tokens",
         "prefix_cache_hits",
-        "Prompt tokens that were found there.",
+        "Prompt tokens that were found in the prefix cache.",
         lambda stats: stats.prefix_hits,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "prefix_cache_resets",
         None,
         "Times the prefix cache was emptied on request.",
         lambda stats: stats.num_cache_resets,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "preemptions",
         "num_preemptions",
-        "Running requests that had to go back to the queue.",
+        "Running requests that were put back into the queue.",
         lambda stats: stats.num_preemptions,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "steps",
         None,
         "Steps of the scheduler.",
         lambda stats: stats.num_steps,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "scheduled_tokens",
         None,
         "Tokens that steps computed.",
         lambda stats: stats.num_scheduled_tokens,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "requests_failed",
         None,
         "Sequences that ended with an error of their own.",
         lambda stats: stats.num_failed,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "requests_expired",
         None,
-        "Sequences whose time was over.",
+        "Sequences that reached their timeout.",
         lambda stats: stats.num_expired,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "rescued_steps",
         None,
         "Steps in which the default order replaced the policy's.",
         lambda stats: stats.num_rescued_steps,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "policy_faults",
         None,
         "Errors of the policy and of resources.",
         lambda stats: stats.num_policy_faults,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "step_seconds",
         None,
-        "Computing, of steps whose floor is known.",
+        "Seconds of computing in steps whose least time is known.",
         lambda stats: stats.step_seconds,
     ),
-    Figure(
+    SchedulerMetric(
         COUNTER,
         "step_floor_seconds",
         None,
-        "What these steps take at least on this machine.",
+        "Seconds that these steps take at least on this machine.",
         lambda stats: stats.floor_seconds,
     ),
 )
 
 
 class RequestHistograms:
-    """Histograms of finished requests, observed as they end by the engine's thread."""
+    """Histograms of finished requests; the engine's thread adds each request when it ends."""
 
     def __init__(self) -> None:
         self.by_name = {
@@ -185,7 +185,7 @@ class RequestHistograms:
 
 
 def _values_of(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
-    """By name; times that did not come to be are left out."""
+    """The values of a finished request by histogram, without times that it has not reached."""
     metrics, params = finished.metrics, finished.params
     arrival, scheduled = metrics.arrival_time, metrics.scheduled_time
     first, last, end = metrics.first_token_time, metrics.last_token_time, metrics.finished_time
@@ -207,7 +207,7 @@ def _values_of(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
             yield "request_seconds_per_token", (last - first) / between
 
 
-# Our name -> vLLM's, bounds, what it is.
+# By our name: vLLM's name, bounds, description.
 REQUEST_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], str]] = {
     "request_prompt_tokens": ("request_prompt_tokens", REQUEST_TOKENS, "Tokens of a prompt."),
     "request_generation_tokens": (
@@ -255,7 +255,7 @@ REQUEST_HISTOGRAMS: Mapping[str, tuple[str, tuple[float, ...], str]] = {
 
 
 class Metrics(Collector):
-    """Metrics of one engine, under the name by which clients call its model."""
+    """Metrics of one engine, labelled with the served name of its model."""
 
     def __init__(self, engine: AsyncLLMEngine, model: str, traffic: Traffic) -> None:
         self._engine = engine
@@ -266,26 +266,26 @@ class Metrics(Collector):
         engine.add_observer(self._requests.observe)
         self._stats: SchedulerStats | None = None
         self._is_up = False
-        self._guard = Guard(engine.failures, "metrics", "this page is not answered")
+        self._guard = Guard(engine.failures, "metrics", "GET /metrics fails")
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)
 
     async def stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics now, or the last known ones if it does not answer."""
+        """The scheduler's statistics, or the last known ones if it does not respond in time."""
         try:
             async with asyncio.timeout(STATS_SECONDS):
                 self._stats = await self._engine.stats()
             self._is_up = True
         except (TimeoutError, EngineDeadError, RestartingError):
             self._is_up = False
-        except EngineError as error:  # a scheduler of the user's own may not be able to count
+        except EngineError as error:  # a user's own scheduler may raise an error
             self._guard.fail(error)
         return self._stats
 
     async def text(self) -> bytes | None:
-        """All metrics, ``None`` if one fails. Another thread writes the text, so that the event
-        loop is not held up."""
+        """The page, or ``None`` if a metric fails. It is formatted in another thread, so that the
+        event loop is not blocked."""
         await self.stats()
         return await asyncio.to_thread(self._guard.run, generate_latest, self._registry)
 
@@ -297,24 +297,24 @@ class Metrics(Collector):
             yield from self._drafts(self._stats)
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: names are known only after the engine has reported them."""
+        """An empty list: the names are known only after the engine has reported them."""
         return ()
 
     def _of_server(self) -> Iterator[Metric]:
         yield from self._numbers(
             GAUGE, "engine_up", None, "1 if the core answers in time.", self._is_up
         )
-        in_flight, doc = self._traffic.num_in_flight, "Requests not answered yet."
+        in_flight, doc = self._traffic.num_in_flight, "Requests whose answer has not ended."
         yield from self._numbers(GAUGE, "requests_in_flight", None, doc, in_flight)
         responses = CounterMetricFamily(
             "metronome_http_responses",
-            "Answers of the server that have begun.",
+            "Responses that have begun.",
             labels=["model_name", "path", "status"],
         )
         for (path, status), num in sorted(self._traffic.responses.items()):
             responses.add_metric([self._model, path, str(status)], num)
         yield responses
-        doc = "Seconds to the answer that there is no room."
+        doc = "Seconds until a request is refused because the server is full."
         counted = self._traffic.refusals.counted()
         yield from self._histogram("http_refusal_seconds", None, doc, counted)
         blocks, tokens = str(self._engine.num_kv_blocks), str(self._engine.block_size)
@@ -357,19 +357,19 @@ class Metrics(Collector):
         yield from self._histogram(
             "between_tokens_seconds",
             "inter_token_latency_seconds",
-            "Between two steps that brought a request tokens.",
+            "Between two steps that gave a request tokens.",
             latencies.between_tokens.counted(),
         )
         yield from self._histogram(
             "step_tokens",
             "iteration_tokens_total",
-            "Tokens of prompts that a step has finished, and new ones.",
+            "Tokens of prompts that were finished in a step, and its new tokens.",
             latencies.step_tokens.counted(),
         )
         yield self._labelled(
             COUNTER,
             "metronome_observer_failures",
-            "Failures of what only watches: step log, cache events, profiles, traces, observers.",
+            "Failures of observers: step log, cache events, profiles, traces and others.",
             "observer",
             self._failures(),
         )
@@ -377,7 +377,7 @@ class Metrics(Collector):
             yield from self._histogram(name, alias, doc, self._requests.by_name[name].counted())
 
     def _failures(self) -> dict[str, int]:
-        """By observer, on both sides of the core."""
+        """Failures by observer, in this process and in the core."""
         known = {} if self._stats is None else self._stats.counters
         counters = known | self._engine.failures.counters()
         return {
@@ -387,41 +387,41 @@ class Metrics(Collector):
         }
 
     def _of_scheduler(self, stats: SchedulerStats) -> Iterator[Metric]:
-        for figure in FIGURES:
-            value = figure.read(stats)
-            yield from self._numbers(figure.kind, figure.name, figure.alias, figure.doc, value)
+        for metric in SCHEDULER_METRICS:
+            value = metric.read(stats)
+            yield from self._numbers(metric.kind, metric.name, metric.alias, metric.doc, value)
         reasons = {"capacity": stats.num_waiting, "deferred": stats.num_parked}
         for name in ("metronome_requests_waiting_by_reason", "vllm:num_requests_waiting_by_reason"):
-            doc = "Requests that wait: for capacity, or deferred until something slow is done."
+            doc = "Waiting requests: for capacity, or until a grammar or a transfer is ready."
             yield self._labelled(GAUGE, name, doc, "reason", reasons)
         refused = {"refused": stats.num_refused}
         for name in ("metronome_requests_refused", "vllm:admission_rejections"):
-            doc = "Requests that were not taken: the queue was full, or the policy refused."
+            doc = "Requests that were refused: the queue was full, or the policy refused them."
             yield self._labelled(COUNTER, name, doc, "reason", refused)
         yield self._labelled(
             COUNTER,
             "metronome_wait_seconds",
-            "Time in the queue by cause, of requests that have left it.",
+            "Seconds in the queue by cause, of requests that have left it.",
             "cause",
             stats.wait_seconds,
         )
         yield self._labelled(
             COUNTER,
             "metronome_hook_seconds",
-            "Time in the hooks of policy and resources.",
+            "Seconds in the hooks of policy and resources.",
             "hook",
             stats.hook_seconds,
         )
         yield self._labelled(
             COUNTER,
             "metronome_feature_events",
-            "What features have counted, as drafts, grammars and adapters.",
+            "Counters of features such as drafts, grammars and adapters.",
             "event",
             {k: num for k, num in stats.counters.items() if not k.startswith(FAILURES)},
         )
 
     def _drafts(self, stats: SchedulerStats) -> Iterator[Metric]:
-        """vLLM's names for what speculative decoding counts."""
+        """The counters of speculative decoding under vLLM's names."""
         counters = {
             name.removeprefix(DRAFTS): value
             for name, value in stats.counters.items()

@@ -1,4 +1,4 @@
-"""The names of the model, as clients write them."""
+"""The names under which clients request the model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BOX_NAME = "box"
 
 
 class ServedNames(NamedTuple):
-    """Names that are listed, the first of which is in answers, and paths that are taken as well."""
+    """The listed names, the first of which is used in answers; and paths that are accepted too."""
 
     listed: tuple[str, ...]
     paths: tuple[str, ...] = ()
@@ -28,11 +28,11 @@ class ServedNames(NamedTuple):
 
 
 def names_of(model: str, chosen: Sequence[str] = ()) -> ServedNames:
-    """The names that the user has chosen. Without any: that of a repository, ``box`` for the model
-    in the box, or the last part of a directory's path; the path is taken too. Raises
-    ``ConfigError`` for a name that is empty."""
+    """The names from ``--served-model-name``. By default the name of the repository, ``box`` for
+    the model in the package, or the last part of a directory's path; the path itself is accepted
+    too. Raises ``ConfigError`` for an empty name."""
     if not all(name.strip() for name in chosen):
-        raise ConfigError("served_model_name has an empty name: give one, or leave the option out")
+        raise ConfigError("served_model_name has an empty name: name it, or leave the option out")
     if chosen:
         return ServedNames(tuple(dict.fromkeys(chosen)))
     if is_hub_name(model):

@@ -1,7 +1,7 @@
-"""Where in a text its tokens begin, in characters.
+"""The offsets of tokens in a text, in characters.
 
-A token that is a part of a character begins where the character does. One that is not in the text,
-as a special token that is left out, begins where the next one does.
+A token that is a part of a character has the offset of the character. A token without text, such as
+a special token that is left out, has the offset of the next token.
 """
 
 from __future__ import annotations
@@ -14,52 +14,53 @@ from typing import NamedTuple
 from engine.text.tokenizer import Tokenizer
 
 SUBSTITUTE = "\ufffd"  # for bytes that are no text
-LONGEST = 4  # bytes of a character
-NEAR = 16  # characters further than its own length that a word is searched for
+LONGEST = 4  # bytes of a character in UTF-8
+NEAR = 16  # characters after the expected place in which a group of tokens is searched for
 
 
 class TokenGroup(NamedTuple):
-    """Tokens that are whole characters together: as a rule one, several for parts of one."""
+    """Tokens that are complete characters together: usually one, several for parts of a
+    character."""
 
     parts: list[bytes]
     is_special: bool
 
 
 class TextOffsets:
-    """Finds tokens in the text that they make, as both grow.
+    """Finds tokens in a text while both grow.
 
-    What a token adds is expected where the one before it ends. A tokenizer may have changed a
-    prompt, taken away the space before its first word, or put special tokens around it: what is not
-    there is searched for nearby, and left out if it is not there either.
+    A token's text is expected where the token before it ends. A tokenizer may normalise a prompt,
+    remove the space before its first word, or add special tokens: then the token's text is searched
+    for nearby, and the token counts as one without text if that fails.
     """
 
     def __init__(
         self, tokenizer: Tokenizer | None, *, skips_special: bool = False, begin: int = 0
     ) -> None:
-        """skips_special: no special token is in the text; begin: its offset in a longer text."""
+        """skips_special: the text has no special tokens; begin: offset of its first character."""
         added = {} if tokenizer is None else tokenizer.added_tokens
         self._special = {each.token_id for each in added.values() if each.special}
         self._skips_special = skips_special
         self._tokenizer = tokenizer
         self._text = ""
-        self._begin = begin  # of it
-        self._end = 0  # in it, of the last token that was found
+        self._begin = begin  # offset of ``_text``
+        self._end = 0  # end of the last token that was found, in ``_text``
         self._open: list[bytes] = []  # tokens that are an incomplete character together
-        self._words: deque[TokenGroup] = deque()  # that were not found yet
-        self._num_begun = 0  # tokens of the prompt among those
+        self._groups: deque[TokenGroup] = deque()  # groups that were not found yet
+        self._num_begun = 0  # tokens of the prompt among them
 
-    def go_on(self, prompt_token_ids: Sequence[int]) -> None:
-        """The text follows a prompt, which may end with a part of a character."""
+    def follow(self, prompt_token_ids: Sequence[int]) -> None:
+        """Let the text follow a prompt, which may end with a part of a character."""
         last = b"".join(self._bytes_of(each) for each in prompt_token_ids[-LONGEST:])
         if begun := _incomplete(last):
             self._open, self._num_begun = [begun], 1
 
     def add_text(self, text: str) -> None:
-        """More of the text."""
+        """Append to the text."""
         self._text += text
 
     def add_token(self, token_id: int) -> None:
-        """The next token."""
+        """Append a token."""
         own, is_special = self._bytes_of(token_id), token_id in self._special
         if self._open and (is_special or own[:1] not in CONTINUING):
             self._close()  # it is never completed
@@ -68,13 +69,13 @@ class TextOffsets:
             self._close(is_special)
 
     def take(self, *, is_last: bool = False) -> list[int]:
-        """Offsets of the next tokens whose text is there, or of all that are left if it
-        ``is_last``."""
+        """Return the offsets of the next tokens whose text is complete; ``is_last``: of all
+        remaining tokens."""
         if is_last and self._open:
             self._close()
         offsets: list[int] = []
-        while self._words and (found := self._found(self._words[0], is_last)) is not None:
-            self._words.popleft()
+        while self._groups and (found := self._found(self._groups[0], is_last)) is not None:
+            self._groups.popleft()
             begins, num = found
             offsets += [self._begin + self._end + each for each in begins]
             self._end += num
@@ -87,12 +88,12 @@ class TextOffsets:
         return (self._tokenizer and self._tokenizer.token_bytes(token_id)) or b""
 
     def _close(self, is_special: bool = False) -> None:
-        self._words.append(TokenGroup(self._open, is_special))
+        self._groups.append(TokenGroup(self._open, is_special))
         self._open = []
 
     def _found(self, word: TokenGroup, is_last: bool) -> tuple[list[int], int] | None:
-        """Where the tokens begin in the text that is left, and where they end; ``None``: more of
-        the text must come."""
+        """Where each token of a group begins in the remaining text, and where the group ends;
+        ``None`` if more text is needed."""
         nowhere = [0] * len(word.parts), 0
         if word.is_special and self._skips_special:
             return nowhere
@@ -116,14 +117,14 @@ class TextOffsets:
 
 
 CONTINUING = frozenset(bytes([byte]) for byte in range(0x80, 0xC0))
-"""Bytes that begin no character."""
+"""UTF-8's continuation bytes."""
 
 
 def prompt_offsets(
     tokenizer: Tokenizer, text: str, token_ids: Sequence[int], *, may_be_cut: bool = False
 ) -> list[int]:
-    """Offsets of a prompt's tokens in ``text``, which the client has sent; a prompt that was cut is
-    the end of the text."""
+    """Offsets of a prompt's tokens in the client's text; may_be_cut: the tokens may be only the end
+    of the text."""
     whole = tokenizer.decode(list(token_ids)).strip() if may_be_cut else ""
     begin = max(0, text.rfind(whole)) if whole else 0
     offsets = TextOffsets(tokenizer, begin=begin)
@@ -134,14 +135,14 @@ def prompt_offsets(
 
 
 def _incomplete(data: bytes) -> bytes:
-    """The bytes at the end that begin a character, without those that end it."""
+    """The incomplete character at the end of ``data``."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     decoder.decode(data)
     return decoder.getstate()[0]
 
 
 def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
-    """Where each part begins in the text that they make together, and the text."""
+    """Where each part begins in the decoded text of all parts, and the text."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     begins, text = [], ""
     for part in parts:
@@ -151,15 +152,15 @@ def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
 
 
 def _may_go_on(made: str, text: str, num_bytes: int) -> bool:
-    """Whether the text is too short to tell if it begins with this."""
-    if SUBSTITUTE in made:  # for each byte there may be one
+    """Whether ``text`` is too short to decide if it begins with ``made``."""
+    if SUBSTITUTE in made:  # there may be one for each byte
         return len(text) < num_bytes and not text.strip(SUBSTITUTE)
     return len(text) < len(made) and made.startswith(text)
 
 
 def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Where these parts begin in a text that does not begin with what they make, and where they
-    end: a tokenizer has changed it, or left something out."""
+    """Where the parts begin and end in a text that does not begin with them, because the tokenizer
+    has normalised the text or dropped some of it; ``None`` if they are not found."""
     begins, made = _decoded(parts)
     bare = made.lstrip(" ")  # the first word of a text has no space before it
     if text[: len(bare)].lower() == bare.lower():
@@ -174,8 +175,8 @@ def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
 
 
 def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """The text as bytes where each byte has become a substitute, valid or not: some tokenizers do
-    so with a series of bytes that is not text as a whole."""
+    """Where the parts begin and end if the text has U+FFFD for each of their bytes: some tokenizers
+    replace all bytes of a sequence of which a part is invalid. ``None`` if it has not."""
     num = sum(map(len, parts))
     if not num or text[:num] != SUBSTITUTE * num:
         return None

@@ -1,4 +1,4 @@
-"""What operators ask: is it well, what does it do; and, with the admin key, to stop and go on."""
+"""Routes for operators: health, load and metrics; with the admin key also pause and profiling."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ from engine.server.keys import KeyRing, no_key
 from engine.server.metrics import MEDIA_TYPE, Metrics
 from engine.server.traffic import Traffic
 
-RETRY_SECONDS = 5.0  # until a server that is not well is checked again
-SCOPES = ("all", "new")  # of a pause
+RETRY_SECONDS = 5.0  # ``Retry-After`` of a server that is not healthy
+SCOPES = ("all", "new")  # what a pause stops: all requests, or only new ones
 T = TypeVar("T")
 Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Operations:
-    """The routes of operators. The core must answer within ``health_timeout`` seconds."""
+    """The routes for operators. A core that does not respond within ``health_timeout`` seconds is
+    not healthy."""
 
     def __init__(
         self, engine: AsyncLLMEngine, keys: KeyRing, model: str, health_timeout: float
@@ -60,20 +61,20 @@ class Operations:
         ]
 
     async def health(self, request: Request) -> ASGIApp:
-        """Whether the cores still answer, which they do between steps. Some may have died."""
+        """Check that the cores respond, and count those that are alive."""
         await self._check_health()
         cores = self._engine.num_cores
         return _json({"cores": cores.total, "cores_alive": cores.alive})
 
     async def ready(self, request: Request) -> ASGIApp:
-        """200 if a request that came now would be served."""
+        """Return 200 if a new request would be served."""
         if self._engine.paused is not None:
-            raise _unready("the engine is paused: resume it by POST /resume", "paused")
+            raise _unready("the engine is paused: resume it with POST /resume", "paused")
         await self._check_health()
         return Response(b"", 200)
 
     async def load(self, request: Request) -> ASGIApp:
-        """What it has to do now."""
+        """Report the numbers of running and waiting requests and the KV usage."""
         stats = await self._metrics.stats()
         load: dict[str, float] = {"server_load": self.traffic.num_in_flight}
         if stats is not None:
@@ -83,33 +84,33 @@ class Operations:
         return _json(load)
 
     async def metrics(self, request: Request) -> ASGIApp:
-        """What Prometheus reads."""
+        """Report metrics in Prometheus's format."""
         page = await self._metrics.text()
         if page is None:
             raise ApiError(
-                500, "the metrics cannot be read; the log says why", code="metrics_failed"
+                500, "the metrics cannot be read; the error is in the log", code="metrics_failed"
             )
         return Response(page, headers={"Content-Type": MEDIA_TYPE})
 
     async def is_paused(self, request: Request) -> ASGIApp:
-        """Whether it computes nothing until it is resumed."""
+        """Report whether the engine is paused."""
         return _json({"is_paused": self._engine.paused is not None})
 
     async def pause(self, request: Request) -> ASGIApp:
-        """Compute nothing until it is resumed."""
+        """Pause all requests, or only new ones, until the engine is resumed."""
         what = request.query_params.get("what", "all")
         if what not in SCOPES:
             raise ApiError(400, f"what is {what!r:.80}, must be all or new", param="what")
-        await self._soon(self._engine.pause("new" if what == "new" else "all"))
+        await self._within_timeout(self._engine.pause("new" if what == "new" else "all"))
         return _json({"status": "paused", "what": what})
 
     async def resume(self, request: Request) -> ASGIApp:
-        """Go on."""
-        await self._soon(self._engine.resume())
+        """Resume a paused engine."""
+        await self._within_timeout(self._engine.resume())
         return _json({"status": "resumed"})
 
     async def reset(self, request: Request) -> ASGIApp:
-        """Forget cached prefixes."""
+        """Empty the prefix cache."""
         value = request.query_params.get("reset_running_requests", "false").lower()
         if value not in ("true", "false"):
             raise ApiError(
@@ -117,43 +118,44 @@ class Operations:
                 f"reset_running_requests is {value!r:.80}, must be true or false",
                 param="reset_running_requests",
             )
-        if not await self._soon(self._engine.reset_prefix_cache(value == "true")):
+        if not await self._within_timeout(self._engine.reset_prefix_cache(value == "true")):
             raise ApiError(
                 409,
-                "requests use cached prefixes: try again later, or with "
-                "?reset_running_requests=true, which has them computed again",
+                "running requests use the prefix cache: try again later, or with "
+                "?reset_running_requests=true, which computes them again",
             )
         return _json({"status": "reset"})
 
     async def start_profile(self, request: Request) -> ASGIApp:
-        """Record what the worker does."""
-        await self._soon(self._engine.start_profile())
+        """Start to record a profile of the worker."""
+        await self._within_timeout(self._engine.start_profile())
         return _json({"status": "started"})
 
     async def stop_profile(self, request: Request) -> ASGIApp:
-        """Write what was recorded."""
+        """Stop recording, and write the profile to files."""
         return _json({"traces": await self._engine.stop_profile()})
 
     async def _check_health(self) -> None:
-        """One check at a time, however many ask. Raises ``ApiError`` or ``EngineDeadError``."""
+        """Check the cores' health, once for all requests that wait for it. Raises ``ApiError`` or
+        ``EngineDeadError``."""
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(self._engine.check_health(self._timeout))
-            self._check.add_done_callback(_look_at)
+            self._check.add_done_callback(_retrieve_error)
         try:
             await asyncio.shield(self._check)
         except TimeoutError as error:
             raise _unready(str(error), "core_silent") from error
 
-    async def _soon(self, call: Awaitable[T]) -> T:
+    async def _within_timeout(self, call: Awaitable[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout):
                 return await call
         except TimeoutError as error:
-            message = f"the core has not answered within {self._timeout:g} s"
+            message = f"the core has not answered within {self._timeout:g} s: try again later"
             raise _unready(message, "core_silent") from error
 
     def _for_admin(self, handle: Handler) -> Handler:
-        """The handler, for those who show the admin key, and for no page of another site."""
+        """Wrap a handler so that it needs the admin key and refuses pages of other sites."""
 
         @wraps(handle)
         async def checked(request: Request) -> ASGIApp:
@@ -162,7 +164,7 @@ class Operations:
                 raise ApiError(
                     403,
                     f"{request.url.path} is off: start the server with --admin-api-key KEY, or "
-                    f"with {ADMIN_API_KEY} set, and show that key",
+                    f"with {ADMIN_API_KEY} set, and send that key",
                     code="admin_key_not_set",
                 )
             if not self.keys.is_admin(request.scope):
@@ -176,20 +178,23 @@ class Operations:
 
 
 def refuse_foreign(request: Request) -> None:
-    """Raises ``ApiError`` for what a browser sends on behalf of a page from elsewhere."""
+    """Raise ``ApiError`` for a browser's request on behalf of a page of another origin."""
     origin = request.headers.get("origin")
     if is_allowed(request.scope):
         return
     if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
-        raise ApiError(403, f"a page of {origin!r:.80} may not ask for this", code="foreign_origin")
+        message = (
+            f"origin is {origin!r:.80}, which may not use this route: add it to --allowed-origins"
+        )
+        raise ApiError(403, message, code="foreign_origin")
 
 
 def _unready(message: str, code: str) -> ApiError:
     return ApiError(503, message, code=code, retry_after=RETRY_SECONDS)
 
 
-def _look_at(check: asyncio.Task[None]) -> None:
-    """Take the error of a task whose clients have all left: nobody else would."""
+def _retrieve_error(check: asyncio.Task[None]) -> None:
+    """Retrieve a task's error, so that asyncio does not log it if all clients have left."""
     if not check.cancelled():
         check.exception()
 

@@ -1,4 +1,4 @@
-"""Readers who do not read: what waits for them is bounded, and the memory comes back."""
+"""Limit the memory of output that clients do not read, and cut off clients that stop reading."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from engine.server.errors import ApiError
 
 logger = logging.getLogger("engine.server")
 
-MAX_UNREAD_BYTES = 256 << 10  # for one request, in addition to what its connection holds
-MAX_TOTAL_BYTES = 64 << 20  # for all
-LOOK_SECONDS = 1.0  # between two looks, at most
+MAX_UNREAD_BYTES = 256 << 10  # of one request, besides what its connection buffers
+MAX_TOTAL_BYTES = 64 << 20  # of all requests
+LOOK_SECONDS = 1.0  # most seconds between two checks
 
 
 class Transport(Protocol):
-    """The part of asyncio's transport that is needed here."""
+    """The methods of asyncio's transport that are used here."""
 
     def get_write_buffer_size(self) -> int: ...
     def abort(self) -> None: ...
@@ -30,22 +30,22 @@ class Transport(Protocol):
 
 
 class Connection(Protocol):
-    """The part of uvicorn's connection that is needed here."""
+    """The part of uvicorn's connection that is used here."""
 
     @property
     def transport(self) -> Transport: ...
 
 
 class StalledWrite(NamedTuple):
-    """Bytes that wait in a connection, and since when none of them has left."""
+    """The size of a connection's send buffer in bytes, and since when it has not changed."""
 
     size: int
     since: float
 
 
 class SlowReaders:
-    """Ends requests whose reader takes nothing for ``timeout`` seconds, and connections likewise;
-    and requests for which more waits than ``MAX_UNREAD_BYTES``."""
+    """Cuts connections whose client reads nothing for ``timeout`` seconds, and aborts requests with
+    more unread output than ``MAX_UNREAD_BYTES``."""
 
     def __init__(
         self, engine: AsyncLLMEngine, connections: Iterable[Connection], timeout: float
@@ -56,16 +56,16 @@ class SlowReaders:
         self._stalled: dict[Connection, StalledWrite] = {}
 
     async def watch(self) -> None:
-        """Look at them until cancelled."""
+        """Check all connections regularly until cancelled."""
         while True:
             await asyncio.sleep(min(LOOK_SECONDS, self._timeout / 4))
             try:
                 self.look(time.monotonic())
-            except Exception:  # as without file descriptors: look again later
-                logger.exception("slow readers could not be looked at")
+            except Exception:  # for example no file descriptor is left: check again later
+                logger.exception("slow readers could not be checked")
 
     def look(self, now: float) -> None:
-        """Look at them once; ``now`` on any clock that goes on."""
+        """Check all connections once; now: seconds of a monotonic clock."""
         self._bound_unread()
         before, self._stalled = self._stalled, {}
         for connection in list(self._connections):
@@ -79,28 +79,28 @@ class SlowReaders:
                 self._stalled[connection] = StalledWrite(size, since)
                 continue
             logger.warning(
-                "a connection is cut, and its request aborted: nothing of %d bytes was read "
-                "for %.0f s",
+                "a connection is cut, and its request aborted: the client has read none of %d "
+                "bytes for %.0f s",
                 size,
                 now - since,
             )
             cut(connection.transport)
 
     def _bound_unread(self) -> None:
-        """Give up the requests of the slowest readers."""
+        """Abort the requests with the most unread output until the rest is within the limits."""
         unread = self._engine.unread_bytes()
         left = sum(unread.values())
         for name, size in sorted(unread.items(), key=lambda item: -item[1]):
             if size <= MAX_UNREAD_BYTES and left <= MAX_TOTAL_BYTES:
                 break
             left -= size
-            logger.warning("request %s is aborted: %d bytes of it are unread", name, size)
-            error = ApiError(503, "the request was aborted: it was read too slowly", code="aborted")
-            self._engine.give_up(error, [name])
+            logger.warning("request %s is aborted: its client has %d unread bytes", name, size)
+            message = f"the request was aborted: its client left {size} bytes unread; read faster"
+            self._engine.give_up(ApiError(503, message, code="aborted"), [name])
 
 
 def cut(transport: Transport) -> None:
-    """Close a connection at once, here and for its client; the system keeps nothing of it."""
+    """Reset a connection immediately, so that the system frees its buffers."""
     with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as own:
         own.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     transport.abort()

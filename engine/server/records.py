@@ -1,4 +1,4 @@
-"""What is known of a request to the server, for its line in the log: never a prompt or a key."""
+"""Records of HTTP requests for the request log. They never contain a prompt or a key."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 from engine.messages.requests import FinishedRequest
 
-LEFT = 499  # the status, as nginx has it, of a request whose client went away before an answer
+LEFT = 499  # status, as in nginx, if the client disconnected before a response began
 MAX_PATH = 200  # characters
 MIN_WAIT_SECONDS = 0.0005
 
 
 @dataclass
 class RequestRecord:
-    """One request, while it is answered and after."""
+    """What the log reports about one HTTP request."""
 
     id: str
     method: str
@@ -26,13 +26,13 @@ class RequestRecord:
     error: str | None = None
     param: str | None = None
     has_left: bool = False
-    """The client went away before the end of its answer."""
+    """The client disconnected before the end of the response."""
     seconds: float = 0.0
     logged_at: float = 0.0
-    """When its line came about, in seconds since the epoch."""
+    """When the request was logged, in seconds since the epoch."""
     first_token_seconds: float | None = None
     num_sequences: int = 0
-    """Prompts that the engine has ended."""
+    """Engine requests that have finished."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
@@ -41,7 +41,8 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
 
     def add(self, finished: FinishedRequest) -> None:
-        """A prompt of this request has ended in the engine; called by the engine's thread."""
+        """Add an engine request of this HTTP request that has finished; called in the engine's
+        thread."""
         metrics = finished.metrics
         self.num_sequences += 1
         self.num_prompt_tokens += finished.num_prompt_tokens
@@ -58,7 +59,7 @@ class RequestRecord:
             self.first_token_seconds = first if known is None else min(first, known)
 
     def fields(self) -> dict[str, Any]:
-        """What is known, by the names of the JSON line."""
+        """The known values by their names in the JSON log."""
         known: dict[str, Any] = {
             "id": self.id,
             "method": self.method,
@@ -92,11 +93,11 @@ class RequestRecord:
 
 
 RECORD: ContextVar[RequestRecord | None] = ContextVar("request_record", default=None)
-"""The record of the request that the current task answers."""
+"""The record of the HTTP request that the current task answers."""
 
 
 def note_error(code: str, param: str | None) -> None:
-    """The current request ends with this error: a code, and the field to blame."""
+    """Record the error of the current request: its code, and the field that caused it."""
     record = RECORD.get()
     if record is not None:
         record.error, record.param = code, param

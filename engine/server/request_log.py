@@ -1,4 +1,4 @@
-"""A line in the log for each request: what it was, what became of it, and why it waited."""
+"""Log one line per HTTP request: path, status, token counts, times and causes of waiting."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ RequestLogKind = Literal["text", "json", "off"]
 
 logger = logging.getLogger("engine.requests")
 PROBES = frozenset(("/health", "/ready", "/ping", "/load", "/metrics", "/version", "/is_paused"))
-"""Paths that monitoring polls: logged only if they fail."""
-LEFT_SECONDS = 0.5  # for the engine to say what became of a request whose client went away
+"""Paths that monitoring polls, which are logged only if they fail."""
+LEFT_SECONDS = 0.5  # until the engine has reported the end of a request whose client disconnected
 FAILED = 500
 KEY = "metronome.record"  # in the scope
 NAMES = {
@@ -38,11 +38,11 @@ NAMES = {
     "waits": "waited",
     "finish_reason": "finish",
 }
-"""Shorter names for people."""
+"""Shorter names for the text format."""
 
 
 class RequestLog:
-    """An application, whose requests are logged when they have been answered; ``off``: none is."""
+    """ASGI middleware that logs each request after its response; kind ``off`` logs none."""
 
     def __init__(self, app: ASGIApp, kind: RequestLogKind) -> None:
         self._app = app
@@ -61,7 +61,7 @@ class RequestLog:
         scope[KEY] = record
         is_over = False
 
-        def noting(message: Message) -> Awaitable[None]:
+        def record_status(message: Message) -> Awaitable[None]:
             nonlocal is_over
             if message["type"] == "http.response.start":
                 if not record.has_left:
@@ -70,26 +70,27 @@ class RequestLog:
                 is_over = True
             return send(message)
 
-        async def hearing() -> Message:
+        async def record_disconnect() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect" and not is_over:
                 record.has_left = record.status is None or record.status < 400
             return message
 
         try:
-            await self._app(scope, hearing, noting)
+            await self._app(scope, record_disconnect, record_status)
         finally:
             self._end(record)
 
     def observe(self, finished: FinishedRequest) -> None:
-        """A prompt has ended; called by the engine's thread in the context of the request."""
+        """Record an engine request that has finished; called in the engine's thread, in the context
+        of the HTTP request."""
         record = RECORD.get()
         if record is not None:
             record.add(finished)
 
     def refused(self, error: ApiError, scope: Scope | None) -> None:
-        """The connection itself has answered with an error; ``scope``: that of the request, if it
-        has reached the application, which then ends it."""
+        """Log an error that the connection itself has answered with; ``scope``: the request's, if
+        the application has received the request and so logs it."""
         code = error.code or error.type
         if scope is None:
             self._write(RequestRecord("-", "-", "-", 0.0, error.status, code))
@@ -97,7 +98,7 @@ class RequestLog:
             record.status, record.error = error.status, code
 
     def close(self) -> None:
-        """Write what still waits to be complete."""
+        """Log the records that still wait for the engine's report."""
         for timer, record in list(self._left.values()):
             timer.cancel()
             self._write(record)
@@ -127,7 +128,7 @@ class RequestLog:
 
 @dataclass
 class RequestLine:
-    """A line of the log, which is formatted where it is written: no request waits for it."""
+    """A log message that is formatted by the thread that writes it, so that no request waits."""
 
     record: RequestRecord
     format: Callable[[RequestRecord], str]
@@ -137,7 +138,8 @@ class RequestLine:
 
 
 def path_of(scope: Scope) -> str:
-    """The path as it was sent, without the query: decoded, it may hold line ends."""
+    """The path as it was sent, without the query. It is not decoded, since it might have line
+    ends."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode("unicode_escape")
     return raw.partition(b"?")[0].decode("latin-1")
 
@@ -167,9 +169,9 @@ def _pairs(known: Mapping[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def writing_requests(kind: RequestLogKind | None) -> Iterator[RequestLogKind]:
-    """The kind of lines that are written. Lines of JSON are written as they are, without the time
-    and the name of other lines; a kind that was chosen is written whatever the log's level is.
-    ``None``: text, if the level is ``info``."""
+    """Set up the request log and yield its kind. JSON lines have no prefix with time and name. A
+    kind that is given is logged whatever the log level is; ``None``: text, if the level is
+    ``info``."""
     if kind is not None:
         logger.setLevel(logging.INFO)
     if kind != "json":

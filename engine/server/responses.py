@@ -1,6 +1,6 @@
-"""Responses: ``POST /v1/responses``, and those that were stored.
+"""``POST /v1/responses``, and stored responses.
 
-The response is built of the events that are streamed, whether it is streamed or not.
+A response is built from the events of its stream, even if the client does not stream it.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ MAX_STORED_BYTES = 64 << 20
 
 
 class StoredResponse(NamedTuple):
-    """A response, the conversation that ends with it (as JSON, an eighth as large), and whose it
-    is."""
+    """A response as JSON, the conversation that it ends (as JSON, which takes an eighth of the
+    memory of objects), and its owner."""
 
     response: bytes
     conversation: bytes
@@ -41,7 +41,7 @@ class StoredResponse(NamedTuple):
 
 
 class ResponseStore:
-    """The last responses, as many as fit."""
+    """The last responses, up to ``MAX_STORED`` and ``MAX_STORED_BYTES``."""
 
     def __init__(self) -> None:
         self._stored: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -58,13 +58,14 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, owner: str, param: str | None = None) -> StoredResponse:
-        """Raises ``ApiError`` if it is not there, or somebody else's."""
+        """The response ``name``. Raises ``ApiError`` that names ``param`` if it is not stored, or
+        has another owner."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             raise ApiError(
                 404 if param is None else 400,
-                f"there is no response {name!r:.80}: it was not stored, or is forgotten (the last "
-                f"{MAX_STORED} are kept)",
+                f"there is no response {name!r:.80}: it was not stored, or is not among the last "
+                f"{MAX_STORED} any more; send its conversation as input",
                 param=param,
                 code="response_not_found" if param is None else "previous_response_not_found",
             )
@@ -76,7 +77,7 @@ class ResponseStore:
 
 
 class Responses(BlockAnswer):
-    """One request for a response."""
+    """The answer to one response request."""
 
     def __init__(
         self,
@@ -86,8 +87,8 @@ class Responses(BlockAnswer):
         store: ResponseStore,
         owner: str,
     ) -> None:
-        """name: that of the model. Raises ``RequestError`` or ``ApiError`` for what cannot be
-        requested."""
+        """name: the model's name; owner: who may read the stored response. Raises ``RequestError``
+        or ``ApiError`` for a field whose value is not supported."""
         self._body, self._store, self._owner = body, store, owner
         before: list[Message] = []
         if body.previous_response_id is not None:
@@ -105,11 +106,11 @@ class Responses(BlockAnswer):
         super().__init__(f"resp_{uuid.uuid4().hex}", ChatGeneration(loaded, chat))
         self._token_names = TokenNames(loaded.tokenizer)
         self._logprobs: list[Json] = []
-        self._pending: list[Json] = []  # of tokens whose text is not there yet
+        self._pending: list[Json] = []  # log-probabilities of tokens whose text has not arrived
         self._num_events = 0
-        self._end_status = "completed"  # of blocks that end
-        self._ids: dict[int, str] = {}
-        self._inputs: dict[int, InputReader] = {}  # of custom tools' calls, by block
+        self._end_status = "completed"  # status of the blocks that end next
+        self._ids: dict[int, str] = {}  # item ids by block
+        self._inputs: dict[int, InputReader] = {}  # inputs of custom tools, by block
         self.response = _head(self.name, name, body, chat)
 
     def failure(self, error: BaseException) -> bytes:
@@ -131,7 +132,7 @@ class Responses(BlockAnswer):
                 yield from self._end(piece)
 
     def _end(self, piece: AnswerPiece) -> Iterator[Json]:
-        reason = reason_of(piece.completion)  # raises for an end that is no answer
+        reason = reason_of(piece.completion)  # raises if the generation ended with an error
         self._end_status = "completed" if reason == "stop" else "incomplete"
         for change in self._blocks.end():
             yield from self._change(change, [])
@@ -189,7 +190,7 @@ class Responses(BlockAnswer):
         yield from self._item_done(block, item)
 
     def _call_change(self, change: BlockChange, call: CallBegin, place: Json) -> Iterator[Json]:
-        """More arguments of a call, or its end."""
+        """The events for new arguments of a call, or for its end."""
         block, reader = change.block, None
         what, new = "function_call_arguments", change.text
         if call.name in self._generation.custom_tools:
@@ -261,7 +262,7 @@ class Responses(BlockAnswer):
 
 
 def _head(name: str, model: str, body: ResponsesRequest, chat: ChatRequest) -> Json:
-    """What is known of a response before it begins."""
+    """The fields of a response that are known before its output."""
     reasoning = body.reasoning
     return {
         "id": name,

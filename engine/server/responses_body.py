@@ -1,4 +1,4 @@
-"""What ``POST /v1/responses`` may ask, and the conversation that it means."""
+"""The body of ``POST /v1/responses``, and its conversion to a chat completion."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ INCLUDED = (
     "file_search_call.results", "message.input_image.image_url", "message.output_text.logprobs",
     "reasoning.encrypted_content", "web_search_call.action.sources", "web_search_call.results",
 )  # fmt: skip
-"""What a response may have more of; of most there is nothing here."""
+"""Accepted values of ``include``; most concern features that this server does not have."""
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True):
     effort: str | None = None
-    summary: str | None = None  # thinking is returned whole
+    summary: str | None = None  # no effect: thinking is returned in full
     generate_summary: str | None = None
     context: str | None = None  # the chat template decides
     mode: Literal["standard"] | None = None
@@ -42,7 +42,7 @@ class TextOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ObfuscationOptions(msgspec.Struct, forbid_unknown_fields=True):
-    include_obfuscation: bool = False  # never done
+    include_obfuscation: bool = False  # no effect: streams are never obfuscated
 
 
 class AccessPrograms(msgspec.Struct, forbid_unknown_fields=True):
@@ -89,13 +89,13 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
     truncation: Literal["auto", "disabled"] | None = None
     include: list[str] | None = None
     background: bool | None = None
-    # of no effect here
+    # accepted without effect
     service_tier: str | None = None
     access_programs: AccessPrograms | None = None
-    background_options: dict[str, Any] | None = None  # of responses in the background
-    image: dict[str, Any] | None = None  # of how images are read
-    client_metadata: dict[str, Any] | None = None  # of Codex
-    max_tool_calls: int | None = None  # of tools that a server runs
+    background_options: dict[str, Any] | None = None
+    image: dict[str, Any] | None = None
+    client_metadata: dict[str, Any] | None = None  # sent by Codex
+    max_tool_calls: int | None = None  # limits only tools that the server runs
     prompt_cache_key: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     prompt_cache_retention: str | None = None
@@ -118,7 +118,7 @@ class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 
 
 OWN_TOOLS = ("function", "custom")
-"""Kinds of tools that a client runs."""
+"""Types of tools that a client runs."""
 SHARED = (
     "model", "temperature", "top_p", "stream", "parallel_tool_calls", "user", "seed", "top_k",
     "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop", "stop_token_ids", "priority",
@@ -129,16 +129,16 @@ SHARED = (
 def chat_of(
     body: ResponsesRequest, before: list[Message], tools: ResponseTools | None = None
 ) -> ChatRequest:
-    """This request as one for chat completions; before: the conversation it continues; tools: its
-    own, unless given. Raises ``ApiError``."""
+    """Convert the request to a chat completion. before: the conversation that it continues; tools:
+    ``tools_of(body)``, if that was called before. Raises ``ApiError``."""
     tools = tools or tools_of(body)
     _refuse(body)
     messages = list(before)
-    if body.instructions is not None:  # those of an earlier response do not hold any more
+    if body.instructions is not None:  # instructions of the earlier response are not continued
         messages.insert(0, {"role": "system", "content": body.instructions})
     messages += messages_of(body.input)
     if not messages:
-        raise ApiError(400, "input is missing: give it, or instructions", param="input")
+        raise ApiError(400, "input is missing: add it, or instructions", param="input")
     form = None if body.text is None or body.text.format is None else body.text.format
     return ChatRequest(
         messages=messages,
@@ -158,7 +158,9 @@ def tools_of(body: ResponsesRequest) -> ResponseTools:
 
 def _refuse(body: ResponsesRequest) -> None:
     if body.background:
-        raise ApiError(400, "background is not supported: leave it out", param="background")
+        raise ApiError(
+            400, "background is true, which is not supported: leave it out", param="background"
+        )
     if body.truncation == "auto":
         raise ApiError(
             400, "truncation is auto, which is not supported: use disabled", param="truncation"
@@ -166,7 +168,7 @@ def _refuse(body: ResponsesRequest) -> None:
     for each in body.include or []:
         if each not in INCLUDED:
             raise ApiError(
-                400, f"include has {each!r:.60}, must have some of: {', '.join(INCLUDED)}",
+                400, f"include has {each!r:.60}, must have only: {', '.join(INCLUDED)}",
                 param="include",
             )  # fmt: skip
 
@@ -174,7 +176,8 @@ def _refuse(body: ResponsesRequest) -> None:
 def _choice(
     choice: str | dict[str, Any] | None, tools: ResponseTools
 ) -> str | dict[str, Any] | None:
-    """The choice in the form of chat completions; a tool left out cannot be chosen."""
+    """``tool_choice`` in the form of chat completions. Raises ``ApiError``, also for a tool that
+    was left out."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")
@@ -186,8 +189,8 @@ def _choice(
     if is_server_tool(kind, SERVER_TOOLS):
         raise ApiError(
             400,
-            f"tool_choice is {kind!r:.40}, which a server would have to run: choose a function, a "
-            "custom tool, auto or none",
+            f"tool_choice has type {kind!r:.40}, which the server would have to run and cannot: "
+            "choose a function, a custom tool, auto or none",
             param="tool_choice",
         )
     if kind not in OWN_TOOLS:
@@ -199,13 +202,15 @@ def _choice(
         )
     if not tools.described:
         raise ApiError(
-            400, f"tool_choice is {choice!r:.80} without tools: give some", param="tool_choice"
+            400,
+            f"tool_choice is {choice!r:.80} without tools: add tools, or leave it out",
+            param="tool_choice",
         )
     return {"type": kind, "function": _listed(choice)}
 
 
 def _listed(each: Any) -> dict[str, Any]:
-    """Without a name if it is no tool that a client runs."""
+    """The name of a chosen tool; ``None`` as the name of one that the client does not run."""
     if not isinstance(each, dict) or is_server_tool(each.get("type"), SERVER_TOOLS):
         return {"name": None}
     return {"name": flat_name(each.get("name"), each.get("namespace"))}

@@ -1,4 +1,4 @@
-"""Items of ``POST /v1/responses``, and the messages that they are."""
+"""Convert the items of ``POST /v1/responses`` to messages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.server.speech.custom import INPUT
 MAX_ITEMS = 4096
 ROLES = ("user", "assistant", "system", "developer")
 ACTIONS = {"local_shell_call": "action", "shell_call": "action", "apply_patch_call": "operation"}
-"""Calls of tools that a client runs, and what of them are the arguments."""
+"""Types of calls that the client runs, and the field of such a call that has its arguments."""
 OUTPUTS = (
     "function_call_output", "custom_tool_call_output", "local_shell_call_output",
     "shell_call_output", "apply_patch_call_output",
@@ -31,18 +31,20 @@ LEFT_OUT = (
     "image_generation_call", "mcp_approval_request", "mcp_approval_response", "mcp_list_tools",
     "program", "program_output", "tool_search_call", "tool_search_output", "web_search_call",
 )  # fmt: skip
-"""What a server ran, or did, of which nothing is text that the model reads."""
+"""Items about what a server did. They have no text for the model and are left out."""
 
 
 def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
-    """Items as messages; consecutive items of the model become one. Raises ``ApiError``."""
+    """Convert items to messages; consecutive items of the model are joined. Raises ``ApiError``."""
     if given is None:
         return []
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if len(given) > MAX_ITEMS:
         raise ApiError(
-            400, f"input has {len(given)} items, the limit is {MAX_ITEMS}", param="input"
+            400,
+            f"input has {len(given)} items, the limit is {MAX_ITEMS}: send fewer",
+            param="input",
         )
     messages: list[Message] = []
     for item in given:
@@ -72,14 +74,14 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
     elif kind not in LEFT_OUT:
         raise ApiError(
             400,
-            f"input has an item of type {kind!r:.40}, which is not supported: message, reasoning, "
-            "and calls of tools with their outputs are",
+            f"input has an item of type {kind!r:.40}, which is not supported: use messages, "
+            "reasoning, and tool calls with their outputs",
             param="input",
         )
 
 
 def _given(action: Any) -> Any:
-    """Without fields that are null."""
+    """The arguments of a call without fields that are null."""
     if not isinstance(action, dict):
         return action
     return {key: value for key, value in action.items() if value is not None}
@@ -113,5 +115,5 @@ def _output_of(item: dict[str, Any]) -> str:
 
 
 def _id_of(item: dict[str, Any]) -> Any:
-    """The id of a call; items of some kinds have none but their own."""
+    """The id of a call; items of some types have it as their own id."""
     return item.get("call_id") or item.get("id")

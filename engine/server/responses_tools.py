@@ -1,5 +1,5 @@
-"""Tools of ``POST /v1/responses``: kinds that the client runs in the form of chat completions, and
-the names of those that a server would have to run, which are left out."""
+"""Convert the tools of ``POST /v1/responses`` to the form of chat completions. Tools that the
+server would have to run are left out."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ SERVER_TOOLS = (
     "image_generation", "local_shell", "mcp", "programmatic_tool_calling", "shell", "tool_search",
     "web_search", "web_search_preview",
 )  # fmt: skip
-"""Run by a server, or by a client in forms that only OpenAI's own models write. A date may follow
-the name."""
-BETWEEN = "__"  # a namespace and a name
+"""Types of tools that the server would have to run, or that only OpenAI's own models can call. They
+may have a date at the end."""
+BETWEEN = "__"  # separates a namespace from a name
 
 
 class ToolName(NamedTuple):
-    """The tool that a call is of, as the client knows it."""
+    """The name of a tool, as the client knows it."""
 
     name: str
     namespace: str | None = None
@@ -29,16 +29,16 @@ class ResponseTools:
     """The tools of one request."""
 
     def __init__(self, given: Iterable[Any]) -> None:
-        """Raises ``ApiError`` for what is no tool."""
+        """Raises ``ApiError`` for a tool of an unknown type."""
         self.left_out: list[str] = []
-        """Kinds that a server would have to run."""
-        self._called: dict[str, ToolName] = {}
+        """Types of tools that the server would have to run."""
+        self._names: dict[str, ToolName] = {}
         self.described = list(self._flat(given, None))
-        """The others, as chat completions have them."""
+        """The other tools in the form of chat completions."""
 
     def called(self, name: str) -> ToolName:
-        """name: as the model calls the tool."""
-        return self._called.get(name, ToolName(name))
+        """The client's name of the tool that the model calls ``name``."""
+        return self._names.get(name, ToolName(name))
 
     def _flat(self, given: Iterable[Any], namespace: str | None) -> Iterator[dict[str, Any]]:
         for tool in given:
@@ -52,8 +52,8 @@ class ResponseTools:
             else:
                 raise ApiError(
                     400,
-                    f"tools has one of type {kind!r:.40}, which is not supported: function, custom "
-                    f"and namespace are, and {', '.join(SERVER_TOOLS)} are left out",
+                    f"tools has one of type {kind!r:.40}, which is not supported: use function, "
+                    f"custom or namespace ({', '.join(SERVER_TOOLS)} are left out)",
                     param="tools",
                 )
 
@@ -64,25 +64,25 @@ class ResponseTools:
         about = {k: v for k, v in tool.items() if k not in left_out and v is not None}
         if namespace is not None and isinstance(about.get("name"), str):
             flat = flat_name(about["name"], namespace)
-            self._called[flat] = ToolName(about["name"], namespace)
+            self._names[flat] = ToolName(about["name"], namespace)
             about["name"] = flat
         return {"type": kind, kind: about}
 
 
 def flat_name(name: Any, namespace: Any) -> Any:
-    """The name by which the model knows a tool of a namespace."""
+    """The name that the model reads for a tool of a namespace."""
     return f"{namespace.removesuffix(BETWEEN)}{BETWEEN}{name}" if namespace else name
 
 
 def is_server_tool(kind: Any, known: tuple[str, ...]) -> bool:
-    """Whether it is one of these, or one with a date after it."""
+    """Whether a tool's type is one of ``known``, perhaps with a date at the end."""
     if not isinstance(kind, str):
         return False
     return kind in known or kind.rstrip("_0123456789") in known
 
 
 def tools_in(items: Any) -> list[Any]:
-    """Tools that come with the conversation."""
+    """The tools that items of the conversation add."""
     found: list[Any] = []
     for item in items if isinstance(items, list) else []:
         if isinstance(item, dict) and item.get("type") in (

@@ -1,4 +1,4 @@
-"""uvicorn and the engine that it serves."""
+"""Start the engine and uvicorn, serve, and shut both down."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import uvicorn
 import uvloop
+from starlette.types import ASGIApp
 
 from engine.async_engine import AsyncLLMEngine
 from engine.config.args import EngineArgs
@@ -25,15 +26,17 @@ from engine.errors import ConfigError
 from engine.frontend.session import Session
 from engine.observe.background import logging_in_background
 from engine.observe.logs import set_up_logging
-from engine.server.app import make_app
+from engine.server.app import make_app, routes_of
 from engine.server.drain import Drain
+from engine.server.gate import QueueGate
 from engine.server.http.origins import AllowedOrigins
 from engine.server.http.protocol import BoundedProtocol, HttpLimits
-from engine.server.keys import KeyRing
+from engine.server.keys import KeyGuard, KeyRing
 from engine.server.limits import ServerLimits
 from engine.server.listening import Listening, bound, check_port
 from engine.server.names import names_of
 from engine.server.operations import Operations
+from engine.server.private_parts import TRANSFORMERS, check_private_parts
 from engine.server.readers import SlowReaders, cut
 from engine.server.request_log import RequestLog, RequestLogKind, writing_requests
 
@@ -42,42 +45,46 @@ if TYPE_CHECKING:  # OpenTelemetry is optional
 
 logger = logging.getLogger("engine.server")
 BACKLOG = 2048  # connections that wait to be accepted
-END_SECONDS = 0.5  # for the last bytes to leave, and for the engine's last step
-DEATH_SECONDS = 2.0  # for the errors of open requests to leave, when the engine has died
+END_SECONDS = 0.5  # for sending the last bytes, and for the engine's last step
+DEATH_SECONDS = 2.0  # for sending errors to open requests after the engine has died
 DEAD = 1  # exit status when the engine has died
-UVICORN = "uvicorn"  # its logger
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-QUEUE_PER_SEAT = 8  # requests that may wait for each that may run, and at least
-MIN_QUEUE = 256
-SEND_BUFFER = 64 << 10  # the system's own choice grows to megabytes for a client that does not read
+QUEUE_PER_SEAT = 8  # waiting requests per ``max_num_seqs``, by default
+MIN_QUEUE = 256  # waiting requests, by default at least
+SEND_BUFFER = (
+    64 << 10
+)  # bytes; the system's default grows to megabytes for a client that does not read
 
 
 @dataclass(frozen=True)
 class Tls:
-    """Certificate and key of the server, and those who sign its clients' certificates."""
+    """The server's certificate and key, and the authorities of its clients' certificates."""
 
     certfile: str | None = None
-    keyfile: str | None = None  # unless it is in the same file
+    keyfile: str | None = None  # ``None``: the key is in ``certfile``
     ca_certs: str | None = None
-    """Clients must show a certificate that one of these has signed."""
+    """If given, clients must have a certificate that one of these authorities signed."""
 
     def __post_init__(self) -> None:
         if self.certfile is None:
             if self.keyfile or self.ca_certs:
-                raise ConfigError("ssl_keyfile or ssl_ca_certs is given without ssl_certfile")
+                raise ConfigError(
+                    f"ssl_keyfile is {self.keyfile!r} and ssl_ca_certs {self.ca_certs!r} without "
+                    "ssl_certfile: add --ssl-certfile, or leave both out"
+                )
             return
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         try:
             context.load_cert_chain(self.certfile, self.keyfile)
             context.load_verify_locations(self.ca_certs or self.certfile)
-        except OSError as error:  # which an SSLError is, too
+        except OSError as error:  # an SSLError is one, too
             raise ConfigError(
                 f"ssl_certfile {self.certfile!r}, ssl_keyfile {self.keyfile!r} and ssl_ca_certs "
-                f"{self.ca_certs!r} cannot be used: {error}"
+                f"{self.ca_certs!r} cannot be used: {error}; give PEM files that belong together"
             ) from error
 
     def options(self) -> dict[str, Any]:
-        """The options as uvicorn takes them."""
+        """The options under uvicorn's names."""
         return {
             "ssl_certfile": self.certfile,
             "ssl_keyfile": self.keyfile,
@@ -88,44 +95,46 @@ class Tls:
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """Where the server listens, to whom, and under which names."""
+    """The options of ``metronome serve`` that are not the engine's."""
 
     host: str = "127.0.0.1"
     port: int = 8000
-    uds: str | None = None  # a socket file instead
+    uds: str | None = None  # path of a Unix socket, in place of host and port
     api_keys: Sequence[str] = ()
-    served_model_name: Sequence[str] = ()  # the model's own, if none is given
-    chat_template: str | None = None  # instead of the model's own
+    served_model_name: Sequence[str] = ()  # default: the model's own name
+    chat_template: str | None = None  # text of a template that replaces the model's own
     api_key_file: str | None = None
     admin_api_key: str | None = None
-    health_timeout: float = 10.0  # seconds that a core may take to answer, and still be well
+    health_timeout: float = 10.0  # seconds within which a healthy core answers
     otlp_traces_endpoint: str | None = None
-    reader_timeout: float = 30.0  # seconds in which a client must read something
-    max_queue_seconds: float | None = None  # longest estimated wait of a request that is taken
+    reader_timeout: float = 30.0  # seconds within which a client must read some bytes
+    max_queue_seconds: float | None = None  # requests with a longer estimated wait are refused
     limits: ServerLimits = field(default_factory=ServerLimits)
     http: HttpLimits = field(default_factory=HttpLimits)
     tls: Tls = field(default_factory=Tls)
     origins: AllowedOrigins = field(default_factory=AllowedOrigins)
-    request_log: RequestLogKind | None = None  # text, if the log's level is info
+    request_log: RequestLogKind | None = None  # default: text if the log level is info
 
     def __post_init__(self) -> None:
         most = self.limits.max_requests_per_key
         if most is not None and not self.api_keys and self.api_key_file is None:
-            raise ConfigError(f"max_requests_per_key is {most} without any key: give --api-key")
+            raise ConfigError(
+                f"max_requests_per_key is {most} without API keys: add --api-key or --api-key-file"
+            )
         if self.uds is None:
             check_port(self.port)
         for name in ("health_timeout", "reader_timeout", "max_queue_seconds"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
-                raise ConfigError(f"{name} is {value}, must be a number of seconds above 0")
+                raise ConfigError(f"{name} is {value}, must be finite seconds above 0")
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> int:
-    """Serve until SIGINT or SIGTERM; then requests that are open go on to their ends. Returns the
-    exit status: 1 if the engine has died, unless ``on_core_death`` is ``stay``.
+    """Serve until SIGINT or SIGTERM, then finish open requests. Returns the exit status, which is 1
+    if the engine has died and ``on_core_death`` is not ``stay``.
 
-    The address is bound before the model is loaded, and listens once it is. Raises ``ConfigError``
-    for an address that cannot be bound.
+    The address is bound before the model is loaded; the server listens after that. Raises
+    ``ConfigError`` for an address that cannot be bound.
     """
     keys = KeyRing(options.api_keys, options.api_key_file, options.admin_api_key)
     tracing = make_tracing(options.otlp_traces_endpoint)
@@ -133,23 +142,31 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
     set_up_logging(config.log_level)
     with ExitStack() as stack:
         listening = stack.enter_context(bound(options.host, options.port, options.uds))
-        stack.enter_context(logging_in_background(UVICORN))
+        stack.enter_context(logging_in_background("uvicorn"))
         kind = stack.enter_context(writing_requests(options.request_log))
         with _ending_while_starting():
             engine = AsyncLLMEngine(Session.open(config))
         stack.callback(engine.shutdown, END_SECONDS)
+        if engine.tokenizer is not None and engine.tokenizer.response_template is not None:
+            check_private_parts(TRANSFORMERS)
         limit_queue(engine, args, options.max_queue_seconds)
         names = names_of(config.model.model, options.served_model_name)
         operations = Operations(engine, keys, names.first, options.health_timeout)
-        app = make_app(engine, names, operations, options.limits, options.chat_template)
+        routes = routes_of(engine, names, operations, options.limits, options.chat_template)
+        app = make_app(routes)
+        # Middleware, from the innermost to the outermost.
+        app = QueueGate(app, engine)
+        app = KeyGuard(app, keys, options.limits.max_requests_per_key)
+        app = operations.traffic.counting(app, routes)
         if tracing is not None:
             app = tracing.begin(engine, names.first, app)
             stack.callback(tracing.end)
-        drain = Drain(app, engine, args.drain_timeout)
-        log = RequestLog(drain, kind)
+        app = drain = Drain(app, engine, args.drain_timeout)
+        app = log = RequestLog(app, kind)
+        app = options.origins.around(app)
         engine.add_observer(log.observe)
         stack.callback(log.close)
-        server = Server(_uvicorn_config(log, options), drain, listening, names.first)
+        server = Server(_uvicorn_config(app, options, log), drain, listening, names.first)
         readers = SlowReaders(engine, server.server_state.connections, options.reader_timeout)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(server, readers, engine, args.on_core_death))
@@ -157,20 +174,20 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
 
 
 def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:
-    """Refuse requests while the queue is full."""
+    """Set the length from which on the engine's queue refuses requests."""
     seats = args.max_num_seqs * args.data_parallel_size
     most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
     engine.limit_queue(most, max_seconds, num_seats=seats)
 
 
-def _uvicorn_config(log: RequestLog, options: ServerOptions) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, options: ServerOptions, log: RequestLog) -> uvicorn.Config:
     protocol: Any = partial(BoundedProtocol, limits=options.http, on_refused=log.refused)
     return uvicorn.Config(
-        options.origins.around(log),
+        app,
         http=protocol,
         ws="none",
         lifespan="off",
-        log_config=None,  # it would close all handlers of the process
+        log_config=None,  # uvicorn's would close all handlers of the process
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -181,29 +198,32 @@ def _uvicorn_config(log: RequestLog, options: ServerOptions) -> uvicorn.Config:
 
 
 def make_tracing(endpoint: str | None) -> Tracing | None:
-    """Raises ``ConfigError`` for an endpoint that is none, and if the extra is missing."""
+    """The tracing to an endpoint, ``None`` without one. Raises ``ConfigError`` for a malformed
+    endpoint, and if the extra ``otel`` is not installed."""
     if endpoint is None:
         return None
     try:
         from engine.server.tracing import Tracing
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"otlp_traces_endpoint takes {error.name}: pip install metronome-engine[otel]"
+            f"otlp_traces_endpoint is {endpoint!r:.200}, which needs {error.name}: pip install "
+            "metronome-engine[otel]"
         ) from error
     return Tracing(endpoint)
 
 
 class Server(uvicorn.Server):
-    """Drains at a signal and ends with status 0; uvicorn's own server ends by the signal."""
+    """A uvicorn server that drains after a signal and exits with status 0, where uvicorn's own
+    would exit by the signal."""
 
     def __init__(
         self, config: uvicorn.Config, drain: Drain, listening: Listening, name: str
     ) -> None:
-        """name: of the model, for the log."""
+        """name: the model's name, for the log."""
         super().__init__(config)
         self._drain = drain
         self.status = 0
-        """Exit status of the process."""
+        """Exit status of the process when serving ends."""
         self._listening = listening
         self._name = name
 
@@ -212,8 +232,9 @@ class Server(uvicorn.Server):
         yield
 
     def on_signal(self) -> None:
-        """The first drains, the second aborts what is open, a third ends the process."""
-        self.status = 0  # it was to end, whatever else has happened
+        """Drain after the first signal, abort open requests after the second, and let a third end
+        the process."""
+        self.status = 0  # the user wants the end, even if the engine has died before
         if not self.should_exit:
             self._drain.begin()
             self.should_exit = True
@@ -223,7 +244,7 @@ class Server(uvicorn.Server):
             asyncio.get_running_loop().remove_signal_handler(number)
 
     def on_death(self) -> None:
-        """The engine has died: end with status 1, once the requests that are open know."""
+        """End with status 1 because the engine has died, after sending errors to open requests."""
         if not self.should_exit:
             logger.error("no core is left: the server ends with status %d", DEAD)
             self.status = DEAD
@@ -231,8 +252,8 @@ class Server(uvicorn.Server):
             self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen at the sockets that are bound, and log where. Connections have the send buffer of
-        the socket that accepts them."""
+        """Listen at the bound sockets, and log the addresses. Accepted connections inherit the size
+        of their socket's send buffer."""
         for each in self._listening.sockets:
             each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
         self._listening.prepare()
@@ -242,17 +263,19 @@ class Server(uvicorn.Server):
         logger.info("%s is served at %s", self._name, places)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Connections are taken until all requests have ended, so that they can be refused."""
+        """Finish open requests, and then close the sockets: until then new requests are answered
+        with 503 instead of a refused connection."""
         await self._drain.finish()
         await self._flush()
         await super().shutdown()
 
     async def _flush(self) -> None:
-        """Wait for the last bytes to leave; cut the connections of those who do not read them."""
+        """Wait until the last bytes are sent, and cut the connections of clients that do not read
+        them in time."""
         until = time.monotonic() + END_SECONDS
         while unsent := self._unsent():
             if time.monotonic() > until:
-                logger.warning("%d connections are cut: nobody reads them", len(unsent))
+                logger.warning("%d connections are cut: their clients do not read", len(unsent))
                 for transport in unsent:
                     cut(transport)
                 return
@@ -285,10 +308,10 @@ async def _serve(
 
 @contextmanager
 def _ending_while_starting() -> Iterator[None]:
-    """SIGTERM ends the program in order while the model is loaded."""
+    """End the program with status 0 if SIGTERM arrives while the model is being loaded."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        logger.warning("the server is ended before it was ready")
+        logger.warning("the server is ended by SIGTERM before it is ready")
         raise SystemExit(0)
 
     before = signal.signal(signal.SIGTERM, end)

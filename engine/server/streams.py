@@ -1,4 +1,4 @@
-"""Server-sent events, and readers who leave."""
+"""Server-sent events, and clients that disconnect."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ DONE = b"data: [DONE]\n\n"
 HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
-    (b"x-accel-buffering", b"no"),  # nginx would gather them
+    (b"x-accel-buffering", b"no"),  # otherwise nginx buffers the events
 ]
 
 T = TypeVar("T")
 
 
 class Streaming:
-    """An ASGI response that sends events as they come."""
+    """Base class of ASGI responses that stream events."""
 
     def __init__(self) -> None:
         self.headers = list(HEADERS)
 
 
 class EventStream(Streaming):
-    """The events of a generator, each a call of its own: half of what a response of a web
-    framework costs. A reader who leaves ends them."""
+    """Streams the events of a generator, which is closed when the client disconnects. It takes half
+    the time of Starlette's streaming response."""
 
     def __init__(self, events: AsyncGenerator[bytes, None]) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class EventStream(Streaming):
         self._first = b""
 
     async def begin(self) -> None:
-        """Wait for the first event. Raises what it does."""
+        """Wait for the first event. Raises the generator's error."""
         self._first = await anext(self._events)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -58,7 +58,8 @@ def event_of(data: bytes) -> bytes:
 
 
 async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """What the work returns; ``None``, and it is cancelled, if the client leaves before."""
+    """Run a coroutine and return its result. If the client disconnects first, cancel it and return
+    ``None``."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -71,8 +72,8 @@ async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T | Non
 
 
 async def swallow(receive: Receive) -> None:
-    """Read a body that is not wanted: a client that is still sending it when its connection is
-    closed may not see the answer. Reads neither for long nor much."""
+    """Read and drop a request's body, up to a limit of bytes and seconds: a client that is still
+    sending when its connection is closed may not receive the response."""
     size = 0
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(SWALLOW_SECONDS):
@@ -89,7 +90,8 @@ async def _left(receive: Receive) -> None:
 
 
 async def together(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """What several sources bring, with the number of the source. One that fails fails all."""
+    """Merge the items of several generators, each with the index of its generator. The first error
+    ends all of them."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as source:
             async for only in source:

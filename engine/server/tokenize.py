@@ -1,4 +1,4 @@
-"""Texts to token ids and back: ``POST /tokenize`` and ``/detokenize``, with vLLM's fields."""
+"""``POST /tokenize`` and ``POST /detokenize``, with vLLM's fields."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from engine.server.dialogue import OWN_FIELDS, ChatModel
 from engine.server.errors import ApiError
 from engine.server.logprobs import TokenNames
 
-MAX_CHARS = 4 << 20  # of a text
+MAX_CHARS = 4 << 20  # characters of ``prompt``
 MAX_IDS = 1 << 18
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A text, or a conversation."""
+    """The body of ``/tokenize``: a text or a conversation."""
 
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
-    add_special_tokens: bool | None = None  # by default for a text alone: a template has its own
+    add_special_tokens: bool | None = None  # default: true for a text; a template has its own
     return_token_strs: bool = False
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
 
 
 class TokenizeAnswer(msgspec.Struct, omit_defaults=True):
-    """Its ids."""
+    """The token ids of a text or a conversation."""
 
     count: int
     max_model_len: int
@@ -38,23 +38,25 @@ class TokenizeAnswer(msgspec.Struct, omit_defaults=True):
 
 
 class DetokenizeRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Token ids."""
+    """The body of ``/detokenize``."""
 
     tokens: list[int]
     model: str | None = None
 
 
 class DetokenizeAnswer(msgspec.Struct):
-    """Their text, special tokens by name."""
+    """The text of token ids, with special tokens."""
 
     prompt: str
 
 
 async def tokenize(model: ChatModel, body: TokenizeRequest) -> TokenizeAnswer:
-    """Raises ``ApiError`` or ``RequestError``."""
+    """Encode a text, or the prompt of a conversation. Raises ``ApiError`` or ``RequestError``."""
     engine = model.engine
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "either prompt or messages must be given", param="prompt")
+        found = "missing" if body.prompt is None else "given with messages"
+        message = f"prompt is {found}: send either prompt or messages"
+        raise ApiError(400, message, param="prompt")
     if body.messages is None:
         text = body.prompt or ""
         ids = await _encoded(engine, text, body.add_special_tokens is not False)
@@ -71,7 +73,7 @@ async def tokenize(model: ChatModel, body: TokenizeRequest) -> TokenizeAnswer:
 
 
 async def detokenize(engine: AsyncLLMEngine, body: DetokenizeRequest) -> DetokenizeAnswer:
-    """Raises ``ApiError``."""
+    """Decode token ids. Raises ``ApiError``."""
     if len(body.tokens) > MAX_IDS:
         raise ApiError(
             400,
@@ -83,7 +85,7 @@ async def detokenize(engine: AsyncLLMEngine, body: DetokenizeRequest) -> Detoken
         if not 0 <= token_id < size:
             raise ApiError(
                 400,
-                f"tokens has {token_id}, must be in [0, {size - 1}]: the tokenizer knows {size}",
+                f"tokens has {token_id}, must have ids from 0 to {size - 1}",
                 param="tokens",
             )
     return DetokenizeAnswer(await engine.decode(body.tokens))
@@ -104,7 +106,7 @@ async def _rendered(model: ChatModel, body: TokenizeRequest) -> Any:
     if wrong := sorted({*OWN_FIELDS} & {*variables}):
         raise ApiError(
             400,
-            f"chat_template_kwargs has {wrong[0]}, no variable of a template: leave it out",
+            f"chat_template_kwargs has {wrong[0]}, which the server sets itself: leave it out",
             param="chat_template_kwargs",
         )
     variables["add_generation_prompt"] = body.add_generation_prompt

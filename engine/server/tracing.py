@@ -1,4 +1,4 @@
-"""A span of OpenTelemetry for each request, made at its end; ``traceparent`` names its parent."""
+"""OpenTelemetry: one span per request, made when it ends, with the parent from ``traceparent``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from engine.observe.guard import Guard
 from engine.server.answers import OURS
 
 SERVICE = "metronome"
-END_SECONDS = 2.0  # that the last spans have to be sent
+END_SECONDS = 2.0  # for sending the last spans at shutdown
 TRACE_HEADERS = ("traceparent", "tracestate")
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -38,27 +38,28 @@ OPERATION: ContextVar[str] = ContextVar("operation")
 
 
 class Tracing:
-    """Sends spans to a collector from a thread of its own; what it cannot keep up with is lost, and
-    no request waits for it."""
+    """Sends spans to a collector in a thread of its own. Spans that it cannot send in time are
+    dropped; no request waits for them."""
 
     def __init__(self, endpoint: str) -> None:
-        """endpoint: whole, with its path. Raises ``ConfigError`` for one that is no URL."""
+        """endpoint: URL with its path. Raises ``ConfigError`` if it is malformed."""
         if urlsplit(endpoint).scheme not in ("http", "https") or not urlsplit(endpoint).netloc:
             raise ConfigError(
-                f"otlp_traces_endpoint is {endpoint!r:.200}, must be a URL, as "
+                f"otlp_traces_endpoint is {endpoint!r:.200}, must be a URL such as "
                 "http://127.0.0.1:4318/v1/traces"
             )
         self._endpoint = endpoint
         self._provider: TracerProvider | None = None
 
     def begin(self, engine: AsyncLLMEngine, model: str, app: ASGIApp) -> ASGIApp:
-        """Trace what this engine finishes. Returns the application with parents of spans read."""
+        """Trace the engine's requests. Returns ``app`` in a middleware that reads the parents of
+        spans."""
         resource = Resource.create()
-        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # else by its name
+        if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # not configured
             resource = resource.merge(Resource({SERVICE_NAME: SERVICE}))
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        effect = f"spans are dropped while {self._endpoint} does not take them"
-        exporter = Guarded(
+        effect = f"spans are dropped while {self._endpoint} does not accept them"
+        exporter = GuardedExporter(
             OTLPSpanExporter(self._endpoint), Guard(engine.failures, "traces", effect)
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -66,27 +67,27 @@ class Tracing:
         return WithParent(app)
 
     def end(self) -> None:
-        """Send what is left, for a few seconds."""
+        """Send the remaining spans, for at most ``END_SECONDS``."""
         if self._provider is not None:
             ending = threading.Thread(target=self._provider.shutdown, daemon=True)
             ending.start()
             ending.join(END_SECONDS)
 
 
-class Guarded(SpanExporter):
-    """An exporter whose collector may be down, slow or broken: that is counted, and logged once."""
+class GuardedExporter(SpanExporter):
+    """An exporter whose failures are counted, and logged once."""
 
     def __init__(self, inner: SpanExporter, guard: Guard) -> None:
         self._inner = inner
         self._guard = guard
-        self._words = LastWords()
-        logging.getLogger("opentelemetry").addHandler(self._words)
+        self._log = LastMessage()
+        logging.getLogger("opentelemetry").addHandler(self._log)
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Called by the thread that sends, never by a request."""
+        """Send spans; called in the exporter's own thread."""
         result = self._guard.run(self._inner.export, spans)
         if result is SpanExportResult.FAILURE:
-            self._guard.fail(ConnectionError(self._words.message))
+            self._guard.fail(ConnectionError(self._log.message))
         return result or SpanExportResult.FAILURE
 
     def shutdown(self) -> None:
@@ -96,9 +97,8 @@ class Guarded(SpanExporter):
         return bool(self._guard.run(self._inner.force_flush, timeout_millis))
 
 
-class LastWords(logging.Handler):
-    """Keeps the last that a library has logged, instead of a line for each failure on standard
-    error: an exporter returns only that it has failed."""
+class LastMessage(logging.Handler):
+    """Keeps a library's last log message, which has the reason of a failure, and prints none."""
 
     message = "no answer"
 
@@ -134,7 +134,7 @@ class Spans:
 def _attributes(
     finished: FinishedRequest, model: str, operation: str
 ) -> Iterator[tuple[str, AttributeValue]]:
-    """Named by the conventions for generative AI, and once more as vLLM names them."""
+    """Attributes by OpenTelemetry's conventions for generative AI, and again by vLLM's names."""
     params = finished.params
     yield "gen_ai.operation.name", operation
     yield "gen_ai.provider.name", SERVICE
@@ -187,7 +187,7 @@ def _times(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
 
 
 class WithParent:
-    """Makes the span that ``traceparent`` names the parent of those of the request's task."""
+    """ASGI middleware that makes the span in ``traceparent`` the parent of the request's spans."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

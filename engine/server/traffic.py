@@ -1,4 +1,4 @@
-"""Requests to the server that are under way, and answers by path and status."""
+"""Count open requests, and responses by path and status."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from engine.observe.histograms import Histogram
 
 NO_ROOM = (429, 503)
 SECONDS_TO_REFUSE = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
-OTHER = "other"  # paths that are none of ours, whatever clients invent
+OTHER = "other"  # stands for all paths without a route
 
 
 class Traffic:
-    """An application, with its traffic counted."""
+    """Counts the traffic of an ASGI application."""
 
     def __init__(self) -> None:
         self.num_in_flight = 0
-        """Requests for answers that are not finished yet."""
+        """API requests whose answer has not ended."""
         self.responses: Counter[tuple[str, int]] = Counter()
-        """Requests that have begun, by path and status."""
+        """Responses that have begun, by path and status."""
         self.refusals = Histogram(SECONDS_TO_REFUSE)
-        """Seconds from a request to the answer that there is no room for it."""
+        """Seconds from a request to its refusal with 429 or 503."""
 
     def counting(self, app: ASGIApp, routes: Sequence[Route]) -> ASGIApp:
-        """``app``, which has these routes. Each of its messages costs 0.1 us more."""
+        """Wrap an application with these routes. Costs 0.1 us per ASGI message."""
         plain = {route.path for route in routes if "{" not in route.path}
         patterns = [(route.path_regex, route.path) for route in routes if "{" in route.path]
 
@@ -44,7 +44,7 @@ class Traffic:
 
             began = time.perf_counter()
 
-            def noting(message: Message) -> Awaitable[None]:
+            def count(message: Message) -> Awaitable[None]:
                 if message["type"] == "http.response.start":
                     status = message["status"]
                     self.responses[name_of(scope["path"]), status] += 1
@@ -55,7 +55,7 @@ class Traffic:
             is_work = scope["method"] == "POST" and scope["path"].startswith("/v1/")
             self.num_in_flight += is_work
             try:
-                await app(scope, receive, noting)
+                await app(scope, receive, count)
             finally:
                 self.num_in_flight -= is_work
 

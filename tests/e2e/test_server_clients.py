@@ -270,7 +270,7 @@ def test_a_response_with_a_schema(client: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"background": True}, "background is not supported"),
+        ({"background": True}, "background is true, which is not"),
         ({"truncation": "auto"}, "use disabled"),
         ({"tools": [{"type": "web_serch"}]}, "type 'web_serch'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
