@@ -95,7 +95,9 @@ class SlowReaders:
                 break
             left -= size
             logger.warning("request %s is aborted: its client has %d unread bytes", name, size)
-            message = f"the request was aborted: its client left {size} bytes unread; read faster"
+            message = (
+                f"the request was aborted: its client read too slowly, {size} bytes were unread"
+            )
             self._engine.give_up(ApiError(503, message, code="aborted"), [name])
 
 

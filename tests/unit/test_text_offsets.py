@@ -66,7 +66,7 @@ def answer(
     sequence = OutputSequence(0, sampling, tokenizer, reader)
     begin = 0 if echoed is None else len(echoed)
     offsets = TextOffsets(tokenizer, skips_special=sampling.skip_special_tokens, begin=begin)
-    offsets.go_on(prompt)
+    offsets.follow(prompt)
     logprobs, told = TextLogprobs(1, TokenNames(tokenizer), offsets), Told()
     if echoed is not None:
         at = [{token: Logprob(-1.0, 1)} for token in prompt]
