@@ -63,21 +63,25 @@ TRANSFORMERS = PrivateParts(
 
 
 def check_private_parts(parts: PrivateParts) -> None:
-    """Raise ``ConfigError`` if the installed version lacks one of these parts, and
-    ``ModuleNotFoundError`` if the library is not installed."""
-    import_module(parts.package)
-    missing = next((name for name in parts.names if not _exists(name, parts.package)), None)
-    if missing is not None:
+    """Raise ``ConfigError`` if the installed version lacks one of these parts."""
+    if (missing := missing_part(parts)) is not None:
         raise ConfigError(
             f"{parts.package} {version(parts.package)} has no {missing}, which the server uses: "
             f"pip install {parts.package}=={parts.tested}, the version that it is tested with"
         )
 
 
+def missing_part(parts: PrivateParts) -> str | None:
+    """The first part that the installed version lacks, if there is one. Raises
+    ``ModuleNotFoundError`` if the library is not installed."""
+    import_module(parts.package)
+    return next((name for name in parts.names if not _exists(name, parts.package)), None)
+
+
 def _exists(name: str, package: str) -> bool:
     module, _, path = name.partition(":")
     try:
-        found = import_module(module)
+        found: object = import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or error.name.partition(".")[0] != package:
             raise  # another library is missing
