@@ -50,7 +50,7 @@ def _shown(place: str, cls: type, name: str) -> str:
     given = inspect.signature(member)
     own = [each for each in given.parameters.values() if each.name != "self"]
     plain = str(given.replace(parameters=own)).replace("'", "")
-    plain = plain.replace("Holder", "Request").replace("[Any]", "[Request]")
+    plain = plain.replace("KVRequest", "Request").replace("[Any]", "[Request]")
     called = f"len({place})" if name == "__len__" else f"{place}.{name}{plain}"
     return called.replace("[Any, int]", "[Request, int]").replace("|", "\\|")
 

@@ -1,4 +1,4 @@
-"""Physical blocks: which hold which content, free list, reference counts."""
+"""Physical KV blocks: the content of each, the free list, reference counts."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ NULL_BLOCK = 0
 
 
 class PrefixCache:
-    """The hash under which a block may be found, and the blocks found under a hash.
+    """Maps the hash of a block's content to the blocks with that content, and back.
 
-    Twins are blocks with equal content that were written by different requests: each stays until
-    it is evicted itself, and the oldest is the one that is found.
-    ``hashes`` has the hash of each block, ``None`` for one that cannot be found; for reading.
-    ``on_loss`` is called for every hash under which no block can be found any more.
+    Twins are blocks with equal content that were written by different requests. Each stays until
+    it is evicted itself; ``find`` returns the oldest.
+    ``hashes`` (read-only) has the hash of each block, ``None`` for blocks that are not cached.
+    ``on_loss`` is called for every hash that no block has any more.
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.version = 0  # raised whenever a hash appears or disappears
-        self.num_losses = 0  # raised whenever a block can no longer be found
+        self.version = 0  # incremented whenever a hash appears or disappears
+        self.num_losses = 0  # incremented whenever a block is no longer cached
         self.on_loss: Callable[[bytes], None] | None = None
         self.watch: PrefixWatch | None = None  # called for every hash that appears or disappears
         self.hashes: list[bytes | None] = [None] * num_blocks
         self._block: dict[bytes, int] = {}
-        self._twins: dict[bytes, list[int]] = {}  # blocks after the one in _block, oldest first
+        self._twins: dict[bytes, list[int]] = {}  # younger blocks than that in _block, oldest first
 
     def find(self, block_hash: bytes) -> int | None:
-        """The block with this content, if there is one."""
+        """The oldest block with this hash, or None."""
         return self._block.get(block_hash)
 
     def find_all(self, block_hash: bytes) -> list[int]:
-        """All blocks with this content."""
+        """All blocks with this hash, the oldest first."""
         block = self._block.get(block_hash)
         return [] if block is None else [block, *self._twins.get(block_hash, ())]
 
     def prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the leading hashes, up to the first that is not cached."""
+        """The blocks of the leading hashes, up to the first hash that is not cached."""
         find, blocks = self._block.get, []
         for block_hash in hashes:
             block = find(block_hash)
@@ -48,15 +48,15 @@ class PrefixCache:
         return blocks
 
     def hash_of(self, block: int) -> bytes | None:
-        """The hash under which the block can be found, ``None`` if it cannot."""
+        """The hash of a cached block, ``None`` if the block is not cached."""
         return self.hashes[block]
 
     def publish(self, block: int, block_hash: bytes) -> None:
-        """From now on the block can be found under this hash."""
+        """Put the block into the cache under this hash."""
         self.publish_each((block,), (block_hash,))
 
     def publish_each(self, blocks: Sequence[int], block_hashes: Sequence[bytes]) -> None:
-        """From now on each of these blocks can be found under its hash."""
+        """Put each block into the cache under its hash."""
         hashes, find_or_set = self.hashes, self._block.setdefault
         for block, block_hash in zip(blocks, block_hashes, strict=True):
             if hashes[block] is not None or block == 0:
@@ -69,7 +69,7 @@ class PrefixCache:
             self.watch.published(block_hashes)
 
     def unpublish(self, block: int) -> None:
-        """The block can no longer be found; holders keep it. Nothing happens if it could not."""
+        """Remove the block from the cache if it is there; requests that hold it keep it."""
         block_hash = self.hashes[block]
         if block_hash is None:
             return
@@ -92,7 +92,7 @@ class PrefixCache:
             del self._twins[block_hash]
 
     def unpublish_each(self, blocks: Sequence[int]) -> None:
-        """``unpublish`` of each of these."""
+        """``unpublish`` each of these blocks."""
         if self._twins or self.on_loss is not None or self.watch is not None:
             for block in blocks:
                 self.unpublish(block)
@@ -106,7 +106,7 @@ class PrefixCache:
         self.num_losses += 1
 
     def clear(self) -> None:
-        """Forget every hash; ``on_loss`` hears nothing of it."""
+        """Remove all blocks from the cache without calling ``on_loss``."""
         self.hashes[:] = [None] * len(self.hashes)
         self._block.clear()
         self._twins.clear()
@@ -118,16 +118,16 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Tokens looked up and found, counted when a request is admitted."""
+    """Tokens looked up in the prefix cache and found there, counted at each admission."""
 
     queries: int = 0
     hits: int = 0
-    preempted_queries: int = 0  # lookups of requests that had been preempted
+    preempted_queries: int = 0  # tokens looked up for requests that had been preempted
     preempted_hits: int = 0
     num_resets: int = 0  # times the cache was emptied on request
 
     def add(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
-        """One admission."""
+        """Count the lookup of one admission."""
         if preempted:
             self.preempted_queries += num_tokens
             self.preempted_hits += num_hit
@@ -139,12 +139,12 @@ class CacheCounts:
 class BlockPool:
     """Blocks 1..num_blocks-1; block 0 is the null block, which no request holds.
 
-    The free list is a doubly linked list through two arrays, so that a block in its middle can be
-    taken back in O(1) when a prefix hit adopts it. Its head is taken first: blocks without a hash
-    are put there, hashed ones go to the tail, so the least recently used content dies first.
+    The free list is a doubly linked list in two arrays, so that a prefix hit can take a block out
+    of its middle in O(1). Blocks are taken from its head: blocks without cached content are
+    returned there, cached ones to the tail, so the least recently used content is evicted first.
 
-    Adopting a block that is free and empty, or releasing one that is not held, raises
-    ``RuntimeError`` with its number; blocks not yet processed by the call are unchanged.
+    Adopting a free block without cached content, or releasing a block that is not held, raises
+    ``RuntimeError`` with its number; blocks that the call has not reached are unchanged.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -157,9 +157,9 @@ class BlockPool:
         self._prev = [num_blocks - 1, *range(num_blocks - 1)]
 
     def take(self, count: int) -> list[int]:
-        """Take blocks from the head of the free list; their cached content is forgotten.
+        """Take ``count`` blocks from the head of the free list and drop their cached content.
 
-        Raises ``ValueError`` if too few are free.
+        Raises ``ValueError`` if fewer are free.
         """
         if count > self.num_free:
             raise ValueError(f"No free blocks: {count} wanted, {self.num_free} free")
@@ -178,7 +178,7 @@ class BlockPool:
         return taken
 
     def adopt(self, blocks: Iterable[int]) -> None:
-        """Add a holder to each block; a free block must have cached content."""
+        """Increment each block's reference count; a free block must have cached content."""
         num_refs = self.num_refs
         for block in blocks:
             if num_refs[block] == 0:
@@ -188,9 +188,9 @@ class BlockPool:
             num_refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Remove a holder from each block; called with a table's blocks in order.
+        """Decrement the reference counts of a table's blocks, given in order.
 
-        Freed from the last to the first, so that the tail of a sequence is evicted before its head.
+        Blocks are freed last to first, so that the tail of a sequence is evicted before its head.
         """
         num_refs, hashes = self.num_refs, self.cache.hashes
         after, before = self._next, self._prev
@@ -213,7 +213,7 @@ class BlockPool:
         self.num_free += num_free
 
     def free_order(self) -> list[int]:
-        """Free blocks in the order in which they will be taken."""
+        """The free blocks in the order in which they will be taken."""
         order, block = [], self._next[0]
         while block != 0:
             order.append(block)
@@ -228,9 +228,9 @@ class BlockPool:
 
 
 def live_blocks(tables: Sequence[list[int]]) -> list[int]:
-    """All blocks in the tables of a request, in order.
+    """All blocks in the tables of a request, in table order, without null blocks.
 
-    Those of one entry stand side by side, so that tails are freed first.
+    Blocks of one entry are adjacent, so that releasing them frees the tail in all groups first.
     """
     first, *others = tables
     if not others and first[:1] != [NULL_BLOCK]:

@@ -1,18 +1,18 @@
-"""KVSource: KV that was computed elsewhere; the scheduler's half of a KV connector."""
+"""KVSource: the scheduler's half of a KV connector, which supplies KV computed elsewhere."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
-from engine.kv.tables import Holder
+from engine.kv.tables import KVRequest
 
 
 class RemoteMatch(NamedTuple):
-    """Tokens after the local hit whose KV the source has.
+    """Number of tokens after the local prefix hit whose KV the source can supply.
 
-    ``asynchronous``: the request waits until they are loaded, and others run meanwhile. Otherwise
-    they are loaded at the start of the step that computes the request's next tokens.
+    ``asynchronous``: the request waits until they are loaded while others run. Otherwise they are
+    loaded at the start of the step that computes the request's next tokens.
     """
 
     num_tokens: int = 0
@@ -20,10 +20,10 @@ class RemoteMatch(NamedTuple):
 
 
 class Farewell(NamedTuple):
-    """Answer of a source when a request ends.
+    """What a source returns when a request ends.
 
-    ``keep``: a transfer still reads the request's blocks; they are lent to it until ``sent``.
-    ``params`` go into the request's output, for the engine that continues with its KV.
+    ``keep``: a transfer still reads the request's blocks, which stay reserved until ``sent``.
+    ``params``: put into the request's output, for the engine that continues with its KV.
     """
 
     keep: bool = False
@@ -31,23 +31,25 @@ class Farewell(NamedTuple):
 
 
 class KVSource(Protocol):
-    """A store, another engine or host memory. This half decides, the worker's moves bytes."""
+    """A source of KV: a store, another engine or host memory. This half decides what to load; the
+    worker's half moves the bytes."""
 
-    def match(self, req: Holder, num_local_tokens: int) -> RemoteMatch:
-        """Its KV after the local hit. Changes nothing; called again when the hit changes."""
+    def match(self, req: KVRequest, num_local_tokens: int) -> RemoteMatch:
+        """How much KV the source has after the local prefix hit. Must change nothing; it is called
+        again when the hit changes."""
 
-    def start_load(self, req: Holder, blocks: Sequence[int], num_tokens: int) -> None:
-        """Fill these blocks, which hold the ``num_tokens`` after the local hit, in order.
+    def start_load(self, req: KVRequest, blocks: Sequence[int], num_tokens: int) -> None:
+        """Start to load the KV of the ``num_tokens`` after the local hit into ``blocks``, in order.
 
-        If it raises, nothing may be written into them: the load counts as failed before it began,
-        and the source is not called again for this request.
+        If this raises, the blocks must not be written, the request computes the tokens itself, and
+        the source is not called again for it.
         """
 
     def metadata(self) -> bytes | None:
-        """Message to the worker's half with the next plan, ``None`` if there is none."""
+        """The message for the worker's half, sent with the next plan; ``None`` for no message."""
 
-    def finished(self, req: Holder, blocks: Sequence[int]) -> Farewell:
-        """The request has ended, held these blocks, and may have been aborted while loading."""
+    def finished(self, req: KVRequest, blocks: Sequence[int]) -> Farewell:
+        """Called when a request ends, with the blocks it holds. A load may still be running."""
 
     def shutdown(self) -> None:
-        """Close what was opened."""
+        """Release files, connections and memory."""

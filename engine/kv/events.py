@@ -16,7 +16,7 @@ from engine.messages.kv_events import (
 
 
 class Publisher(Protocol):
-    """Where batches go. It must not block: it is called between two steps."""
+    """Receives event batches. ``publish`` must not block: it is called between two steps."""
 
     def publish(self, batch: KVEventBatch) -> None: ...
 
@@ -24,8 +24,8 @@ class Publisher(Protocol):
 
 
 class EventLog:
-    """One batch a step, if anything happened. A listener can keep a plain set of hashes:
-    ``stored`` may repeat, and ``removed`` is sent only when no block holds the content any more."""
+    """Collects cache events and publishes one batch per step that has any. A subscriber can keep a
+    plain set of hashes: ``stored`` may repeat, ``removed`` comes when no block has the content."""
 
     def __init__(
         self, publisher: Publisher, *, block_size: int, clock: Callable[[], float]
@@ -44,21 +44,21 @@ class EventLog:
         adapter: str | None,
         group: int,
     ) -> None:
-        """These blocks, which follow each other, can be found from now on."""
+        """Add an event: these consecutive blocks of a sequence are now cached."""
         self._events.append(
             BlockStored(list(hashes), parent, tokens.tolist(), self._block_size, adapter, group)
         )
 
     def removed(self, key: bytes) -> None:
-        """Nothing can be found under this key any more."""
+        """Add an event: no block with this key is cached any more."""
         self._events.append(BlockRemoved(*split_key(key)))
 
     def cleared(self) -> None:
-        """Nothing can be found under any key."""
+        """Add an event: the cache was emptied."""
         self._events.append(AllBlocksCleared())
 
     def flush(self) -> None:
-        """Hand over what has happened."""
+        """Publish the events since the last call, if there are any."""
         if not self._events:
             return
         batch = KVEventBatch(self._num_batches, self._clock(), self._events)
@@ -67,11 +67,12 @@ class EventLog:
         self._publisher.publish(batch)
 
     def close(self) -> None:
-        """Hand over the rest and close the publisher."""
+        """Publish the remaining events and close the publisher."""
         self.flush()
         self._publisher.close()
 
 
 def split_key(key: bytes) -> tuple[bytes, int]:
-    """The hash and the group of a key. Hashes have an even length, so an odd one has a group."""
+    """Split a key of the cache into hash and group. Hashes have an even number of bytes; keys with
+    an odd number end with the group."""
     return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)

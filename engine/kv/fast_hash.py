@@ -1,7 +1,7 @@
-"""A quick keyed block hash, compiled. Imported only if configured.
+"""A fast keyed block hash, compiled with Numba. Imported only if configured.
 
 SipHash-2-4 with 128-bit digests (Aumasson and Bernstein 2012): a pseudorandom function made for
-inputs chosen by untrusted users. They cannot make two collide as long as the key is secret.
+inputs chosen by untrusted users, who cannot construct collisions as long as the key is secret.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from numba import carray, cfunc, njit, types
 
 DIGEST_BYTES = 16
 U64 = np.uint64
-# "somepseudorandomlygeneratedbytes", as the function's definition has it.
+# "somepseudorandomlygeneratedbytes": the initial state that SipHash defines.
 INIT = (U64(0x736F6D6570736575), U64(0x646F72616E646F6D), U64(0x6C7967656E657261))
 INIT_LAST = U64(0x7465646279746573)
-LONG, LONG_SECOND = U64(0xEE), U64(0xDD)  # what tells 128-bit digests from 64-bit ones
+LONG, LONG_SECOND = U64(0xEE), U64(0xDD)  # constants of the variant with 128-bit digests
 
 
 @njit  # type: ignore[untyped-decorator]
@@ -45,7 +45,7 @@ def _absorb(word: Any, v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
 
 @njit  # type: ignore[untyped-decorator]
 def _hash_chain(tokens: Any, width: int, key: Any, parent: Any, digests: Any) -> None:
-    """Hash blocks of ``width`` 32-bit tokens; each digest is the next block's parent."""
+    """Hash consecutive blocks of ``width`` 32-bit tokens; each digest is the next one's parent."""
     first, second = parent[0], parent[1]
     last_word = U64((DIGEST_BYTES + 4 * width) & 255) << U64(56)
     for index in range(len(tokens) // width):
@@ -83,7 +83,7 @@ def _entry(tokens: Any, count: int, width: int, key: Any, parent: Any, digests: 
     )
 
 
-# Called through ctypes: for a single block that is twice as quick as Numba's own dispatch.
+# Called through ctypes: for a single block this is twice as fast as Numba's own dispatch.
 _hash_blocks = ctypes.CFUNCTYPE(
     None,
     ctypes.c_void_p,
@@ -96,10 +96,10 @@ _hash_blocks = ctypes.CFUNCTYPE(
 
 
 class FastHasher:
-    """A hash that is the same in every process with the same seed. Keep the seed to yourself where
-    users do not trust each other, or use SHA-256.
+    """A block hasher with equal hashes in all processes that use the same seed. Where users do not
+    trust each other, keep the seed secret or use SHA-256.
 
-    ``key``: 16 bytes in place of those that the seed stands for.
+    ``key``: 16 bytes, used instead of the key that is derived from the seed.
     """
 
     def __init__(self, seed: int, *, key: bytes | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Shape of the KV cache: bytes per block, groups of layers, how many requests fit."""
+"""Shape of the KV cache: bytes per block and groups of layers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.kv.tables import Group
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSpec:
-    """What one layer keeps per token."""
+    """The KV that one layer keeps per token."""
 
     num_kv_heads: int
     head_dim: int
@@ -22,13 +22,13 @@ class LayerSpec:
 
     @property
     def token_bytes(self) -> int:
-        """K and V of one token."""
+        """Bytes of K and V of one token."""
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class KVSpec:
-    """What a model keeps per token. Layers are numbered in forward order."""
+    """The KV that a model keeps per token. Layers are numbered in forward order."""
 
     num_layers: int
     num_kv_heads: int
@@ -38,12 +38,12 @@ class KVSpec:
     dtype_bytes: int = 4
 
     def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block over all layers, K and V together."""
+        """Bytes of one block: K and V of ``block_size`` tokens in all layers."""
         per_token = 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
         return self.num_layers * per_token * block_size
 
     def layers(self) -> list[LayerSpec]:
-        """One entry a layer."""
+        """The KV of each layer."""
         return [
             LayerSpec(
                 num_kv_heads=self.num_kv_heads,
@@ -56,7 +56,7 @@ class KVSpec:
 
 
 class Grouping(NamedTuple):
-    """Groups, and the bytes of a block: any block serves any group."""
+    """Groups of layers, and the bytes of a block, which are the same in all groups."""
 
     groups: tuple[Group, ...]
     block_bytes: int
@@ -65,10 +65,10 @@ class Grouping(NamedTuple):
 def group_layers(
     layers: Sequence[LayerSpec], *, block_size: int, max_num_batched_tokens: int
 ) -> Grouping:
-    """Put layers with the same window together, in groups of equally many layers.
+    """Group layers with the same window. All groups but the last of a window are equally large.
 
-    The smallest kind of layer decides how many; groups with fewer leave a part of their blocks
-    unused. Full attention comes first. Raises ``ConfigError`` if layers keep different amounts per
+    The rarest window decides the size; a smaller group leaves a part of its blocks unused. Full
+    attention comes first. Raises ``ConfigError`` if layers keep different numbers of bytes per
     token, since their blocks could not come from one pool.
     """
     by_bytes: dict[int, list[int]] = {}
@@ -79,8 +79,8 @@ def group_layers(
     if len(by_bytes) > 1:
         sizes = "; ".join(f"{size} in layers {indices}" for size, indices in by_bytes.items())
         raise ConfigError(
-            f"layers keep different numbers of bytes per token ({sizes}), but KV blocks of one "
-            "pool have one size; such a model cannot be served"
+            f"layers keep different numbers of bytes of KV per token ({sizes}), but all blocks of "
+            "the KV cache have one size; models with several layer sizes are not supported"
         )
     size = min(map(len, by_window.values()))
     groups = [
@@ -96,16 +96,16 @@ def group_layers(
 
 
 def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> int:
-    """Blocks that a request needs at most in layers with this window.
+    """The most blocks that a request needs in layers with this window (in tokens).
 
-    The first token of a step reads ``window - 1`` tokens before it, and neither end of this stretch
-    needs to be where a block ends.
+    The first token of a step reads the ``window - 1`` tokens before it; this range may begin and
+    end inside a block.
     """
     return -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
 
 
 def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:
-    """Blocks for what a decoder reads of its encoder; a prompt of text alone needs none."""
+    """Blocks for the encoder output that a decoder's cross-attention reads."""
     return -(-num_encoder_tokens // block_size)
 
 

@@ -2,9 +2,9 @@
 
     hash of block i = H(hash of block i - 1, tokens of block i)
 
-so an equal hash means equal content from the start of the sequence. The root stands for what
-conditions every token: algorithm, adapter and salt. A media item enters the chain with the block in
-which it begins, so all blocks that hold a part of it depend on it.
+so equal hashes mean equal content from the start of the sequence. The root depends on the hash
+algorithm, adapter and cache salt. A media item is hashed into the block in which it begins, so all
+blocks that hold a part of it depend on it.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import msgspec
 
 from engine.kv.block_pool import NULL_BLOCK, PrefixCache
 from engine.kv.events import EventLog
-from engine.kv.tables import FULL, Group, Holder, RequestBlocks
+from engine.kv.tables import FULL, Allocation, Group, KVRequest
 from engine.messages.requests import MediaItem
 
 
 class Content(Protocol):
-    """All that determines the KV of a sequence."""
+    """The fields of a request that determine its KV."""
 
     @property
     def tokens(self) -> array[int]: ...
@@ -40,7 +40,7 @@ class Content(Protocol):
 
 
 class BlockHasher(Protocol):
-    """A hash function over runs of blocks. Digests of one hasher have one length, in bytes."""
+    """A hash function over consecutive blocks. All its digests have the same length in bytes."""
 
     root: bytes
 
@@ -51,17 +51,17 @@ class BlockHasher(Protocol):
         """Hash of the block after ``parent`` that holds ``data``."""
 
     def fold(self, parent: bytes, extra: bytes) -> bytes:
-        """A parent that stands for ``extra`` as well."""
+        """Combine a parent hash with ``extra``."""
 
 
 class Sha256Hasher:
-    """SHA-256: the same in every process, and no way to make two contents collide is known."""
+    """Hashes blocks with SHA-256: equal in every process, and no collisions can be constructed."""
 
     root = hashlib.sha256(b"metronome prefix cache").digest()
 
     def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
         sha256 = hashlib.sha256
-        if len(data) == width:  # a sequence that decodes
+        if len(data) == width:  # one block: the usual case of a decode
             return [sha256(parent + data).digest()]
         hashes = []
         for start in range(0, len(data), width):
@@ -77,21 +77,21 @@ class Sha256Hasher:
 
 
 class Chains:
-    """Makes and extends the chains of sequences cut into blocks of one size."""
+    """Computes chains: the lists of block hashes of sequences, for one block size."""
 
     def __init__(self, hasher: BlockHasher, block_size: int) -> None:
         self.hasher = hasher
         self.block_size = block_size
 
     def root(self, content: Content) -> bytes:
-        """Parent of the first block: only equal adapters and salts share anything."""
+        """The parent of the first block, equal for requests with the same adapter and salt."""
         if content.cache_salt is None and content.adapter is None:
             return self.hasher.root
         extra = msgspec.msgpack.encode((content.cache_salt, content.adapter))
         return self.hasher.fold(self.hasher.root, extra)
 
     def extend_each(self, chains: Sequence[list[bytes]], contents: Sequence[Content]) -> None:
-        """Append the next full block's hash to each of these chains, which are not empty."""
+        """Append the hash of the next full block to each chain; no chain may be empty."""
         size, extend_one = self.block_size, self.hasher.extend_one
         for chain, content in zip(chains, contents, strict=True):
             done = len(chain)
@@ -103,7 +103,7 @@ class Chains:
                 chain.append(extend_one(chain[-1], data))
 
     def extend(self, chain: list[bytes], content: Content, upto: int) -> None:
-        """Append the hashes of the full blocks of ``tokens[:upto]`` that ``chain`` lacks."""
+        """Append the hashes of full blocks of ``tokens[:upto]`` that are not in ``chain`` yet."""
         size = self.block_size
         done, full = len(chain), upto // size
         if full <= done:
@@ -126,9 +126,9 @@ class Chains:
 def media_runs(
     media: Sequence[MediaItem], block_size: int, first: int, before: int
 ) -> list[tuple[int, int, bytes]]:
-    """Cut the blocks [first, before) where media items begin: (start, end, key of those items).
+    """Split the blocks [first, before) where media items begin: (start, end, key of those items).
 
-    Items are in order of offset. The key holds hash, offset and length of each.
+    Items must be sorted by offset. The key encodes hash, offset and length of each item.
     """
     inside = [item for item in media if first <= item.offset // block_size < before]
     begins = {
@@ -140,19 +140,19 @@ def media_runs(
 
 
 def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
-    """Keys of this group for the hashes: one hash stands for one block in each group."""
+    """The cache keys of these hashes in one group; a hash has one block in each group."""
     return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
 
 
 def find_tables(
     groups: Sequence[Group], cache: PrefixCache, hashes: Sequence[bytes], block_size: int
 ) -> list[list[int]]:
-    """The longest hit common to all groups, as tables; entries out of a window are null."""
+    """Tables of the longest prefix cached in all groups; entries outside a window are null."""
     if len(groups) == 1 and not groups[0].window:
         return [cache.prefix(hashes)]
     cached = [[cache.find(key) for key in group_keys(hashes, g)] for g in range(len(groups))]
     limit, agreed = len(hashes), -1
-    while limit != agreed:  # what shortens the hit of one group may invalidate that of another
+    while limit != agreed:  # a shorter limit may invalidate the hit of another group
         agreed = limit
         for group, blocks in zip(groups, cached, strict=True):
             limit = group.longest(blocks, limit, block_size)
@@ -164,7 +164,7 @@ def find_tables(
 
 
 class PrefixIndex:
-    """Hashes the sequences of requests and keeps the cache and its listener in step."""
+    """Hashes the sequences of requests, updates the prefix cache and logs its events."""
 
     def __init__(
         self,
@@ -182,64 +182,64 @@ class PrefixIndex:
         if events is not None:
             cache.on_loss = events.removed
 
-    def find(self, req: Holder, holding: RequestBlocks, num_blocks: int) -> list[list[int]]:
-        """The longest hit of at most this many blocks, as one table for each group.
+    def find(self, req: KVRequest, allocation: Allocation, num_blocks: int) -> list[list[int]]:
+        """The longest prefix hit of at most ``num_blocks`` entries, as one table per group.
 
-        If no content was evicted since the remembered hit, the search continues after it.
+        If nothing was evicted since the last lookup, the search continues from its hit.
         """
-        chain, old, cache = holding.chain, holding.hit, self._cache
+        chain, old, cache = allocation.chain, allocation.hit, self._cache
         self._chains.extend(chain, req, num_blocks * self._block_size)
-        if old is None or holding.hit_losses != cache.num_losses or self._groups != (FULL,):
+        if old is None or allocation.hit_losses != cache.num_losses or self._groups != (FULL,):
             return find_tables(self._groups, cache, chain[:num_blocks], self._block_size)
         return [old.blocks + cache.prefix(chain[len(old.blocks) : num_blocks])]
 
-    def publish(self, req: Holder, holding: RequestBlocks, first: int, before: int) -> None:
-        """The blocks [first, before) are full and written: others may share them."""
-        chain, publish = holding.chain, self._cache.publish_each
+    def publish(self, req: KVRequest, allocation: Allocation, first: int, before: int) -> None:
+        """Put the request's blocks [first, before), full and written, into the cache."""
+        chain, publish = allocation.chain, self._cache.publish_each
         self._chains.extend(chain, req, before * self._block_size)
-        publish(holding.tables[0][first:before], chain[first:before])
+        publish(allocation.tables[0][first:before], chain[first:before])
         for g in range(1, len(self._groups)):
-            publish(holding.tables[g][first:before], group_keys(chain[first:before], g))
+            publish(allocation.tables[g][first:before], group_keys(chain[first:before], g))
         if self.events is not None:
             self._report(self.events, req, chain, first, before)
 
     def publish_next(
-        self, reqs: Sequence[Holder], holdings: Sequence[RequestBlocks], nth: list[int]
+        self, reqs: Sequence[KVRequest], allocations: Sequence[Allocation], nth: list[int]
     ) -> None:
-        """``publish`` of one block each: the ``nth`` of each table."""
+        """``publish`` one block of each request: entry ``nth[i]`` of the table of ``reqs[i]``."""
         if self.events is not None or len(self._groups) > 1 or 0 in nth:
-            for req, holding, index in zip(reqs, holdings, nth, strict=True):
-                self.publish(req, holding, index, index + 1)
+            for req, allocation, index in zip(reqs, allocations, nth, strict=True):
+                self.publish(req, allocation, index, index + 1)
             return
-        chains = [holding.chain for holding in holdings]
+        chains = [allocation.chain for allocation in allocations]
         late = [i for i, chain in enumerate(chains) if len(chain) == nth[i]]
-        if late:  # the others were hashed when they were looked up
+        if late:  # the other chains were extended when their requests were looked up
             self._chains.extend_each([chains[i] for i in late], [reqs[i] for i in late])
-        blocks = [holding.tables[0][index] for holding, index in zip(holdings, nth, strict=True)]
+        blocks = [each.tables[0][index] for each, index in zip(allocations, nth, strict=True)]
         hashes = [chain[index] for chain, index in zip(chains, nth, strict=True)]
         self._cache.publish_each(blocks, hashes)
 
-    def hashes(self, req: Holder, holding: RequestBlocks | None) -> list[bytes]:
-        """Hashes of all full blocks of known tokens, also of a request that has ended."""
-        chain = [] if holding is None else holding.chain
+    def hashes(self, req: KVRequest, allocation: Allocation | None) -> list[bytes]:
+        """Hashes of all full blocks of the request, computed anew without an allocation."""
+        chain = [] if allocation is None else allocation.chain
         self._chains.extend(chain, req, len(req.tokens))
         return chain
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
-        """Unpublish every block with one of these hashes, whichever request wrote it."""
+        """Remove every block with one of these hashes from the cache, whoever wrote it."""
         for g in range(len(self._groups)):
             for key in group_keys(hashes, g):
                 for block in self._cache.find_all(key):
                     self._cache.unpublish(block)
 
     def clear(self) -> None:
-        """Forget all content."""
+        """Empty the cache."""
         self._cache.clear()
         if self.events is not None:
             self.events.cleared()
 
     def _report(
-        self, events: EventLog, req: Holder, chain: Sequence[bytes], first: int, before: int
+        self, events: EventLog, req: KVRequest, chain: Sequence[bytes], first: int, before: int
     ) -> None:
         size = self._block_size
         tokens: array[int] = req.tokens[first * size : before * size]

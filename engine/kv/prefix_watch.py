@@ -1,8 +1,8 @@
-"""The cached prefixes of requests that wait, kept up to date instead of looked up again.
+"""Remembers the cached prefix lengths of waiting requests, and which of them have changed.
 
-Whoever orders a long queue by them asks for all in each step, while a step publishes and evicts few
-blocks. So each answer is remembered until the content that it rests on changes: a block of the hit
-is lost, or the first block after it appears.
+A policy that sorts a long queue by cached prefix needs all of them in each step, while a step
+caches and evicts few blocks. So a length is remembered until a block of the hit is evicted or the
+first block after it is cached.
 """
 
 from __future__ import annotations
@@ -13,34 +13,35 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[np.intp]
-Whole = NDArray[np.int64]
+IntArray = NDArray[np.int64]
 
 
 class Hit:
-    """A cached block that ends the hit of some rows, or lies within the hits of others."""
+    """A cached block at the end of the prefix hits of some rows, or inside those of others."""
 
     __slots__ = ("children", "parent", "rows")
 
     def __init__(self, parent: bytes | None) -> None:
         self.parent = parent
         self.children: set[bytes] = set()
-        self.rows: set[int] = set()  # whose hit ends here
+        self.rows: set[int] = set()  # rows whose hit ends with this block
 
 
 class PrefixWatch:
-    """Answers by row, and which of them still hold. The cache tells it what comes and goes."""
+    """Prefix lengths (``tokens``) by row. The cache reports added and removed blocks to it, which
+    invalidates the lengths that depend on them."""
 
     def __init__(self) -> None:
-        self.tokens: Whole = np.zeros(0, dtype=np.int64)
-        self._arrival: Whole = np.zeros(0, dtype=np.int64)  # of the request that was looked up
-        self._known: Whole = np.zeros(0, dtype=np.int64)  # how many tokens it had then; -1: look up
+        self.tokens: IntArray = np.zeros(0, dtype=np.int64)
+        self._arrival: IntArray = np.zeros(0, dtype=np.int64)  # of the request that was looked up
+        self._known: IntArray = np.zeros(0, dtype=np.int64)  # its token count then; -1: outdated
         self._hits: dict[bytes, Hit] = {}
-        self._awaited: dict[bytes, set[int]] = {}  # rows, by the hash that would lengthen their hit
+        self._awaited: dict[bytes, set[int]] = {}  # rows, by the hash that would extend their hit
         self._where: dict[int, tuple[bytes | None, bytes | None]] = {}  # row -> end, awaited
 
-    def stale(self, rows: Rows, arrivals: Whole, known: Whole) -> NDArray[np.bool_]:
-        """Which of these rows, with requests of these numbers of arrival and this many tokens, must
-        be looked up."""
+    def stale(self, rows: Rows, arrivals: IntArray, known: IntArray) -> NDArray[np.bool_]:
+        """Mask of the rows to look up again. ``arrivals`` and ``known`` are the arrival numbers
+        and token counts of their requests."""
         if rows.size and (missing := int(rows.max()) + 1 - len(self.tokens)) > 0:
             missing += len(self.tokens)
             self.tokens = np.concatenate([self.tokens, np.zeros(missing, dtype=np.int64)])
@@ -51,12 +52,12 @@ class PrefixWatch:
         return is_stale
 
     def note(self, row: int, arrival: int, known: int, num_tokens: int) -> None:
-        """A row was looked up: this many tokens of those known are cached."""
+        """Remember that ``num_tokens`` of the ``known`` tokens of a row's request are cached."""
         self.tokens[row], self._arrival[row], self._known[row] = num_tokens, arrival, known
 
     def rest_on(self, row: int, hashes: Sequence[bytes], num_hit: int) -> None:
-        """The answer for this row holds while the first ``num_hit`` of these blocks are cached and
-        the next one, if there is one, is not."""
+        """Keep the length of this row until one of the first ``num_hit`` blocks is evicted or the
+        block after them is cached."""
         self._forget(row)
         end = hashes[num_hit - 1] if num_hit else None
         awaited = hashes[num_hit] if num_hit < len(hashes) else None
@@ -79,14 +80,14 @@ class PrefixWatch:
         self._hits[end].rows.add(row)
 
     def published(self, hashes: Sequence[bytes]) -> None:
-        """Blocks can be found under these from now on."""
+        """Invalidate the rows whose hits these newly cached blocks extend."""
         awaited = self._awaited
         if not awaited.keys().isdisjoint(hashes):
             for block_hash in hashes:
                 self._void(awaited.pop(block_hash, ()))
 
     def lost(self, block_hash: bytes) -> None:
-        """No block can be found under this any more."""
+        """Invalidate the rows whose hits contain this block, which is no longer cached."""
         hit = self._hits.get(block_hash)
         if hit is None:
             return
@@ -99,7 +100,7 @@ class PrefixWatch:
             left += hit.children
 
     def cleared(self) -> None:
-        """Nothing is cached any more."""
+        """Invalidate all rows, after the cache was emptied."""
         self._hits.clear()
         self._awaited.clear()
         self._where.clear()

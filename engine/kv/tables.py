@@ -1,9 +1,9 @@
-"""What requests hold: block tables, what is known of their content, and the groups of layers.
+"""Block tables of requests, the state of their content, and groups of layers.
 
-A group is layers with the same need, and each has a block table of its own. All tables of a request
-have the same length, so one number says how much it holds. A layer with a sliding window reads only
-the last tokens: table entries that no query reaches any more become the null block, and what was in
-them is free.
+A group is a set of layers that need the same blocks, and a request has one block table per group.
+All tables of a request have the same length. A layer with a sliding window reads only the last
+tokens: table entries that no query reaches any more are set to the null block, and their blocks
+are freed.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from engine.messages.requests import MediaItem
 class Group:
     """Layers that read the same keys.
 
-    ``window``: how many tokens a query sees, itself included; 0 is all of them. ``max_blocks``: the
-    most entries a request has at once that are not null; 0 is no bound.
+    ``window``: number of tokens that a query sees, including itself; 0 means all. ``max_blocks``:
+    the most entries of a request that are not null at any time; 0 means no bound.
     """
 
     window: int = 0
@@ -32,22 +32,23 @@ class Group:
     layers: tuple[int, ...] = ()
 
     def first_needed(self, position: int, block_size: int) -> int:
-        """The first entry that queries from this position on read."""
+        """The first table entry that queries at ``position`` or later read."""
         return max(0, position - self.window + 1) // block_size if self.window else 0
 
     def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
-        """Entries that queries from this position on do not read and that are not null yet."""
+        """Entries that are not null and that no query at ``position`` or later reads."""
         before = first = min(self.first_needed(position, block_size), len(table))
         while first and table[first - 1] != NULL_BLOCK:
             first -= 1
         return range(first, before)
 
     def bound(self, num_blocks: int) -> int:
-        """Blocks that this many entries take at once, at most."""
+        """The most blocks that a table of ``num_blocks`` entries holds at any time."""
         return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
 
     def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
-        """The most leading entries, up to ``limit``, that hold all keys of a query after them."""
+        """The most leading entries, up to ``limit``, such that all keys that the next query reads
+        are cached. ``cached`` has the block of each entry, or None."""
         reach = -(-(self.window - 1) // block_size) if self.window else limit
         while limit:
             needed = range(max(0, limit - reach), limit)
@@ -61,13 +62,13 @@ class Group:
 FULL = Group()
 
 
-class Holder(Protocol):
-    """What the manager reads of a request. ``row`` is its index in the scheduler's table, which
-    later ones have too; ``arrival`` is a number that no other request has."""
+class KVRequest(Protocol):
+    """The fields of a request that the KV manager reads. ``row`` is its index in the scheduler's
+    table, which is reused after it ends; ``arrival`` is a number that no other request has."""
 
     row: int
     arrival: int
-    tokens: array[int]  # known ones
+    tokens: array[int]  # prompt and output
     reads_cache: bool
     cache_salt: str | None
 
@@ -86,9 +87,9 @@ class Holder(Protocol):
 
 @dataclass(slots=True)
 class PrefixHit:
-    """The longest cached beginning of a sequence: ``num_tokens`` of it in ``tables``, one a group.
+    """The longest cached prefix of a sequence: ``num_tokens`` tokens in ``tables``, one per group.
 
-    ``num_remote`` tokens after it can be had from elsewhere; if ``asynchronous``, by waiting.
+    A KV source can load ``num_remote`` further tokens; if ``asynchronous``, the request must wait.
     """
 
     num_tokens: int
@@ -98,30 +99,30 @@ class PrefixHit:
 
     @property
     def blocks(self) -> list[int]:
-        """The blocks in the first group."""
+        """The cached blocks of the first group."""
         return self.tables[0]
 
 
 @dataclass(slots=True)
-class RequestBlocks:
-    """The blocks of one request and what is known of their content.
+class Allocation:
+    """The blocks of one request and the state of their content.
 
-    There is one table for each group, and all have as many entries.
+    ``tables`` has one block table per group, all of the same length.
     """
 
     tables: list[list[int]]
-    arrival: int  # its request: the row may have been reused since
+    arrival: int  # identifies the request: its row may have been reused since
     chain: list[bytes] = field(default_factory=list)  # hash of each full block of known tokens
     num_adopted: int = 0  # leading entries that came from the cache
-    num_ready: int = 0  # leading tokens whose KV was there when the blocks were got
-    num_remote: int = 0  # tokens after the adopted ones that a transfer fills, or has filled
-    num_sent: int = 0  # leading entries that the worker knows
-    loading: bool = False  # a transfer writes into the blocks, or waits to begin
-    load_error: str = ""  # error of the source, which did not start the load; it is kept
-    hit: PrefixHit | None = None  # remembered answer of lookup
-    hit_known: int = -1  # tokens known when it was found
-    hit_version: int = -1  # of the cache at that time
-    hit_losses: int = -1
+    num_ready: int = 0  # leading tokens with valid KV when the blocks were allocated
+    num_remote: int = 0  # tokens after the adopted ones that a transfer loads or has loaded
+    num_sent: int = 0  # leading entries that have been sent to the worker
+    loading: bool = False  # a transfer writes into the blocks, or waits to start
+    load_error: str = ""  # why the source could not start the load; never cleared
+    hit: PrefixHit | None = None  # result of the last lookup
+    hit_known: int = -1  # number of tokens of the request at that lookup
+    hit_version: int = -1  # ``PrefixCache.version`` at that lookup
+    hit_losses: int = -1  # ``PrefixCache.num_losses`` at that lookup
 
     @property
     def blocks(self) -> list[int]:
@@ -129,7 +130,7 @@ class RequestBlocks:
         return self.tables[0]
 
     def clear(self) -> None:
-        """The blocks were given back; hashes of known tokens stay valid."""
+        """Reset everything but the block hashes, after the blocks were given back."""
         self.tables = [[] for _ in self.tables]
         self.num_adopted = self.num_ready = self.num_remote = self.num_sent = 0
         self.loading = False
@@ -137,7 +138,7 @@ class RequestBlocks:
 
 
 class Deltas(NamedTuple):
-    """Changed table entries, as columns; ``groups`` is empty if there is one group."""
+    """Changed table entries in columns. ``groups`` is empty if there is only one group."""
 
     rows: array[int]
     indices: array[int]
@@ -150,7 +151,7 @@ def no_deltas() -> Deltas:
 
 
 class BlockTables:
-    """Moves blocks between the pool and the tables of requests, entry by entry in all groups."""
+    """Moves blocks between the pool and the tables of requests. An entry is moved in all groups."""
 
     def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
         self.num_groups = len(groups)
@@ -160,91 +161,91 @@ class BlockTables:
         self._deltas = no_deltas()
         self._ascending = array("i")  # 0, 1, 2, ...; grows to the longest table
 
-    def adopt(self, holding: RequestBlocks, tables: Sequence[Sequence[int]]) -> None:
-        """These cached blocks become the beginning of the request's tables."""
+    def adopt(self, allocation: Allocation, tables: Sequence[Sequence[int]]) -> None:
+        """Start the request's tables with these cached blocks."""
         for table in tables:
             self._pool.adopt([block for block in table if block != NULL_BLOCK])
-        holding.tables = [list(table) for table in tables]
+        allocation.tables = [list(table) for table in tables]
 
-    def extend(self, holding: RequestBlocks, num_entries: int) -> None:
-        """Take blocks for this many entries; the caller has checked that enough are free."""
+    def extend(self, allocation: Allocation, num_entries: int) -> None:
+        """Add ``num_entries`` entries; the caller has checked that enough blocks are free."""
         taken = self._pool.take(num_entries * self.num_groups)
-        for g, table in enumerate(holding.tables):
+        for g, table in enumerate(allocation.tables):
             table += taken[g * num_entries : (g + 1) * num_entries]
 
-    def extend_each(self, rows: Sequence[int], holdings: Sequence[RequestBlocks]) -> None:
-        """One more entry for each of these requests, and the worker is notified."""
+    def extend_each(self, rows: Sequence[int], allocations: Sequence[Allocation]) -> None:
+        """Add one entry to the table of each row, and queue it for the worker."""
         blocks = self._pool.take(len(rows) * self.num_groups)
         taken = iter(blocks)
         if self.num_groups == 1:  # most models: the hot path of decodes
             self._deltas.rows.fromlist(list(rows))
-            self._deltas.indices.fromlist([len(holding.tables[0]) for holding in holdings])
+            self._deltas.indices.fromlist([len(allocation.tables[0]) for allocation in allocations])
             self._deltas.blocks.fromlist(blocks)
-            for holding, block in zip(holdings, taken, strict=True):
-                holding.tables[0].append(block)
-                holding.num_sent += 1
+            for allocation, block in zip(allocations, taken, strict=True):
+                allocation.tables[0].append(block)
+                allocation.num_sent += 1
             return
-        for row, holding in zip(rows, holdings, strict=True):
-            for table in holding.tables:
+        for row, allocation in zip(rows, allocations, strict=True):
+            for table in allocation.tables:
                 table.append(next(taken))
-            self.tell(row, holding)
+            self.queue_new(row, allocation)
 
-    def tell(self, row: int, holding: RequestBlocks) -> None:
-        """Queue the entries that the worker does not know yet."""
-        sent = holding.num_sent
-        for g, table in enumerate(holding.tables):
+    def queue_new(self, row: int, allocation: Allocation) -> None:
+        """Queue the entries that have not been sent to the worker yet."""
+        sent = allocation.num_sent
+        for g, table in enumerate(allocation.tables):
             self._add(row, self._places(sent, len(table)), table[sent:], g)
-        holding.num_sent = len(holding.blocks)
+        allocation.num_sent = len(allocation.blocks)
 
     def drain(self) -> Deltas:
-        """Changed entries that the worker must be sent."""
+        """Take the changed entries, to be sent to the worker."""
         deltas = self._deltas
         if deltas.rows:
             self._deltas = no_deltas()
         return deltas
 
-    def num_outside(self, holding: RequestBlocks, position: int) -> int:
-        """Blocks that ``trim`` would free."""
+    def num_outside(self, allocation: Allocation, position: int) -> int:
+        """Number of blocks that ``trim`` would free."""
         refs = self._pool.num_refs
         return sum(
-            refs[holding.tables[g][index]] == 1
+            refs[allocation.tables[g][index]] == 1
             for g, group in self.windows
-            for index in group.outside(holding.tables[g], position, self._block_size)
+            for index in group.outside(allocation.tables[g], position, self._block_size)
         )
 
     def num_kept(self, tables: Sequence[Sequence[int]], position: int) -> int:
-        """Held blocks that queries from this position on may read."""
+        """Number of held blocks in ``tables`` that queries at ``position`` or later may read."""
         refs = self._pool.num_refs
         kept = sum(refs[block] > 0 for table in tables for block in table if block)
         return kept - sum(
             len(group.outside(tables[g], position, self._block_size)) for g, group in self.windows
         )
 
-    def trim(self, row: int, holding: RequestBlocks, position: int) -> None:
-        """Give back what queries from this position on do not read."""
+    def trim(self, row: int, allocation: Allocation, position: int) -> None:
+        """Give back the blocks that no query at ``position`` or later reads."""
         for g, group in self.windows:
-            table = holding.tables[g]
+            table = allocation.tables[g]
             outside = group.outside(table, position, self._block_size)
             self._pool.release([table[index] for index in outside])
             for index in outside:
                 table[index] = NULL_BLOCK
-                if index < holding.num_sent:
+                if index < allocation.num_sent:
                     self._add(row, self._places(index, index + 1), [NULL_BLOCK], g)
 
     def num_exclusive(
-        self, holdings: Sequence[RequestBlocks], keep: Sequence[Sequence[int]]
+        self, allocations: Sequence[Allocation], keep: Sequence[Sequence[int]]
     ) -> int:
-        """Blocks held by these requests alone; those in ``keep`` count as held by another."""
+        """Number of blocks that only these requests hold. Blocks in ``keep`` are not counted."""
         lost: dict[int, int] = {}
-        for holding in holdings:
-            for block in live_blocks(holding.tables):
+        for allocation in allocations:
+            for block in live_blocks(allocation.tables):
                 lost[block] = lost.get(block, 0) + 1
         refs = self._pool.num_refs
         kept = sum(lost.get(block) == refs[block] for table in keep for block in table)
         return sum(refs[block] == count for block, count in lost.items()) - kept
 
     def _places(self, start: int, upto: int) -> array[int]:
-        """start, start + 1, ..., upto - 1: copying is quicker than counting."""
+        """The array [start, upto), copied from a longer one, which is faster than counting."""
         if len(self._ascending) < upto:
             self._ascending.extend(range(len(self._ascending), 2 * upto))
         return self._ascending[start:upto]
@@ -259,15 +260,15 @@ class BlockTables:
 
 
 def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:
-    """The future peak of Past-Future (Gong et al. 2025), in blocks instead of tokens.
+    """The peak of future memory after Past-Future (Gong et al. 2025), in blocks, not tokens.
 
-    Memory grows until a request ends, so the peak is at one of the ends. With requests sorted by
-    ``remaining`` output tokens, longest first, those up to i are there when i takes its last step,
-    and each has its known tokens and ``remaining[i] - 1`` more in the cache. Blocks that are shared
-    count for each holder.
+    Memory grows until a request ends, so it peaks when some request ends. With requests sorted by
+    ``remaining`` output tokens, longest first, requests 0..i are running in the last step of i, and
+    each has its tokens of now and ``remaining[i] - 1`` more in the cache. A shared block is counted
+    once for each request that holds it.
 
-    ceil((known + more) / size) depends on ``known`` only through quotient and residue, so it is
-    enough to count residues: O(n * block_size) instead of O(n * n).
+    ceil((known + more) / size) depends only on quotient and residue of ``known`` modulo size, so
+    counting residues is enough: O(n * block_size) instead of O(n * n).
     """
     if not num_tokens:
         return 0

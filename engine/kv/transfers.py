@@ -1,4 +1,4 @@
-"""Blocks that transfers use: loads from a KV source, and loans to transfers of ended requests."""
+"""Blocks used by transfers: loads from a KV source, and blocks of ended requests being read."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from engine.kv.block_pool import BlockPool, live_blocks
 from engine.kv.connector import KVSource, RemoteMatch
 from engine.kv.fences import Fences
-from engine.kv.tables import Holder, RequestBlocks
+from engine.kv.tables import Allocation, KVRequest
 
 NOTHING = RemoteMatch()
 
@@ -19,20 +19,20 @@ logger = logging.getLogger("engine.kv")
 
 @dataclass(slots=True)
 class Loan:
-    """Blocks of ended requests of one id that transfers still use."""
+    """The blocks of ended requests with one id that transfers still use."""
 
     blocks: list[int] = field(default_factory=list)
     num_transfers: int = 0
 
 
 class Transfers:
-    """Asks the source, starts its loads, and owns the blocks that outlive their request.
+    """Calls the KV source, starts loads, and owns the blocks that outlive their request.
 
-    A loan ends when as many transfers have ended as were begun under its id, so an id used again
-    cannot free the blocks of the wrong transfer.
+    A loan ends when all transfers of its request id have ended, so a reused id cannot free the
+    blocks of another transfer too early.
 
     If a source cannot start a load, the request keeps the blocks, which hold no valid KV, and the
-    source is not called for that request again.
+    source is not called for this request again.
     """
 
     def __init__(self, pool: BlockPool, source: KVSource) -> None:
@@ -40,61 +40,62 @@ class Transfers:
         self.lent: dict[str, Loan] = {}
         self.fences = Fences(pool.num_blocks)
         self._pool = pool
-        self._failed: dict[int, Holder] = {}  # requests whose load will not begin
+        self._failed: dict[int, KVRequest] = {}  # requests whose load could not start
 
-    def match(self, req: Holder, holding: RequestBlocks, num_local_tokens: int) -> RemoteMatch:
-        """What the source has after the local hit; the last known token is always computed."""
-        if holding.load_error:
+    def match(self, req: KVRequest, allocation: Allocation, num_local_tokens: int) -> RemoteMatch:
+        """The source's match after the local hit, without the last token, which is computed."""
+        if allocation.load_error:
             return NOTHING
         found = self.source.match(req, num_local_tokens)
         room = len(req.tokens) - 1 - num_local_tokens
         return found._replace(num_tokens=min(found.num_tokens, room))
 
-    def load(self, req: Holder, holding: RequestBlocks, blocks: Sequence[int]) -> None:
-        """Fill these blocks from elsewhere as soon as no step in flight writes them. Until its
-        end is reported they cannot be taken from the request. If it cannot start, the request is
-        among those of ``take_failed``."""
-        holding.loading = True
+    def load(self, req: KVRequest, allocation: Allocation, blocks: Sequence[int]) -> None:
+        """Load KV into these blocks once no step in flight writes them. The request keeps the
+        blocks until the end of the load is reported. If the load cannot start, ``take_failed``
+        returns the request."""
+        allocation.loading = True
 
         def start() -> None:
-            if not self.start(req, holding, blocks):
-                holding.loading = False
+            if not self.start(req, allocation, blocks):
+                allocation.loading = False
                 self._failed[req.arrival] = req
 
         self.fences.when_written(req.arrival, blocks, start)
 
-    def start(self, req: Holder, holding: RequestBlocks, blocks: Sequence[int]) -> bool:
-        """Have the source fill these blocks; False if it raised, which is kept with the holding."""
+    def start(self, req: KVRequest, allocation: Allocation, blocks: Sequence[int]) -> bool:
+        """Start the load of these blocks. If the source raises, store the error; return False."""
         try:
-            self.source.start_load(req, blocks, holding.num_remote)
-        except Exception as error:  # a plug-in's code: the fault is this request's alone
-            holding.load_error = f"{type(error).__name__}: {error}"
+            self.source.start_load(req, blocks, allocation.num_remote)
+        except Exception as error:  # plug-in code: only this request is affected
+            allocation.load_error = f"{type(error).__name__}: {error}"
             logger.warning(
-                "%s.start_load, request %s: %s; nothing is loaded",
+                "%s.start_load raised for request %s: %s; its KV is computed instead",
                 type(self.source).__name__,
                 req.request_id,
-                holding.load_error,
+                allocation.load_error,
             )
-        return not holding.load_error
+        return not allocation.load_error
 
-    def take_failed(self) -> list[Holder]:
-        """Requests whose load could not start since the last call, less those that have ended."""
+    def take_failed(self) -> list[KVRequest]:
+        """Requests whose load could not start since the last call and that have not ended."""
         failed, self._failed = self._failed, {}
         return list(failed.values())
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Return blocks to the pool; steps in flight may still write them."""
+        """Return blocks to the pool. Loads into them wait until steps in flight have finished."""
         self.fences.give_back(blocks)
         self._pool.release(blocks)
 
-    def end(self, req: Holder, holding: RequestBlocks) -> dict[str, Any] | None:
-        """The request has ended: its blocks are free, or lent. Returns what its output carries."""
-        blocks = live_blocks(holding.tables)
+    def end(self, req: KVRequest, allocation: Allocation) -> dict[str, Any] | None:
+        """Free the blocks of a request that has ended, or lend them to its transfers. Returns the
+        KV transfer parameters for its output."""
+        blocks = live_blocks(allocation.tables)
         self._failed.pop(req.arrival, None)
-        if holding.loading and self.fences.cancel(req.arrival):
-            holding.loading = False  # it had not begun, so no end of it will be reported
+        if allocation.loading and self.fences.cancel(req.arrival):
+            allocation.loading = False  # it had not started, so its end will not be reported
         bye = self.source.finished(req, blocks)
-        if blocks and (bye.keep or holding.loading):  # what a load writes into is not free either
+        if blocks and (bye.keep or allocation.loading):  # a load still writes into its blocks
             loan = self.lent.setdefault(req.request_id, Loan())
             loan.blocks.extend(blocks)
             loan.num_transfers += 1
@@ -103,7 +104,7 @@ class Transfers:
         return bye.params
 
     def sent(self, request_id: str) -> bool:
-        """A transfer of an ended request is over; False (and nothing happens) if none is known."""
+        """Record the end of a transfer of an ended request. False if there is none of this id."""
         loan = self.lent.get(request_id)
         if loan is None:
             return False

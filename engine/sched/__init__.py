@@ -1,6 +1,7 @@
-"""Decides how many tokens of which requests each step computes. No torch, no clock, no dice.
+"""The scheduler decides how many tokens of which requests each step computes. It uses no torch, and
+no clock and no random numbers but those passed to it.
 
-These names are all that a custom policy, resource or scheduler needs.
+The names exported here are all that a custom policy, resource or scheduler needs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Numbers of many requests as arrays, for what a policy says of all of them at once."""
+"""Numbers of many requests as arrays, for policies that rank all requests in one call."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 from engine.sched.request import Request
 from engine.sched.table import Array, FloatColumn, Table
 
-Whole = NDArray[np.int64]
-Real = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+FloatArray = NDArray[np.float64]
 Flags = NDArray[np.bool_]
 
 
 class OwnNumbers:
-    """A number of the policy's for each unfinished request, a float64."""
+    """A float64 that a policy stores for each unfinished request."""
 
     __slots__ = ("_column",)
 
@@ -32,23 +32,23 @@ class OwnNumbers:
         self._column.at[req.row] = value
 
     def put(self, columns: Columns, values: Array | float) -> None:
-        """One value for all of these requests, or an array with one for each."""
+        """Set one value for all requests of ``columns``, or an array with one value for each."""
         self._column.all[columns.rows] = values
 
 
 class Columns:
-    """Arrays with a place for each of some requests, in their order; of this moment.
+    """Numbers of a list of requests as arrays: entry i belongs to request i. A snapshot.
 
-    Names are those of ``Request``. Counts are int64, times float64 seconds on the engine's clock.
-    Each array is made at its first use, and is to be read only.
+    Names are those of ``Request``. Counts are int64, times are float64 seconds on the engine's
+    clock. Each array is built when it is first read, and must not be written.
     """
 
     def __init__(
         self,
         rows: NDArray[np.intp],
         table: Table,
-        predict: Callable[[Columns], Whole],
-        cached_prefixes: Callable[[Columns], Whole],
+        predict: Callable[[Columns], IntArray],
+        cached_prefixes: Callable[[Columns], IntArray],
         requests: Callable[[NDArray[np.intp]], list[Request]],
     ) -> None:
         self.rows = rows
@@ -64,96 +64,96 @@ class Columns:
 
     @cached_property
     def requests(self) -> list[Request]:
-        """The requests themselves."""
+        """The requests, in the order of the arrays."""
         return self.requests_of(self.rows)
 
     def __getitem__(self, places: Any) -> Columns:
-        """Those at these places: a mask, a slice or an array of indices."""
+        """The columns of some of the requests, chosen by a mask, a slice or an array of indices."""
         return Columns(
             self.rows[places], self._table, self._predict, self._cached_prefixes, self.requests_of
         )
 
     def request(self, place: int) -> Request:
-        """The one at this place."""
+        """The request at this index."""
         return self.requests_of(self.rows[[place]])[0]
 
     # -- constants
 
     @cached_property
-    def arrival(self) -> Whole:
-        """Number of arrival."""
+    def arrival(self) -> IntArray:
+        """Arrival number: 0, 1, 2, ... in the order in which requests were added."""
         return self._table.facts.arrival.all[self.rows]
 
     @cached_property
-    def arrival_time(self) -> Real:
+    def arrival_time(self) -> FloatArray:
         return self._table.facts.arrival_time.all[self.rows]
 
     @cached_property
-    def priority(self) -> Whole:
-        """Smaller is more urgent."""
+    def priority(self) -> IntArray:
+        """Priority; a smaller number is more urgent."""
         return self._table.facts.priority.all[self.rows]
 
     @cached_property
-    def user(self) -> Whole:
-        """A number for each user, the same for all requests of one."""
+    def user(self) -> IntArray:
+        """A number that identifies the user of each request."""
         return self._count(self._table.facts.user.all)
 
     def heads(self) -> dict[int, Request]:
-        """The first request of each user, by the user's number, in their order here."""
+        """The first request of each user here, by the user's number."""
         first = np.full(len(self._table.facts.users), -1)
         first[self.user[::-1]] = np.arange(len(self) - 1, -1, -1)
         places = np.sort(first[first >= 0])
         return dict(zip(self.user[places].tolist(), self[places].requests, strict=True))
 
     @cached_property
-    def deadline(self) -> Real:
-        """inf for a request without one."""
+    def deadline(self) -> FloatArray:
+        """Deadline in seconds on the engine's clock; inf for a request without a deadline."""
         return self._table.facts.deadline.all[self.rows]
 
     @cached_property
-    def tbt(self) -> Real:
-        """Seconds between tokens; inf for a request that says nothing of it."""
+    def tbt(self) -> FloatArray:
+        """Wanted seconds between output tokens (TBT); inf for a request that gives none."""
         return self._table.facts.tbt.all[self.rows]
 
     @cached_property
-    def num_prompt(self) -> Whole:
+    def num_prompt(self) -> IntArray:
         return self._count(self._table.num_prompt.all)
 
     @cached_property
-    def max_total(self) -> Whole:
-        """Length at which the request ends."""
+    def max_total(self) -> IntArray:
+        """The most prompt and output tokens that the request can reach."""
         return self._count(self._table.limit.all)
 
-    # -- what moves
+    # -- progress
 
     @cached_property
-    def num_tokens(self) -> Whole:
-        """Known tokens: prompt and settled outputs."""
+    def num_tokens(self) -> IntArray:
+        """Prompt tokens and output tokens of finished steps."""
         return self._count(self._table.num_tokens.all)
 
     @cached_property
-    def num_output(self) -> Whole:
-        """Settled output tokens."""
+    def num_output(self) -> IntArray:
+        """Output tokens of finished steps."""
         return self.num_tokens - self.num_prompt
 
     @cached_property
-    def num_computed(self) -> Whole:
-        """Tokens whose KV is written or being written."""
+    def num_computed(self) -> IntArray:
+        """Tokens whose KV is computed, or is being computed by steps in flight."""
         return self._count(self._table.num_computed.all)
 
     @cached_property
-    def num_pending(self) -> Whole:
-        """Tokens sampled in steps in flight."""
+    def num_pending(self) -> IntArray:
+        """Tokens that steps in flight will sample."""
         return self._count(self._table.num_pending.all)
 
     @cached_property
-    def num_uncomputed(self) -> Whole:
-        """Tokens that could be computed now; 0 once the last token is in flight."""
+    def num_uncomputed(self) -> IntArray:
+        """Tokens that the next step could compute; 0 once the last token is in flight."""
         upto = self.num_tokens + self.num_pending
         return np.where(upto >= self.max_total, 0, upto - self.num_computed)
 
     @cached_property
-    def num_preempted(self) -> Whole:
+    def num_preempted(self) -> IntArray:
         return self._count(self._table.facts.num_preempted.all)
 
     @cached_property
@@ -162,25 +162,25 @@ class Columns:
         return waiting
 
     @cached_property
-    def first_token_time(self) -> Real:
+    def first_token_time(self) -> FloatArray:
         """NaN before the first token was settled."""
         return self._table.facts.first_token.all[self.rows]
 
     @cached_property
-    def last_token_time(self) -> Real:
+    def last_token_time(self) -> FloatArray:
         """NaN before the first token was settled."""
         return self._table.facts.last_token.all[self.rows]
 
-    # -- what others know of them
+    # -- predictions, the prefix cache and the policy's own numbers
 
     @cached_property
-    def predicted(self) -> Whole:
-        """``view.predict`` of each."""
+    def predicted(self) -> IntArray:
+        """``view.predict`` of each request."""
         return self._predict(self)
 
     @cached_property
-    def cached_prefix(self) -> Whole:
-        """Tokens that a waiting request would find in the cache; 0 for one that does not wait."""
+    def cached_prefix(self) -> IntArray:
+        """Tokens that a waiting request would find in the prefix cache; 0 for other requests."""
         waits = self.is_waiting
         if waits.all():
             return self._cached_prefixes(self)
@@ -189,9 +189,9 @@ class Columns:
             found[waits] = self._cached_prefixes(self[waits])
         return found
 
-    def own(self, name: str, default: float = 0.0) -> Real:
-        """What the policy keeps under this name: see ``view.own``."""
+    def own(self, name: str, default: float = 0.0) -> FloatArray:
+        """The numbers that the policy stores under this name: see ``view.own``."""
         return self._table.facts.own_column(name, default).all[self.rows]
 
-    def _count(self, column: Array) -> Whole:
+    def _count(self, column: Array) -> IntArray:
         return column[self.rows].astype(np.int64)

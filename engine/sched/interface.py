@@ -1,4 +1,4 @@
-"""What the core asks of a scheduler."""
+"""SchedulerInterface: the methods of a scheduler that the engine core calls."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ StepOutputs = dict[int, CoreOutputs]  # by client index
 
 
 class RequestCounts(NamedTuple):
-    """Unfinished requests by status."""
+    """Numbers of unfinished requests by status."""
 
     running: int
     waiting: int
@@ -27,7 +27,7 @@ class RequestCounts(NamedTuple):
 
 
 class FinishedRequest(NamedTuple):
-    """A request that ``finish_requests`` has finished, and the end that its client gets."""
+    """A request that ``finish_requests`` has finished, and the message about it to its client."""
 
     request_id: str
     client_index: int
@@ -35,60 +35,61 @@ class FinishedRequest(NamedTuple):
 
 
 class PauseState(Enum):
-    """What a pause holds back."""
+    """Which requests a pause stops."""
 
     UNPAUSED = "unpaused"
-    PAUSED_NEW = "paused new"  # running requests go on, waiting ones are held
+    PAUSED_NEW = "paused new"  # running requests continue, no waiting request starts
     PAUSED_ALL = "paused all"  # nothing is scheduled
 
 
 class SchedulerInterface(ABC):
     """Decides, step by step, how many tokens of which requests the workers compute.
 
-    ``add_request`` and ``finish_requests`` may come between any two steps. Each plan that
-    ``schedule`` returns comes back once, in the same order, to ``update_from_output``; several may
-    be outstanding.
+    ``add_request`` and ``finish_requests`` may be called between any two steps. Each plan that
+    ``schedule`` returns is passed to ``update_from_output`` once, in the same order; several plans
+    may be in flight.
 
-    One of your own (``scheduler_cls``) is made by ``cls(config, kv, policy, clock=, timer=, seed=,
-    resources=)``: ``SchedulerConfig``, ``KVManager``, ``Policy``, two functions that return seconds
-    (of the engine's clock, and to time hooks with), an int, and a tuple of ``Resource``. It may
-    leave all of them unread but the blocks: those that its plans name are those of ``kv``.
+    A custom scheduler (``scheduler_cls``) is created by ``cls(config, kv, policy, clock=, timer=,
+    seed=, resources=)``: ``SchedulerConfig``, ``KVManager``, ``Policy``, two functions that return
+    seconds (the engine's clock, and a timer for hooks), an int, and a tuple of ``Resource``. It may
+    ignore all of them but ``kv``, from which the blocks in its plans must be reserved.
     """
 
     @abstractmethod
     def add_request(self, add: AddRequest) -> object:
-        """Queue a request. Raises ``RequestError`` for one that could never run or a live id. The
-        engine does not read what is returned."""
+        """Queue a request. Raises ``RequestError`` if it could never run, or if an unfinished
+        request has the same id. The engine ignores the returned value."""
 
     @abstractmethod
     def schedule(self) -> StepPlan:
-        """Plan the next step; counts advance before its result is known."""
+        """Plan the next step. Request counters advance before the step's result is known."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Allowed next tokens for the rows of ``plan.masks``; called once, when all earlier plans
-        are settled. ``None``: those rows fail."""
+        """Bit masks of the allowed next tokens for the rows of ``plan.masks``. Called once, when
+        all earlier steps are settled. With ``None`` these rows fail."""
         return None
 
     @abstractmethod
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Settle a step: append tokens, finish what stopped; columns grouped by client."""
+        """Settle a step: append its tokens and finish requests that stop. Returns the outputs
+        grouped by client."""
 
     @abstractmethod
     def finish_requests(
         self, request_ids: str | Iterable[str] | None, reason: FinishReason = "abort"
     ) -> list[FinishedRequest]:
-        """Finish these (None: all) and return those that were alive, and their ends.
+        """Finish the requests with these ids (``None``: all); returns those that were unfinished.
 
-        A plain string is one id; unknown ids do nothing.
+        A plain string is one id; unknown ids are ignored.
         """
 
     @abstractmethod
     def get_request_counts(self) -> RequestCounts:
-        """Running, waiting and parked requests."""
+        """The numbers of running, waiting and parked requests."""
 
     @abstractmethod
     def has_finished_requests(self) -> bool:
-        """Are there finished requests that the worker has not been notified of?"""
+        """True if finished requests have not been reported to the worker yet."""
 
     def wake(self, request_id: str) -> None:
         """Return a parked request to the queue; unknown ids are ignored."""
@@ -100,39 +101,41 @@ class SchedulerInterface(ABC):
         return self.get_num_unfinished_requests() > 0
 
     def has_requests(self) -> bool:
-        """Unfinished requests, or finished ones that the worker must still be notified of."""
+        """True if there are unfinished requests, or finished ones to report to the worker."""
         return self.has_unfinished_requests() or self.has_finished_requests()
 
     def take_outputs(self) -> StepOutputs:
-        """Outputs that belong to no step, of requests that passed a deadline or were ended."""
+        """Take the outputs of requests that ended outside a step: deadlines and aborts."""
         return {}
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
-        """Forget cached prefixes. While blocks are in use, return False and keep the cache.
+        """Empty the prefix cache. While blocks are in use, return False and keep the cache.
 
-        ``reset_running``: first send all running requests back to the queue, in their order. They
-        stay there even if the result is False because a transfer uses some of the blocks.
+        ``reset_running``: first preempt all running requests; they keep their order in the queue.
+        They stay preempted even if False is returned because a transfer uses some blocks.
         """
         return False
 
     def set_pause_state(self, state: PauseState) -> None:
-        """Hold back new requests, or everything, until ``UNPAUSED``."""
-        raise NotImplementedError(f"{type(self).__name__} cannot be paused")
+        """Stop starting new requests, or stop scheduling at all, until ``UNPAUSED``."""
+        name = type(self).__name__
+        raise NotImplementedError(f"{name} cannot be paused: it lacks set_pause_state")
 
     def get_kv_connector(self) -> KVSource | None:
-        """The connector that moves KV to and from the local pool; ``None`` without one."""
+        """The KV source from which KV computed elsewhere is loaded, or ``None``."""
         return None
 
     def take_judgements(self) -> list[Judgement]:
-        """Decisions from measured times since the last call, for a replayable step log."""
+        """Take the decisions since the last call that depended on measured times. The step log
+        records them, so that a replay can repeat them."""
         return []
 
     def expect_judgement(self, judgement: Judgement) -> None:
-        """In a replay: use this decision in the next step."""
+        """In a replay: use this recorded decision in the next step."""
 
     def make_stats(self) -> SchedulerStats | None:
-        """Statistics of the moment, ``None`` if it keeps none."""
+        """Current statistics, or ``None`` if the scheduler keeps none."""
         return None
 
     def shutdown(self) -> None:
-        """Let go of what was opened."""
+        """Release files, connections and threads."""

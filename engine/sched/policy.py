@@ -1,4 +1,4 @@
-"""Policy: what to prefer. The mechanism asks, checks the answer and acts."""
+"""Policy: decides which requests to prefer. The scheduler calls it and checks what it returns."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
     from engine.sched.step_state import Step
 
 API_VERSION = 1
-"""Version of ``Policy``, ``Resource`` and the public parts of ``Scheduler``. Raised when a plug-in
-written for the one before would break."""
+"""Version of ``Policy``, ``Resource`` and the public methods of ``Scheduler``. Incremented when
+plug-ins written for the previous version would break."""
 
 
 class Admission(Enum):
-    """Answer to: may this waiting request start?"""
+    """Result of ``Policy.admit``: whether a waiting request may start."""
 
     YES = "yes"
-    SKIP = "skip"  # not this one; later ones may
-    CLOSE = "close"  # no further request in this step
+    SKIP = "skip"  # not this request; later ones may start
+    CLOSE = "close"  # no further request starts in this step
 
 
 class Limits(NamedTuple):
-    """Bounds of one step. They may only lower the configured ones; ``None`` leaves them.
+    """Limits of one step. They can only lower the configured limits; ``None`` keeps those.
 
-    ``max_tokens``: tokens computed in this step, of prompts and decodes together.
-    ``max_seqs``: requests that may have a seat after it; those that run keep theirs.
-    ``admission``: may waiting requests start in this step?
+    ``max_tokens``: tokens computed in this step, for prompts and decodes together.
+    ``max_seqs``: running requests after this step; requests that run already are not stopped.
+    ``admission``: False if no waiting request may start in this step.
     """
 
     max_tokens: int | None = None
@@ -51,13 +51,13 @@ class Limits(NamedTuple):
 
 
 class Refuse(NamedTuple):
-    """Answer of ``on_add``: the caller gets a ``RequestError`` with this reason."""
+    """Result of ``on_add``: reject the request with a ``RequestError`` that has this reason."""
 
     reason: str
 
 
 class Defer(NamedTuple):
-    """Answer of ``on_add``: out of the queue until this time (seconds on ``view.now``'s clock)."""
+    """Result of ``on_add``: park the request until this time (seconds, on the clock of ``now``)."""
 
     until: float
 
@@ -65,154 +65,155 @@ class Defer(NamedTuple):
 Verdict = Refuse | Defer | None
 
 Ranks = Sequence[tuple[Any, ...]] | tuple[Array, ...] | Array
-"""Of several requests: a tuple for each; or an array for each place of the ranks, with a number for
-each request; or the only such array."""
+"""Ranks of several requests: one tuple per request; or a tuple of arrays, where array k holds the
+k-th number of each request's rank; or a single array, if a rank is one number."""
 
 
 class SchedView(Protocol):
-    """What a policy may read. At run time these are the live objects: they must not be changed."""
+    """What a policy may read. These are the scheduler's live objects, which it must not change."""
 
     now: float
-    """Seconds: the only clock. It stands still during a step."""
+    """Time in seconds on the only clock a policy may use. It is constant during a step."""
     rng: Random
-    """The only dice."""
+    """The only source of random numbers a policy may use."""
     step: Step
     """The step that is being planned: ``index`` (its number), ``tokens_left`` of its budget,
-    ``num_free_seats``, ``admission_open``, ``has_grants`` (did any request get tokens yet?)."""
+    ``num_free_seats``, ``admission_open``, ``has_grants`` (True once a request got tokens)."""
     config: SchedulerConfig
-    """The options of the scheduler, as ``max_num_batched_tokens`` and ``max_num_seqs``."""
+    """The scheduler's options, e.g. ``max_num_batched_tokens`` and ``max_num_seqs``."""
     ledger: Ledger
-    """What each user was served, in tokens: ``service(user)``, ``account(user)``. Kept only for a
-    policy with ``uses_ledger``."""
+    """The service each user has received, in tokens: ``service(user)``, ``account(user)``. Only
+    recorded for a policy with ``uses_ledger = True``."""
     lengths: LengthHistory
-    """Output lengths of the requests that ended last: ``mean``, ``quantile``, ``sample``."""
+    """Output lengths of recently finished requests: ``mean``, ``quantile``, ``sample``."""
 
     @property
     def cost(self) -> CostModel:
-        """Fitted to the steps measured so far."""
+        """Predicts how long steps take; fitted to the steps measured so far."""
         ...
 
     @property
     def last(self) -> StepShape:
-        """The step settled last."""
+        """The shape of the last finished step."""
         ...
 
     @property
     def running(self) -> Sequence[Request]:
-        """In rank order."""
+        """Running requests, in rank order."""
         ...
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """In rank order."""
+        """Waiting requests, in rank order."""
         ...
 
     def decodes_first(self) -> list[Request]:
-        """Running requests: those that lack one token, then the others; by rank in both."""
+        """Running requests: first those with one token left to compute (decodes), then the others;
+        each part in rank order."""
         ...
 
     def by_rank(self) -> list[Request]:
-        """Running requests by rank. Prompts leave each decode one token of the step budget."""
+        """Running requests in rank order. Prompts leave one token of the budget for each decode."""
         ...
 
     def default_order(self) -> list[Request]:
-        """Running requests in the default order: decodes first; but all by rank while the free
-        blocks may not cover what each of them needs."""
+        """Running requests in the default order: decodes first. While free blocks may not suffice
+        for all running requests, all are in rank order."""
         ...
 
     @property
     def unoffered(self) -> list[Request]:
-        """Waiting requests that may still be offered in this step, in rank order."""
+        """Waiting requests that can still be scheduled in this step, in rank order."""
         ...
 
     @property
     def parked(self) -> Collection[Request]:
-        """Requests out of the queue until what they wait for has arrived."""
+        """Requests taken out of the queue until what they wait for is ready."""
         ...
 
     @property
     def unfinished(self) -> Collection[Request]:
-        """All of them, in order of arrival."""
+        """All unfinished requests, in order of arrival."""
         ...
 
     @property
     def kv(self) -> KVManager:
-        """Blocks: ``num_free``, ``num_usable``, ``block_size``, ``blocks_for(num_tokens)``,
+        """The KV blocks: ``num_free``, ``num_usable``, ``block_size``, ``blocks_for(num_tokens)``,
         ``missing(req, upto)``, ``cached_prefix(req)`` (in tokens), ``peak(reqs, remaining)``."""
         ...
 
     def columns(self, reqs: Sequence[Request]) -> Columns:
-        """Numbers of these requests as arrays, in their order. Cheapest for ``view.waiting``,
-        ``view.running`` and what ``ranks`` is given, whose rows are known."""
+        """Numbers of these requests as arrays, in the same order. Cheapest for ``view.waiting``,
+        ``view.running`` and the requests passed to ``ranks``, whose rows are already known."""
         ...
 
     @property
     def unoffered_columns(self) -> Columns:
-        """``columns(unoffered)``, without a list of them."""
+        """``columns(unoffered)``, without building the list of requests."""
         ...
 
     def own(self, name: str, default: float = 0.0) -> OwnNumbers:
-        """A number of the policy's own for each request, ``default`` until one is set:
-        ``view.own("level")[req] = 2``. ``columns(reqs).own("level")`` is the array of them."""
+        """A number that the policy stores for each request, initially ``default``:
+        ``view.own("level")[req] = 2``. ``columns(reqs).own("level")`` returns them as an array."""
         ...
 
     def count(self, name: str, value: int = 1) -> None:
-        """Add to a counter of the policy's own, which stands in ``SchedulerStats.counters`` as
-        ``policy.NAME``. Raises ``ValueError`` for more than 256 names, or what is no whole number
-        from 0 on."""
+        """Add ``value`` to a counter of the policy, shown in ``SchedulerStats.counters`` as
+        ``policy.NAME``. Raises ``ValueError`` for more than 256 names, or if ``value`` is not an
+        integer of at least 0."""
         ...
 
     @property
     def promised_blocks(self) -> int:
-        """Blocks that running prompts still need before they decode."""
+        """Blocks that running requests still need to complete their prompts."""
         ...
 
     @property
     def headroom_blocks(self) -> int:
-        """Blocks to leave free when a waiting request starts, if ``keeps_headroom``: those promised
-        to running prompts, and one for each fourth running request. Or the watermark."""
+        """Blocks to leave free when a waiting request starts: with ``keeps_headroom``, those that
+        running prompts need plus one per four running requests; else the configured watermark."""
         ...
 
     @property
     def keeps_headroom(self) -> bool:
-        """Is headroom worth its cost? Judged by the cost model; call it only if needed."""
+        """True if headroom is expected to save time, by the cost model. Costly to compute."""
         ...
 
     def prefill_seconds(
         self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """``cost.prefill_seconds`` of many prompts, each in a step of its own."""
+        """``cost.prefill_seconds`` of many prompts, each computed in a separate step."""
         ...
 
     def start_of(self, req: Request) -> int:
-        """Position of the first token that the request would compute next."""
+        """Position of the first token that the request would compute if it were scheduled now."""
         ...
 
     def predict(self, req: Request) -> int:
-        """Output tokens the request will have in all, by the configured predictor."""
+        """Total output tokens the request will have, as the configured predictor estimates."""
         ...
 
 
 class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
-    """Reads views, changes nothing but its own fields. Every hook but ``rank`` has a default; a
-    policy with ``ranks`` needs no ``rank``.
+    """Base class of policies. A policy reads the view and changes only its own fields. All hooks
+    have defaults, except that either ``rank`` or ``ranks`` must be defined.
 
-    Decisions may depend on ``view.now`` and ``view.rng`` but on no other clock or dice, so that the
-    same inputs give the same plans anywhere. Ties of rank are broken by number of arrival.
+    Decisions may use ``view.now`` and ``view.rng`` but no other clock or random numbers, so that
+    equal inputs give equal plans everywhere. Equal ranks are ordered by arrival.
     """
 
-    api_version = API_VERSION  # of the API it was written for; a plug-in may pin it as a number
-    dynamic = False  # ranks change while a request waits or runs
-    waiting_may_preempt = False  # a waiting request may evict running ones that it outranks
-    uses_ledger = False  # it reads ``view.ledger``, which is kept only if this is True
+    api_version = API_VERSION  # the API version it was written for; a plug-in may pin a number
+    dynamic = False  # True if ranks change while a request waits or runs
+    waiting_may_preempt = False  # True if waiting requests may evict running ones they outrank
+    uses_ledger = False  # True if it reads ``view.ledger``, which is not recorded otherwise
     by_design: ClassVar[Mapping[str, str]] = MappingProxyType({})
-    """What proofs are not to count as its fault, and why it is meant so: "starvation" (requests may
-    wait for as long as better ones come), "throughput" (it serves little, or computes little in a
-    step), "recomputing" (it computes much again)."""
+    """Weaknesses that are part of the design, with the reason; policy checks do not report them:
+    "starvation" (requests may wait as long as better ones arrive), "throughput" (little is computed
+    per step), "recomputing" (preempted requests compute much again)."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Of ``rank`` and ``ranks`` the one that the class, or the nearest of its bases, writes
-        stands for both."""
+        """Derive ``rank`` from ``ranks`` or the reverse: the one that the class, or else its
+        nearest base class, defines is used for both."""
         super().__init_subclass__(**kwargs)
         own = vars(cls)
         if "ranks" in own and "rank" not in own:
@@ -221,34 +222,34 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
             cls.ranks = Policy.ranks  # type: ignore[method-assign]
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
-        """A smaller rank gets tokens first, is admitted first and is evicted last."""
+        """The request's rank. Smaller ranks are scheduled and admitted first, and evicted last."""
         raise NotImplementedError
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
-        """The ranks of all these requests, in their order: called for a ``dynamic`` policy with
-        those that run and, while one may start, for those that wait.
+        """The ranks of all these requests, in the same order. Called in each step of a ``dynamic``
+        policy for the running requests and, if one may start, for the waiting requests.
 
-        The default calls ``rank`` for each. An answer in arrays, made of ``view.columns(reqs)``,
-        costs next to nothing for each request: ``(late, due)`` with two arrays of ``len(reqs)``
-        numbers stands for the ranks ``(late[i], due[i])``. They hold no NaN. A policy that writes
-        both gives the same ranks in both.
+        The default calls ``rank`` for each. Arrays, computed from ``view.columns(reqs)``, are much
+        faster: ``(late, due)``, two arrays of ``len(reqs)`` numbers, gives request i the rank
+        ``(late[i], due[i])``. NaN is not allowed. A policy that defines both methods must return
+        the same ranks in both.
         """
         return [self.rank(req, view) for req in reqs]
 
     def limits(self, view: SchedView) -> Limits:
-        """Bounds of this step; the first hook called in it."""
+        """Limits of this step. This is the first hook that is called in a step."""
         return Limits()
 
     def evict(self, view: SchedView) -> Iterable[Request]:
-        """Running requests to preempt by choice, called once before the step."""
+        """Running requests to preempt voluntarily; called once before a step is planned."""
         return ()
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        """In which order requests are offered tokens. A running request left out is paused.
+        """The order in which requests are scheduled. A running request that is left out pauses.
 
-        A request that was offered tokens in a step cannot be preempted in it. So requests go by
-        rank when blocks are contested: when a waiting request may preempt, or the free blocks do
-        not cover what the running requests need. Otherwise decodes go first.
+        A request that was offered tokens in a step cannot be preempted in it. So the default order
+        is by rank when blocks are scarce (a waiting request may preempt, or running requests need
+        more blocks than are free). Otherwise decodes come first.
         """
         running = view.running
         urgent = self.next_waiting(view) if self.waiting_may_preempt and running else None
@@ -264,76 +265,75 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
             yield waiting
 
     def next_waiting(self, view: SchedView) -> Request | None:
-        """The best waiting request not offered yet in this step; called again after each answer."""
+        """The waiting request to try next in this step, or None; called again after each."""
         return view.step.next_waiting()
 
     def admit(self, req: Request, view: SchedView) -> Admission:
-        """Admit if the whole known sequence fits and the headroom, if kept, stays free."""
+        """Admit if prompt and output tokens so far fit and the headroom stays free."""
         if self.waiting_may_preempt and any(self.outranks(req, other) for other in view.running):
-            return Admission.YES  # the mechanism finds out whether victims make room
+            return Admission.YES  # the scheduler checks whether preemption frees enough blocks
         left = view.kv.num_free - view.kv.missing(req, req.num_tokens)
         fits = left >= 0 and (left >= view.headroom_blocks or not view.keeps_headroom)
         return Admission.YES if fits else Admission.CLOSE
 
     def chunk(self, req: Request, num_tokens: int, view: SchedView) -> int:
-        """How many of these tokens to compute now: at most ``num_tokens``."""
+        """How many of the next ``num_tokens`` tokens of the request to compute in this step."""
         return num_tokens
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """May ``req`` take seat and blocks from ``other``? Called for a waiting request of a policy
-        with ``waiting_may_preempt``, which evicts by choice; and by the default of
-        ``takes_blocks``."""
+        """True if the waiting request ``req`` may preempt ``other``, for a policy with
+        ``waiting_may_preempt``. The default of ``takes_blocks`` calls it too."""
         return self.precedes(req, other)
 
     def takes_blocks(self, req: Request, other: Request) -> bool:
-        """May ``req``, which runs and lacks blocks for its next tokens, take those of ``other``?
+        """True if ``req``, which runs and lacks blocks for its next tokens, may preempt ``other``.
 
-        Here somebody has to make room: where nobody may be made to, ``req`` stands still with the
-        blocks it holds. A policy that is reluctant to evict by choice, and says so in ``outranks``,
-        answers by rank here: ``return self.precedes(req, other)``.
+        If no request may be preempted, ``req`` pauses with the blocks it holds. A policy whose
+        ``outranks`` is reluctant should decide by rank here: ``return self.precedes(req, other)``.
         """
         return self.outranks(req, other)
 
     def precedes(self, req: Request, other: Request) -> bool:
-        """Is ``req`` before ``other`` by rank, or by arrival where ranks are equal? No hook."""
+        """True if ``req`` comes before ``other`` by rank, then by arrival. A helper, not a hook."""
         return (*req.rank, req.arrival) < (*other.rank, other.arrival)
 
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
-        """The request to preempt for ``req``, which outranks all candidates; none was offered."""
+        """The request to preempt for ``req``. It may preempt all candidates; none of them was
+        offered tokens in this step."""
         return candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
-        """A request arrives; ``rank`` is called afterwards. ``None`` accepts it."""
+        """Called when a request arrives, before its first ``rank``. ``None`` accepts it."""
         return None
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        """Tokens of the request will be computed in this step."""
+        """Called when ``num_tokens`` tokens of the request are scheduled in this step."""
 
     def on_preempt(self, req: Request, view: SchedView) -> None:
-        """The request is about to lose its seat and blocks, for whatever reason: it will compute
-        its ``num_computed`` tokens again, but for those it then finds in the cache."""
+        """Called before a request is preempted, for any reason. It will compute its
+        ``num_computed`` tokens again, except those that it then finds in the prefix cache."""
 
     def on_tokens(self, reqs: Sequence[Request], view: SchedView) -> None:
-        """These requests got output tokens, which are settled: ``num_output``, ``last_token_time``
-        and, of those that got their first, ``first_token_time`` have moved on. Called once a step,
-        before the requests that end with them do."""
+        """Called once per finished step with the requests that got output tokens. Their
+        ``num_output``, ``last_token_time`` and ``first_token_time`` are up to date; requests that
+        end with these tokens have not ended yet."""
 
     def on_step(self, shape: StepShape, view: SchedView) -> None:
-        """A step was settled: its shape and how long it took."""
+        """Called when a step has finished, with its shape and duration."""
 
     def on_finish(self, req: Request, view: SchedView) -> None:
-        """The request has ended, for whatever reason."""
+        """Called when a request has ended, for any reason."""
 
 
-# A type checker would ask for ``rank`` where there are ``ranks``, so it does not see it.
+# Hidden from type checkers, which would require ``rank`` of a policy that defines ``ranks``.
 Policy.rank.__isabstractmethod__ = True  # type: ignore[attr-defined]
 update_abstractmethods(Policy)
 
 
 def as_columns(answer: object) -> tuple[Array, ...] | None:
-    """The places of ranks that were given as arrays, or ``None`` if they were not."""
+    """The arrays of ranks that a policy returned as arrays; ``None`` for ranks in tuples."""
     if isinstance(answer, np.ndarray):
         return (answer,)
     if isinstance(answer, tuple) and answer and all(isinstance(a, np.ndarray) for a in answer):
@@ -342,7 +342,7 @@ def as_columns(answer: object) -> tuple[Array, ...] | None:
 
 
 def rank_of_one(self: Policy, req: Request, view: SchedView) -> tuple[Any, ...]:
-    """``rank`` of a policy that writes ``ranks``."""
+    """``rank`` of a policy that defines only ``ranks``."""
     answer: Any = self.ranks((req,), view)
     if (columns := as_columns(answer)) is not None:
         return tuple(place.item() for place in columns)

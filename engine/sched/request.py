@@ -1,7 +1,7 @@
-"""Request: identity, constants and history.
+"""Request: the identity, constants and history of one request.
 
-Nothing is stored twice: a request reads its moving numbers from its row of the table. Only ``move``
-changes the status.
+Nothing is stored twice: a request reads its changing numbers from its row of the scheduler's table.
+Only ``move`` changes the status.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from engine.sched.table import SERIAL, Table
 
 
 class Status(Enum):
-    """Where a request is. Preempted is not a status: it waits, with ``num_preempted > 0``."""
+    """Status of a request. A preempted request is WAITING, with ``num_preempted > 0``."""
 
     WAITING = "waiting"
     PARKED = "parked"  # out of the queue until ``wake`` is called
-    RUNNING = "running"  # has a seat and blocks
+    RUNNING = "running"  # has a slot of the worker and KV blocks
     FINISHED = "finished"
 
 
@@ -43,7 +43,7 @@ LEGAL_MOVES = {
 
 @dataclass(slots=True)
 class RequestHistory:
-    """What has happened to a request. Times are seconds on the engine's clock."""
+    """Events and waiting times of a request. Times are seconds on the engine's clock."""
 
     num_preempted: int = 0
     num_cached: int = 0  # tokens found in the cache when first admitted
@@ -52,27 +52,27 @@ class RequestHistory:
     waits: dict[str, float] = field(default_factory=dict)  # seconds by cause
     queue_seconds: float = 0.0
     wait_from: float = 0.0
-    own_cause: str | None = None  # its own cause of waiting, if it has one now
+    own_cause: str | None = None  # the cause of its present wait, if it is not that of the queue
     totals_at_entry: dict[str, float] = field(default_factory=dict)
     kv_transfer_params: dict[str, Any] | None = None  # for the engine that continues with its KV
-    counters: dict[str, int] = field(default_factory=dict)  # what resources counted of it
+    counters: dict[str, int] = field(default_factory=dict)  # written by resources
 
     def count(self, name: str, num: int) -> None:
-        """Add to a counter of its own."""
+        """Add ``num`` to the request's counter ``name``."""
         self.counters[name] = self.counters.get(name, 0) + num
 
 
 def as_array(tokens: list[int]) -> array[int]:
-    """Packed first: twice as fast as one by one."""
+    """Convert a list to an array through packed bytes, twice as fast as ``array("i", list)``."""
     packed = array("i")
     packed.frombytes(struct.pack(f"{len(tokens)}i", *tokens))
     return packed
 
 
 class Request:
-    """One sequence to generate, from the moment it is added until its last step has retired.
+    """One sequence to generate. It exists until no step in flight contains it any more.
 
-    ``tokens`` holds the prompt and all settled outputs. Policies read; only the scheduler writes.
+    ``tokens`` holds the prompt and the output tokens of finished steps. Only the scheduler writes.
     """
 
     __slots__ = (
@@ -94,7 +94,7 @@ class Request:
     def __init__(self, add: AddRequest, arrival: int, table: Table, *, max_model_len: int) -> None:
         self.add = add
         self.request_id = add.request_id
-        self.arrival = arrival  # number of arrival: breaks every tie
+        self.arrival = arrival  # arrival number; breaks ties of rank
         self.table = table
         self.tokens = as_array(add.prompt_token_ids)
         self.num_prompt = len(self.tokens)
@@ -114,7 +114,7 @@ class Request:
 
     @property
     def rank(self) -> tuple[Any, ...]:
-        """The last answer of its policy. Ranks given in columns are read from the table."""
+        """The rank that the policy returned last. Ranks returned as arrays are in the table."""
         rank, row = self.own_rank, self.row
         if rank is not None:
             return rank
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """Smaller is more urgent."""
+        """Priority; a smaller number is more urgent."""
         return self.add.priority
 
     @property
@@ -141,7 +141,7 @@ class Request:
 
     @property
     def arrival_time(self) -> float:
-        """Seconds on the engine's clock."""
+        """When the request arrived, in seconds on the engine's clock."""
         return self.add.arrival_time
 
     @property
@@ -150,34 +150,34 @@ class Request:
 
     @property
     def tbt(self) -> float | None:
-        """Seconds between output tokens that its reader wants, or was promised."""
+        """Wanted seconds between output tokens (TBT), if the request gives it."""
         return self.add.tbt
 
     @property
     def first_token_time(self) -> float | None:
-        """When its first output token was settled, in seconds on the engine's clock."""
+        """When the step of its first output token finished, in seconds on the engine's clock."""
         time = self.table.facts.first_token.at[self.row]
         return time if time == time else None
 
     @property
     def last_token_time(self) -> float | None:
-        """The same of the latest one."""
+        """When the step of its latest output token finished, in seconds on the engine's clock."""
         time = self.table.facts.last_token.at[self.row]
         return time if time == time else None
 
     @property
     def hints(self) -> dict[str, Any]:
-        """What the caller wants the policy to know."""
+        """Values that the caller passes to the policy, by name."""
         return self.add.hints or {}
 
     @property
     def adapter(self) -> str | None:
-        """Name of its LoRA adapter."""
+        """Name of its LoRA adapter, or None."""
         return self.add.adapter
 
     @property
     def media(self) -> list[MediaItem]:
-        """Images and the like in its prompt, in order of offset."""
+        """Images and other media in its prompt, sorted by offset."""
         return self.add.media
 
     @property
@@ -186,51 +186,51 @@ class Request:
 
     @property
     def num_cached(self) -> int:
-        """Tokens found in the cache when it first started; 0 before."""
+        """Tokens found in the prefix cache when it first started; 0 before."""
         return self.history.num_cached
 
     # -- counts
 
     @property
     def num_tokens(self) -> int:
-        """Known tokens: prompt and settled outputs."""
+        """Prompt tokens and output tokens of finished steps."""
         return self.table.num_tokens.at[self.row]
 
     @property
     def num_output(self) -> int:
-        """Settled output tokens."""
+        """Output tokens of finished steps."""
         return self.table.num_tokens.at[self.row] - self.num_prompt
 
     @property
     def num_computed(self) -> int:
-        """Tokens whose KV is written or being written."""
+        """Tokens whose KV is computed, or is being computed by steps in flight."""
         return self.table.num_computed.at[self.row]
 
     @property
     def num_pending(self) -> int:
-        """Tokens sampled in steps in flight."""
+        """Tokens that steps in flight will sample."""
         return self.table.num_pending.at[self.row]
 
     @property
     def num_uncomputed(self) -> int:
-        """Tokens that could be computed now; 0 once the last token is in flight."""
+        """Tokens that the next step could compute; 0 once the last token is in flight."""
         table, row = self.table, self.row
         upto = table.num_tokens.at[row] + table.num_pending.at[row]
         return 0 if upto >= table.limit.at[row] else upto - table.num_computed.at[row]
 
     @property
     def max_total(self) -> int:
-        """Length at which the request ends."""
+        """The most prompt and output tokens that the request can reach."""
         return self.table.limit.at[self.row]
 
     @property
     def slot(self) -> int:
-        """Index in the worker's tables, -1 without a seat."""
+        """Index in the worker's tables; -1 for a request that does not run."""
         return self.table.slot.at[self.row]
 
     @property
     def considered(self) -> int:
-        """The last step in which it was offered or evicted."""
+        """The last step in which it was offered tokens or preempted."""
         return self.table.considered.at[self.row]
 
     @property
@@ -239,7 +239,7 @@ class Request:
 
     @property
     def is_serial(self) -> bool:
-        """A resource wants it in only one step at a time."""
+        """True if a resource requires that only one step in flight contains the request."""
         return self.table.flags.at[self.row] & SERIAL != 0
 
     @property
@@ -257,7 +257,7 @@ class Request:
 
 
 class End(NamedTuple):
-    """Why a request ends that is not complete. ``code``: None means that of the reason."""
+    """Why a request ends before it is complete. ``code``: None for the reason's default code."""
 
     req: Request
     reason: FinishReason
@@ -266,7 +266,7 @@ class End(NamedTuple):
 
 
 def start_of(req: Request, index: int, now: float) -> Started:
-    """History of a running request; a copy, since it goes on changing."""
+    """The message that a request has started, with a copy of its history so far."""
     history = req.history
     return Started(
         index,
@@ -285,7 +285,7 @@ def end_of(
     stop_reason: int | None = None,
     end: End | None = None,
 ) -> Finished:
-    """The end of a request, and what has happened to it; ``end``: of one that is not complete."""
+    """The message that a request has finished, with its history. ``end``: why it ended early."""
     history = req.history
     return Finished(
         index,

@@ -1,4 +1,4 @@
-"""Resource: something a request needs besides tokens and KV."""
+"""Resource: something that a request needs in addition to tokens and KV blocks."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from engine.sched.view import View
 
 
 class OnRefuse(Enum):
-    """What a refusal means for the rest of the queue."""
+    """What the scheduler does when a resource refuses a waiting request."""
 
-    SKIP = "skip"  # later requests may go first
-    CLOSE = "close"  # admission ends for this step
-    PARK = "park"  # out of the queue until ``wake`` is called
-    FAIL = "fail"  # the request ends with an error, of which ``cause`` is the message
+    SKIP = "skip"  # later requests may start before it
+    CLOSE = "close"  # no further request starts in this step
+    PARK = "park"  # it leaves the queue until ``wake`` is called
+    FAIL = "fail"  # it ends with an error, whose message is ``cause``
 
 
 class Fit(NamedTuple):
-    """How many tokens are allowed now; if fewer than wanted, the reason (a short word).
+    """How many tokens a resource allows now; if fewer than requested, ``cause`` is the reason.
 
-    ``on_refuse`` is what it means for a waiting request that gets none (``None``: what the resource
-    says of itself). ``hold``: a request that is parked keeps blocks for this many tokens meanwhile;
-    if they cannot be had it stays in the queue and admission closes. ``by`` is filled in by the
-    mechanism: the resource that refused. ``code`` is that of a request that fails.
+    ``on_refuse``: what happens to a waiting request that gets no token (``None``: the resource's
+    default). ``hold``: a parked request reserves blocks for this many tokens; if they are not free
+    it stays in the queue and admission closes. ``by``: the resource that refused; the scheduler
+    fills it in. ``code``: the error code of a request that fails.
     """
 
     num_tokens: int
@@ -43,7 +43,7 @@ class Fit(NamedTuple):
 
 
 class AttachedScheduler(Protocol):
-    """What a resource may ask of the scheduler that it is attached to."""
+    """What a resource may read and call of the scheduler that it is attached to."""
 
     @property
     def config(self) -> SchedulerConfig: ...
@@ -55,103 +55,104 @@ class AttachedScheduler(Protocol):
     def view(self) -> View: ...
 
     def wake(self, request_id: str) -> None:
-        """A parked request goes back to the queue."""
+        """Return a parked request to the queue."""
 
     def watch_again(self, req: Request) -> None:
-        """The answer of a resource to ``watches`` or ``serializes`` has changed."""
+        """Call ``watches`` and ``serializes`` again for this request, since they have changed."""
 
     def get_request_counts(self) -> RequestCounts:
-        """How many requests run, wait and are parked."""
+        """The numbers of running, waiting and parked requests."""
         ...
 
 
 class Resource:
-    """LoRA slots, encoder budget, drafts, a ready grammar: each feature brings one.
+    """Base class of resources: LoRA slots, encoder budget, drafts, compiled grammars.
 
-    ``fit`` changes nothing and is monotone (``fit(n) <= n``; ``n <= m`` implies
-    ``fit(n) <= fit(m)``), so the answers of several resources do not depend on their order.
+    ``fit`` must change nothing and be monotone (``fit(n) <= n``; ``n <= m`` implies
+    ``fit(n) <= fit(m)``), so that the order of several resources does not matter.
     """
 
     api_version = API_VERSION
-    name = "resource"  # in statistics, and as the cause of a wait if ``Fit`` names none
+    name = "resource"  # in statistics, and as the cause of a wait if ``Fit`` gives none
     needs: tuple[str, ...] = ()
-    """Parts of a plan that it writes, and what else it wants of a worker (names in
-    ``engine.messages.step.CAPABILITIES``). An engine whose worker lacks one of them refuses the
-    resource at its start."""
+    """Plan parts that it writes, and other worker capabilities that it needs (names in
+    ``engine.messages.step.CAPABILITIES``). The engine does not start if its worker lacks one."""
     on_refuse = OnRefuse.SKIP
     serves = ""
-    """Field of a request that asks for it, as ``"grammar"``: until one with that field comes, none
-    of its hooks is called and it costs nothing. Empty: it concerns all requests."""
+    """The field of a request that needs this resource, e.g. ``"grammar"``. No hook is called until
+    a request with this field arrives. Empty: all requests need it."""
 
     def attach(self, scheduler: AttachedScheduler) -> None:
-        """Called once. Keep it to ``wake`` what was parked, to read its ``config`` and ``view``.
+        """Called once. Keep the scheduler to ``wake`` parked requests, read ``config``, ``view``.
 
-        Raises ``ConfigError`` if the two cannot work together.
+        Raises ``ConfigError`` if the resource cannot work with this scheduler.
         """
 
     def objection(self, add: AddRequest) -> str | None:
-        """Why such a request can never be served, so that it is refused; ``None`` if it can."""
+        """Why this request could never run and is rejected; ``None`` if it could."""
         return None
 
     def added(self, req: Request) -> None:
-        """The request was queued: long preparations may begin."""
+        """Called when a request is queued: long preparations can start."""
 
     def watches(self, req: Request) -> bool:
-        """True if this resource must see the request in every step; others may be granted in bulk.
+        """True if the hooks must be called for this request in every step. Decodes that no resource
+        watches are scheduled in bulk.
 
-        Asked when it comes, and again when you call ``scheduler.watch_again``.
+        Called when the request arrives, and after ``scheduler.watch_again``.
         """
         return True
 
     def serializes(self, req: Request) -> bool:
-        """Must its last token be known before the next one is computed?
+        """True if the request's last token must be known before the next one is computed.
 
-        Such a request is in one step at a time. Asked when ``watches`` is.
+        Only one step in flight contains such a request. Called whenever ``watches`` is.
         """
         return False
 
     def begin_step(self, step: Step) -> None:
-        """A step is about to be planned."""
+        """Called before a step is planned."""
 
     def extra(self, req: Request, step: Step) -> int:
-        """Tokens to compute after the known ones: drafts to verify, for a request that decodes."""
+        """Number of draft tokens to verify, computed after the last token of a decode."""
         return 0
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        """How many of these tokens it allows now, and why not more."""
+        """How many of ``num_tokens`` tokens the resource allows in this step, and why not more."""
         return Fit(num_tokens)
 
     def seated(self, req: Request, step: Step) -> None:
-        """The request takes a seat (``req.slot``): it is new to the worker, or new again after a
-        preemption. ``take`` follows."""
+        """Called when a request starts to run (in ``req.slot``), also after a preemption. ``take``
+        is called next."""
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        """All resources allowed the grant; called once per grant."""
+        """Called when tokens of the request are scheduled, after all resources allowed them."""
 
     def parked(self, req: Request) -> None:
-        """The request was parked for this resource and has the blocks it asked to ``hold``."""
+        """Called when this resource parked a request, which holds the blocks of ``Fit.hold``."""
 
     def release(self, req: Request) -> None:
-        """The request was preempted or has finished (``req.is_finished``)."""
+        """Called when a request was preempted or has finished (``req.is_finished``)."""
 
     def describe(self, plan: StepPlan) -> None:
-        """Add this feature's part to the plan. A plan with a part is a step even without rows."""
+        """Add this feature's part to the plan. A plan with a part is sent even without rows."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Allowed next tokens for the rows of ``plan.masks``, if this resource wrote that part.
+        """Bit masks of the allowed next tokens for the rows of ``plan.masks``, if this resource
+        wrote that part.
 
-        Asked when all steps before this one are settled; a row may have ended meanwhile. Rows that
-        need none, as what they draw (``plan.masks.drawn``) is allowed, may be left out.
+        Called when all earlier steps are settled; a row may have ended meanwhile. Rows whose token
+        was sampled early (``plan.masks.drawn``) and is allowed may be left out.
         """
         return None
 
     def counters(self) -> dict[str, int]:
-        """What it has counted since the start, by name; ``SchedulerStats.counters`` has it as
+        """Counters since the start, by name; ``SchedulerStats.counters`` shows them as
         ``name.counter``."""
         return {}
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Read this feature's part of the result. An entry in ``result.errors`` ends that row."""
+        """Read this feature's part of a step's result. Rows with an error in ``result`` end."""
 
     def shutdown(self) -> None:
-        """The engine ends: close what was opened."""
+        """Called when the engine ends: release files, connections and threads."""

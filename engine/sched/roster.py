@@ -1,9 +1,9 @@
-"""Which requests there are, their order and seats, and why they wait.
+"""The unfinished requests: their order, their slots, and why they wait.
 
-RankedQueue      requests in order of their ranks
+RankedQueue      a list of requests, sorted by rank
 WaitLedger       charges each second of waiting to one cause
-Roster           owns membership and seats
-RunningRows      the rows that run, and columns of them that seldom change
+Roster           which requests wait, run or are parked, and their slots
+RunningRows      the rows of the running requests, with arrays that are reused between steps
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
 def by_rank(req: Request) -> tuple[object, ...]:
-    """Sort key: rank, ties by number of arrival."""
+    """Sort key: rank, then arrival number."""
     return (*req.rank, req.arrival)
 
 
 class RankedQueue(Sequence[Request]):
-    """A list kept sorted by rank. Smaller goes first.
+    """A list of requests, sorted by rank, smallest first.
 
-    Ranks are tuples or, after ``rerank_columns``, numbers in the table: then no key is kept, and
-    those few requests that are added or removed between two steps are sought by their ranks.
+    Ranks are tuples or, after ``rerank_columns``, numbers in the table. Then no sort keys are kept,
+    and the few requests that are added or removed between two steps are found by bisection.
     """
 
     def __init__(self) -> None:
         self._keys: list[tuple[object, ...]] | None = []  # None: ranks are in columns
         self._reqs: list[Request] = []
-        self._rows: array[int] | None = array("q")  # None until somebody asks for them
-        self._packed: Rows | None = NO_ROWS  # the same, while nobody comes or goes
-        # By arrival, those that came with tuples since ranks were last given in columns.
+        self._rows: array[int] | None = array("q")  # None until ``rows`` is read
+        self._packed: Rows | None = NO_ROWS  # ``_rows`` as numpy array, until the queue changes
+        # By arrival: requests added with a tuple since the ranks were last set as arrays.
         self._late: dict[int, Request] = {}
 
     def __len__(self) -> int:
         return len(self._reqs)
 
     def __iter__(self) -> Iterator[Request]:
-        """As they are now: an order is read while requests move from queue to queue."""
+        """Iterate over a copy, since requests move between queues meanwhile."""
         return iter(self._reqs.copy())
 
     @overload
@@ -61,7 +61,7 @@ class RankedQueue(Sequence[Request]):
 
     @property
     def rows(self) -> Rows:
-        """The rows of the table, in order of rank; read-only."""
+        """The table rows of the requests, in rank order; read-only."""
         if self._rows is None:
             self._rows = array("q", [req.row for req in self._reqs])
         if self._packed is None:
@@ -69,7 +69,7 @@ class RankedQueue(Sequence[Request]):
         return self._packed
 
     def add(self, req: Request) -> None:
-        """Insert at its rank."""
+        """Insert a request at its rank."""
         key = by_rank(req)
         if self._keys is None:
             index = bisect_left(self._reqs, key, key=by_rank)
@@ -83,7 +83,7 @@ class RankedQueue(Sequence[Request]):
         self._packed = None
 
     def remove(self, req: Request) -> None:
-        """Take out; its rank must not have changed since it was added."""
+        """Remove a request, whose rank must not have changed since it was added."""
         reqs = self._reqs
         if reqs and reqs[0] is req:
             index = 0
@@ -103,7 +103,7 @@ class RankedQueue(Sequence[Request]):
             self._late.pop(req.arrival, None)
 
     def rerank(self, ranks: Sequence[tuple[object, ...]]) -> None:
-        """Give each request, in the order they are in, its new rank, and sort."""
+        """Set the ranks of all requests, given in the present order, and sort."""
         reqs, keys = self._reqs, []
         for req, rank in zip(reqs, ranks, strict=True):
             req.own_rank = rank
@@ -116,7 +116,8 @@ class RankedQueue(Sequence[Request]):
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
-        """The same with a column for each place of the ranks. ``by_row``: the requests."""
+        """``rerank`` with arrays: ``ranks[k]`` has the k-th number of each rank. ``by_row``: all
+        requests, indexed by row."""
         if not self._reqs:
             return
         rows = self.rows
@@ -135,11 +136,11 @@ class RankedQueue(Sequence[Request]):
 
 
 def sorted_places(columns: Sequence[Array]) -> Rows:
-    """The places in ascending order of their values in the first column, then the second, and so
-    on. The last column has no value twice. No column has a NaN.
+    """Indices that sort the columns lexicographically, the first column first. The last column
+    must have no value twice, and no column a NaN.
 
-    Five times as fast as ``lexsort``: most places differ in the first column that varies, and
-    unstable sorts of numbers are the fast ones.
+    Five times as fast as ``lexsort``: the first column that varies decides most comparisons, and
+    numpy's unstable sorts are fast.
     """
     *first, last = columns
     varied = [column for column in first if (column != column[0]).any()]
@@ -155,7 +156,7 @@ def sorted_places(columns: Sequence[Array]) -> Rows:
         tied[1:] = same
         tied[:-1] |= same
         group = np.cumsum(np.concatenate([[False], ~same]))[tied]
-        if group[-1] < 1 << 16:  # sorted by digits
+        if group[-1] < 1 << 16:  # numpy uses radix sort for 16 bits
             group = group.astype(np.uint16)
         places = places[tied]
         part = order[places]
@@ -168,44 +169,43 @@ def sorted_places(columns: Sequence[Array]) -> Rows:
 
 
 class Cause:
-    """Why a request waits, as logs and outputs say it."""
+    """Why a request waits, in the words of logs and outputs."""
 
     TOKENS = "token budget"
     SEATS = "seats"
     BLOCKS = "KV blocks"
     POLICY = "policy order"
     PAUSED = "paused"
-    FAILED_LOAD = "failed load"  # within the step: more is to be computed than it was offered
-    PREEMPTED = "preempted"  # by whom follows
-    NEXT_STEP = "next step"  # it waits only for the next plan
+    FAILED_LOAD = "failed load"  # a KV load failed: more tokens must be computed than was planned
+    PREEMPTED = "preempted"  # followed by the cause of the preemption
+    NEXT_STEP = "next step"  # it waits for the next plan only
 
 
 class WaitLedger:
-    """Charges the waiting time of requests: each second in the queue to exactly one cause.
+    """Attributes the waiting time of requests: each second in the queue to exactly one cause.
 
-    The cost is O(1) a step: between two plans all waiting requests share one cause, whatever closed
-    the queue in the earlier one. One running total per cause is kept; a request remembers the
-    totals of the moment it entered and takes the difference when it leaves. Only those that were
-    offered and refused by themselves, or that wait for something of their own, are charged one by
-    one.
+    The cost is O(1) per step: between two plans all waiting requests share one cause, namely what
+    closed admission in the earlier plan. One running total is kept per cause; a request stores
+    the totals when it enters the queue and takes the difference when it leaves. Only requests that
+    were refused individually, or wait for a cause of their own, are updated one by one.
     """
 
     def __init__(self) -> None:
-        self.sums: dict[str, float] = {}  # of requests that have left the queue
+        self.sums: dict[str, float] = {}  # seconds by cause, over requests that have ended
         self._totals: dict[str, float] = {}
-        self._cause = Cause.NEXT_STEP  # of the time since the last plan
+        self._cause = Cause.NEXT_STEP  # the common cause since the last plan
         self._since = 0.0
-        self._refused: dict[int, tuple[Request, str]] = {}  # by row: its own cause since then
+        self._refused: dict[int, tuple[Request, str]] = {}  # by row: individual causes since then
 
     def enter(self, req: Request, now: float, own: str | None = None) -> None:
-        """The request begins to wait. With an ``own`` cause, all of the wait is charged to that."""
+        """The request starts to wait. With an ``own`` cause the whole wait has this cause."""
         req.history.wait_from = now
         req.history.own_cause = own
         if own is None:
             req.history.totals_at_entry = self._totals_at(now)
 
     def leave(self, req: Request, now: float) -> None:
-        """It waits no longer, or for something else."""
+        """The request stops waiting, or starts to wait for another cause."""
         history = req.history
         waited = now - history.wait_from
         if history.own_cause is not None:
@@ -222,7 +222,8 @@ class WaitLedger:
         history.queue_seconds += waited
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
-        """A plan was made: until the next one, requests in the queue wait for this cause."""
+        """Set the cause for which the queue waits until the next plan. ``refused``: requests with
+        individual causes."""
         for req, _ in self._refused.values():
             self._charge_own(req, now)
         self._totals = self._totals_at(now)
@@ -234,9 +235,9 @@ class WaitLedger:
         }
 
     def add_up(self, waits: dict[str, float]) -> None:
-        """A request has ended; its waits go into the sums."""
+        """Add the waits of a request that has ended to the sums."""
         for cause, seconds in waits.items():
-            # By whom it was preempted is its own history.
+            # The sums ignore which request or resource caused a preemption.
             kind = Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
             self.sums[kind] = self.sums.get(kind, 0.0) + seconds
 
@@ -248,7 +249,7 @@ class WaitLedger:
         return totals
 
     def _charge_own(self, req: Request, now: float) -> None:
-        """Move this interval's charge from the common cause to the request's own."""
+        """Move the time since the last plan from the common cause to the request's own cause."""
         history, (_, cause) = req.history, self._refused[req.row]
         seconds = now - self._since
         for name, change in ((cause, seconds), (self._cause, -seconds)):
@@ -256,7 +257,8 @@ class WaitLedger:
 
 
 class Roster:
-    """Owns membership and seats. A seat is a slot in the worker's tables."""
+    """Owns the sets of waiting, running and parked requests. A running request has a seat: a slot
+    in the worker's tables."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.num_seats = max_num_seqs
@@ -266,14 +268,14 @@ class Roster:
         self.running = RankedQueue()
         self.waiting = RankedQueue()
         self.parked: dict[str, Request] = {}
-        self.holding: dict[int, Request] = {}  # by row; not running, yet they hold blocks
+        self.block_holders: dict[int, Request] = {}  # by row: hold blocks but do not run
         self.waits = WaitLedger()
         self.queued_tokens = 0  # prompt tokens of waiting and parked requests
-        self.parked_tokens = 0  # of these, of the parked ones
-        self.freed_slots: list[int] = []  # not sent to the worker yet
+        self.parked_tokens = 0  # prompt tokens of parked requests
+        self.freed_slots: list[int] = []  # to be sent to the worker
         self._free_slots = list(range(max_num_seqs - 1, -1, -1))
         self.running_rows = RunningRows(self.table)
-        self.prompts: dict[int, Request] = {}  # by row: seated and perhaps not a decode yet
+        self.prompts: dict[int, Request] = {}  # by row: running requests that may still prefill
 
     @property
     def num_free_seats(self) -> int:
@@ -281,25 +283,25 @@ class Roster:
 
     @property
     def num_queued(self) -> int:
-        """Requests without a seat."""
+        """Number of waiting and parked requests."""
         return len(self.waiting) + len(self.parked)
 
     def waiting_holders(self) -> list[Request]:
-        """Waiting requests that hold blocks; those of parked ones are being filled."""
-        return [req for req in self.holding.values() if req.is_waiting]
+        """Waiting requests that hold blocks. (Blocks of parked requests are being loaded.)"""
+        return [req for req in self.block_holders.values() if req.is_waiting]
 
     def lowest_holder(self) -> Request | None:
-        """The request that loses its blocks first as the last resort."""
+        """The request that loses its blocks first when the scheduler is stuck."""
         if holders := self.waiting_holders():
             return holders[-1]
         return self.running[len(self.running) - 1] if len(self.running) else None
 
     def requests(self, rows: Rows) -> list[Request]:
-        """The requests in rows that are taken."""
+        """The requests in these rows."""
         return cast(list[Request], self.by_row[rows].tolist())
 
     def running_prompts(self) -> list[Request]:
-        """Running requests that lack more than one known token."""
+        """Running requests that have more than one token to compute (prefill)."""
         if not self.prompts:
             return []
         for req in list(self.prompts.values()):
@@ -308,7 +310,7 @@ class Roster:
         return list(self.prompts.values())
 
     def add(self, req: Request, now: float) -> None:
-        """A new request joins the queue; its rank is known."""
+        """Add a new request to the queue. Its rank must be set."""
         self._enqueue(req)
         self.waits.enter(req, now)
         if missing := self.table.num_rows - len(self.by_row):
@@ -317,10 +319,10 @@ class Roster:
         self.by_id[req.request_id] = req
 
     def seat(self, req: Request, now: float) -> None:
-        """From the queue to a seat."""
+        """Move a request from the queue to a seat."""
         self.waits.leave(req, now)
         self._dequeue(req)
-        self.holding.pop(req.row, None)
+        self.block_holders.pop(req.row, None)
         req.move(Status.RUNNING)
         self.running.add(req)
         self.running_rows.add(req.row)
@@ -329,14 +331,14 @@ class Roster:
         self.table.has_output.at[req.row] = 0
 
     def unseat(self, req: Request, now: float, cause: str) -> None:
-        """From its seat back to the queue, at its rank. The wait is charged to ``cause``."""
+        """Move a request from its seat back to the queue, where it waits for ``cause``."""
         self.waits.enter(req, now, own=cause)
         self._leave_seat(req)
         req.move(Status.WAITING)
         self._enqueue(req)
 
     def park(self, req: Request, now: float, cause: str, *, holds: bool = False) -> None:
-        """Out of the queue until ``wake``; ``holds``: it has blocks."""
+        """Take a request out of the queue until ``wake``; ``holds``: it keeps blocks."""
         self.waits.leave(req, now)
         self.waits.enter(req, now, own=cause)
         self.waiting.remove(req)
@@ -344,10 +346,10 @@ class Roster:
         self.parked[req.request_id] = req
         self.parked_tokens += req.num_prompt
         if holds:
-            self.holding[req.row] = req
+            self.block_holders[req.row] = req
 
     def wake(self, req: Request, now: float) -> None:
-        """Back into the queue, at its rank."""
+        """Return a parked request to the queue."""
         self.waits.leave(req, now)
         self.waits.enter(req, now)
         self._unpark(req)
@@ -355,7 +357,7 @@ class Roster:
         self.waiting.add(req)
 
     def finish(self, req: Request, now: float) -> None:
-        """Remove the request; only its row stays until its last step in flight has retired."""
+        """Remove a request. Its row is kept until no step in flight contains it (``retire``)."""
         if req.status is not Status.RUNNING:
             self.waits.leave(req, now)
         self.waits.add_up(req.history.waits)
@@ -366,7 +368,7 @@ class Roster:
         else:
             self._unpark(req)
             self.queued_tokens -= req.num_prompt
-        self.holding.pop(req.row, None)
+        self.block_holders.pop(req.row, None)
         req.move(Status.FINISHED)
         self.table.alive.at[req.row] = 0
         del self.by_id[req.request_id]
@@ -374,7 +376,7 @@ class Roster:
             self.retire(req.row)
 
     def retire(self, row: int) -> None:
-        """Free the row of a finished request, which no step in flight uses any more."""
+        """Free the row of a finished request that no step in flight contains any more."""
         self.by_row[row] = None
         self.table.give_back(row)
 
@@ -401,7 +403,7 @@ class Roster:
 
 
 class RunningColumns:
-    """Rows in ascending order, and what does not change while the same requests run."""
+    """The running rows in ascending order, and values that change only with the running set."""
 
     def __init__(self, rows: Rows, table: Table) -> None:
         self.rows = rows
@@ -411,10 +413,11 @@ class RunningColumns:
 
 
 class RunningRows:
-    """Running requests, by row. ``list`` is ascending and read-only.
+    """The rows of running requests. ``list`` is ascending and read-only.
 
-    ``version`` changes whenever a request takes or leaves a seat. A plan with a row for each of
-    them is noted with it, so that its result can tell whether they are still the same.
+    ``version`` changes whenever a request starts or stops running. It is recorded for each plan
+    that contains all running rows (a full step). If it is the same when the step is settled, the
+    same requests are running, and cached arrays can be reused.
     """
 
     def __init__(self, table: Table) -> None:
@@ -422,7 +425,7 @@ class RunningRows:
         self.version = 0
         self._table = table
         self._columns: RunningColumns | None = None
-        self._whole: dict[int, int] = {}  # steps in flight that have all rows -> version then
+        self._full_steps: dict[int, int] = {}  # full steps in flight -> version when planned
 
     def add(self, row: int) -> None:
         insort(self.list, row)
@@ -434,28 +437,28 @@ class RunningRows:
 
     @property
     def columns(self) -> RunningColumns:
-        """The same object until the next request takes or leaves a seat."""
+        """The columns of all running rows, cached until ``version`` changes."""
         if self._columns is None:
             self._columns = RunningColumns(np.array(self.list, dtype=np.intp), self._table)
         return self._columns
 
     def sorted(self, rows: list[int]) -> Rows:
-        """Some of the rows in ascending order."""
+        """Some of the running rows, in ascending order."""
         if len(rows) == len(self.list):
             return self.columns.rows
         return np.array(sorted(rows), dtype=np.intp)
 
-    def note_whole(self, step: int) -> None:
-        """The plan of this step has ``columns.rows``; its result will come."""
-        self._whole[step] = self.version
+    def add_full_step(self, step: int) -> None:
+        """Record that the plan of this step contains all running rows."""
+        self._full_steps[step] = self.version
 
-    def take_whole(self, step: int) -> bool:
-        """Does the plan of this step have a row for every request that runs now? Called once."""
-        return self._whole.pop(step, -1) == self.version
+    def pop_full_step(self, step: int) -> bool:
+        """True if this step's plan contains exactly the requests running now. Forgets the step."""
+        return self._full_steps.pop(step, -1) == self.version
 
-    def is_whole(self, step: int) -> bool:
-        """Is this step in flight, with a row for every request that runs now?"""
-        return self._whole.get(step, -1) == self.version
+    def is_full_step(self, step: int) -> bool:
+        """True if this step is in flight and contains exactly the requests running now."""
+        return self._full_steps.get(step, -1) == self.version
 
     def _change(self) -> None:
         self.version += 1

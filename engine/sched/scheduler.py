@@ -1,14 +1,14 @@
-"""Scheduler: the mechanism. A policy states preferences; this checks and carries them out.
+"""Scheduler: plans steps. The policy states preferences; the scheduler checks and applies them.
 
-There is no prefill and no decode phase. A request has ``num_computed`` tokens in the cache and
-catches up with the tokens it knows (or will know once the steps in flight are settled); a decode is
-a request with one token left. Each step hands out a budget of tokens, best first.
+There are no prefill and decode phases. A request has ``num_computed`` tokens in the KV cache and
+computes the tokens it has beyond them (also those that steps in flight will sample); a decode is a
+request with one token to compute. Each step distributes a budget of tokens, best rank first.
 
-    begin_step ──> grant_plain (plain decodes, in bulk)
+    begin_step ──> grant_plain (decodes without special needs, in bulk)
                 └> for each request offered: tokens_for ─> secure (seat, blocks, victims) ─> grant
     seal ──> StepPlan
 
-All hooks are called before any state changes, so no change has to be undone.
+All hooks are called before any state changes, so no change ever has to be undone.
 """
 
 from __future__ import annotations
@@ -58,19 +58,20 @@ from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
 
-BULK_PARTS = ("tokens_for", "secure", "grant")  # a subclass that overrides one sees every row
+# A subclass that overrides one of these is called for every request: nothing is granted in bulk.
+BULK_PARTS = ("tokens_for", "secure", "grant")
 
 
 class Scheduler(SchedulerInterface):
-    """The shared mechanism under every policy.
+    """The scheduling mechanism that all policies share.
 
-    Public parts for loops of one's own: ``begin_step``, ``tokens_for``, ``secure``, ``grant``,
-    ``preempt``, ``seal``. ``clock`` gives seconds, and so does ``timer``, which only measures how
-    long hooks take; nothing here reads any other.
+    Custom scheduling loops can call ``begin_step``, ``tokens_for``, ``secure``, ``grant``,
+    ``preempt`` and ``seal``. ``clock`` returns seconds; ``timer`` too, but only to measure how long
+    hooks take. No other clock is read.
     """
 
     few_decodes: ClassVar[int] = FEW
-    """Running requests up to which decodes are granted in a loop, not in columns."""
+    """Up to this many running requests, decodes are granted in a loop, not with numpy arrays."""
 
     def __init__(
         self,
@@ -105,7 +106,7 @@ class Scheduler(SchedulerInterface):
         for resource in resources:
             resource.attach(self)
 
-    # -- requests come and go
+    # -- adding and ending requests
 
     @not_reentrant
     def add_request(self, add: AddRequest) -> Request:
@@ -132,27 +133,27 @@ class Scheduler(SchedulerInterface):
 
     def wake(self, request_id: str) -> None:
         req = self.roster.parked.get(request_id)
-        if req is not None and not self.kv.is_loading(req):  # ``loaded`` comes first
+        if req is not None and not self.kv.is_loading(req):  # else wait for ``kv.loaded``
             self.view.now = self._clock()
             self.roster.wake(req, self.view.now)
             self.settler.woken(req)
 
     def watch_again(self, req: Request) -> None:
-        """The answer of a resource to ``watches`` or ``serializes`` has changed."""
+        """Call ``watches`` and ``serializes`` of the resources again for this request."""
         flags = self.roster.table.flags.at
         flags[req.row] = flags[req.row] & ~(WATCHED | SERIAL) | self.resources.flags(req)
 
     # -- the step
 
     def schedule(self) -> StepPlan:
-        """Grant plain decodes at once, then offer what is left of the step, best first."""
+        """Grant plain decodes in bulk, then offer the rest of the budget, best rank first."""
         step = self.begin_step()
         if self.roster.by_id:
             self.serve(self.offers(step), step)
         return self.seal(step)
 
     def serve(self, offers: Iterable[Request], step: Step) -> None:
-        """Grant each request what it can have, until the step is full."""
+        """Grant each offered request as many tokens as it can have, until the step is full."""
         plain, index = self.roster.table.plain.at, step.index
         grant_one = None
         for req in offers:
@@ -163,7 +164,7 @@ class Scheduler(SchedulerInterface):
                     grant_one = self._fast_path.granter(step)
                 grant_one(req)
                 continue
-            if not step.offer(req):  # seen or evicted in this step, or admission is closed
+            if not step.offer(req):  # already offered or preempted, or admission is closed
                 continue
             fit = self.tokens_for(req, step)
             if fit.num_tokens <= 0:
@@ -172,7 +173,8 @@ class Scheduler(SchedulerInterface):
                 self.grant(req, fit.num_tokens, step)
 
     def begin_step(self) -> Step:
-        """Run due timers, reset budgets, refresh dynamic ranks and let the policy evict."""
+        """Run due timers, reset budgets, recompute dynamic ranks, and preempt what ``evict``
+        returns."""
         view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
         view.now = self._clock()
@@ -208,7 +210,7 @@ class Scheduler(SchedulerInterface):
         policy, num_waiting = self.active_policy, len(self.roster.waiting)
         contested = policy.waiting_may_preempt and num_waiting
         if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
-            # A policy may yield a request twice; the limit stops an endless generator.
+            # A policy may yield a request twice; the limit stops a policy that yields for ever.
             yield from islice(policy.order(self.view), 2 * len(self.roster.by_id))
             return
         yield from self._fast_path.rest(step)
@@ -218,10 +220,10 @@ class Scheduler(SchedulerInterface):
             yield req
 
     def tokens_for(self, req: Request, step: Step) -> Fit:
-        """How many tokens budget, caps, policy and resources allow the request now."""
+        """How many tokens the budget, limits, policy and resources allow the request now."""
         pending, is_waiting = req.num_pending, req.is_waiting
         if pending and (is_waiting or req.is_serial):
-            # Preempted or serial: its sampled tokens must be known first.
+            # Preempted or serial: it waits until tokens being sampled are known.
             return Fit(0, Cause.BLOCKS, OnRefuse.CLOSE)
         num_left = req.num_uncomputed
         if is_waiting:
@@ -238,20 +240,20 @@ class Scheduler(SchedulerInterface):
         fit = self._allowed(req, num_left, spared, step)
         if spared == most or fit.num_tokens > 0 or fit.on_refuse in (OnRefuse.PARK, OnRefuse.FAIL):
             return fit
-        # It may have to be computed whole, as a picture: uncut if it comes first, or next time.
+        # A resource may forbid to split it (an image): then it is computed whole, now or later.
         if step.num_prompt_tokens:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         return self._allowed(req, num_left, most, step)
 
     def _prompt_room(self, step: Step) -> int:
-        """Tokens that prompts may still have in this step."""
+        """Number of tokens that prompts may still get in this step."""
         if self.guard.overrides(*SHAPING):
             return step.tokens_left
         return room_beside_decodes(step, self.config, self.roster)
 
     def _allowed(self, req: Request, num_left: int, wanted: int, step: Step) -> Fit:
-        """How many of the ``wanted`` tokens policy and resources allow. ``num_left``: how many the
-        request has left to compute."""
+        """How many of the ``wanted`` tokens the policy and the resources allow. ``num_left``: how
+        many tokens the request has left to compute."""
         if wanted < num_left and not self.config.enable_chunked_prefill:
             return Fit(0, Cause.TOKENS, OnRefuse.CLOSE)
         if wanted > 0:
@@ -264,7 +266,8 @@ class Scheduler(SchedulerInterface):
         return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: Step) -> bool:
-        """Get a seat and blocks for this many more tokens; decide first, then evict."""
+        """Get a seat and blocks for ``num_tokens`` more tokens, preempting others if needed and
+        enough. Nothing changes if False is returned."""
         start = req.num_computed
         if req.is_waiting:
             if not self._admits(req, step):
@@ -283,11 +286,11 @@ class Scheduler(SchedulerInterface):
             self.preempt(victim, step, by=req.request_id)
         if self.kv.reserve(req, start + num_tokens):
             return True
-        step.skip(req, Cause.FAILED_LOAD)  # there are blocks enough
+        step.skip(req, Cause.FAILED_LOAD)  # enough blocks are free
         return False
 
     def grant(self, req: Request, num_tokens: int, step: Step) -> None:
-        """The request computes these tokens in this step; its blocks are reserved."""
+        """Schedule ``num_tokens`` tokens of the request, whose blocks are reserved."""
         table, row = self.roster.table, req.row
         is_new = req.is_waiting
         if is_new:
@@ -300,10 +303,11 @@ class Scheduler(SchedulerInterface):
         self.resources.take(req, num_tokens, step)
         if self.guard.uses_ledger:
             self.view.ledger.on_grant(req, num_tokens)
-        self.guard.on_grant(req, num_tokens, self.view)  # in a rescued step too
+        self.guard.on_grant(req, num_tokens, self.view)  # even if the default order is used
 
     def _refuse(self, req: Request, fit: Fit, step: Step) -> None:
-        """The request gets no tokens in this step. Only a waiting one can close admission."""
+        """Handle a request that gets no tokens in this step. Only a waiting one can close
+        admission."""
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause, fit.code)
         elif not req.is_waiting:
@@ -316,12 +320,12 @@ class Scheduler(SchedulerInterface):
             step.skip(req, fit.cause)
 
     def _park(self, req: Request, fit: Fit, step: Step) -> None:
-        """Park the request until it is woken, with the blocks it is to hold meanwhile."""
+        """Park the request until ``wake``, with blocks for ``fit.hold`` tokens."""
         if fit.hold and not self._admits(req, step):
             return
         if fit.hold:
-            # A request whose blocks are being filled cannot be preempted, so it may not take
-            # blocks that running prompts were promised.
+            # A request whose blocks are being loaded cannot be preempted, so it must not take
+            # blocks that running prompts need.
             spared = promised_to_others(req, self.active_policy, self.view)
             if not self.kv.fits(req, fit.hold, spared=spared):
                 if not self.settler.end_if_never(req, fit.hold):
@@ -334,16 +338,16 @@ class Scheduler(SchedulerInterface):
         self.resources.parked(req, fit.by)
 
     def preempt(self, req: Request, step: Step, by: str = "its policy") -> None:
-        """Take blocks and seat; the request waits at its rank and will recompute.
+        """Take the request's blocks and seat; it returns to the queue and will recompute.
 
-        Tokens of steps in flight are still appended: they were computed from valid KV.
+        Tokens that steps in flight sample for it are still appended: their KV was valid.
         """
         self.settler.unseat(req, f"preempted by {by}")
         self.roster.table.considered.at[req.row] = step.index
         step.preempted.append(req)
 
     def seal(self, step: Step) -> StepPlan:
-        """Return the plan; from here on the step is in flight, unless it is empty."""
+        """Build the plan of the step, which is then in flight unless it is empty."""
         is_paused = self.pause_state is not PauseState.UNPAUSED
         is_stopped = self.pause_state is PauseState.PAUSED_ALL
         if not (step.has_grants or self.num_in_flight or is_stopped):
@@ -356,7 +360,7 @@ class Scheduler(SchedulerInterface):
         plan = seal(step, self.roster, self.kv)
         self.resources.describe(plan)
         pad_drafts(plan, step)
-        if plan.num_tokens:  # else its end brings nothing
+        if plan.num_tokens:  # else no result needs to be awaited
             self.num_in_flight += 1
             self.settler.counters.num_computed_steps += 1
             self.kv.step_planned()
@@ -372,7 +376,7 @@ class Scheduler(SchedulerInterface):
     @not_reentrant
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         self.view.now = self._clock()
-        if plan.num_tokens:  # else it only informed the worker
+        if plan.num_tokens:  # else it only carried information to the worker
             self.num_in_flight -= 1
             self.kv.step_settled()
         has_on_step = self.guard.overrides("on_step")
@@ -396,7 +400,7 @@ class Scheduler(SchedulerInterface):
         self.resources.shutdown()
         self.kv.shutdown()
 
-    # -- questions
+    # -- queries
 
     @property
     def reentry(self) -> ReentryGuard:
@@ -419,7 +423,7 @@ class Scheduler(SchedulerInterface):
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         if reset_running:
             self.view.now = self._clock()
-            for req in [*self.roster.running, *self.roster.holding.values()]:
+            for req in [*self.roster.running, *self.roster.block_holders.values()]:
                 self.settler.restart(req.row)
         return self.kv.reset_prefix_cache()
 
@@ -436,19 +440,19 @@ class Scheduler(SchedulerInterface):
 
     @property
     def is_transferring(self) -> bool:
-        """Are blocks being filled for a request that is parked, or lent to a transfer?"""
-        holding = self.roster.holding.values()
-        return bool(self.kv.lent) or not all(req.is_waiting for req in holding)
+        """True while KV is being loaded for a parked request, or a transfer reads ended ones'."""
+        holders = self.roster.block_holders.values()
+        return bool(self.kv.lent) or not all(req.is_waiting for req in holders)
 
     # -- helpers
 
     def _rescue(self, step: Step) -> None:
-        """No request got a token, and no step is in flight whose end could change that: serve in
-        the default order, unless it was in use already; if no request can run then, preempt one.
+        """Make progress when no request got a token and no step is in flight: serve in the default
+        order, unless it was used already; if still no request can run, preempt one.
 
-        A running request that a resource refuses may be allowed later. So until the engine is
-        stuck it is preempted only for a request that lacks blocks. While a transfer uses blocks
-        none is preempted: its end frees blocks, or returns a request that may lose them.
+        A running request that a resource refuses may be allowed later. So it is preempted only for
+        a request that lacks blocks, until the engine is stuck. While a transfer uses blocks none is
+        preempted: when it ends, blocks become free or a request can be preempted.
         """
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
@@ -466,7 +470,7 @@ class Scheduler(SchedulerInterface):
             self.preempt(holder, step, by="the lack of KV blocks")
 
     def _serve_by_default(self, step: Step) -> None:
-        """Serve the step again, in the default order."""
+        """Serve the step again with the default order instead of the policy's."""
         counters = self.settler.counters
         counters.num_steps += 1
         step.reopen(counters.num_steps, self.config.max_num_batched_tokens)
@@ -477,7 +481,7 @@ class Scheduler(SchedulerInterface):
         self.active_policy = self.guard
 
     def _run_timers(self) -> None:
-        """Wake or end requests whose timers are due."""
+        """Wake deferred requests that are due; end requests whose deadline has passed."""
         for kind, req in self.intake.timers.due(self.view.now):
             if kind is TimerKind.WAKE:
                 self.wake(req.request_id)
@@ -485,7 +489,8 @@ class Scheduler(SchedulerInterface):
                 self.settler.expire(req, kind.value)
 
     def _admits(self, req: Request, step: Step) -> bool:
-        """May this waiting request start? After a preemption, only if it outranks every victim."""
+        """True if this waiting request may start. After a preemption in this step, it must also
+        outrank every preempted request."""
         policy, admission = self.active_policy, Admission.CLOSE
         outranked = policy.waiting_may_preempt and all(
             policy.outranks(req, other) for other in step.preempted
@@ -500,7 +505,7 @@ class Scheduler(SchedulerInterface):
         return admission is Admission.YES
 
     def _admit(self, req: Request) -> None:
-        """Move the request from the queue to a seat; tokens that are ready are not computed."""
+        """Move the request from the queue to a seat; tokens with cached KV are not computed."""
         hit, history, now = self.kv.ready(req), req.history, self.view.now
         self.kv.count_lookup(req.num_tokens, hit, preempted=history.num_preempted > 0)
         if history.scheduled_time is None:
@@ -513,7 +518,7 @@ class Scheduler(SchedulerInterface):
 
 
 class StallDetector:
-    """Counts steps in which nothing could be computed."""
+    """Counts consecutive steps in which nothing could be computed."""
 
     def __init__(self, limit: int, counters: Counters) -> None:
         self._limit = limit
@@ -522,7 +527,7 @@ class StallDetector:
 
     @property
     def is_stuck(self) -> bool:
-        """Were there ``limit`` idle steps in a row?"""
+        """True after ``limit`` consecutive idle steps."""
         return self._num_idle >= self._limit
 
     def look(
@@ -532,9 +537,9 @@ class StallDetector:
         cause: str,
         refused: Iterable[tuple[Request, str]],
     ) -> None:
-        """After each plan. After ``limit`` idle ones in a row the log names head and cause.
+        """Called after each plan. After ``limit`` idle plans in a row a warning is logged.
 
-        Parked requests wait for something slow by nature: they are reported, but not logged.
+        Parked requests wait for something slow by nature: they cause no warning.
         """
         self._num_idle = self._num_idle + 1 if is_idle else 0
         self._counters.blocked = ""
@@ -548,7 +553,7 @@ class StallDetector:
         self._counters.blocked = f"{head.request_id}: {why}"
         if self._num_idle == self._limit:
             logger.warning(
-                "no progress in %d steps: request %s and %d after it wait for: %s",
+                "no progress in %d steps: request %s and %d others after it wait for: %s",
                 self._num_idle,
                 head.request_id,
                 len(waiting) - 1,

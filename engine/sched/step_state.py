@@ -1,4 +1,4 @@
-"""Step: one step while it is planned. Its budgets, and what was granted so far."""
+"""Step: the state of a step while it is planned: its budgets, and the tokens granted so far."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.sched.roster import NO_ROWS, Cause, Roster, Rows
 
 
 class Step:
-    """Decisions so far. A request is offered once; it then counts as considered, granted or not."""
+    """The decisions of one step so far. Each request is offered tokens at most once per step."""
 
     def __init__(self, index: int, max_tokens: int, roster: Roster) -> None:
         self.index = index
@@ -22,15 +22,15 @@ class Step:
         self.num_prompts = 0  # grants to requests that start or are still in their prompts
         self.num_prompt_tokens = 0
         self.most_prompt_tokens: int | None = None  # see ``room_beside_decodes``
-        self.silent: set[int] = set()  # rows of prompts that are not complete: no draw
+        self.silent: set[int] = set()  # rows of unfinished prompts, for which no token is sampled
         self.plain_rows: Rows = NO_ROWS
-        self.plain: list[int] = []  # rows granted by ``DecodeFastPath.granter``
+        self.plain: list[int] = []  # rows granted through ``DecodeFastPath.granter``
         self.closed_by = ""  # why admission was closed
-        self.decodes: Sequence[Request] = ()  # get a token although prompts go first
-        self.short: list[Request] = []  # running ones that got nothing for lack of blocks
-        self.refused: list[tuple[Request, str]] = []  # waiting ones refused by themselves
+        self.decodes: Sequence[Request] = ()  # a token is reserved for each though prompts go first
+        self.short: list[Request] = []  # running requests that got no token for lack of blocks
+        self.refused: list[tuple[Request, str]] = []  # waiting requests refused individually, why
         self._roster = roster
-        self._next = 0  # index in the queue from which to look for one not offered yet
+        self._next = 0  # index in the queue: requests before it have been offered tokens
 
     @property
     def is_full(self) -> bool:
@@ -38,7 +38,7 @@ class Step:
 
     @property
     def num_kept_tokens(self) -> int:
-        """Tokens that a prompt leaves to those of ``decodes`` not offered theirs yet."""
+        """Tokens reserved for requests in ``decodes`` that have not been offered theirs yet."""
         if not self.decodes:
             return 0
         considered, index = self._roster.table.considered.at, self.index
@@ -50,31 +50,31 @@ class Step:
 
     @property
     def has_decodes(self) -> bool:
-        """Does a request get its next token in this step, or is one kept for it?"""
+        """True if a decode got a token in this step, or one is reserved for it."""
         is_bulk = bool(self.plain or self.decodes) or self.plain_rows.size > 0
         return is_bulk or len(self.grants) > self.num_prompts
 
     @property
     def has_running(self) -> bool:
-        """Was a request granted tokens that ran before this step?"""
+        """True if a request that ran before this step has been granted tokens."""
         is_bulk = bool(self.plain) or self.plain_rows.size > 0
         return is_bulk or len(self.grants) > len(self.new)
 
     @property
     def num_free_seats(self) -> int:
-        """Seats that waiting requests may take in this step."""
+        """Number of waiting requests that can still start in this step."""
         free = self._roster.num_free_seats
         return min(free, max(0, self.max_seqs - (self._roster.num_seats - free)))
 
     def narrow(self, max_tokens: int | None, max_seqs: int | None = None) -> None:
-        """Grant no more tokens and seats than this; ``None`` is no bound."""
+        """Lower the limits of tokens and running requests; ``None`` keeps a limit."""
         if max_tokens is not None:
             self.tokens_left = min(self.tokens_left, int(max_tokens))
         if max_seqs is not None:
             self.max_seqs = min(self.max_seqs, int(max_seqs))
 
     def next_waiting(self) -> Request | None:
-        """The best waiting request that was not offered in this step, while admission is open."""
+        """The best waiting request not offered tokens yet; None if admission is closed."""
         waiting = self._roster.waiting
         while self.admission_open and self._next < len(waiting):
             req = waiting[self._next]
@@ -84,8 +84,8 @@ class Step:
         return None
 
     def offer(self, req: Request) -> bool:
-        """Mark as considered. False if it was before, is parked, or waits while admission is
-        closed."""
+        """Mark a request as offered. False if it was already, is parked, or waits while admission
+        is closed."""
         considered = req.table.considered.at
         if considered[req.row] == self.index:
             return False
@@ -95,7 +95,7 @@ class Step:
         return True
 
     def reopen(self, index: int, max_tokens: int) -> None:
-        """Begin again under a new index: every request may be offered tokens once more."""
+        """Restart the step under a new index: every request can be offered tokens again."""
         self.index, self.tokens_left, self._next = index, max_tokens, 0
         self.max_seqs = self._roster.num_seats
         self.admission_open, self.closed_by = True, ""
@@ -106,28 +106,28 @@ class Step:
         self.most_prompt_tokens = None
 
     def closing_cause(self) -> str:
-        """Why the requests that still wait were not admitted."""
+        """Why requests in the queue were not admitted."""
         if self.closed_by:
             return self.closed_by
         if self.is_full:
             return Cause.TOKENS
-        if len(self.refused) >= len(self._roster.waiting):  # each for a reason of its own
+        if len(self.refused) >= len(self._roster.waiting):  # all were refused individually
             return Cause.NEXT_STEP
         return Cause.POLICY if self.num_free_seats else Cause.SEATS
 
     def close(self, cause: str) -> None:
-        """Admit no further request in this step."""
+        """Close admission for this step, for this cause."""
         if self.admission_open:
             self.admission_open, self.closed_by = False, cause
 
     def skip(self, req: Request, cause: str) -> None:
-        """Pass over this waiting request alone."""
+        """Refuse this waiting request only."""
         self.refused.append((req, cause))
 
     def record(
         self, req: Request, num_tokens: int, *, is_new: bool, is_prompt: bool, samples: bool
     ) -> None:
-        """The request computes this many tokens."""
+        """Record that ``num_tokens`` tokens of the request are granted."""
         self.tokens_left -= num_tokens
         self.grants.append((req, num_tokens))
         if is_prompt:
@@ -140,6 +140,6 @@ class Step:
 
 
 def num_draft_places(req: Request) -> int:
-    """Tokens that the request was granted after its last one that is known or being sampled: they
-    are computed for drafts."""
+    """Number of tokens granted beyond the last one that is known or being sampled: positions for
+    draft tokens."""
     return max(0, req.num_computed - req.num_tokens - req.num_pending + 1)

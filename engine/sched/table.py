@@ -1,4 +1,4 @@
-"""Table: the moving numbers of every unfinished request, a row each, in columns."""
+"""Table: the changing numbers of all unfinished requests, one row each, stored in columns."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from numpy.typing import NDArray
 
 from engine.messages.requests import AddRequest
 
-WATCHED = 1  # some resource is called for the row in each step
-SERIAL = 2  # while a token is being computed, no step computes the next one
+WATCHED = 1  # the hooks of a resource are called for the row in each step
+SERIAL = 2  # at most one step in flight contains the row
 
 Counts = NDArray[np.int32]
 Array = NDArray[Any]
 
 
-FEW = 8  # rows up to which a loop is quicker than vectors
-ONE: Counts = np.array(1, dtype=np.int32)  # numpy adds it twice as fast as a Python int
+FEW = 8  # up to this many rows a loop is faster than numpy
+ONE: Counts = np.array(1, dtype=np.int32)  # numpy adds this twice as fast as a Python int
 
 
 class Column:
-    """One buffer with two faces: ``at`` for scalars, ``all`` for vectors.
+    """One buffer seen as two arrays: ``at`` for single values, ``all`` for numpy operations.
 
-    An ``array.array`` reads a scalar in 40 ns, a numpy array in 160.
+    An ``array.array`` reads a single value in 40 ns, a numpy array in 160 ns.
     """
 
     __slots__ = ("all", "at")
@@ -40,7 +40,7 @@ class Column:
         self._attach(array(self.code, [0]) * length)
 
     def grow(self) -> None:
-        """Twice as long, old values kept."""
+        """Double the length; old values are kept."""
         self._attach(self.at + array(self.code, [0]) * len(self.at))
 
     def _attach(self, buffer: array[Any]) -> None:
@@ -49,7 +49,7 @@ class Column:
 
 
 class TableColumn(Column):
-    """Numbers of 32 bits."""
+    """A column of 32-bit integers."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ class TableColumn(Column):
 
 
 class LongColumn(Column):
-    """Numbers of 64 bits, as those of steps: 32 bits are used up within weeks."""
+    """A column of 64-bit integers, e.g. step numbers, which exceed 32 bits within weeks."""
 
     __slots__ = ()
 
@@ -69,7 +69,7 @@ class LongColumn(Column):
 
 
 class FloatColumn(Column):
-    """Seconds, and numbers of policies."""
+    """A column of float64: seconds, and numbers of policies."""
 
     __slots__ = ("default",)
 
@@ -78,25 +78,25 @@ class FloatColumn(Column):
     all: NDArray[np.float64]
 
     def __init__(self, length: int, default: float = 0.0) -> None:
-        self.default = default  # of a row nobody wrote to
+        self.default = default  # value of rows that have not been written
         self._attach(array(self.code, [default]) * length)
 
 
 class Users:
-    """Small numbers for the users who have requests, so that vectors can compare them."""
+    """Maps the names of users with requests to small integers, for use in arrays."""
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
         self._names: list[str] = []
-        self._counts: list[int] = []  # of their requests
+        self._counts: list[int] = []  # requests per user
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """Numbers are below this."""
+        """All numbers are smaller than this."""
         return len(self._names)
 
     def enter(self, name: str) -> int:
-        """One more request of this user: the user's number."""
+        """Count one more request of this user; returns the user's number."""
         number = self._numbers.get(name)
         if number is None:
             if not self._free:
@@ -109,7 +109,7 @@ class Users:
         return number
 
     def leave(self, number: int) -> None:
-        """One less. The number of a user without requests is free."""
+        """Count one request less. The number of a user without requests is reused."""
         self._counts[number] -= 1
         if not self._counts[number]:
             del self._numbers[self._names[number]]
@@ -117,29 +117,29 @@ class Users:
 
 
 class Facts:
-    """What only policies read of the rows of a table, and its stamps.
+    """Columns of the table that only policies read, and times of tokens.
 
-    ``ranks`` has a column for each place of ranks that were given in arrays: see ``Request.rank``.
-    ``own`` are numbers that the policy keeps, by name.
+    ``ranks`` has a column for each number of ranks that a policy returned as arrays.
+    ``own`` has the columns that the policy stores, by name (``view.own``).
     """
 
     def __init__(self, num_rows: int) -> None:
         self.arrival = LongColumn(num_rows)
         self.arrival_time = FloatColumn(num_rows)
         self.priority = LongColumn(num_rows)
-        self.deadline = FloatColumn(num_rows)  # inf: none
-        self.tbt = FloatColumn(num_rows)  # inf: none
-        self.first_token = FloatColumn(num_rows)  # when it was settled; NaN before
+        self.deadline = FloatColumn(num_rows)  # seconds; inf for none
+        self.tbt = FloatColumn(num_rows)  # seconds; inf for none
+        self.first_token = FloatColumn(num_rows)  # when its step was settled; NaN before
         self.last_token = FloatColumn(num_rows)
         self.num_preempted = TableColumn(num_rows)
         self.is_waiting = TableColumn(num_rows)
-        self.user = TableColumn(num_rows)  # the place of its name in ``users``
+        self.user = TableColumn(num_rows)  # number of the user in ``users``
         self.users = Users()
         self.ranks: list[LongColumn | FloatColumn] = []
         self.own: dict[str, FloatColumn] = {}
 
     def enter(self, row: int, arrival: int, add: AddRequest) -> None:
-        """A request takes this row."""
+        """Set the columns for a new request in this row."""
         self.arrival.at[row] = arrival
         self.arrival_time.at[row] = add.arrival_time
         self.priority.at[row] = add.priority
@@ -153,33 +153,33 @@ class Facts:
             own.at[row] = own.default
 
     def leave(self, row: int) -> None:
-        """The row is given back."""
+        """Clear the row of an ended request."""
         if (user := self.user.at[row]) >= 0:
             self.users.leave(user)
             self.user.at[row] = -1
 
     def stamp(self, rows: NDArray[np.intp], started: list[int], now: float) -> None:
-        """These rows have new tokens; those at the places ``started`` have their first from this
-        seat."""
+        """Set the token times of rows with new tokens. ``started``: indices in ``rows`` of requests
+        with their first token since they got their seat."""
         self.last_token.all[rows] = now
         if started:
             first, begun = self.first_token.all, rows[started]
             first[begun[np.isnan(first[begun])]] = now
 
     def stamp_one(self, row: int, now: float) -> None:
-        """``stamp`` for one row that has new tokens."""
+        """``stamp`` for a single row with new tokens."""
         self.last_token.at[row] = now
         if isnan(self.first_token.at[row]):
             self.first_token.at[row] = now
 
     def own_column(self, name: str, default: float) -> FloatColumn:
-        """The policy's column of this name, made when it is first read."""
+        """The policy's column of this name, created at its first use."""
         if name not in self.own:
             self.own[name] = FloatColumn(len(self.arrival.at), default)
         return self.own[name]
 
     def set_ranks(self, rows: NDArray[np.intp], columns: Sequence[Array]) -> None:
-        """Ranks of the requests in these rows: a column for each place, of int64 or float64."""
+        """Set the ranks of these rows: one int64 or float64 array for each number of a rank."""
         if not self.ranks:
             self.ranks = [LongColumn(len(self.arrival.at)) for _ in columns]
         for place, column in enumerate(columns):
@@ -189,28 +189,28 @@ class Facts:
             self.ranks[place].all[rows] = column
 
     def grow(self) -> None:
-        """Twice as many rows."""
+        """Double the number of rows."""
         for value in (*vars(self).values(), *self.ranks, *self.own.values()):
             if isinstance(value, Column):
                 value.grow()
 
 
 class Table:
-    """Rows of unfinished requests. A row is given back when its last step in flight has retired.
+    """The rows of unfinished requests. A row is freed when no step in flight contains it.
 
-    Counts are in tokens. ``num_tokens`` are known (prompt and settled outputs), ``num_pending``
-    sampled in steps in flight, ``num_computed`` have their KV written or being written.
-    ``limit`` is the length at which the request ends. A row's generation never goes back, so a
-    result shows whether it still belongs to the row's request.
+    Counts are in tokens. ``num_tokens``: prompt, and output of settled steps. ``num_pending``: to
+    be sampled by steps in flight. ``num_computed``: KV computed, or being computed by steps in
+    flight. ``limit``: length at which the request ends. A row's generation only increases; by it a
+    result is matched to the request, since rows are reused.
 
     Only methods of this class write ``num_tokens``, ``num_pending``, ``num_computed`` and
     ``in_flight``:
 
-        advance   tokens are granted       computed + n, pending + 1 if the step samples
-        launch    the step is planned      in flight + 1
-        land      its result is there      in flight - 1
-        append    the result has tokens    known + n, pending - 1
-        take_back, start_from, restart     fewer or other tokens are computed than was counted
+        advance   tokens are granted            computed + n, pending + 1 if the step samples
+        launch    the step is planned           in flight + 1
+        land      the step's result arrives     in flight - 1
+        append    the result has tokens         tokens + n, pending - 1
+        take_back, start_from, restart          correct ``num_computed``
     """
 
     def __init__(self, num_rows: int = 64) -> None:
@@ -221,14 +221,14 @@ class Table:
         self.limit = TableColumn(num_rows)
         self.generation = TableColumn(num_rows)
         self.slot = TableColumn(num_rows)
-        self.in_flight = TableColumn(num_rows)  # steps launched and not settled that hold the row
+        self.in_flight = TableColumn(num_rows)  # number of steps in flight that contain the row
         self.client = TableColumn(num_rows)
-        self.alive = TableColumn(num_rows)  # 1 from add to finish
-        self.has_output = TableColumn(num_rows)  # 0 from a seat to the first output from there
-        self.flags = TableColumn(num_rows)  # what resources want: WATCHED, SERIAL
-        self.plain = LongColumn(num_rows)  # the last step in which the row was marked as plain
-        self.considered = LongColumn(num_rows)  # the last step in which the request was offered
-        self.stop_id = TableColumn(num_rows)  # the token that ends the request; -1 none, -2 several
+        self.alive = TableColumn(num_rows)  # 1 while the request is unfinished
+        self.has_output = TableColumn(num_rows)  # 1 after the first output since it got its seat
+        self.flags = TableColumn(num_rows)  # WATCHED and SERIAL, as resources require
+        self.plain = LongColumn(num_rows)  # last step in which the row was a plain decode
+        self.considered = LongColumn(num_rows)  # last step in which tokens were offered
+        self.stop_id = TableColumn(num_rows)  # token that ends the request; -1 none, -2 several
         self.facts = Facts(num_rows)
         self.bind()
         self._free = list(range(num_rows - 1, -1, -1))
@@ -238,8 +238,8 @@ class Table:
         return len(self.alive.at)
 
     def take(self, num_prompt: int) -> int:
-        """A free row for a request of this many tokens, its other counts zero and its generation
-        new."""
+        """Allocate a row for a request with ``num_prompt`` prompt tokens, with a new generation
+        and all other counts zero."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -252,22 +252,22 @@ class Table:
         return row
 
     def give_back(self, row: int) -> None:
-        """Free a row to which nothing refers any more."""
+        """Free a row that no step in flight contains any more."""
         self.alive.at[row] = 0
         self.facts.leave(row)
         self._free.append(row)
 
     def advance(self, rows: NDArray[np.intp], num_steps: int = 1) -> Counts:
-        """A step computes the next token of each row and samples the one after it; or ``num_steps``
-        such steps do. Returns how many tokens of each are computed then."""
+        """Count that a step (or ``num_steps`` steps) computes one token of each row and samples
+        the next one. Returns the new ``num_computed`` of the rows."""
         more = ONE if num_steps == 1 else np.int32(num_steps)
         self.num_computed.all[rows] = computed = self.num_computed.all[rows] + more
         self.num_pending.all[rows] += more
         return computed
 
     def bind(self) -> None:
-        """Make ``advance_plain`` for the columns as they are now: ``advance`` of a single row up to
-        this many tokens, one more than are computed. A closure is twice as fast as a method."""
+        """Build ``advance_plain(row, upto)`` for the present columns: ``advance`` of one row to
+        ``upto`` computed tokens. A closure is twice as fast as a method."""
         computed, pending = self.num_computed.at, self.num_pending.at
 
         def advance(row: int, upto: int) -> None:
@@ -277,8 +277,8 @@ class Table:
         self.advance_plain: Callable[[int, int], None] = advance
 
     def advance_one(self, row: int, num_tokens: int) -> bool:
-        """A step computes this many tokens of one row. Does it sample the token after them, because
-        no further one is known or being sampled?"""
+        """Count that a step computes ``num_tokens`` tokens of one row. True if it then samples the
+        next token, because all tokens known or being sampled are computed."""
         self.num_computed.at[row] = upto = self.num_computed.at[row] + num_tokens
         samples = upto >= self.num_tokens.at[row] + self.num_pending.at[row]
         if samples:
@@ -292,10 +292,10 @@ class Table:
         tokens: Iterable[Any],
         num_steps: int = 1,
     ) -> Counts:
-        """A step has sampled a token of each row. Returns how many tokens of each are known now.
+        """Append a sampled token to each row. Returns the new ``num_tokens`` of the rows.
 
-        ``sequences``: the known tokens of each. ``tokens``: a token for each; or, of ``num_steps``
-        such steps, an array of them.
+        ``sequences``: the token array of each row. ``tokens``: one token for each row or, for
+        ``num_steps`` steps, one array of tokens for each.
         """
         put: Callable[..., None] = array.append if num_steps == 1 else array.extend
         more = ONE if num_steps == 1 else np.int32(num_steps)
@@ -305,15 +305,15 @@ class Table:
         return known
 
     def append_one(self, row: int, sequence: array[int], tokens: list[int]) -> int:
-        """A step has sampled these tokens of one row: several, if drafts were right. Returns how
-        many tokens are known now."""
+        """Append the tokens that a step sampled for one row: several, if drafts were accepted.
+        Returns the row's new ``num_tokens``."""
         sequence.extend(tokens)
         self.num_tokens.at[row] = known = self.num_tokens.at[row] + len(tokens)
         self.num_pending.at[row] -= 1
         return known
 
     def launch(self, rows: NDArray[np.intp]) -> None:
-        """A step with these rows is in flight."""
+        """Count a launched step that contains these rows."""
         if len(rows) > FEW:
             self.in_flight.all[rows] += ONE
         else:
@@ -321,7 +321,7 @@ class Table:
                 self.in_flight.at[row] += 1
 
     def land(self, rows: NDArray[np.intp]) -> None:
-        """The oldest step in flight with these rows has a result, whatever that is."""
+        """Count the result, or failure, of the oldest step in flight that contains these rows."""
         if len(rows) > FEW:
             self.in_flight.all[rows] -= ONE
         else:
@@ -329,15 +329,16 @@ class Table:
                 self.in_flight.at[row] -= 1
 
     def take_back(self, rows: NDArray[np.intp], num_tokens: Counts) -> None:
-        """The last tokens computed, this many of each row, were rejected drafts."""
+        """Subtract rejected drafts: the last ``num_tokens`` computed tokens of each row."""
         self.num_computed.all[rows] -= num_tokens
 
     def start_from(self, row: int, num_computed: int) -> None:
-        """The KV of this many tokens is there; the row computes those after them."""
+        """Set the number of tokens whose KV is available when a row starts."""
         self.num_computed.at[row] = num_computed
 
     def restart(self, row: int) -> None:
-        """Nothing is computed, and results of steps in flight are no longer the row's."""
+        """Reset the row after a preemption; results of steps in flight are then for another
+        generation."""
         self.generation.at[row] += 1
         self.num_computed.at[row] = self.num_pending.at[row] = 0
 

@@ -1,4 +1,4 @@
-"""The live objects that ``SchedView`` shows."""
+"""View: the implementation of ``SchedView``, which policies read."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, RankedQueue, Roster, Rows, by_rank
 from engine.sched.step_state import Step
 
-UNREAD = 64  # steps that are kept until the cost model is used
-FEW = 16  # requests up to which vectors cost more than they save
-MAX_COUNTERS = 256  # of a policy: each goes with every message of statistics
-MOST_COUNTED = 2**63 - 1  # what a message can carry
+UNREAD = 64  # finished steps kept until they are passed to the cost model
+FEW = 16  # up to this many requests a loop is faster than numpy
+MAX_COUNTERS = 256  # of a policy: all of them are part of every statistics message
+MOST_COUNTED = 2**63 - 1  # the largest integer of a message
 
 Unread = tuple[Callable[[Any, float], StepShape], Any, float]
-"""A settled step: how to read its shape, what to read it from, and the seconds it took."""
+"""A finished step: a function that computes its shape, that function's argument, seconds."""
 
 
 class View:
-    """What policies see. ``now`` and ``step`` are set by the scheduler, at the start of a step."""
+    """What policies read. The scheduler sets ``now`` and ``step`` at the start of each step."""
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, roster: Roster, rng: Random) -> None:
         self.config = config
@@ -46,31 +46,31 @@ class View:
         self.lengths = LengthHistory()
         self.headroom = Headroom()
         self._cost = LinearCost()
-        self._profile: CostModel | None = None  # in place of what was learned
+        self._profile: CostModel | None = None  # given by the user, instead of the fitted model
         if config.cost_profile is not None:
             self._profile = ProfileCost(read_profile(config.cost_profile))
         self._last = NO_STEP
         self.unread: deque[Unread] = deque(maxlen=UNREAD)
         self.predictor = find_predictor(config.length_predictor, self.lengths)
-        self.counters: dict[str, int] = {}  # of the policy's own
+        self.counters: dict[str, int] = {}  # counters of the policy
         self._own: dict[str, OwnNumbers] = {}
         self._roster = roster
 
     @property
     def running(self) -> Sequence[Request]:
-        """In rank order."""
+        """Running requests, in rank order."""
         return self._roster.running
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """In rank order."""
+        """Waiting requests, in rank order."""
         return self._roster.waiting
 
     def columns(self, reqs: Sequence[Request]) -> Columns:
-        """Numbers of these requests as arrays, in their order."""
+        """Numbers of these requests as arrays, in the same order."""
         if isinstance(reqs, RankedQueue):
             return self._columns_of(reqs.rows)
-        by_row = {req.row: req for req in reqs}  # one that is being added is not in the roster yet
+        by_row = {req.row: req for req in reqs}  # a new request is not in the roster yet
         rows = np.array([req.row for req in reqs], dtype=np.intp)
         return self._columns_of(rows, lambda rows: [by_row[row] for row in rows.tolist()])
 
@@ -93,25 +93,26 @@ class View:
         )
 
     def own(self, name: str, default: float = 0.0) -> OwnNumbers:
-        """A number of the policy's own for each request."""
+        """A number that the policy stores for each request."""
         if name not in self._own:
             self._own[name] = OwnNumbers(self._roster.table.facts.own_column(name, default))
         return self._own[name]
 
     def count(self, name: str, value: int = 1) -> None:
-        """Add to a counter of the policy's own. Raises ``ValueError`` for one too many, or what is
-        no whole number from 0 on."""
+        """Add ``value`` to a counter of the policy. Raises ``ValueError`` for more than
+        ``MAX_COUNTERS`` names, or if ``value`` is not an integer of at least 0."""
         known = self.counters.get(name, 0)
         if not (isinstance(name, str) and isinstance(value, Integral) and int(value) >= 0):
             raise ValueError(
-                f"count({name!r:.80}, {value!r:.80}) needs a str and a whole number from 0 on"
+                f"count({name!r:.80}, {value!r:.80}) needs a str and an integer of at least 0"
             )
         if name not in self.counters and len(self.counters) >= MAX_COUNTERS:
-            raise ValueError(f"count({name!r:.80}): the limit is {MAX_COUNTERS} names; use fewer")
+            raise ValueError(f"count({name!r:.80}): at most {MAX_COUNTERS} names are allowed")
         self.counters[name] = min(MOST_COUNTED, known + int(value))
 
     def decodes_first(self) -> list[Request]:
-        """Running requests: those that lack one token, then the others; by rank in both."""
+        """Running requests: first those with one token left to compute (decodes), then the others;
+        each part in rank order."""
         running, table = list(self._roster.running), self._roster.table
         if len(running) <= FEW:
             return sorted(running, key=lambda req: req.num_uncomputed != 1)
@@ -124,19 +125,19 @@ class View:
         return [req for req, first in marked if first] + [req for req, first in marked if not first]
 
     def by_rank(self) -> list[Request]:
-        """Running requests by rank. Prompts leave each decode one token of the step budget."""
+        """Running requests in rank order. Prompts leave one token of the budget for each decode."""
         running = list(self._roster.running)
         self.step.decodes = [req for req in running if req.num_uncomputed == 1]
         return running
 
     def default_order(self) -> list[Request]:
-        """Running requests in the default order: decodes first; but all by rank while the free
-        blocks may not cover what each of them needs."""
+        """Running requests in the default order: decodes first. While free blocks may not suffice
+        for all running requests, all are in rank order."""
         return self.by_rank() if self.prompts and self.is_short() else self.decodes_first()
 
     def is_short(self, num_more: int = 0) -> bool:
-        """Are too few blocks free? Needed are those promised to running prompts, those for decodes
-        that were not offered their token yet, and those for this many further table entries."""
+        """True if too few blocks are free for running prompts, for decodes that were not offered
+        their token yet, and for ``num_more`` further table entries."""
         kv, size, index = self.kv, self.kv.block_size, self.step.index
         room = (kv.num_free - self.promised_blocks) // kv.num_groups - num_more
         if len(self._roster.running) <= room:
@@ -152,7 +153,7 @@ class View:
 
     @property
     def unoffered(self) -> list[Request]:
-        """Waiting requests that may still be offered in this step, in rank order."""
+        """Waiting requests that can still be scheduled in this step, in rank order."""
         if not self.step.admission_open:
             return []
         considered, index = self._roster.table.considered.at, self.step.index
@@ -160,14 +161,14 @@ class View:
 
     @property
     def unoffered_columns(self) -> Columns:
-        """The same as columns."""
+        """``columns`` of the requests of ``unoffered``."""
         rows = self._roster.waiting.rows if self.step.admission_open else NO_ROWS
         considered = self._roster.table.considered.all[rows]
         return self._columns_of(rows[considered != self.step.index])
 
     @property
     def holders(self) -> Sequence[Request]:
-        """Requests that hold blocks and may lose them, running or waiting, by rank."""
+        """Running and waiting requests that hold blocks and can be preempted, in rank order."""
         waiting = self._roster.waiting_holders()
         return sorted([*self._roster.running, *waiting], key=by_rank) if waiting else self.running
 
@@ -177,23 +178,23 @@ class View:
 
     @property
     def by_id(self) -> Mapping[str, Request]:
-        """The unfinished requests."""
+        """The unfinished requests by id."""
         return self._roster.by_id
 
     @property
     def unfinished(self) -> Collection[Request]:
-        """In order of arrival."""
+        """All unfinished requests, in order of arrival."""
         return self._roster.by_id.values()
 
     @property
     def last(self) -> StepShape:
-        """The step settled last."""
+        """The shape of the last finished step."""
         self.read_steps()
         return self._last
 
     @property
     def cost(self) -> CostModel:
-        """Fitted to the steps measured so far, or the profile that was given."""
+        """The cost model: the configured profile, or one fitted to the steps measured so far."""
         if self._profile is not None:
             return self._profile
         self.read_steps()
@@ -202,7 +203,7 @@ class View:
     def prefill_seconds(
         self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """``cost.prefill_seconds`` of many prompts, each in a step of its own."""
+        """``cost.prefill_seconds`` of many prompts, each computed in a separate step."""
         cost = self.cost
         if isinstance(cost, LinearCost):
             return cost.prefill_seconds_each(num_tokens, context)
@@ -210,43 +211,43 @@ class View:
         return np.array([cost.prefill_seconds(*size) for size in sizes], dtype=np.float64)
 
     def note(self, plan: StepPlan, seconds: float) -> None:
-        """A step was settled. Its shape is computed lazily, when it is first read."""
+        """Record a finished step and its duration. Its shape is computed when it is first read."""
         self.unread.append((StepShape.of, plan, seconds))
 
     def read_steps(self) -> None:
-        """Bring ``last`` and the cost model up to date with the steps settled."""
+        """Update ``last`` and the cost model with the finished steps."""
         while self.unread:
             shape_of, step, seconds = self.unread.popleft()
-            if seconds or not self.unread:  # an untimed step is read only if it is the latest
+            if seconds or not self.unread:  # a step without a time is read only if it is the last
                 self._last = shape_of(step, seconds)
                 self._cost.observe(self._last)
 
     def knows(self, req: Request) -> bool:
-        """Is this one of the unfinished requests?"""
+        """True if this object is one of the unfinished requests."""
         return self._roster.by_id.get(req.request_id) is req
 
     def start_of(self, req: Request) -> int:
-        """Position of the first token that the request would compute next."""
+        """Position of the first token that the request would compute if it were scheduled now."""
         return self.kv.ready(req) if req.is_waiting else req.num_computed
 
     def predict(self, req: Request) -> int:
-        """Output tokens the request will have in all, by the configured predictor."""
+        """Total output tokens the request will have, as the configured predictor estimates."""
         return self.predictor.predict(req)
 
     @property
     def prompts(self) -> list[Request]:
-        """Running requests that lack more than one known token."""
+        """Running requests that have more than one token to compute (prefill)."""
         return self._roster.running_prompts()
 
     @property
     def promised_blocks(self) -> int:
-        """Blocks that running prompts still need before they decode."""
+        """Blocks that running requests still need to complete their prompts."""
         return self.promised_to(self._roster.running_prompts())
 
     @property
     def headroom_blocks(self) -> int:
-        """Blocks to leave free when a waiting request starts, if ``keeps_headroom``: those promised
-        to running prompts, and one for each fourth running request. Or the watermark."""
+        """Blocks to leave free when a waiting request starts: with ``keeps_headroom``, those that
+        running prompts need plus one per four running requests; else the configured watermark."""
         num_running, watermark = len(self._roster.running), self.config.watermark
         if watermark is not None:
             return int(watermark * self.kv.num_blocks) if num_running else 0
@@ -254,7 +255,7 @@ class View:
 
     @property
     def keeps_headroom(self) -> bool:
-        """Is headroom worth its cost? Judged by the cost model; call it only if needed."""
+        """True if headroom is expected to save time, by the cost model. Costly to compute."""
         if self.config.watermark is not None:
             return self.config.watermark > 0
         roster, headroom = self._roster, self.headroom
@@ -266,7 +267,7 @@ class View:
         return headroom.is_kept
 
     def promised_to(self, prompts: Iterable[Request]) -> int:
-        """Blocks that these still need before they decode."""
+        """Blocks that these requests still need to complete their prompts."""
         kv = self.kv
         if kv.tables.windows:
             return sum(kv.missing(req, req.num_tokens) for req in prompts)

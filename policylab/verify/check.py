@@ -106,7 +106,7 @@ def check_members(scheduler: Scheduler) -> None:
         num_blocks = len(kv.held(req))
         assert int(kv.num_held[req.row]) == num_blocks, f"{req}: the column has lost count"
         if req.status is not Status.RUNNING:
-            holds = req.row in roster.holding
+            holds = req.row in roster.block_holders
             assert holds or not num_blocks, f"{req} holds blocks"
     queued = sum(req.num_prompt for req in members[len(running) :])
     assert roster.queued_tokens == queued, "the queue has lost count of its tokens"
@@ -179,7 +179,7 @@ def check_empty(scheduler: Scheduler) -> None:
     assert not np.any(roster.table.alive.all), "a row is alive"
     assert all(req is None for req in roster.by_row), "a row is taken"
     assert len(set(roster.table._free)) == roster.table.num_rows, "a row is lost"
-    assert not (roster.holding or roster.queued_tokens), "a request holds blocks or queues"
+    assert not (roster.block_holders or roster.queued_tokens), "a request holds blocks or queues"
     assert scheduler.intake.timers.next_time() is None, "a timer is left"
 
 

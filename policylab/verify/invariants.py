@@ -157,7 +157,7 @@ class Progress:
             or scheduler.pause_state is not PauseState.UNPAUSED
             or num_refusals > self._num_refusals
             or preempted
-            or scheduler.roster.holding  # parked with blocks that others wait for
+            or scheduler.roster.block_holders  # parked with blocks that others wait for
             or scheduler.kv.lent  # to the load of a request that has ended
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )

@@ -31,9 +31,9 @@ CANARIES = (
     Canary(
         "free twice",
         KV,
-        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
-        "        self._give_back(live_blocks(holding.tables))\n"
-        "        self._give_back(live_blocks(holding.tables))\n        holding.clear()\n",
+        "        self._give_back(live_blocks(allocation.tables))\n        allocation.clear()\n",
+        "        self._give_back(live_blocks(allocation.tables))\n"
+        "        self._give_back(live_blocks(allocation.tables))\n        allocation.clear()\n",
     ),
     Canary(
         "keep the hash of a block that is taken",
@@ -50,13 +50,13 @@ CANARIES = (
     Canary(
         "tell the worker a wrong entry",
         TABLES,
-        "self._places(told, len(table))",
-        "self._places(told + 1, len(table) + 1)",
+        "self._places(sent, len(table))",
+        "self._places(sent + 1, len(table) + 1)",
     ),
     Canary(
         "forget that the worker was told",
         TABLES,
-        "        holding.num_sent = len(holding.blocks)\n",
+        "        allocation.num_sent = len(allocation.blocks)\n",
         "",
     ),
     Canary(
@@ -329,13 +329,13 @@ CANARIES = (
     Canary(
         "keep blocks for a load that has not begun",
         "kv/transfers.py",
-        "            holding.loading = False  # it had not begun,",
+        "            allocation.loading = False  # it had not started,",
         "            pass  #",
     ),
     Canary(
         "keep blocks for a load that could not start",
         "kv/transfers.py",
-        "                holding.loading = False\n                self._failed",
+        "                allocation.loading = False\n                self._failed",
         "                self._failed",
     ),
     Canary(
@@ -347,19 +347,19 @@ CANARIES = (
     Canary(
         "ask the source again that could not start the load",
         "kv/transfers.py",
-        "        if holding.load_error:\n            return NOTHING\n",
+        "        if allocation.load_error:\n            return NOTHING\n",
         "",
     ),
     Canary(
         "count tokens as loaded whose load could not start",
         "kv/manager.py",
-        "                self.release(req)\n                return False\n            holding.num",
-        "                pass\n            holding.num",
+        "                self.release(req)\n                return False\n            alloc",
+        "                pass\n            alloc",
     ),
     Canary(
         "free the blocks that a load still writes",
         "kv/transfers.py",
-        "if blocks and (bye.keep or holding.loading):",
+        "if blocks and (bye.keep or allocation.loading):",
         "if blocks and bye.keep:",
     ),
     # accounts

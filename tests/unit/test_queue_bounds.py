@@ -266,7 +266,7 @@ def test_the_watch_names_the_blocked_head_and_why(caplog: pytest.LogCaptureFixtu
     with caplog.at_level(logging.WARNING, logger="engine.sched"):
         for _ in range(12):
             session.step()
-    said = "request 0/head and 1 after it wait for: the gate is shut"
+    said = "request 0/head and 1 others after it wait for: the gate is shut"
     assert caplog.text.count(said) == 1
     assert session.client.stats().blocked == "0/head: the gate is shut"
     session.abort(["head"])

@@ -61,7 +61,7 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
         silent = step.silent
         samples = np.array([row not in silent for row in rows.tolist()], dtype=np.int32)
     if is_whole:
-        seated.note_whole(step.index)
+        seated.add_full_step(step.index)
         slots, generations = seated.columns.slots, seated.columns.generations
     else:
         slots, generations = table.slot.all[rows], table.generation.all[rows]

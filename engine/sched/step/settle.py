@@ -140,7 +140,7 @@ class Settler:
         self.resources.release(req)
         self.roster.table.start_from(req.row, 0)
         if req.status is not Status.RUNNING:
-            self.roster.holding.pop(req.row)
+            self.roster.block_holders.pop(req.row)
             return
         req.history.num_preempted += 1
         self.roster.table.facts.num_preempted.at[req.row] = req.history.num_preempted
@@ -192,7 +192,7 @@ class Settler:
         self.roster.table.restart(row)
         if self.kv.is_loading(req):
             self._to_restart.add(req.row)
-        elif req.status is Status.RUNNING or req.row in self.roster.holding:
+        elif req.status is Status.RUNNING or req.row in self.roster.block_holders:
             self.unseat(req, "restarted")
 
     def woken(self, req: Request) -> None:
@@ -233,7 +233,7 @@ class Appender:
 
         Late results of a request that has finished or was revoked are dropped.
         """
-        is_whole = self._roster.running_rows.take_whole(plan.step)
+        is_whole = self._roster.running_rows.pop_full_step(plan.step)
         before, self._last = self._last, self._roster.running_rows.version if is_whole else -1
         is_new = not is_whole or before != self._last  # what columns share must be made first
         num_sampled = len(result.token_ids)

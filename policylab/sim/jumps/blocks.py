@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.kv.manager import KVManager
-from engine.kv.tables import Holder, RequestBlocks
+from engine.kv.tables import Allocation, KVRequest
 from policylab.sim.jumps.stretch import Growth
 
 
@@ -37,20 +37,20 @@ class RepeatingKV(KVManager):
             num_enough, num_too_many = (middle, num_too_many) if is_enough else (num_enough, middle)
         return num_enough
 
-    def may_gain(self, req: Holder, rows: Sequence[int]) -> bool:
+    def may_gain(self, req: KVRequest, rows: Sequence[int]) -> bool:
         """Could what the requests in these rows publish next lengthen the prefix hit of ``req``?"""
         if not self.caching:
             return False
         hashes = self._hashes(req)
         for row in rows:
-            count, chain = int(self.num_published[row]), self._holdings[row].chain
+            count, chain = int(self.num_published[row]), self._allocations[row].chain
             if count < len(hashes) and chain[count - 1 : count] == hashes[count - 1 : count]:
                 return True
         return False
 
     def repeat(
         self,
-        reqs: Sequence[Holder],
+        reqs: Sequence[KVRequest],
         rows: NDArray[np.intp],
         starts: NDArray[np.int32],
         known: NDArray[np.int32],
@@ -65,7 +65,7 @@ class RepeatingKV(KVManager):
         that are both known and written; ``tokens`` has those of all steps already. ``order``: in
         which place each one takes its block if several do so in one step.
         """
-        size, holdings = self.block_size, [self._holdings[row] for row in rows.tolist()]
+        size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
         takes = [
             (step, order[place], place)
@@ -77,12 +77,12 @@ class RepeatingKV(KVManager):
         growth = Growth([take[0] for take in takes], [take[2] for take in takes])
         growth.blocks = self.pool.take(len(takes)) if takes else []
         for place, block in zip(growth.places, growth.blocks, strict=True):
-            holding = holdings[place]
-            table = holding.tables[0]
+            allocation = allocations[place]
+            table = allocation.tables[0]
             growth.indices.append(len(table))
             table.append(block)
-            holding.num_sent += 1
-        self.num_held[rows] = [len(holding.tables[0]) for holding in holdings]
+            allocation.num_sent += 1
+        self.num_held[rows] = [len(allocation.tables[0]) for allocation in allocations]
         before = self.num_published[rows].tolist()
         self.num_published[rows] = (known + num_commits) // size
         if self.caching:
@@ -93,13 +93,13 @@ class RepeatingKV(KVManager):
                 for step in range(first, num_commits + 1, size)
             ]
             fills.sort()
-            self._publish_along(reqs, holdings, before, [fill[1] for fill in fills])
+            self._publish_along(reqs, allocations, before, [fill[1] for fill in fills])
         return growth
 
     def _publish_along(
         self,
-        reqs: Sequence[Holder],
-        holdings: Sequence[RequestBlocks],
+        reqs: Sequence[KVRequest],
+        allocations: Sequence[Allocation],
         nth: list[int],
         places: Sequence[int],
     ) -> None:
@@ -111,9 +111,9 @@ class RepeatingKV(KVManager):
         coming: dict[int, Iterator[tuple[int, bytes]]] = {}
         for place, (first, count) in enumerate(zip(nth, counts, strict=True)):
             if count:
-                holding, end = holdings[place], first + count
-                chain = self._prefix_index.hashes(reqs[place], holding)
-                coming[place] = zip(holding.tables[0][first:end], chain[first:end], strict=True)
+                allocation, end = allocations[place], first + count
+                chain = self._prefix_index.hashes(reqs[place], allocation)
+                coming[place] = zip(allocation.tables[0][first:end], chain[first:end], strict=True)
         if places:
             blocks, hashes = zip(*[next(coming[place]) for place in places], strict=True)
             self.cache.publish_each(blocks, hashes)

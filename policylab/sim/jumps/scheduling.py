@@ -238,9 +238,9 @@ class Stretches:
         self._scheduler.num_in_flight += num_planned - num_steps
         planned = range(stretch.step, stretch.step + num_planned)
         for step in self._in_flight[:num_steps]:
-            seated.take_whole(step)
+            seated.pop_full_step(step)
         for step in planned[max(0, num_steps - len(self._in_flight)) :]:
-            seated.note_whole(step)
+            seated.add_full_step(step)
 
     def _note_shapes(self, stretch: Stretch, num_before: int) -> None:
         """``View.note`` for each step that was settled; a policy with ``on_step`` has them all in
