@@ -145,7 +145,7 @@ def test_an_id_in_use_is_refused_and_free_again_after_its_end(client: Any) -> No
         ({"prompt_token_ids": [1000]}, "prompt_token_ids has token id 1000, must be in .0, 999."),
         ({"prompt_token_ids": [-1]}, "prompt_token_ids has token id -1"),
         ({"prompt_token_ids": []}, "empty prompt"),
-        ({"prompt_token_ids": [1] * 600}, "prompt has 600 tokens, must have 1 to 511"),
+        ({"prompt_token_ids": [1] * 600}, "prompt has 600 tokens; it must have 1 to 511"),
         ({"eos_token_ids": [5000]}, "eos_token_ids has token id 5000"),
         ({"bad_words_ids": [[1], [-7]]}, "bad_words_ids has token id -7"),
         ({"max_tokens": 0}, "max_tokens is 0"),

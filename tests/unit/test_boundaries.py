@@ -75,7 +75,7 @@ def test_deadlines_at_one_moment_are_met_at_that_moment():
     assert run.scheduler.make_stats().num_expired == 4
     now[0] = 6.0
     run.drain()
-    assert run.ends["later"].message == "not started by its deadline"
+    assert run.ends["later"].message == "the request was not started by its deadline"
     assert run.ends["runs"].reason == "length"
 
 

@@ -76,7 +76,7 @@ def test_a_policy_that_says_two_things_is_told_so():
     [
         (lambda n: np.zeros(n + 1), "shape"),
         (lambda n: np.zeros((n, 2)), "shape"),
-        (lambda n: (np.zeros(n), np.full(n, math.nan)), "place 1 that holds a NaN"),
+        (lambda n: (np.zeros(n), np.full(n, math.nan)), "with a NaN as part 1"),
         (lambda n: np.full(n, "a"), "must hold numbers"),
         (lambda n: np.full(n, None), "must hold numbers"),
         (lambda n: (np.zeros(n), [0] * n), "must be arrays, or a list"),

@@ -73,7 +73,7 @@ def test_a_bound_on_waiting_tokens_lets_one_long_prompt_in() -> None:
     run.add(make_request("long", [1] * 80, 4))  # alone it may be as long as it likes
     run.step()
     run.add(make_request("a", [2] * 30, 4))
-    with pytest.raises(RefusedError, match="60 prompt tokens would wait, the bound is 50"):
+    with pytest.raises(RefusedError, match="60 prompt tokens would wait, the limit is 50"):
         run.add(make_request("b", [3] * 30, 4))
     run.add(make_request("c", [3] * 20, 4))
     run.drain()
@@ -142,7 +142,7 @@ def test_a_total_deadline_ends_a_running_request_with_what_it_has() -> None:
     output = drain(session)["a"]
     completion = output.outputs[0]
     assert (output.finished, completion.finish_reason) == (True, "deadline")
-    assert completion.error == "not finished by its deadline"
+    assert completion.error == "the request was not finished by its deadline"
     assert completion.code == "deadline_exceeded"
     assert 0 < len(completion.token_ids) < 100
     assert output.metrics is not None and output.metrics.finished_time is not None
@@ -159,7 +159,7 @@ def test_a_queue_deadline_ends_only_who_has_not_started() -> None:
     assert outputs["runs"].outputs[0].finish_reason == "length"
     waits = outputs["waits"]
     assert waits.outputs[0].finish_reason == "deadline" and waits.outputs[0].token_ids == []
-    assert waits.outputs[0].error == "not started by its deadline"
+    assert waits.outputs[0].error == "the request was not started by its deadline"
     assert waits.metrics is not None and waits.metrics.scheduled_time is None
     assert sum(waits.metrics.waits.values()) >= 1.0 - 0.125
     assert session.client.stats().num_expired == 1

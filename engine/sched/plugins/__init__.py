@@ -1,1 +1,1 @@
-"""How policies and resources, which may be plug-ins, are found, called and checked."""
+"""Finds policies, resources and schedulers (also plug-ins), calls them and checks results."""

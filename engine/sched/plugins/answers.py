@@ -1,4 +1,4 @@
-"""What a hook may answer: each check says what is wrong with an answer, ``None`` if nothing is."""
+"""Checks of what hooks return: each returns an error text, or ``None`` for a valid value."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.sched.table import Array
 from engine.sched.view import MOST_COUNTED, View
 
 UNBOUNDED = 2**31 - 1
-ALLOWED = Fit(0)[1:]  # what follows the number where nothing is refused
+ALLOWED = Fit(0)[1:]  # the other fields of a Fit that refuses nothing
 
 
 def shown(value: object) -> str:
-    """A plug-in's object, for a message."""
+    """``repr`` of a plug-in's object, for a message."""
     try:
         return f"{value!r:.80}"
     except Exception:  # its __repr__ may raise
@@ -31,7 +31,7 @@ def shown(value: object) -> str:
 
 
 def raised(error: Exception) -> str:
-    """Text for an exception of a hook: type, message and the line in its file."""
+    """Text for an exception raised by a hook: type, message and source line."""
     try:
         return f"{type(error).__name__}: {error}{_line_of(error)}"
     except Exception:  # its __str__ may raise
@@ -39,7 +39,7 @@ def raised(error: Exception) -> str:
 
 
 def _line_of(error: Exception) -> str:
-    """The last traceback line in the hook's file. The first frame, its caller, is the engine's."""
+    """The last traceback line in the hook's file. The first frame is the engine's call."""
     frames = list(traceback.walk_tb(error.__traceback__))[1:]
     lines = [(frame.f_code.co_filename, line) for frame, line in frames]
     own = [line for file, line in lines if file == lines[0][0]]
@@ -54,13 +54,13 @@ def wrong_columns(columns: tuple[Array, ...], num_requests: int) -> str | None:
     for place, column in enumerate(columns):
         if column.shape != (num_requests,):
             return (
-                f"returns an array of shape {column.shape} as place {place}, must have a number "
-                f"for each of {num_requests} requests"
+                f"returns an array of shape {column.shape} as part {place} of the ranks, must have one "
+                f"number for each of {num_requests} requests"
             )
         if column.dtype.kind not in "biuf":
-            return f"returns an array of {column.dtype} as place {place}, must hold numbers"
+            return f"returns a {column.dtype} array as part {place} of the ranks, must hold numbers"
         if column.dtype.kind == "f" and np.isnan(column).any():
-            return f"returns an array as place {place} that holds a NaN"
+            return f"returns an array with a NaN as part {place} of the ranks"
     return None
 
 
@@ -69,7 +69,7 @@ def wrong_limits(answer: object) -> str | None:
         return f"returns {answer!r}, must be Limits"
     for bound in answer[:2]:
         if bound is not None and not (isinstance(bound, Integral) and int(bound) >= 0):
-            return f"returns {answer!r}, whose bounds must be whole numbers from 0 on"
+            return f"returns {answer!r}, whose limits must be integers of at least 0"
     if wrong_bool(answer.admission):
         return f"returns {answer!r}, whose admission must be True or False"
     return None
@@ -107,13 +107,13 @@ def wrong_verdict(answer: object) -> str | None:
     if isinstance(answer, Defer) and not (
         isinstance(answer.until, Real) and isfinite(answer.until)
     ):
-        return f"returns {answer!r}, must name a time in seconds"
+        return f"returns {answer!r}, must give a time in seconds"
     if answer is None or isinstance(answer, Refuse | Defer):
         return None
     return f"returns {answer!r}, must be None, Refuse or Defer"
 
 
-# Of resources
+# -- resources
 
 
 def wrong_objection(answer: object) -> str | None:
@@ -126,7 +126,7 @@ def wrong_counters(answer: object) -> str | None:
         for name, count in answer.items()
     ):
         return None
-    return f"returns {shown(answer)}, must be whole numbers by name"
+    return f"returns {shown(answer)}, must be a dict from names to integers"
 
 
 def wrong_extra(answer: object, most: int) -> str | None:
@@ -134,17 +134,17 @@ def wrong_extra(answer: object, most: int) -> str | None:
         return None
     if isinstance(answer, Integral) and 0 <= int(answer) <= most:
         return None
-    return f"returns {answer!r}, must be a whole number from 0 to {most}"
+    return f"returns {answer!r}, must be an integer from 0 to {most}"
 
 
 def wrong_fit(answer: object, most: int) -> str | None:
-    if answer.__class__ is Fit and answer == (most, *ALLOWED):  # what most answers are
+    if answer.__class__ is Fit and answer == (most, *ALLOWED):  # the usual case
         return None
     if not isinstance(answer, Fit):
         return f"returns {answer!r}, must be a Fit"
     counts = ((answer.num_tokens, most), (answer.hold, UNBOUNDED))
     if not all(isinstance(n, Integral) and 0 <= int(n) <= limit for n, limit in counts):
-        return f"returns {answer!r}, must allow 0 to {most} tokens and hold some or none"
+        return f"returns {answer!r}, must allow 0 to {most} tokens and hold at least 0"
     if not isinstance(answer.cause, str) or not isinstance(answer.on_refuse, OnRefuse | None):
         return f"returns {answer!r}, whose cause must be a str, its on_refuse an OnRefuse"
     if not isinstance(answer.code, str) or answer.code not in ERROR_CODES:
@@ -153,16 +153,16 @@ def wrong_fit(answer: object, most: int) -> str | None:
 
 
 def as_sortable(column: Array) -> Array:
-    """The same numbers as int64 or float64."""
+    """The column converted to int64 or float64."""
     return column.astype(np.float64 if column.dtype.kind == "f" else np.int64, copy=False)
 
 
 def wrong_list(answer: object, num_requests: int) -> str | None:
-    """Why a list of ranks that is no array is wrong; tuples are checked one by one."""
+    """Why a list of ranks in tuples has a wrong type or length; tuples are checked later."""
     if isinstance(answer, list) and len(answer) == num_requests:
         return None
     return (
-        f"returns {shown(answer)}, must be arrays, or a list of a tuple for each of "
+        f"returns {shown(answer)}, must be arrays, or a list with one tuple for each of "
         f"{num_requests} requests"
     )
 
@@ -172,9 +172,9 @@ def wrong_victims(view: View, named: object) -> str | None:
         return wrong_iterable(named)
     for req in named:
         if not (isinstance(req, Request) and view.knows(req)):
-            return f"names {req!r}, which is not a request here"
+            return f"returns {req!r}, which is not an unfinished request"
         if req.status is not Status.RUNNING:
-            return f"names {req!r}, which is not running"
+            return f"returns {req!r}, which is not running"
     return None
 
 
@@ -182,7 +182,7 @@ def wrong_next(view: View, req: object) -> str | None:
     if req is None:
         return None
     if not (isinstance(req, Request) and req.is_waiting and view.knows(req)):
-        return f"names {req!r}, which does not wait"
+        return f"returns {req!r}, which is not waiting"
     if req.considered == view.step.index:
-        return f"names {req!r}, which was offered in this step"
+        return f"returns {req!r}, which was already offered in this step"
     return None

@@ -1,1 +1,1 @@
-"""Planning a step and settling its result."""
+"""Plans a step, and settles it: processes its result."""

@@ -1,4 +1,4 @@
-"""The plan of a step: its rows, drafts and deltas; and how much a step takes of prompts."""
+"""Builds the plan of a step (rows, drafts, changes), and limits the prompt tokens of a step."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ def ones(count: int) -> NDArray[np.int32]:
 
 
 def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32], bool]:
-    """Plain rows by number, then the others in order of grant; their token counts; and whether
-    these are all that run, with one token each.
+    """The rows of a plan in their order, their token counts, and whether the step is full: it has
+    all running requests, with one token each.
 
-    Plain is a row of one token that is not new and not watched, however it was granted; so planning
-    in bulk and one by one give the same plan.
+    Plain rows come first in ascending order, then the others in order of grant. A row is plain if
+    it has one token, is not new and not watched, however it was granted; so planning in bulk and
+    one by one give the same plan.
     """
     seated = roster.running_rows
     if not step.grants:
@@ -50,17 +51,17 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32],
 
 
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
-    """The plan of a step, with all changes since the last one that the worker needs.
+    """Build the plan of a step, with all changes since the last plan that the worker needs.
 
-    Counts are advanced already, so a row's first token is at ``num_computed - count``.
+    ``num_computed`` is advanced already: a row's first token is at ``num_computed - count``.
     """
     table, seated = roster.table, roster.running_rows
-    rows, counts, is_whole = canonical_rows(step, roster)
+    rows, counts, is_full = canonical_rows(step, roster)
     samples = ones(len(rows))
     if step.silent:
         silent = step.silent
         samples = np.array([row not in silent for row in rows.tolist()], dtype=np.int32)
-    if is_whole:
+    if is_full:
         seated.add_full_step(step.index)
         slots, generations = seated.columns.slots, seated.columns.generations
     else:
@@ -93,8 +94,8 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
 
 def pad_drafts(plan: StepPlan, step: Step) -> None:
-    """Fill the places after a row's known tokens for which no feature has drafts with ``PADDING``,
-    so that the worker verifies and rejects them. Drafts for which there is no place are left out.
+    """Fit the drafts to the positions granted after each row's last token: missing ones are filled
+    with ``PADDING``, which the worker rejects; surplus drafts are dropped.
     """
     slots = {
         req.row: num_places
@@ -118,12 +119,12 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
 
 
 def _fits(drafts: DraftPart, num_rows: int) -> bool:
-    """A plug-in resource may return drafts for other rows, or fewer tokens than its counts."""
+    """True if the drafts are consistent: a plug-in may give wrong rows or too few tokens."""
     return len(drafts.counts) == num_rows and len(drafts.tokens) == int(drafts.counts.sum())
 
 
 def new_seq(req: Request) -> NewSeq:
-    """What the worker must know of a request that takes a seat."""
+    """The description of a request that starts to run, for the worker."""
     return NewSeq(
         request_id=req.request_id,
         slot=req.slot,
@@ -137,7 +138,7 @@ def new_seq(req: Request) -> NewSeq:
 
 
 def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
-    """Cap on one prompt's tokens in this step: none for a request that is alone."""
+    """The most tokens of one prompt in this step; unlimited if only one request is unfinished."""
     threshold = config.long_prefill_token_threshold
     if not threshold or not config.enable_chunked_prefill:
         return config.max_num_batched_tokens
@@ -150,12 +151,12 @@ def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
 
 
 def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> int:
-    """Tokens that prompts may still have in this step for the sake of its decodes.
+    """Number of tokens that prompts may still have in this step, to keep its decodes fast.
 
-    Whoever decodes waits for the whole step, and a prompt of moderate length takes it several times
-    as long as its decodes alone. So next to decodes prompts go in small pieces while few tokens
-    wait: some steps later they are done. What waits beyond that is computed at once, since larger
-    steps end a long queue sooner for everybody. Tokens that a cache holds count as any that wait.
+    A decode waits for the whole step, and a prompt of moderate length makes the step several times
+    as long. So while few prompt tokens are queued, they are computed in small chunks next to
+    decodes. Tokens queued beyond that are not held back, since larger steps empty a long queue
+    sooner. Queued tokens count even if their KV is in the prefix cache.
     """
     size = config.max_mixed_prefill_tokens
     if not (size and step.has_decodes):

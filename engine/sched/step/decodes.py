@@ -1,10 +1,10 @@
-"""Fast path for decode rows that no policy hook or resource needs to see.
+"""Fast path for decodes for which no policy hook and no resource must be called.
 
-A row is plain if it has one token left to compute and no resource watches it. A serial one whose
-last token is still being computed is passed over. While all decodes fit into the budget and
-the free blocks, and the policy overrides no hook that is called by row, plain rows are granted as
-one block of columns; otherwise each is granted in its turn, and their counts are written back
-together. The plans are equal to those of the general path; only the cost differs.
+A row is plain if it has one token left to compute and no resource watches it. A serial row whose
+last token is still being computed is skipped. If all decodes fit into the budget and the free
+blocks, and the policy overrides no hook that is called for each row, plain rows are granted
+together with numpy operations; otherwise they are granted one by one in the order of the policy,
+and their counts are written back together. The plans equal those of the general path.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from engine.sched.table import ONE, SERIAL, WATCHED, Counts
 
 Mask = NDArray[np.bool_]
 
-FEW = 8  # running requests up to which a loop is quicker; alone, by a fifth of schedule and settle
+FEW = 8  # up to this many running requests a loop is faster (a single one: by a fifth)
 
 # A policy that overrides one of these is called for every request, one by one.
 ROW_HOOKS = ("order", "chunk", "evict", "on_grant")
 
 
 class DecodeFastPath:
-    """Grants plain rows."""
+    """Grants one token each to plain rows."""
 
     def __init__(
         self,
@@ -58,10 +58,10 @@ class DecodeFastPath:
         self._has_on_grant = guard.overrides("on_grant")
 
     def grant_plain(self, step: Step) -> bool:
-        """Grant all plain rows if every running decode fits budget and free blocks.
+        """Grant all plain rows if every running decode fits into the budget and the free blocks.
 
-        The order among them does then not matter. If they do not fit, or the policy has
-        hooks by row, they are marked instead: ``granter`` is enough for a marked row in this step.
+        Their order does not matter then. If they do not fit, or the policy has hooks that are
+        called for each row, the rows are marked, and ``granter`` grants a marked row.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
@@ -96,9 +96,9 @@ class DecodeFastPath:
         return True
 
     def _decodes(self) -> tuple[Mask, Mask, Mask | None, Counts]:
-        """Masks over the running requests: can have one token now; of these, those that no resource
-        watches; could have one if their last token were known (``None``: no request). And how many
-        tokens of each are computed."""
+        """Three masks over the running requests: can have one token now; these without watched
+        ones; could have one if their last token were known (``None``: no request). And the
+        number of computed tokens of each."""
         table, columns = self._table, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
@@ -113,7 +113,7 @@ class DecodeFastPath:
         return decode, plain, held, computed
 
     def _grant_few(self, step: Step) -> bool:
-        """``grant_plain`` for few rows, one at a time; False if blocks are short."""
+        """``grant_plain`` for few rows, in a loop; False if too few blocks are free."""
         table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0
@@ -155,10 +155,10 @@ class DecodeFastPath:
         step.tokens_left -= len(rows)
 
     def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
-        """Blocks are short: each row that needs one takes it from the pool or preempts for it.
+        """Get a block for each row that needs one, when too few are free, by preempting others.
 
-        Rows before it by rank were offered their tokens already and cannot be preempted. Returns
-        the rows that are left: neither evicted nor refused.
+        Rows with a smaller rank already got their tokens and cannot be preempted. Returns the rows
+        that remain: neither preempted nor refused.
         """
         considered, index = self._table.considered, step.index
         decodes = {*rows.tolist(), *held.tolist()}
@@ -183,10 +183,11 @@ class DecodeFastPath:
         return kept
 
     def granter(self, step: Step) -> Callable[[Request], None]:
-        """Grants one token to a marked row, unless it was offered or evicted in this step.
+        """Return a function that grants one token to a marked row, unless the row was offered
+        tokens or preempted in this step.
 
-        Its counts are advanced by ``write_back``, unless a hook reads them before. A closure, which
-        reads what all rows share once.
+        ``write_back`` advances the counts later, unless a hook reads them before. It is a closure,
+        so that values common to all rows are read once.
         """
         table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
         considered = table.considered.at
@@ -211,14 +212,14 @@ class DecodeFastPath:
             granted(row)
             if within == last and start < known[row]:
                 kv.commit(req, start + 1)
-            if on_grant is not None:  # the hook sees the counts with this grant
+            if on_grant is not None:  # the hook must see the advanced counts
                 advance(row, start + 1)
                 on_grant(req)
 
         return grant_one
 
     def _secure_next(self, req: Request, position: int, step: Step) -> bool:
-        """A block for this position, which may begin one."""
+        """Get a block for this position, if it is the first of a new block."""
         kv = self._kv
         if position < kv.num_held[req.row] * kv.block_size:
             return True
@@ -228,7 +229,7 @@ class DecodeFastPath:
         return True
 
     def write_back(self, step: Step) -> None:
-        """Advance the counts of rows granted one by one."""
+        """Advance the counts of the rows that ``granter`` granted."""
         if step.plain:
             step.plain_rows = self._roster.running_rows.sorted(step.plain)
             if not self._has_on_grant:
@@ -236,13 +237,13 @@ class DecodeFastPath:
             step.plain.clear()
 
     def rest(self, step: Step) -> list[Request]:
-        """Running requests that were not granted in bulk: decodes first, then by rank."""
+        """Running requests that were not granted in bulk: decodes first, each part by rank."""
         rows = self._roster.running_rows.columns.rows
         if len(step.plain_rows) == len(rows):
             return []
         considered = self._table.considered
         left = rows[considered.all[rows] != step.index]
-        if 4 * len(left) > len(rows):  # quicker than to sort them
+        if 4 * len(left) > len(rows):  # faster than sorting ``left``
             decodes_first, index = self._view.decodes_first(), step.index
             return [req for req in decodes_first if considered.at[req.row] != index]
         return sorted(self._by_rank(left.tolist()), key=lambda req: req.num_uncomputed != 1)

@@ -1,4 +1,4 @@
-"""New requests: checked, ranked and queued; and the timers that wake or end them."""
+"""Checks, ranks and queues new requests; keeps timers that wake or end requests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.sched.policy import Defer, Refuse
 from engine.sched.request import Request
 from engine.sched.step.settle import Settler
 
-FEW = 64  # timers that are kept even if their requests have ended
+FEW = 64  # up to this many timers, those of ended requests are not removed
 
 
 class Intake:
-    """Refuses requests that could never run, whose id is in use, or for which a bounded queue has
-    no room; queues the rest."""
+    """Queues new requests. Refuses those that could never run, whose id is in use, or that exceed
+    the limits of the queue."""
 
     def __init__(self, config: SchedulerConfig, settler: Settler) -> None:
         self.timers = Timers()
@@ -32,7 +32,7 @@ class Intake:
         self._last_start: float | None = None
 
     def take(self, add: AddRequest) -> Request:
-        """Queue a request. Raises ``RequestError``, or ``RefusedError``, and then keeps nothing."""
+        """Queue a request. If ``RequestError`` or ``RefusedError`` is raised, nothing changes."""
         self.check(add)
         config, roster, view = self.config, self._roster, self.settler.view
         req = Request(add, self._num_arrived, roster.table, max_model_len=config.max_model_len)
@@ -40,14 +40,14 @@ class Intake:
         self._kv.ensure_rows(roster.table.num_rows)
         policy, ledger = self.settler.policy, self.settler.ledger
         try:
-            view.predict(req)  # a predictor raises for a missing input before a hook calls it
+            view.predict(req)  # raises now, not in a hook, if the predictor lacks an input
             verdict = policy.on_add(req, view)
             if isinstance(verdict, Refuse):
                 self.settler.counters.num_refused += 1
                 message = f"request {add.request_id!r} was refused: {verdict.reason}"
                 raise RefusedError(message, code="refused")
         except RequestError:
-            self._kv.finish(req)  # the policy may have looked it up in the cache
+            self._kv.finish(req)  # the policy may have looked up its prefix
             roster.table.give_back(req.row)
             raise
         if ledger is not None:
@@ -71,25 +71,28 @@ class Intake:
         check_can_run(add, self.config, self._kv)
         self.settler.resources.check(add)
         config, waiting = self.config, self._roster.num_queued
-        if config.max_waiting_requests is not None and waiting >= config.max_waiting_requests:
-            self._refuse(f"{waiting} requests wait already (max_waiting_requests)")
+        limit = config.max_waiting_requests
+        if limit is not None and waiting >= limit:
+            self._refuse(
+                f"{waiting} requests wait already, the limit is {limit} (max_waiting_requests)"
+            )
         tokens = len(add.prompt_token_ids) + self._roster.queued_tokens
         if config.max_waiting_tokens is not None and tokens > config.max_waiting_tokens:
-            if not waiting:  # alone in the queue, a long prompt would be refused for ever
+            if not waiting:  # else a long prompt would always be refused
                 return
             self._refuse(
-                f"{tokens} prompt tokens would wait, the bound is {config.max_waiting_tokens} "
+                f"{tokens} prompt tokens would wait, the limit is {config.max_waiting_tokens} "
                 "(max_waiting_tokens)"
             )
 
     def estimated_wait(self) -> float | None:
-        """Seconds until a request that came now would start, from the pace of late ones."""
+        """Seconds until a request added now would start, at the recent rate of starts."""
         if not self._seconds_per_start:
             return None
         return self._roster.num_queued * self._seconds_per_start
 
     def on_started(self, now: float) -> None:
-        """A request left the queue for a seat; keeps the pace (smoothed over about 20)."""
+        """Update the rate of starts, smoothed over about 20 starts."""
         if self._last_start is not None:
             gap = now - self._last_start
             share = 0.05 if self._seconds_per_start else 1.0
@@ -108,8 +111,8 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
     num_prompt = len(add.prompt_token_ids)
     if not 0 < num_prompt < config.max_model_len:
         raise (PromptTooLongError if num_prompt else RequestError)(
-            f"prompt has {num_prompt} tokens, must have 1 to {config.max_model_len - 1} "
-            "(max_model_len less one for the output)",
+            f"the prompt has {num_prompt} tokens; it must have 1 to {config.max_model_len - 1} "
+            "(max_model_len minus one for the output)",
             param="prompt_token_ids",
         )
     # The KV of the last token is never needed.
@@ -117,15 +120,15 @@ def check_can_run(add: AddRequest, config: SchedulerConfig, kv: KVManager) -> No
     needed = kv.blocks_for(longest)
     if needed > kv.num_usable:
         raise RequestError(
-            f"request {add.request_id!r} may grow to {longest} tokens = {needed} KV blocks, "
-            f"but the whole pool has {kv.num_usable}; lower max_tokens or raise "
-            "num_kv_blocks",
+            f"request {add.request_id!r} may grow to {longest} tokens and need {needed} KV blocks, "
+            f"but there are only {kv.num_usable}; lower max_tokens or raise num_kv_blocks",
             param="max_tokens",
         )
 
 
 class TimerKind(Enum):
-    """What is due: to be looked at again, or to have been started or finished by then."""
+    """What happens at a timer: a deferred request is woken, or a request that has not started or
+    finished by its deadline is ended."""
 
     WAKE = "wake"
     START_BY = "started"
@@ -133,15 +136,15 @@ class TimerKind(Enum):
 
 
 class Timers:
-    """Timers, by seconds on the engine's clock. Those of ended requests are dropped."""
+    """Timers in seconds on the engine's clock. Timers of ended requests are ignored."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, int, TimerKind, Request]] = []
-        self._num_added = 0  # breaks ties
+        self._num_added = 0  # orders timers of the same time
         self._clean_at = FEW
 
     def add(self, time: float, kind: TimerKind, req: Request) -> None:
-        if len(self._heap) >= self._clean_at:  # most may be of requests that ended long before
+        if len(self._heap) >= self._clean_at:  # most may belong to requests that have ended
             self._heap = [entry for entry in self._heap if not entry[-1].is_finished]
             heapify(self._heap)
             self._clean_at = max(FEW, 2 * len(self._heap))
@@ -149,21 +152,21 @@ class Timers:
         self._num_added += 1
 
     def add_deadlines(self, req: Request) -> None:
-        """Add the deadlines that came with the request."""
+        """Add timers for the deadlines of a request."""
         if req.add.queue_deadline is not None:
             self.add(req.add.queue_deadline, TimerKind.START_BY, req)
         if req.add.end_deadline is not None:
             self.add(req.add.end_deadline, TimerKind.END_BY, req)
 
     def due(self, now: float) -> Iterator[tuple[TimerKind, Request]]:
-        """What is due by now, in order of time."""
+        """Remove and return the timers that are due, in order of time."""
         while self._heap and self._heap[0][0] <= now:
             *_, kind, req = heappop(self._heap)
             if not req.is_finished:
                 yield kind, req
 
     def next_time(self) -> float | None:
-        """The time of the next timer."""
+        """The time of the next timer, or None."""
         while self._heap and self._heap[0][-1].is_finished:
             heappop(self._heap)
         return self._heap[0][0] if self._heap else None

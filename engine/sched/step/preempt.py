@@ -1,4 +1,4 @@
-"""Who gives up seat and blocks for another one, and what a request may have of the free blocks."""
+"""Chooses requests to preempt, and how many free blocks a request may take."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from engine.sched.policy import Policy
 from engine.sched.request import Request
 from engine.sched.view import View
 
-PAUSED_STEPS = 4  # without an offer, after which a paused request may lose its blocks to any other
+PAUSED_STEPS = 4  # a request paused for this many steps may be preempted for any other
 
 
 def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Request] | None:
-    """Holders of blocks to evict so that ``req`` can have the positions [0, upto) and a seat.
+    """Requests to preempt so that ``req`` gets blocks for the positions [0, upto) and a seat.
 
-    ``None``: evictions cannot make enough room. Changes nothing: the caller evicts them only when
-    it grants the tokens.
+    ``None``: preemption cannot free enough. Changes nothing: the caller preempts when it grants.
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
@@ -36,8 +35,8 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
 
 
 def spared_blocks(req: Request, policy: Policy, view: View) -> int:
-    """Free blocks that this request must leave: where headroom is kept, and not a watermark in its
-    place, a waiting request leaves the blocks that running prompts were promised."""
+    """Number of free blocks that ``req`` must not take. If headroom is kept (and no watermark is
+    configured), a waiting request leaves the blocks that running prompts need."""
     if not req.is_waiting or view.config.watermark is not None:
         return 0
     kv = view.kv
@@ -48,7 +47,7 @@ def spared_blocks(req: Request, policy: Policy, view: View) -> int:
 
 
 def promised_to_others(req: Request, policy: Policy, view: View) -> int:
-    """Free blocks promised to running prompts, less those that a waiting ``req`` may preempt."""
+    """Number of blocks that running prompts need, without prompts that ``req`` may preempt."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:
@@ -57,10 +56,11 @@ def promised_to_others(req: Request, policy: Policy, view: View) -> int:
 
 
 def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> int:
-    """How many of these tokens a running request can have blocks for, from 1 on.
+    """How many of ``num_tokens`` tokens a running request can get blocks for; at least 1.
 
-    A prompt chunk is not cut if those it may take blocks from hold enough. Otherwise it is cut to
-    the free blocks or, without any, to one more block. Drafts take no block another request needs.
+    A prompt chunk is not shortened if preemption can free enough blocks. Otherwise it is shortened
+    to the free blocks or, if none is free, to one block. Drafts never take a block that another
+    request needs.
     """
     kv, start = view.kv, req.num_computed
     num_held, size = int(kv.num_held[req.row]), kv.block_size
@@ -79,9 +79,9 @@ def cut_to_blocks(req: Request, num_tokens: int, policy: Policy, view: View) -> 
 
 
 def _candidates(req: Request, policy: Policy, view: View) -> list[Request]:
-    """Holders of which ``req`` may take blocks and that were not offered in this step.
+    """Requests that hold blocks, may be preempted for ``req``, and were not offered tokens yet.
 
-    A running request that its policy has paused for long is a candidate whatever its rank.
+    A running request that the policy has paused for long is included whatever its rank.
     """
     may_take = policy.outranks if req.is_waiting else policy.takes_blocks
     considered, slot, index = req.table.considered.at, req.table.slot.at, view.step.index

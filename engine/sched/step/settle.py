@@ -1,4 +1,4 @@
-"""A step's result: append tokens, publish blocks, end and retire requests, make outputs."""
+"""Settles a step: appends tokens, publishes KV blocks, ends requests, builds the outputs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from engine.sched.roster import NO_ROWS, Roster, Rows
 from engine.sched.table import Counts, TableColumn
 from engine.sched.view import View
 
-FEW = 8  # rows for which nothing is made that only later steps of the same requests would use
+FEW = 8  # up to this many rows, arrays that only later steps could reuse are not built
 NO_RESULT = StepResult(0, EMPTY, EMPTY)
 logger = logging.getLogger("engine.sched")
 NOWHERE = -1  # index of a request that is not in the plan
 
 
 class Settler:
-    """Settles the result of a step; ends, unseats and restarts requests, for whatever reason."""
+    """Processes the results of steps; ends, preempts and restarts requests for any reason."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class Settler:
         self.counters = Counters()
         self.ledger = view.ledger if policy.uses_ledger else None
         self.appender = Appender(roster, kv, self.ledger)
-        self._ended: list[End] = []  # outside of any result
-        self._to_restart: set[int] = set()  # rows, once the transfer into their blocks is over
+        self._ended: list[End] = []  # requests that ended outside a step, not reported yet
+        self._to_restart: set[int] = set()  # rows to restart once the load of their KV is over
 
     def settle(self, plan: StepPlan, result: StepResult) -> dict[int, CoreOutputs]:
-        """Outputs of one step by client index."""
+        """Process one step's result; returns its outputs by client index."""
         self.roster.table.land(plan.rows)
         self.resources.settle(plan, result)
         outputs = OutputColumns(self.view.now, result)
@@ -71,32 +71,32 @@ class Settler:
         return self._to_clients(outputs)
 
     def take_outputs(self) -> dict[int, CoreOutputs]:
-        """Finish outputs that belong to no step result."""
+        """Take the outputs of requests that ended outside a step."""
         if not self._ended:
             return {}
         return self._to_clients(OutputColumns(self.view.now, NO_RESULT))
 
     @property
     def has_ended(self) -> bool:
-        """Have requests ended whose ends were in no output yet?"""
+        """True if the end of a request has not been returned in an output yet."""
         return bool(self._ended)
 
     def end(
         self, req: Request, reason: FinishReason, message: str, code: str | None = None
     ) -> None:
-        """End the request now, for a reason outside of any step result; its client is notified.
-        ``code``: None means that of the reason."""
+        """End the request now, outside a step; its client is notified. ``code``: None for the
+        reason's default code."""
         self.finish(req)
         self.counters.num_failed += reason == "error"
         self._ended.append(End(req, reason, message, code))
 
     def expire(self, req: Request, missed: str) -> None:
-        """The request was not ``missed`` ("started", "finished") by its deadline."""
+        """End a request whose deadline passed; ``missed`` is "started" or "finished"."""
         self.counters.num_expired += 1
-        self.end(req, "deadline", f"not {missed} by its deadline")
+        self.end(req, "deadline", f"the request was not {missed} by its deadline")
 
     def finish(self, req: Request) -> None:
-        """The request has ended: blocks, seat and whatever else it held are free."""
+        """Free the blocks, the seat and all resources of a request that has ended."""
         req.history.kv_transfer_params = self.kv.finish(req)
         self.roster.finish(req, self.view.now)
         self.resources.release(req)
@@ -106,22 +106,22 @@ class Settler:
         self.policy.on_finish(req, self.view)
 
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
-        """Blocks for this many tokens are not free. If the whole pool is too small for them, the
-        request ends: it would wait for ever, and so would the queue after it."""
+        """End the request if all blocks together are too few for ``num_tokens`` tokens, since it
+        would block the queue for ever. Called when too few blocks are free."""
         needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
         if needed <= self.kv.num_usable:
             return False
         self.end(
             req,
             "error",
-            f"{num_tokens} tokens that must be held at once take {needed} KV blocks, but the whole "
-            f"pool has {self.kv.num_usable}",
+            f"the request must hold {num_tokens} tokens in {needed} KV blocks, but there are only "
+            f"{self.kv.num_usable}; raise num_kv_blocks",
         )
         return True
 
     def take_orphans(self) -> Iterator[Request]:
-        """Requests parked by resources that were disabled since: they are to be woken. But one
-        whose blocks a transfer fills ends: the end of the transfer will not be reported."""
+        """Take the requests that disabled resources had parked, to be woken. One whose KV is being
+        loaded is ended instead, since the end of the load will not be reported."""
         for req in self.resources.take_orphans():
             if self.kv.is_loading(req):
                 message = "the resource that was loading its KV was disabled"
@@ -130,9 +130,9 @@ class Settler:
                 yield req
 
     def unseat(self, req: Request, cause: str) -> None:
-        """Take blocks and seat; the request waits at its rank and will recompute.
+        """Take blocks and seat from a request, which returns to the queue and will recompute.
 
-        A request that only held blocks while it waited loses those.
+        A request that held blocks while it waited loses them.
         """
         if req.status is Status.RUNNING:
             self.policy.on_preempt(req, self.view)
@@ -149,11 +149,11 @@ class Settler:
         self.roster.unseat(req, self.view.now, cause)
 
     def revoke(self, req: Request, start: int) -> None:
-        """The KV that the request wrote from this position on is invalid, and so is what was read
-        from it.
+        """Handle invalid KV: what the request wrote from position ``start`` on, and all KV that
+        was computed from it.
 
-        Requests that adopted some of these blocks start again. Those that read them are in a step
-        in flight or in the one being settled, so their rows still exist, ended or not.
+        Requests that adopted these blocks restart. Requests that read them are in a step in flight
+        or in the one being settled, so their rows still exist, even if they have ended.
         """
         involved = [other for other in self.roster.by_row if other is not None]
         for row in self.kv.revoke(req, start, involved):
@@ -162,14 +162,14 @@ class Settler:
     # -- helpers
 
     def _roll_back(self, plan: StepPlan, num_drafts: Column, result: StepResult) -> None:
-        """Rejected drafts do not count as computed. A preempted request has nothing computed."""
+        """Subtract rejected drafts from the computed tokens, except for preempted requests."""
         table, rows = self.roster.table, plan.rows
         rejected = num_drafts - (result.counts - 1).clip(min=0)
         current = (table.generation.all[rows] == plan.generations) & (table.slot.all[rows] >= 0)
         table.take_back(rows, np.where(current & (num_drafts > 0), rejected, 0))
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[End]:
-        """End only the rows with an error; the blocks they wrote leave the prefix cache."""
+        """End the rows with an error, and remove the blocks they wrote from the prefix cache."""
         failed = []
         for index, message in result.errors.items():
             row = int(plan.rows[index])
@@ -178,7 +178,7 @@ class Settler:
             if req is None:
                 continue
             self.revoke(req, int(plan.starts[index]))
-            if stale or req.is_finished:  # sent back to start or aborted meanwhile
+            if stale or req.is_finished:  # restarted or aborted meanwhile
                 continue
             self.finish(req)
             self.counters.num_failed += 1
@@ -186,7 +186,7 @@ class Settler:
         return failed
 
     def restart(self, row: int) -> None:
-        """Back to the queue with nothing computed; results in flight are dropped."""
+        """Return the request to the queue with nothing computed; results in flight are dropped."""
         req = self.roster.by_row[row]
         assert req is not None
         self.roster.table.restart(row)
@@ -196,7 +196,7 @@ class Settler:
             self.unseat(req, "restarted")
 
     def woken(self, req: Request) -> None:
-        """The request is back in the queue; the KV it holds may be invalid by now."""
+        """Called when a request is back in the queue: restart it if its KV has become invalid."""
         if req.row in self._to_restart:
             self._to_restart.remove(req.row)
             self.unseat(req, "restarted")
@@ -208,7 +208,7 @@ class Settler:
         return outputs.by_client()
 
     def _retire(self, rows: Rows) -> None:
-        """Rows of finished requests whose last step in flight this was."""
+        """Free the rows of finished requests that no step in flight contains any more."""
         table = self.roster.table
         gone = rows[table.alive.all[rows] + table.in_flight.all[rows] == 0]
         for row in gone.tolist() if gone.size else ():
@@ -224,32 +224,32 @@ class Appender:
         self._kv = kv
         self._block_size = np.array(kv.block_size, dtype=np.int32)
         self._ledger = ledger
-        self._members = Members(NO_ROWS, roster)  # of the last result in columns
-        self._version = -1  # of all running requests, if these are the members
-        self._last = -1  # version that the last result was for
+        self._members = Members(NO_ROWS, roster)  # of the last result processed with arrays
+        self._version = -1  # running-set version of ``_members``, if they are all running requests
+        self._last = -1  # running-set version of the last result, if its step was full
 
     def append(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
-        """Append what was sampled. Indices in ``outputs`` of requests that may have ended.
+        """Append the sampled tokens. Returns indices in ``outputs`` of requests that may end here.
 
-        Late results of a request that has finished or was revoked are dropped.
+        Results of a request that has finished or restarted are dropped.
         """
-        is_whole = self._roster.running_rows.pop_full_step(plan.step)
-        before, self._last = self._last, self._roster.running_rows.version if is_whole else -1
-        is_new = not is_whole or before != self._last  # what columns share must be made first
+        is_full = self._roster.running_rows.pop_full_step(plan.step)
+        before, self._last = self._last, self._roster.running_rows.version if is_full else -1
+        is_new = not is_full or before != self._last  # arrays would have to be built first
         num_sampled = len(result.token_ids)
-        if plan.drafts is not None:  # else no row has several
+        if plan.drafts is not None:  # only then can a row have several tokens
             num_sampled = int(np.count_nonzero(result.counts))
         if len(result.token_ids) > num_sampled or (is_new and num_sampled <= FEW):
             return self._one_by_one(plan, result, outputs)
-        return self._in_columns(plan, result, outputs, is_whole)
+        return self._in_columns(plan, result, outputs, is_full)
 
     def running_members(self) -> Members:
-        """All running requests, in order of rows."""
-        return self._members_of(self._roster.running_rows.columns.rows, is_whole=True)
+        """All running requests, in ascending order of rows."""
+        return self._members_of(self._roster.running_rows.columns.rows, is_full=True)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Known or computed tokens of these rows grew by one to ``counts``. Publish the blocks that
-        end there, if the ``other`` column has reached the same position."""
+        """Publish the blocks that end at ``counts``. One of ``num_tokens`` and ``num_computed`` of
+        these rows grew by one to ``counts``; ``other``, the other column, must have reached it."""
         ends = (counts % self._block_size == 0).nonzero()[0]
         if not ends.size:
             return
@@ -259,7 +259,7 @@ class Appender:
             self._kv.commit_next(self._roster.requests(full))
 
     def _one_by_one(self, plan: StepPlan, result: StepResult, outputs: OutputColumns) -> list[int]:
-        """For rows that may have several tokens each, and for few."""
+        """Append in a loop: for rows with several tokens, or few rows."""
         table, tokens, last = self._roster.table, result.token_ids.tolist(), 0
         ended = []
         columns = zip(
@@ -285,13 +285,13 @@ class Appender:
         return ended
 
     def _in_columns(
-        self, plan: StepPlan, result: StepResult, outputs: OutputColumns, is_whole: bool
+        self, plan: StepPlan, result: StepResult, outputs: OutputColumns, is_full: bool
     ) -> list[int]:
-        """``is_whole``: the plan's rows are all the running requests."""
+        """Append with numpy. ``is_full``: the plan's rows are all running requests."""
         table = self._roster.table
-        is_whole = is_whole and len(result.token_ids) == len(plan.rows)
-        rows, tokens, places = self._sampled(plan, result, is_whole)
-        members = self._members_of(rows, is_whole)
+        is_full = is_full and len(result.token_ids) == len(plan.rows)
+        rows, tokens, places = self._sampled(plan, result, is_full)
+        members = self._members_of(rows, is_full)
         new, started = tokens.tolist(), members.take_started()
         num_tokens = table.append(rows, members.tokens, new)
         table.facts.stamp(rows, started, outputs.now)
@@ -301,19 +301,19 @@ class Appender:
             self._ledger.on_tokens((req.user, 1) for req in members.reqs)
         return members.may_have_ended(tokens, num_tokens)
 
-    def _members_of(self, rows: Rows, is_whole: bool) -> Members:
-        """Reused if these are all running requests and the same as last time, else made anew."""
-        version = self._roster.running_rows.version if is_whole else -1
-        if not is_whole or version != self._version:
+    def _members_of(self, rows: Rows, is_full: bool) -> Members:
+        """Members for these rows, reused while they are all running requests, unchanged."""
+        version = self._roster.running_rows.version if is_full else -1
+        if not is_full or version != self._version:
             self._members, self._version = Members(rows, self._roster), version
         return self._members
 
     def _sampled(
-        self, plan: StepPlan, result: StepResult, is_whole: bool
+        self, plan: StepPlan, result: StepResult, is_full: bool
     ) -> tuple[Rows, Counts, Sequence[int]]:
-        """Rows that have a use for their token, the tokens, and their places in the plan."""
+        """Rows whose token is needed, the tokens, and their places in the plan."""
         table, rows, tokens = self._roster.table, plan.rows, result.token_ids
-        if is_whole:
+        if is_full:
             return rows, tokens, range(len(rows))
         sampled = (result.counts > 0) & (table.alive.all[rows] == 1)
         sampled &= table.generation.all[rows] == plan.generations
@@ -325,11 +325,11 @@ class Appender:
 
 
 def stopped_by(req: Request, token: int, num_tokens: int) -> tuple[FinishReason, int | None] | None:
-    """Reason and stop reason if this token, its last of ``num_tokens``, ends the request, else
-    ``None``.
+    """Finish reason and stop reason if this token, the last of ``num_tokens``, ends the request;
+    else ``None``.
 
-    End of text has no stop reason; a stop token of the user's own is its own reason. Stop tokens
-    before ``min_tokens`` outputs cannot be sampled, so only a forced one could be seen here.
+    The end-of-text token has no stop reason; for other stop tokens it is the token id. Stop tokens
+    before ``min_tokens`` outputs cannot be sampled, so only a forced one can occur here.
     """
     if token in req.stop_ids and num_tokens - req.num_prompt >= req.params.min_tokens:
         return "stop", None if token in req.add.eos_token_ids else token
@@ -339,8 +339,8 @@ def stopped_by(req: Request, token: int, num_tokens: int) -> tuple[FinishReason,
 
 
 def up_to_end(req: Request, tokens: list[int]) -> list[int]:
-    """The sampled token; or accepted drafts and the token after them, up to one that ends the
-    request."""
+    """The tokens to append: the sampled token, or accepted drafts and the token after them, up to
+    one that ends the request."""
     if len(tokens) == 1:
         return tokens
     num_known = req.num_tokens
@@ -352,10 +352,10 @@ def up_to_end(req: Request, tokens: list[int]) -> list[int]:
 
 @dataclass(slots=True)
 class Counters:
-    """Counts since the start."""
+    """Counters since the start."""
 
-    num_steps: int = 0  # rounds of scheduling, which number the steps
-    num_computed_steps: int = 0  # those that had something to compute
+    num_steps: int = 0  # calls of ``schedule``; the number of the step
+    num_computed_steps: int = 0  # steps with tokens to compute
     num_scheduled_tokens: int = 0
     num_preemptions: int = 0
     num_failed: int = 0
@@ -368,20 +368,20 @@ class Counters:
     floor_seconds: float = 0.0
 
     def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
-        """The default order was tried in place of the policy's. Steps in which that granted tokens
-        are counted, and the first is logged. ``culprit``: who let none run, and why if known."""
+        """Count a step in which the default order replaced the policy's and granted tokens
+        (``was_saved``); the first is logged. ``culprit``: what scheduled no request, and why."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
             self.rescued_from = f"{culprit} scheduled no request although one could run"
             logger.warning(
-                "%s; such steps are served in the default order and counted in num_rescued_steps",
+                "%s; the default order is used for such steps, num_rescued_steps counts them",
                 self.rescued_from,
             )
 
 
 class Members:
-    """The requests in the rows of a plan, and their constants. While no request starts or
-    ends, plans share their rows, and this is made once for all of them."""
+    """The requests in the rows of a plan, and their constant fields. Plans have equal rows while no
+    request starts or ends, so they share this object."""
 
     def __init__(self, rows: Rows, roster: Roster) -> None:
         table = roster.table
@@ -401,7 +401,8 @@ class Members:
         self._have_started = False
 
     def take_started(self) -> list[int]:
-        """Requests that get their first token from this seat now; called before each token."""
+        """Indices of requests that get their first token since they got their seat; called before
+        each token."""
         if self._have_started:
             return []
         self._have_started = True
@@ -410,7 +411,7 @@ class Members:
         return indices
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
-        """Requests that may end with this token, with which each has ``num_tokens``."""
+        """Indices of requests that may end with these tokens. ``num_tokens`` includes them."""
         ended = num_tokens >= self._limits
         if self._may_stop:
             ended |= self._stop_ids == tokens
@@ -421,7 +422,7 @@ class Members:
 
 
 class OutputColumns:
-    """Collects a step's outputs and splits them by client."""
+    """Collects the outputs of a step and splits them by client."""
 
     def __init__(self, now: float, result: StepResult) -> None:
         self.now = now
@@ -429,9 +430,9 @@ class OutputColumns:
         self.reqs: list[Request] = []
         self._ids: list[str] = []
         self._only_client: int | None = None
-        self._tokens: list[int] = []  # flat
-        self._counts: list[int] | None = None  # of tokens by request; None: one each
-        self._places: list[int] = []  # in the plan
+        self._tokens: list[int] = []  # of all requests, concatenated
+        self._counts: list[int] | None = None  # tokens per request; None: one each
+        self._places: list[int] = []  # index of each request in the plan
         self._started: set[int] = set()
         self._finished: dict[int, Finished] = {}
 
@@ -442,7 +443,7 @@ class OutputColumns:
         places: Iterable[int],
         started: Iterable[int],
     ) -> None:
-        """One token for each of these; ``started`` are those with their first from this seat."""
+        """Add one token for each member. ``started``: indices of those with their first token."""
         self.reqs, self._ids, self._tokens = members.reqs, members.ids, tokens
         self._only_client = members.only_client
         if self.result.logprobs or self.result.prompt_logprobs:
@@ -450,7 +451,7 @@ class OutputColumns:
         self._started = set(started)
 
     def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
-        """Tokens of one request, at this place of the plan; its index here."""
+        """Add the tokens of one request at ``place`` in the plan; returns its index here."""
         index = len(self.reqs)
         if len(tokens) != 1 and self._counts is None:
             self._counts = [1] * index
@@ -469,19 +470,19 @@ class OutputColumns:
         return bool(self._finished)
 
     def finish(self, index: int, reason: FinishReason, stop_reason: int | None) -> None:
-        """The request at this place of the columns has ended."""
+        """Set the finish reason of the request at this index."""
         self._finished[index] = end_of(self.reqs[index], index, reason, stop_reason)
 
     def end(self, end: End) -> None:
-        """A request has ended without a token."""
-        # Members are shared with later steps: their lists are copied, not changed.
+        """Add a request that has ended without a token."""
+        # Lists of Members are shared with later steps, so they are copied, not changed.
         self.reqs, self._ids, self._only_client = [*self.reqs], [*self._ids], None
         self._places = self._places or [NOWHERE] * len(self.reqs)
         index = self.add(end.req, [], NOWHERE, is_first=False)
         self._finished[index] = end_of(end.req, index, end.reason, end=end)
 
     def by_client(self) -> dict[int, CoreOutputs]:
-        """One ``CoreOutputs`` for each client that has something in this step."""
+        """One ``CoreOutputs`` for each client that has outputs in this step."""
         if not self.reqs:
             return {}
         if self._only_client is not None:
@@ -520,14 +521,14 @@ class OutputColumns:
         ]
 
     def _with_details(self) -> Iterable[int]:
-        """Rows whose output is more than a token."""
+        """Indices of requests whose output has more than tokens."""
         result = self.result
         if result.logprobs or result.prompt_logprobs:
             return range(len(self.reqs))
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
-        """Details that few rows have: first output, end, log-probabilities."""
+        """Copy the details that few requests have: first output, end, log-probabilities."""
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:
@@ -538,6 +539,6 @@ class OutputColumns:
             out.finished.append(finished)
         if at in result.logprobs:
             num = 1 if self._counts is None else self._counts[i]
-            out.logprobs[index] = result.logprobs[at][:num]  # drafts may follow a stop token
+            out.logprobs[index] = result.logprobs[at][:num]  # without drafts after a stop token
         if at in result.prompt_logprobs:
             out.prompt_logprobs[index] = result.prompt_logprobs[at]

@@ -1,4 +1,4 @@
-"""The statistics of a scheduler at one moment."""
+"""Builds the current statistics of a scheduler."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.sched.view import View
 def make_stats(
     counters: Counters, view: View, roster: Roster, resources: Resources, faults: FaultLog
 ) -> SchedulerStats:
-    """Current gauges and the counters."""
+    """The current gauges and the counters since the start."""
     kv, of_policy = view.kv, {f"policy.{name}": count for name, count in view.counters.items()}
-    of_resources = resources.counters()  # first, as what goes wrong in it counts as a fault
+    of_resources = resources.counters()  # first, since it may add a fault
     first, num_faults = [*faults.messages[:1], counters.rescued_from], faults.num_faults
     if isinstance(view.predictor, GuardedPredictor):
         first.append(view.predictor.first_failure)

@@ -183,7 +183,7 @@ class Stretches:
         seated = roster.running_rows
         if not seated.list or self._scheduler.pause_state is not PauseState.UNPAUSED:
             return False
-        if not all(map(seated.is_whole, in_flight)):
+        if not all(map(seated.is_full_step, in_flight)):
             return False
         if self._guard.dynamic and self._view.step.new:  # they have the ranks of waiting ones
             return False
