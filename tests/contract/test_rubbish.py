@@ -164,7 +164,7 @@ def test_rubbish_of_a_policy_is_named_and_hurts_nobody(
     if faults.messages:
         assert faults.messages[0] in caplog.text
         assert faults.num_faults == 4, "left out after more than max_policy_faults"
-        assert "policy Rubbish is left out after 4 faults" in caplog.text
+        assert "policy Rubbish is disabled after 4 faults" in caplog.text
 
 
 def test_a_refusal_is_one_whatever_its_reason() -> None:
@@ -241,7 +241,7 @@ def test_rubbish_of_a_resource_is_named_and_hurts_nobody(hook: str, kind: str, s
     assert all(message.startswith(f"Rubbish.{hook}") for message in faults.messages)
     assert bool(faults.messages) == is_resource_fault(hook, kind), faults.messages[:3]
     if faults.messages:
-        assert faults.messages[-1].endswith("rubbish is left out from now on")
+        assert faults.messages[-1].endswith("resource rubbish is disabled from now on")
         assert len(faults.messages) == 5  # four, and that it is left out
 
 

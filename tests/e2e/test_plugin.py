@@ -115,9 +115,9 @@ def default_tokens(llm_engine: LLMEngine) -> list[list[int]]:
             r"'paces' is not known; there are: .*fcfs.*pace.*residual-sjf.*dotted path",
         ),
         ({"resources": ("nothing",)}, r"'nothing' is not known; there are: one-long-prompt"),
-        ({"scheduling_policy": "no-policy"}, r"'no-policy' is no subclass of engine.Policy"),
-        ({"scheduling_policy": "oldest-half"}, r"'oldest-half' is no subclass of engine.Policy"),
-        ({"scheduler_cls": "pace"}, r"is no subclass of engine.SchedulerInterface"),
+        ({"scheduling_policy": "no-policy"}, r"'no-policy' is not a subclass of engine.Policy"),
+        ({"scheduling_policy": "oldest-half"}, r"'oldest-half' is not a subclass of engine.Policy"),
+        ({"scheduler_cls": "pace"}, r"is not a subclass of engine.SchedulerInterface"),
         (
             {"scheduling_policy": "pace", "policy_options": {"chunks": 3}},
             r"Pace cannot be made with policy_options {'chunks': 3}: .*options are: chunk_tokens",

@@ -97,7 +97,7 @@ def test_a_bad_policy_is_named_with_hook_seed_and_request(policy, message) -> No
         (Good, {"steps": "many"}, "steps is 'many' .str., must be a whole number"),
         (Good, {"seed": -1}, "seed is -1, must be at least 0"),
         (Good, {"max_wait": 0}, "max_wait is 0, must be at least 1"),
-        (Good, {"options": {"busy": 1}}, "cannot be made with policy_options .*'busy'; its opt"),
+        (Good, {"options": {"busy": 1}}, "cannot be created with policy_options .*'busy'; its opt"),
         ("fcsf", {}, "did you mean 'fcfs'"),
     ],
 )

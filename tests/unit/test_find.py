@@ -122,17 +122,20 @@ class Fits(Resource):
     [
         (LacksRank, "LacksRank lacks rank"),
         (WantsArguments, "missing a required argument: 'size'; its options are: size: "),
-        (Falls, r"Falls cannot be made with policy_options {}: KeyError: 'oops'"),
+        (Falls, r"Falls cannot be created with policy_options {}: KeyError: 'oops'"),
         (RankOfRequest, r"RankOfRequest\.rank\(self, req\) must take \(self, req, view\)"),
         (ChunkWithoutTokens, r"chunk\(self, req, view\) must take \(self, req, num_tokens, view"),
         (AsyncRank, r"AsyncRank\.rank is async"),
         (NoMethod, r"NoMethod\.rank is None, must be a method \(req, view\)"),
-        (Older, "version '1' of the API, this engine has version 1; say it as a number"),
-        (Newer, "was written for version 2 of the API, .* install the release that fits"),
+        (Older, "API version '1', this engine has API version 1; set api_version to a number"),
+        (Newer, "was written for API version 2, .* install the release that fits"),
         (RankOfRequest(), r"RankOfRequest\.rank\(self, req\)"),
-        (choose, "is no subclass of engine.Policy"),
-        (Path, "is no subclass of engine.Policy; give such a class, its name or its dotted path"),
-        (["fcfs"], r"\['fcfs'\] is no subclass of engine.Policy; give such a class"),
+        (choose, "is not a subclass of engine.Policy"),
+        (
+            Path,
+            "is not a subclass of engine.Policy; give such a class, its name or its dotted path",
+        ),
+        (["fcfs"], r"\['fcfs'\] is not a subclass of engine.Policy; give such a class"),
         (Resource, "no subclass of engine.Policy; it is a resource: give it in resources"),
         (Resource(), "no subclass of engine.Policy; it is a resource: give it in resources"),
         ("fcsf", "'fcsf' is not known; there are: andes, .*; did you mean 'fcfs'"),
@@ -169,7 +172,7 @@ class WantsSize(Resource):
 
 def test_a_resource_that_cannot_work_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"missing .*'size'.*give a resource with options as an object"
+        ConfigError, match=r"missing .*'size'.*to pass options, give the resource as an object"
     ):
         choose(SchedulerConfig(resources=(WantsSize,)))
     with pytest.raises(ConfigError, match=r"engine\.Resource; it is a policy: give"):

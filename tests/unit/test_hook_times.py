@@ -257,5 +257,5 @@ def test_a_hook_is_named_from_the_first_second_on_that_all_wait_for_it(num_hooks
     for index in range(num_hooks):
         run.add(make_request(str(index), [index + 1] * 4, 1))
     run.drain()
-    slow = [message for message in caplog.messages if "all requests waited" in message]
-    assert slow == ["Admits.admit took 1.0 s in one step; all requests waited"] * is_named
+    slow = [message for message in caplog.messages if "delayed all requests" in message]
+    assert slow == ["Admits.admit took 1.0 s in one step and delayed all requests"] * is_named

@@ -51,9 +51,7 @@ def test_a_small_budget_is_enough_with_chunks() -> None:
 def test_a_request_that_never_fits_is_refused_as_it_comes() -> None:
     """Alone it must fit with min(prompt + max_tokens, max_model_len), less the last token's KV."""
     run = make_run(num_blocks=5, max_model_len=100)  # 4 usable blocks of 16
-    with pytest.raises(
-        RequestError, match=r"may grow to 65 tokens and need 5 KV blocks, .* only 4; lower"
-    ):
+    with pytest.raises(RequestError, match=r"grow to 65 tokens and need 5 KV .* only 4; lower"):
         run.scheduler.add_request(make_request("large", [1] * 50, 16))
     assert not run.scheduler.has_unfinished_requests()
     run.add(make_request("fits", [1] * 50, 15))

@@ -364,4 +364,4 @@ def test_weights_that_nobody_looks_at_are_told(caplog):
     choose(SchedulerConfig(user_weights={"ann": 2.0}))
     choose(SchedulerConfig(user_weights={"ann": 2.0}, scheduling_policy="vtc"))
     (record,) = caplog.records
-    assert record.getMessage().startswith("user_weights change nothing: FCFS does not use")
+    assert record.getMessage().startswith("user_weights has no effect: policy FCFS ignores it")

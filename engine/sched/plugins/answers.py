@@ -54,8 +54,8 @@ def wrong_columns(columns: tuple[Array, ...], num_requests: int) -> str | None:
     for place, column in enumerate(columns):
         if column.shape != (num_requests,):
             return (
-                f"returns an array of shape {column.shape} as part {place} of the ranks, must have one "
-                f"number for each of {num_requests} requests"
+                f"returns an array of shape {column.shape} as part {place} of the ranks, must have "
+                f"one number for each of {num_requests} requests"
             )
         if column.dtype.kind not in "biuf":
             return f"returns a {column.dtype} array as part {place} of the ranks, must hold numbers"

@@ -1,4 +1,4 @@
-"""Option checks shared by policies."""
+"""Checks of options and hints that several policies use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from engine.sched.request import Request
 
 
 def require_positive(*or_zero: str, **options: float) -> None:
-    """Raise ``ValueError`` naming the first option that is no finite number above 0.
+    """Raise ``ValueError`` for the first option that is not a finite number above 0.
 
-    Those named in ``or_zero`` may be 0.
+    Options named in ``or_zero`` may be 0.
     """
     for name, value in options.items():
         if not (is_finite(value) and (value > 0 or (value == 0 and name in or_zero))):
@@ -19,14 +19,14 @@ def require_positive(*or_zero: str, **options: float) -> None:
 
 
 def require_share(**options: float) -> None:
-    """Raise ``ValueError`` naming the first option that is no number from 0 to 1."""
+    """Raise ``ValueError`` for the first option that is not a number from 0 to 1."""
     for name, value in options.items():
         if not (is_finite(value) and 0 <= value <= 1):
             raise ValueError(f"{name} is {value!r:.80}, must be a number from 0 to 1")
 
 
 def wrong_hints(req: Request, *names: str) -> Refuse | None:
-    """For ``on_add``: these hints, where given, must be finite numbers above 0."""
+    """For ``on_add``: refuse a request if one of these hints is not a finite number above 0."""
     for name in names:
         value = req.hints.get(name, 1)
         if not (is_finite(value) and value > 0):
@@ -35,9 +35,8 @@ def wrong_hints(req: Request, *names: str) -> Refuse | None:
 
 
 def keep_hints(req: Request, view: SchedView, **defaults: float) -> Refuse | None:
-    """For ``on_add``: under each of these names keeps a number of the request as ``view.own``: the
-    hint of the name, or for ``tbt`` what the request says, or the default. ``Refuse`` as by
-    ``wrong_hints``."""
+    """For ``on_add``: store a number of the request in ``view.own(name)`` for each name: the hint,
+    for ``tbt`` else the request's ``tbt``, else the default. Refuses like ``wrong_hints``."""
     if (wrong := wrong_hints(req, *defaults)) is None:
         for name, default in defaults.items():
             stated = req.tbt if name == "tbt" else None

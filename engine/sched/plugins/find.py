@@ -1,4 +1,4 @@
-"""Name, entry point, dotted path, class or object -> a scheduler with its policy and resources."""
+"""Finds scheduler, policy and resources by name, entry point, dotted path, class or object."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ logger = logging.getLogger("engine.sched")
 SCHEDULERS_GROUP = "engine.schedulers"  # entry points: Policy or SchedulerInterface classes
 RESOURCES_GROUP = "engine.resources"  # entry points: Resource classes
 
-KINDS = (  # what a class may be, and where it is given
+KINDS = (  # base classes, and the option in which such a class is given
     (Policy, "a policy: give it as scheduling_policy"),
     (Resource, "a resource: give it in resources"),
     (SchedulerInterface, "a scheduler: give it as scheduler_cls"),
 )
 
 PLAIN = (bool, int, float, str, NoneType)  # types that can be checked by annotation
-NEAR = 0.85  # similarity of two names from which on one counts as a misspelling of the other
+NEAR = 0.85  # names of at least this similarity count as misspellings of each other
 
 Plugin = TypeVar("Plugin", Policy, Resource)
 
@@ -45,7 +45,7 @@ _deciding: WeakValueDictionary[int, SchedulerInterface] = WeakValueDictionary() 
 
 
 class Chosen(NamedTuple):
-    """A scheduler's class, the policy and the resources it will be given."""
+    """A scheduler class, and the policy and resources to create it with."""
 
     cls: type[Scheduler]
     policy: Policy
@@ -61,9 +61,9 @@ def make_scheduler(
     seed: int = 0,
     chosen: Chosen | None = None,
 ) -> SchedulerInterface:
-    """The configured scheduler around the configured policy. Raises ``ConfigError``.
+    """Create the configured scheduler with its policy and resources. Raises ``ConfigError``.
 
-    ``chosen``: what ``choose`` found before, since a policy is made once.
+    ``chosen``: the result of an earlier ``choose``, since a policy is created only once.
     """
     cls, policy, resources = chosen or choose(config)
     scheduler = cls(config, kv, policy, clock=clock, timer=timer, seed=seed, resources=resources)
@@ -72,26 +72,26 @@ def make_scheduler(
 
 
 def _note_objects(given: Iterable[Any], scheduler: SchedulerInterface) -> None:
-    """Log an object that another living scheduler has: its records of their requests would mix."""
+    """Warn if a plug-in object is used by another live scheduler: it would mix their requests."""
     for plugin in given:
         if not isinstance(plugin, Policy | Resource):
             continue
         if id(plugin) in _deciding:
             logger.warning(
-                "the same object of %s decides for two engines, and mixes up their requests; "
-                "give each of them an object of its own, or the class",
+                "two engines use the same %s object, which mixes up their requests; give each "
+                "engine its own object, or the class",
                 type(plugin).__name__,
             )
         _deciding[id(plugin)] = scheduler
 
 
 def choose(config: SchedulerOptions) -> Chosen:
-    """Find and make what the configuration names. Raises ``ConfigError``."""
-    look_up_predictor(config.length_predictor)  # made later; checked now
+    """Find and create policy and resources of the configuration. Raises ``ConfigError``."""
+    look_up_predictor(config.length_predictor)  # only checked here; created later
     policy = find_policy(config.scheduling_policy, config.policy_options)
     if config.user_weights and not policy.uses_ledger:
         logger.warning(
-            "user_weights change nothing: %s does not use the service of users, vtc does",
+            "user_weights has no effect: policy %s ignores it; use scheduling_policy 'vtc'",
             type(policy).__name__,
         )
     resources = tuple(find_resource(name) for name in config.resources)
@@ -99,11 +99,11 @@ def choose(config: SchedulerOptions) -> Chosen:
 
 
 def find_policy(name: Any, options: dict[str, Any]) -> Policy:
-    """A shipped policy or an installed one by name, any other by dotted path, class or object."""
+    """Find a policy: shipped or installed by name, others by dotted path, class or object."""
     if isinstance(name, Policy) and options:
         raise ConfigError(
-            f"policy_options {options} are given, but scheduling_policy is an object of "
-            f"{type(name).__name__}, which exists already; give its class instead"
+            f"policy_options {options} cannot be applied, since scheduling_policy is already an "
+            f"object of {type(name).__name__}; give the class instead"
         )
     if isinstance(name, Policy):
         _check_class(type(name), Policy, "scheduling_policy")
@@ -115,7 +115,7 @@ def find_policy(name: Any, options: dict[str, Any]) -> Policy:
 
 
 def find_resource(name: Any) -> Resource:
-    """A resource by the name it was installed under, by dotted path, class or object."""
+    """Find a resource: installed by name, others by dotted path, class or object."""
     if isinstance(name, Resource):
         _check_class(type(name), Resource, "resources")
         return name
@@ -125,22 +125,24 @@ def find_resource(name: Any) -> Resource:
     try:
         return _make(cls, {}, "options")
     except ConfigError as error:
-        raise ConfigError(f"{error}; give a resource with options as an object") from error
+        raise ConfigError(f"{error}; to pass options, give the resource as an object") from error
 
 
 def find_scheduler(name: Any) -> type[Scheduler]:
-    """The shared mechanism, or a class (its name or its dotted path) in place of it."""
+    """Find a scheduler class by name, dotted path or class; by default ``Scheduler``."""
     if name is None:
         return Scheduler
     cls: type[Scheduler] = _find("scheduler_cls", name, {}, SCHEDULERS_GROUP)
     _check_kind(cls, SchedulerInterface, "scheduler_cls", name)
     if missing := getattr(cls, "__abstractmethods__", None):
-        raise ConfigError(f"scheduler_cls {cls.__name__} lacks {', '.join(sorted(missing))}")
+        raise ConfigError(
+            f"scheduler_cls {cls.__name__} lacks the methods {', '.join(sorted(missing))}"
+        )
     return cls
 
 
 def installed_policies() -> dict[str, type[Policy] | str]:
-    """By name, the policies of installed packages; in place of one that cannot be loaded, why."""
+    """Policies of installed packages by name; an error text for one that cannot be loaded."""
     found: dict[str, type[Policy] | str] = {}
     for entry in entry_points(group=SCHEDULERS_GROUP):
         try:
@@ -154,7 +156,7 @@ def installed_policies() -> dict[str, type[Policy] | str]:
 
 
 def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any:
-    """Resolve a name; anything but a string is returned as it is."""
+    """Resolve a name or dotted path; anything but a string is returned unchanged."""
     if not isinstance(name, str):
         return name
     if name in shipped:
@@ -176,28 +178,28 @@ def _find(option: str, name: Any, shipped: Mapping[str, Any], group: str) -> Any
     hint = f"; did you mean {meant!r}?" if meant else ""
     raise ConfigError(
         f"{option} {name!r} is not known; there are: {', '.join(known) or 'none'} (or give the "
-        f"dotted path of a class, as my_module.MyClass){hint}"
+        f"dotted path of a class, e.g. my_module.MyClass){hint}"
     )
 
 
 def _check_kind(found: Any, base: type, option: str, name: Any) -> None:
-    """Raise ``ConfigError`` for anything but a class of this kind, and say what it is."""
+    """Raise ``ConfigError`` unless ``found`` is a subclass or an instance of ``base``."""
     cls = found if isinstance(found, type) else type(found)
     if cls is found and issubclass(cls, base):
         return
     own = [what for kind, what in KINDS if kind is not base and issubclass(cls, kind)]
     hint = f"it is {own[0]}" if own else "give such a class, its name or its dotted path"
-    raise ConfigError(f"{option} {name!r} is no subclass of engine.{base.__name__}; {hint}")
+    raise ConfigError(f"{option} {name!r} is not a subclass of engine.{base.__name__}; {hint}")
 
 
 def _check_class(cls: type[Plugin], base: type, option: str) -> None:
-    """Refuse what does not fit this version of the API."""
+    """Raise ``ConfigError`` for a class with another API version or unfit hooks."""
     if cls.api_version != API_VERSION:
         is_number = isinstance(cls.api_version, int)
-        hint = "install the release that fits" if is_number else "say it as a number"
+        hint = "install the release that fits" if is_number else "set api_version to a number"
         raise ConfigError(
-            f"{option}: {cls.__name__} was written for version {cls.api_version!r} of the API, "
-            f"this engine has version {API_VERSION!r}; {hint}"
+            f"{option}: {cls.__name__} was written for API version {cls.api_version!r}, this "
+            f"engine has API version {API_VERSION!r}; {hint}"
         )
     check_hooks(cls, base)
 
@@ -208,24 +210,24 @@ def _make(cls: type[Plugin], options: dict[str, Any], source: str) -> Plugin:
         return cls(**options)
     except Exception as error:  # a plug-in's constructor may raise anything
         raise ConfigError(
-            f"{cls.__name__} cannot be made with {source} {options}: "
+            f"{cls.__name__} cannot be created with {source} {options}: "
             f"{type(error).__name__}: {error}"
         ) from error
 
 
 def check_options(cls: type, options: dict[str, Any], source: str) -> None:
-    """Raise ``ConfigError`` if the constructor knows no such option, lacks one, or wants another
-    type. ``source`` is where they were given."""
+    """Raise ``ConfigError`` for options that are unknown to the constructor, missing, or of a
+    wrong type. ``source``: the name of the parameter that gave them."""
     try:
         signature = inspect.signature(cls)
-    except (TypeError, ValueError):  # not every constructor has one
+    except (TypeError, ValueError):  # some constructors have no signature
         return
     try:
         signature.bind(**options)
     except TypeError as error:
         known = ", ".join(map(_shown, signature.parameters.values())) or "none"
         raise ConfigError(
-            f"{cls.__name__} cannot be made with {source} {options}: {error}; its options are: "
+            f"{cls.__name__} cannot be created with {source} {options}: {error}; its options are: "
             f"{known}"
         ) from error
     hints = _hints(cls)
@@ -236,17 +238,16 @@ def check_options(cls: type, options: dict[str, Any], source: str) -> None:
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    """A parameter as in the source; an annotation may be kept as a string."""
+    """A parameter as written in the source, also if its annotation is a string."""
     kind = parameter.annotation
     return str(parameter).replace(repr(kind), kind, 1) if isinstance(kind, str) else str(parameter)
 
 
 def check_hooks(cls: type, base: type) -> None:
-    """Raise ``ConfigError`` for a hook that is missing, cannot be called or takes other arguments.
+    """Raise ``ConfigError`` for a hook that is missing, not callable or has wrong arguments.
 
-    Raise ``PolicyError`` for one with a misspelt name: it would never be called, and what the
-    class then does would pass for what its author wrote. A name that is near one of the base class
-    and may have another purpose is logged.
+    Raise ``PolicyError`` for a hook with a misspelt name: it would never be called, and nobody
+    would notice. A similar name that may have another purpose is only logged.
     """
     if problem := _problem(cls, base):
         raise ConfigError(f"{cls.__name__}{problem}")
@@ -264,13 +265,13 @@ def check_hooks(cls: type, base: type) -> None:
 def _hints(cls: type) -> dict[str, Any]:
     try:
         return get_type_hints(cls.__init__)  # type: ignore[misc]
-    except Exception:  # a plug-in's annotations may name anything
+    except Exception:  # a plug-in's annotations may be anything
         return {}
 
 
 @cache
 def _problem(cls: type, base: type) -> str | None:
-    """What is wrong with the first hook that does not fit."""
+    """Error text for the first hook that does not fit, or None."""
     if missing := sorted(getattr(cls, "__abstractmethods__", ())):
         return f" lacks {', '.join(missing)}"
     for name, hook in vars(base).items():
@@ -279,16 +280,16 @@ def _problem(cls: type, base: type) -> str | None:
         own = getattr(cls, name)
         wanted = list(inspect.signature(hook).parameters)[1:]
         if not callable(own):
-            return f".{name} is {own!r:.80}, must be a method ({', '.join(wanted)})"
+            return f".{name} is {own!r:.80}, must be a method with arguments ({', '.join(wanted)})"
         if inspect.iscoroutinefunction(own) or inspect.isasyncgenfunction(own):
-            return f".{name} is async, must be a plain method: a step cannot wait for it"
+            return f".{name} is async, must be a plain method, since a step cannot wait for it"
         if not _takes(own, inspect.getattr_static(cls, name), wanted):
             return f".{name}{inspect.signature(own)} must take ({', '.join(['self', *wanted])})"
     return None
 
 
 def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
-    """Can the method be called with these arguments?"""
+    """True if the method can be called with these arguments."""
     given = wanted if isinstance(raw, staticmethod | classmethod) else ["self", *wanted]
     try:
         inspect.signature(own).bind(*given)
@@ -300,12 +301,12 @@ def _takes(own: Any, raw: object, wanted: list[str]) -> bool:
 
 
 class Slip(NamedTuple):
-    """A name of a plug-in's class that is nearly one of the base class."""
+    """A name in a plug-in's class that is similar to one of the base class."""
 
     name: str
     meant: str
     is_certain: bool
-    """It can be nothing else: see ``_is_misspelt``."""
+    """True if it can only be a misspelling: see ``_is_misspelt``."""
 
 
 @cache
@@ -321,13 +322,13 @@ def _slips(cls: type, base: type) -> list[Slip]:
 
 
 def _resembling(name: str, known: list[str]) -> list[str]:
-    """Short names, of which one letter may make another word, are near by most of their letters."""
+    """The known names similar to ``name``. Short names need more equal letters."""
     return difflib.get_close_matches(name, known, 1, NEAR)
 
 
 def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
-    """Is it a flag, or a method that takes what the hook is given, which no method of the class
-    uses, in a class that does not write what is meant?"""
+    """True if the name is a flag, or a method with the hook's arguments, that no method of the
+    class uses, and the class does not define ``meant``."""
     classes = [each for each in cls.__mro__ if each not in base.__mro__]
     owner: Mapping[str, object] = next((vars(c) for c in classes if name in vars(c)), {})
     value, original = owner.get(name), getattr(base, meant)
@@ -342,7 +343,7 @@ def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
 
 
 def _uses(value: object, name: str) -> bool:
-    """Does this function, or one within it, read an attribute of this name?"""
+    """True if this function, or one nested in it, reads an attribute of this name."""
     if isinstance(value, property):
         return any(_uses(each, name) for each in (value.fget, value.fset))
     value = inspect.unwrap(getattr(value, "__func__", value))  # type: ignore[arg-type]

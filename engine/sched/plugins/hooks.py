@@ -1,14 +1,14 @@
-"""Asks a policy for the mechanism, checks each answer, and answers where the policy cannot.
+"""Calls the hooks of a policy, checks the results, and uses defaults where the policy fails.
 
-FaultLog       faults of all plug-ins, and the time spent in their hooks
-ReentryGuard   a hook that calls the scheduler gets an error (``not_reentrant``)
-Guard          the hooks of a policy, made safe
-RankCheck      are ranks such that any two can be compared?
+FaultLog       counts faults of plug-ins and the time spent in their hooks
+ReentryGuard   raises an error in a hook that calls the scheduler (``not_reentrant``)
+Guard          wraps a policy so that its hooks never raise
+RankCheck      checks that any two ranks can be compared
 
-Hooks are plug-in code. They may raise, name requests that do not exist or return invalid values,
-but they cannot corrupt budgets, seats or blocks: those belong to the mechanism, which asks before
-it changes anything. A fault is logged with the hook's name and the default answer is used instead;
-after ``max_faults`` faults the policy is disabled for good and requests run in order of arrival.
+Hooks are plug-in code. They may raise, return requests that do not exist or other invalid values,
+but they cannot corrupt budgets, seats or blocks: only the scheduler changes those, after all hooks
+were called. A fault is logged with the hook's name and the default result is used instead;
+after ``max_faults`` faults the policy is disabled permanently and requests run in order of arrival.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from engine.sched.view import View
 
 logger = logging.getLogger("engine.sched")
 NO_LIMITS = Limits()
-SLOW_SECONDS = 1.0  # of planning one step, from which on the log names the hook that took them
+SLOW_SECONDS = 1.0  # a hook that takes longer than this in one step is logged
 WITHOUT_NAN = {bool, int, str}
 
 HOOKS = (
@@ -50,7 +50,7 @@ HOOKS = (
     *("outranks", "takes_blocks", "victim"),
     *("on_add", "on_grant", "on_preempt", "on_tokens", "on_step", "on_finish"),
 )
-# A policy with one of these says itself what a step takes of prompts.
+# A policy with one of these hooks decides itself how many prompt tokens a step computes.
 SHAPING = ("limits", "order", "chunk")
 # Hooks that decide which requests run; a policy without any of them gets the default order.
 MAKING_ROOM = ("takes_blocks", "outranks", "victim")
@@ -58,27 +58,27 @@ DECIDING = frozenset(("limits", "order", "next_waiting", "admit", "chunk", "vict
 
 
 class FaultLog:
-    """Faults of plug-ins and the time spent in their hooks."""
+    """Counts the faults of plug-ins and the time spent in their hooks."""
 
     def __init__(self, max_faults: int, timer: Callable[[], float]) -> None:
         self.max_faults = max_faults
         self.timer = timer
-        self.messages: list[str] = []  # the first hundred
+        self.messages: list[str] = []  # of the first hundred faults
         self.num_faults = 0
         self.reentry = ReentryGuard()
         self.seconds: defaultdict[str, float] = defaultdict(float)  # by hook
         self._begun = 0.0
-        self._seconds_before: dict[str, float] = {}  # when the step began
+        self._seconds_before: dict[str, float] = {}  # ``seconds`` at the start of the step
         self._slowest = SLOW_SECONDS
 
     def begin_step(self) -> None:
-        """A step is planned from now on."""
+        """Called before a step is planned."""
         self.reentry.begin("schedule")
         self._begun, self._seconds_before = self.timer(), dict(self.seconds)
 
     def end_step(self) -> None:
-        """The plan is made. A slow hook, which delays every request, is logged once, and again
-        when it has become twice as slow: it cannot be interrupted."""
+        """Called after a step was planned. A slow hook, which delays all requests and cannot be
+        interrupted, is logged once, and again when it has become twice as slow."""
         self.reentry.end()
         if self.timer() - self._begun < self._slowest:
             return
@@ -87,20 +87,20 @@ class FaultLog:
         hook = max(spent, key=spent.__getitem__, default="")
         if hook and spent[hook] >= self._slowest:
             self._slowest = 2 * spent[hook]
-            logger.warning("%s took %.1f s in one step; all requests waited", hook, spent[hook])
+            logger.warning("%s took %.1f s in one step and delayed all requests", hook, spent[hook])
 
     def note(self, culprit: str, request: Request | None, what: str) -> None:
-        """Keep and log one fault."""
+        """Count and log one fault."""
         about = f", request {request.request_id}" if request is not None else ""
         self.num_faults += 1
         if len(self.messages) < 100:
             self.messages.append(f"{culprit}{about}: {what}")
-            logger.warning("%s; answered by default", self.messages[-1])
+            logger.warning("%s; the default is used", self.messages[-1])
 
 
 class ReentryGuard:
-    """Knows which method of the scheduler is running. A second one within it raises
-    ``RuntimeError``, which counts as a fault of the hook that called it."""
+    """Allows one scheduler method at a time. A call within another one raises ``RuntimeError``,
+    which counts as a fault of the hook that made the call."""
 
     def __init__(self) -> None:
         self._doing = ""
@@ -108,8 +108,8 @@ class ReentryGuard:
     def begin(self, what: str) -> None:
         if self._doing:
             raise RuntimeError(
-                f"{what}() was called within {self._doing}(); call it between two steps "
-                "instead (only wake() and watch_again() may be called at any time)"
+                f"{what}() was called within {self._doing}(), but must be called between two "
+                "steps (only wake() and watch_again() may be called at any time)"
             )
         self._doing = what
 
@@ -118,7 +118,7 @@ class ReentryGuard:
 
 
 class GuardsReentry(Protocol):
-    """Does one thing at a time: see ``not_reentrant``."""
+    """Base class for ``not_reentrant`` methods."""
 
     @property
     def reentry(self) -> ReentryGuard: ...
@@ -130,7 +130,7 @@ R = TypeVar("R")
 
 
 def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
-    """A method of a scheduler that a hook may not call from within another one."""
+    """Decorate a scheduler method that must not be called within another one (by a hook)."""
 
     @wraps(method)
     def alone(self: S, /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -145,20 +145,20 @@ def not_reentrant(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenat
 
 
 class Default(Policy):
-    """Order of arrival and the base answers."""
+    """The default policy: order of arrival, with the hooks of the base class."""
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         return (req.arrival,)
 
 
 class Guard(Policy):
-    """Wraps the policy ``inner`` for the mechanism. Never raises."""
+    """Wraps the policy ``inner`` for the scheduler: its hooks never raise."""
 
     def __init__(self, inner: Policy, faults: FaultLog, view: View) -> None:
         self.inner = inner
         self.faults = faults
         self.is_left_out = False
-        self.uses_ledger = bool(inner.uses_ledger)  # read once: started late, it misses grants
+        self.uses_ledger = bool(inner.uses_ledger)  # read once: a ledger must see all grants
         self._view = view
         self._name = type(inner).__name__
         self._label = {hook: f"{self._name}.{hook}" for hook in HOOKS}
@@ -172,9 +172,9 @@ class Guard(Policy):
         self._default = Default()
         self._ranks = RankCheck()
         self._num_faults = 0
-        self.is_rerank_due = False  # ranks of both queues must be computed anew
+        self.is_rerank_due = False  # the ranks of both queues must be computed again
 
-    # -- what the mechanism wants to know of the policy
+    # -- properties of the policy
 
     @property
     def dynamic(self) -> bool:  # type: ignore[override]
@@ -185,16 +185,16 @@ class Guard(Policy):
         return bool(self.inner.waiting_may_preempt) and not self.is_left_out
 
     def overrides(self, *hooks: str) -> bool:
-        """Has the policy any of these hooks of its own?"""
+        """True if the policy overrides any of these hooks."""
         return not self._in_use.isdisjoint(hooks)
 
     @property
     def writes_both(self) -> bool:
-        """Does the policy say by itself what one request's rank is, and what those of many are?"""
+        """True if the policy defines both ``rank`` and ``ranks``."""
         return "ranks" in self._in_use and type(self.inner).rank is not rank_of_one
 
     def idle_hooks(self, step: Step) -> str:
-        """Those that may have kept everybody from running in this step, by name, and why."""
+        """The hooks that may be the reason why no request runs in this step, for a message."""
         why = ""
         hooks = [hook for hook in HOOKS if hook in self._in_use and hook in DECIDING]
         if step.short:
@@ -204,28 +204,28 @@ class Guard(Policy):
         return ", ".join(self._label[hook] for hook in hooks) + why
 
     def overrule(self) -> Policy:
-        """The default order with this policy's ranks: for a step in which the policy idles."""
+        """The default hooks with this policy's ranks, for a step in which it schedules nothing."""
         return _Overruled()
 
     def take_rerank(self) -> bool:
-        """Once after the policy was left out: ranks of both queues must be computed anew."""
+        """True once after the policy was disabled: the caller must rank both queues again."""
         due, self.is_rerank_due = self.is_rerank_due, False
-        for req in self._view.parked if due else ():  # they come back to queues of other ranks
+        for req in self._view.parked if due else ():  # they return to queues with other ranks
             req.rank = (req.arrival,)
         return due
 
     def ask_other(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """The answer of a method that is no hook of ``Policy`` but that the policy has; ``None`` if
-        it raises or ``wrong`` finds fault with the answer."""
+        """Call a method of the policy that is not a hook of ``Policy``. ``None`` if it raises, or
+        if ``wrong`` returns an error text for its result."""
         self._label.setdefault(hook, f"{self._name}.{hook}")
         return self._ask(hook, wrong, *args)
 
     def leave_out(self, why: str) -> None:
-        """Disable the policy: the default answers instead. The caller asks for all ranks again."""
+        """Disable the policy and use the default. The caller must rank all requests again."""
         self.is_left_out = self.is_rerank_due = True
         self._in_use.clear()
         logger.error(
-            "policy %s is left out after %s; requests run in order of arrival", self._name, why
+            "policy %s is disabled after %s; requests now run in order of arrival", self._name, why
         )
 
     # -- hooks
@@ -234,12 +234,12 @@ class Guard(Policy):
         if self.is_left_out and not self.is_rerank_due:
             return (req.arrival,)
         rank = None
-        if not self.is_left_out:  # else the queues are still in order of its ranks
+        if not self.is_left_out:  # else the queues are still sorted by its ranks
             rank = self._ask("rank", self._ranks.wrong, req, view)
         return rank if rank is not None else req.rank or (Last(),)
 
     def rerank(self, queue: RankedQueue, by_row: NDArray[np.object_]) -> None:
-        """Ask for the ranks of a queue and sort it by them. It stays in order if they are wrong."""
+        """Sort a queue by the ranks that the policy returns. Invalid ranks change nothing."""
         if "ranks" not in self._in_use or not len(queue):
             queue.rerank(self.ranks(queue, self._view))
             return
@@ -254,7 +254,7 @@ class Guard(Policy):
         queue.rerank(checked)
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> list[tuple[Any, ...]]:
-        """The rank of each of these; timed and checked together as long as nothing is wrong."""
+        """The rank of each request; timed and checked together while all are valid."""
         if self.is_left_out:
             return [self.rank(req, view) for req in reqs]
         ranks: list[Any] = []
@@ -284,7 +284,7 @@ class Guard(Policy):
     def evict(self, view: SchedView) -> Iterable[Request]:
         if "evict" not in self._in_use:
             return ()
-        # A policy may yield a request twice; the limit stops an endless generator.
+        # A policy may yield a request twice; the limit stops a policy that yields for ever.
         wrong = partial(answers.wrong_victims, self._view)
         named = self._ask("evict", wrong, view, at_most=len(view.running) + 1)
         return dict.fromkeys(named or ())
@@ -310,8 +310,8 @@ class Guard(Policy):
                 elif req is None:
                     break
                 else:
-                    fault = f"names {answers.shown(req)}, which neither waits nor runs"
-        finally:  # the caller may stop before its end
+                    fault = f"returns {answers.shown(req)}, which neither waits nor runs"
+        finally:  # the caller may stop early
             self._seconds[self._label["order"]] += spent
         if fault is not None:
             if fault:
@@ -337,13 +337,13 @@ class Guard(Policy):
         return self.chunks_of(num_tokens, view)(req)
 
     def chunks_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], int]:
-        """``chunk`` for requests that may have this many tokens each: reads once what they
-        share."""
+        """Return ``chunk`` as a function of the request, for ``num_tokens`` tokens each, so that
+        common values are read once."""
         ask, timer, seconds, label = self.inner.chunk, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["chunk"]
 
         def chunk(req: Request) -> int:
-            if not in_use:  # left out meanwhile
+            if not in_use:  # disabled meanwhile
                 return num_tokens
             begun = timer()
             try:
@@ -397,7 +397,7 @@ class Guard(Policy):
 
         def wrong(answer: object) -> str | None:
             known = answer is None or any(answer is other for other in given)
-            return None if known else f"names {answer!r}, which is no candidate"
+            return None if known else f"returns {answer!r}, which is not a candidate"
 
         victim = self._ask("victim", wrong, given, req, view)
         return candidates[-1] if self._failed else victim
@@ -412,12 +412,12 @@ class Guard(Policy):
         self.grants_of(num_tokens, view)(req)
 
     def grants_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], None]:
-        """``on_grant`` for requests that get this many tokens each: reads once what they share."""
+        """Return ``on_grant`` as a function of the request, for ``num_tokens`` tokens each."""
         tell, timer, seconds, label = self.inner.on_grant, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["on_grant"]
 
         def on_grant(req: Request) -> None:
-            if not in_use:  # left out meanwhile
+            if not in_use:  # disabled meanwhile
                 return
             begun = timer()
             try:
@@ -448,12 +448,13 @@ class Guard(Policy):
         if "on_finish" in self._in_use:
             self._answer("on_finish", answers.no_answer, req, view)
 
-    # -- asking
+    # -- calls
 
-    _failed = False  # did the last call fail?
+    _failed = False  # True if the last call failed
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """The policy's answer, or the default one if it has none or a wrong one."""
+        """The policy's result, or the default if the policy lacks the hook or its result is
+        invalid."""
         if hook in self._in_use:
             answer = self._ask(hook, wrong, *args)
             if not self._failed:
@@ -464,9 +465,9 @@ class Guard(Policy):
     def _ask(
         self, hook: str, wrong: Callable[[Any], str | None], *args: Any, at_most: int | None = None
     ) -> Any:
-        """The hook's answer; ``None`` and ``_failed`` if it raises or its answer is invalid.
+        """The hook's result. If it raises or returns an invalid value: ``None``, and ``_failed``.
 
-        ``at_most``: the answer is iterable; at most this many items are read.
+        ``at_most``: the result is iterable; at most this many items are read.
         """
         begun = self._timer()
         answer, self._failed = None, False
@@ -493,15 +494,15 @@ class Guard(Policy):
     # -- checks
 
     def _checked(self, req: Request, rank: Any, hook: str = "rank") -> tuple[Any, ...]:
-        """The rank that the policy gives, or the former one if that is wrong."""
+        """The rank that the policy returned, or the previous rank if it is invalid."""
         fault = None if self.is_left_out else self._ranks.wrong(rank)
         if fault is not None:
             self._fault(hook, fault, req)
-        # One that cannot be ranked keeps the rank it had.
+        # A request without a valid rank keeps its previous rank.
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
-        """Why the ranks of all requests are wrong; tuples are checked one by one."""
+        """Error text for the ranks of several requests; tuples are checked later, one by one."""
         columns = as_columns(answer)
         if columns is None:
             return answers.wrong_list(answer, num_requests)
@@ -510,14 +511,14 @@ class Guard(Policy):
 
 
 class _Overruled(Default):
-    """Base answers with the ranks that were given before."""
+    """The default hooks, with the ranks that the requests already have."""
 
     def rank(self, req: Request, view: SchedView) -> tuple[Any, ...]:
         return req.rank
 
 
 class Last:
-    """Compares as greater than any value: rank of a request that its policy could not rank."""
+    """A rank greater than any other, for requests that the policy could not rank."""
 
     def __lt__(self, other: object) -> bool:
         return False
@@ -533,15 +534,15 @@ class Last:
 
 
 class RankCheck:
-    """Tuples of numbers and strings, of the same kind in the same places."""
+    """Checks that ranks are tuples of numbers and strings, of the same kind at each position."""
 
     def __init__(self) -> None:
-        self._kinds: list[type] = []  # of the places of a rank: numbers or strings
-        self._good_types: set[tuple[type, ...]] = set()  # of ranks that fit these
-        self._num_places = 0  # of ranks in arrays, if any were given
+        self._kinds: list[type] = []  # for each position of a rank: numbers or strings
+        self._good_types: set[tuple[type, ...]] = set()  # types of ranks that were checked
+        self._num_places = 0  # number of arrays, if ranks were returned as arrays
 
     def wrong(self, rank: Any) -> str | None:
-        """What is wrong with a rank, ``None`` if nothing is."""
+        """Error text for an invalid rank, ``None`` for a valid one."""
         if rank.__class__ is not tuple or tuple(map(type, rank)) not in self._good_types:
             return self._wrong_types(rank)
         for value in rank:
@@ -550,7 +551,7 @@ class RankCheck:
         return None
 
     def wrong_places(self, count: int) -> str | None:
-        """What is wrong with ranks in this many arrays, ``None`` if nothing is."""
+        """Error text if ranks in ``count`` arrays do not fit earlier ranks, else ``None``."""
         if count == self._num_places:
             return None
         if self._num_places or str in self._kinds[: count + 1]:
@@ -560,7 +561,7 @@ class RankCheck:
         return None
 
     def are_good(self, ranks: Sequence[Any]) -> bool:
-        """True if all ranks are surely valid; ``False`` if a closer look is needed."""
+        """True if all ranks are valid; False if each must be checked."""
         if set(map(type, ranks)) != {tuple} or len(set(map(len, ranks))) != 1:
             return False
         columns = list(zip(*ranks, strict=True))
@@ -570,13 +571,13 @@ class RankCheck:
         return all(map(_has_no_nan, columns, types))
 
     def _wrong_types(self, rank: Any) -> str | None:
-        """The first look at a rank of these types."""
+        """Error text for a rank with types that were not seen before."""
         if not isinstance(rank, tuple):
             return f"returns {answers.shown(rank)}, must be a tuple"
         if not all(isinstance(value, str | Real) for value in rank):
             return f"returns {answers.shown(rank)}, must hold numbers and strings"
         kinds = [str if isinstance(value, str) else Real for value in rank]
-        kinds.append(Real)  # the number of arrival after it
+        kinds.append(Real)  # the arrival number, appended to each rank
         if any(kind is not known for kind, known in zip(kinds, self._kinds, strict=False)):
             return f"returns {answers.shown(rank)}, which cannot be compared with earlier ranks"
         if any(value != value for value in rank):
@@ -587,7 +588,7 @@ class RankCheck:
 
 
 def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
-    """For numbers of one type, or strings; ``False`` if a closer look is needed."""
+    """True if no value is NaN; False if each must be checked. The values have one type."""
     if types == {float}:
         total = sum(values)
         return bool(total == total)

@@ -1,4 +1,4 @@
-"""Orders that several policies have in common, over arrays."""
+"""Orders that several policies use, computed with arrays."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from engine.sched.table import Array
 def newcomers_by(
     key: Callable[[Columns], Array], columns: Columns, now: float, max_wait: float
 ) -> tuple[Array, Array]:
-    """Ranks by which those that run or ran go first, then those that came ``max_wait`` seconds ago,
-    then the others by ``key``, which is called for them alone. Order of arrival among equals."""
+    """Ranks that put requests that run or ran first, then those that have waited ``max_wait``
+    seconds, then the others by ``key``, which is called with only these."""
     is_new = columns.is_waiting & (columns.num_preempted == 0)
     is_young = is_new & (now - columns.arrival_time < max_wait)
     keys = np.zeros(len(columns))

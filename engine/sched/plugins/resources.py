@@ -1,4 +1,4 @@
-"""All resources of a scheduler, called together."""
+"""Calls the hooks of all resources of a scheduler and checks the results."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ ROW_HOOKS = ("extra", "fit", "take")  # called for one request in one step
 
 
 class Own(NamedTuple):
-    """A resource that has a hook of its own."""
+    """A resource that overrides a hook."""
 
     resource: Resource
-    label: str  # of the hook, in faults and times
+    label: str  # name of the hook in faults and times
 
 
 class Resources:
-    """Calls hooks of resources and checks their answers. Hooks not overridden are not called.
+    """Calls the hooks that resources override, and checks their results.
 
     If a hook raises or returns an invalid value, the fault is logged with its name and counts as a
-    refusal; after ``max_faults`` faults the resource is disabled and what it parked is woken.
+    refusal; after ``max_faults`` faults the resource is disabled and requests it parked are woken.
     """
 
     def __init__(self, resources: Sequence[Resource], faults: FaultLog) -> None:
@@ -48,11 +48,11 @@ class Resources:
         self._num_faults = {id(resource): 0 for resource in resources}
         self._asleep = {resource.serves for resource in resources if resource.serves}
         self._own = self._by_hook()
-        self._parked: dict[Request, Resource] = {}  # which resource parked it
+        self._parked: dict[Request, Resource] = {}  # the resource that parked each request
         self._orphans: list[Request] = []
 
     def check(self, add: AddRequest) -> None:
-        """Raise ``RequestError`` for a request that some resource could never serve."""
+        """Raise ``RequestError`` if a resource could never serve the request."""
         if self._asleep:
             self._awaken(add)
         for own in self._own["objection"]:
@@ -66,19 +66,19 @@ class Resources:
         self._tell("added", req)
 
     def flags(self, req: Request) -> int:
-        """Flags of the request that resources ask for: ``WATCHED``, ``SERIAL``."""
+        """The flags that resources set for the request: ``WATCHED``, ``SERIAL``."""
         watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
         return WATCHED * watched + SERIAL * serial
 
     def override(self, *hooks: str) -> bool:
-        """Has any of them one of these hooks of its own?"""
+        """True if any resource overrides one of these hooks."""
         return any(self._own[hook] for hook in hooks)
 
     def begin_step(self, step: Step) -> None:
         self._tell("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
-        """Tokens after the known ones that a resource wants computed."""
+        """Number of draft tokens that a resource wants verified after the last token."""
         most = 0
         for own in self._own["extra"]:
             begun = self._timer()
@@ -95,11 +95,11 @@ class Resources:
         return most
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        """How many of these tokens all resources allow, and the cause of the last refusal."""
+        """How many tokens all resources allow, and the cause of the last refusal."""
         fit = Fit(num_tokens)
         own_fits = self._own["fit"]
         settled = not own_fits
-        while not settled:  # monotone answers: asking again until all agree ends
+        while not settled:  # ends, since ``fit`` is monotone
             settled = True
             for own in own_fits:
                 answer = self._fit(own, req, fit.num_tokens, step)
@@ -122,11 +122,11 @@ class Resources:
             self._parked[req] = by
             own = Own(by, f"{type(by).__name__}.parked")
             parked = self._ask(own, "parked", False, req, wrong=answers.no_answer)
-            if parked is False:  # it does not know which request to wake
+            if parked is False:  # the hook failed, so the resource would not wake the request
                 self._orphans.append(req)
 
     def release(self, req: Request) -> None:
-        if req.is_finished:  # one that loses its blocks may be parked still
+        if req.is_finished:  # a request that only loses its blocks may still be parked
             self._parked.pop(req, None)
         self._tell("release", req)
 
@@ -134,7 +134,8 @@ class Resources:
         self._tell("describe", plan)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Masks of the resource that has some; ``None`` (the rows then fail) after a fault."""
+        """The masks of the resource that wrote ``plan.masks``; ``None`` after a fault, which makes
+        the rows fail."""
         for own in self._own["masks"]:
             masks: Masks | None
             masks = self._ask(own, "masks", None, plan, wrong=answers.wrong_masks)
@@ -149,7 +150,7 @@ class Resources:
         self._tell("shutdown")
 
     def counters(self) -> dict[str, int]:
-        """Counters of each resource, under its name."""
+        """The counters of each resource, by its name."""
         counts: dict[str, int] = {}
         for own in self._own["counters"]:
             counted = self._ask(own, "counters", {}, wrong=answers.wrong_counters)
@@ -157,14 +158,14 @@ class Resources:
         return counts
 
     def take_orphans(self) -> list[Request]:
-        """Requests parked by resources that were disabled since."""
+        """Take the requests that were parked by resources disabled since the last call."""
         orphans, self._orphans = self._orphans, []
         return [req for req in orphans if req.status is Status.PARKED]
 
     # -- helpers
 
     def _awaken(self, add: AddRequest) -> None:
-        """A request may be the first to ask for some resource."""
+        """Enable the resources that this request is the first to need."""
         if given := {field for field in self._asleep if getattr(add, field, None)}:
             self._asleep -= given
             self._own = self._by_hook()
@@ -193,7 +194,7 @@ class Resources:
         return Fit(0, f"fault of {own.resource.name}", OnRefuse.SKIP)
 
     def _does_any(self, hook: str, req: Request) -> bool:
-        """Does any resource answer True? A fault counts as True."""
+        """True if any resource returns True. A fault counts as True."""
         own_hooks, wrong = self._own[hook], answers.wrong_bool
         wishes = [self._ask(own, hook, True, req, wrong=wrong) for own in own_hooks]
         return any(wishes)
@@ -215,7 +216,7 @@ class Resources:
         *args: Any,
         wrong: Callable[[Any], str | None],
     ) -> Any:
-        """The resource's answer; ``instead`` if it raises or its answer is wrong."""
+        """The hook's result; ``instead`` if it raises or ``wrong`` finds the result invalid."""
         begun = self._timer()
         try:
             answer = getattr(own.resource, hook)(*args)
@@ -233,15 +234,15 @@ class Resources:
         self._faults.note(own.label, about, what)
         self._num_faults[id(resource)] += 1
         if self._num_faults[id(resource)] > self._faults.max_faults and resource in self.members:
-            self._faults.note(own.label, None, f"{resource.name} is left out from now on")
+            self._faults.note(own.label, None, f"resource {resource.name} is disabled from now on")
             self.members = [other for other in self.members if other is not resource]
             self._own = self._by_hook()
             self._orphans += [req for req, by in self._parked.items() if by is resource]
 
 
 def _has_own(resource: Resource, hook: str) -> bool:
-    """True if the resource overrides this hook. A resource that overrides a per-row hook but not
-    ``watches`` is called for every request."""
+    """True if the resource overrides this hook. One that overrides a hook called per row but not
+    ``watches`` watches every request."""
     has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)
@@ -249,5 +250,5 @@ def _has_own(resource: Resource, hook: str) -> bool:
 
 
 def _request_in(args: Sequence[Any]) -> Request | None:
-    """The request that a hook was called for."""
+    """The request among a hook's arguments, or None."""
     return args[0] if args and isinstance(args[0], Request) else None

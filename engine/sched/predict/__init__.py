@@ -1,1 +1,1 @@
-"""Estimates: output lengths, step times, and the service of each user."""
+"""Estimates output lengths and step times, and accounts the service of each user."""

@@ -1,4 +1,4 @@
-"""How long a step takes: a linear model that learns from the steps it sees."""
+"""Cost models: predict how long a step takes. ``LinearCost`` learns from measured steps."""
 
 from __future__ import annotations
 
@@ -14,54 +14,55 @@ from engine.messages.step import StepPlan
 Vector = NDArray[np.float64]
 
 UNLIMITED = 2**31 - 1
-FEW = 24  # rows up to which a loop is quicker than vectors
+FEW = 24  # up to this many rows a loop is faster than numpy
 
 
 class CostModel(Protocol):
-    """Predicts seconds from the sizes of a step (as in ``StepShape``) and learns from real ones.
+    """Predicts the seconds of a step from its sizes (those of ``StepShape``).
 
-    ``context``: tokens in the cache before the step, summed over its rows. ``attention``: pairs of
-    a new and an earlier token.
+    ``context``: tokens in the KV cache before the step, summed over its rows. ``attention``:
+    number of pairs of a new token and an earlier token it attends to.
     """
 
     def step_seconds(
         self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
     ) -> float:
-        """A step of these sizes."""
+        """Seconds of a step with these sizes."""
         ...
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """A step with nothing but this many tokens of one prompt, after ``context`` others."""
+        """Seconds of a step with only ``num_tokens`` tokens of one prompt, after ``context``
+        others."""
         ...
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
-        """The most tokens a step may have to end within ``seconds``.
+        """The most tokens of a step that ends within ``seconds``.
 
-        ``num_seqs`` of them are decodes with ``context`` tokens in the cache, the others belong to
-        one prompt that starts. 0 if the decodes alone take longer.
+        ``num_seqs`` of them are decodes with ``context`` tokens in the cache, the others are the
+        start of one prompt. 0 if the decodes alone take longer.
         """
         ...
 
     def observe(self, shape: StepShape) -> None:
-        """A step was measured."""
+        """Learn from a measured step."""
         ...
 
 
 PRIOR = np.array([5e-3, 4e-6, 2e-5, 1e-8, 1e-9])
-"""Seconds for 1, a row, a token, a token of context, a pair of attention: only their proportions
-matter once a step was measured."""
+"""Seconds per step, row, token, token of context, attention pair. Once a step was measured, only
+their proportions matter."""
 
 
 class LinearCost:
-    """Seconds affine in ``num_seqs``, ``num_tokens``, ``context`` and ``attention``.
+    """A cost model affine in ``num_seqs``, ``num_tokens``, ``context`` and ``attention``.
 
-    Coefficients are non-negative least squares of relative errors over about the last ``memory``
-    measured steps, drawn weakly to the prior's proportions; they are made anew after every
-    ``every`` steps. The same steps give the same coefficients.
+    Coefficients are fitted by non-negative least squares of relative errors over about the last
+    ``memory`` measured steps, with a weak pull towards the prior's proportions, every ``every``
+    steps. Equal steps give equal coefficients.
     """
 
     def __init__(self, *, memory: int = 2000, every: int = 16) -> None:
-        self.coefficients: tuple[float, ...] = tuple(PRIOR.tolist())  # in the prior's order
+        self.coefficients: tuple[float, ...] = tuple(PRIOR.tolist())  # in the order of PRIOR
         self.num_observed = 0
         self._keep = 1.0 - 1.0 / memory
         self._every = every
@@ -69,8 +70,8 @@ class LinearCost:
         # Features are in units of what the prior charges for them, so all weigh alike.
         self._gram = np.zeros((5, 5))
         self._moment = np.zeros(5)
-        self._square = 0.0  # of what was measured, in the same units
-        self._kept = np.arange(5)  # features whose factors are not held at 0
+        self._square = 0.0  # sum of squares of the measured times, in the same units
+        self._kept = np.arange(5)  # features whose factors are above 0
 
     def step_seconds(
         self, num_seqs: int, num_tokens: int, context: int = 0, attention: int = 0
@@ -85,7 +86,7 @@ class LinearCost:
     def prefill_seconds_each(
         self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
     ) -> Vector:
-        """``prefill_seconds`` of many prompts, each in a step of its own."""
+        """``prefill_seconds`` of many prompts, each computed in a separate step."""
         fixed, row, token, cached, pair = self.coefficients
         pairs = num_tokens * context + num_tokens * (num_tokens + 1) // 2
         seconds: Vector = fixed + row + token * num_tokens + cached * context + pair * pairs
@@ -96,15 +97,15 @@ class LinearCost:
         if left < 0:
             return 0
         _, _, token, _, pair = self.coefficients
-        # left = token * n + pair * n * (n + 1) / 2, solved for n without cancellation
+        # solves left = token * n + pair * n * (n + 1) / 2 for n without cancellation
         linear = token + pair / 2
         divisor = linear + sqrt(linear * linear + 2 * pair * left)
         num_prompt = 2 * left / divisor if divisor else UNLIMITED
         return num_seqs + int(min(UNLIMITED, num_prompt))
 
     def combine(self, weights: Sequence[float]) -> tuple[float, float]:
-        """The sum of the coefficients (in the prior's order), each times its weight, in seconds,
-        and its standard error."""
+        """The weighted sum of the coefficients (in the order of PRIOR) in seconds, and its
+        standard error."""
         value = sum(w * c for w, c in zip(weights, self.coefficients, strict=True))
         kept, total = self._kept, self._gram.sum()
         if total <= len(kept):
@@ -127,18 +128,18 @@ class LinearCost:
     # -- helpers
 
     def _refit(self) -> None:
-        """Enter the new steps, forget a little of the old ones, solve."""
+        """Add the new steps, discount the old ones, and fit again."""
         sizes = np.array(
             [(1, s.num_seqs, s.num_tokens, s.context, s.attention) for s in self._new], np.float64
         )
         seconds = np.array([shape.seconds for shape in self._new])
         self._new.clear()
-        if self.num_observed > 4 * self._every:  # an outlier: not the usual time of such a step
+        if self.num_observed > 4 * self._every:  # clip outliers
             seconds = np.minimum(seconds, 4 * (sizes @ np.array(self.coefficients)))
         priced = sizes * PRIOR
         expected = priced.sum(axis=1)
-        # Errors relative to what the prior expects: relative to what was measured would favour
-        # short steps and so predict too little.
+        # Errors are relative to the prior's prediction: relative to the measured time they
+        # would favour short steps, and predictions would be too small.
         priced /= expected[:, None]
         self._gram *= self._keep ** len(seconds)
         self._moment *= self._keep ** len(seconds)
@@ -149,18 +150,18 @@ class LinearCost:
         self.coefficients = tuple((PRIOR * self._solve()).tolist())
 
     def _pull(self) -> float:
-        """How strongly each factor is drawn to the common level."""
+        """How strongly each factor is pulled towards their mean."""
         return 1e-3 * float(self._gram.sum()) / 5
 
     def _solve(self) -> Vector:
-        """Factors by which the prior's coefficients are wrong, none below 0."""
+        """Factors, at least 0, by which the prior's coefficients must be multiplied."""
         total = self._gram.sum()  # the features of a step sum to 1, so this counts the steps
         level = self._moment.sum() / total
         pull = self._pull()
         gram = self._gram + pull * np.eye(5)
         moment = self._moment + pull * level
         kept = np.arange(5)
-        while True:  # drop the most negative one and solve again: at most four times
+        while True:  # drop the most negative factor and solve again, at most four times
             factors = np.zeros(5)
             factors[kept] = np.linalg.solve(gram[np.ix_(kept, kept)], moment[kept])
             if factors.min() >= 0:
@@ -170,14 +171,14 @@ class LinearCost:
 
 
 class StepShape(NamedTuple):
-    """Sizes of one step, in tokens unless noted, and how long it took."""
+    """The sizes of one step (in tokens unless noted) and its duration."""
 
     num_seqs: int
     num_tokens: int
-    num_decodes: int  # rows of one token
-    context: int  # sum over the rows of the tokens in the cache before the step
+    num_decodes: int  # number of rows with one token
+    context: int  # tokens in the KV cache before the step, summed over the rows
     attention: int  # sum over the rows of pairs (new token, earlier token)
-    seconds: float  # from launch to result; 0.0 if it was not measured
+    seconds: float  # from launch to result; 0.0 if not measured
 
     @classmethod
     def of(cls, plan: StepPlan, seconds: float) -> StepShape:
