@@ -136,8 +136,8 @@ class Fits(Resource):
             "is not a subclass of engine.Policy; give such a class, its name or its dotted path",
         ),
         (["fcfs"], r"\['fcfs'\] is not a subclass of engine.Policy; give such a class"),
-        (Resource, "no subclass of engine.Policy; it is a resource: give it in resources"),
-        (Resource(), "no subclass of engine.Policy; it is a resource: give it in resources"),
+        (Resource, "not a subclass of engine.Policy; it is a resource: give it in resources"),
+        (Resource(), "not a subclass of engine.Policy; it is a resource: give it in resources"),
         ("fcsf", "'fcsf' is not known; there are: andes, .*; did you mean 'fcfs'"),
         ("EDF", "did you mean 'edf'"),
         ("qqqq", r"as my_module\.MyClass\)$"),
@@ -145,7 +145,7 @@ class Fits(Resource):
         (f"{__name__}.LackRank", f"did you mean '{__name__}.LacksRank'"),
         (f"{__name__}.py", "its classes are: Counted, "),
         ("no_such_module.Mine", "is its directory on sys.path"),
-        (Scheduler, "no subclass of engine.Policy; it is a scheduler: give it as scheduler_cls"),
+        (Scheduler, "not a subclass of engine.Policy; it is a scheduler: give it as scheduler_cls"),
     ],
 )
 def test_a_policy_that_cannot_work_is_refused(wrong: object, message: str) -> None:
