@@ -1,1 +1,1 @@
-"""The assembly: scheduler and executor, step by step."""
+"""The engine core: the step loop of scheduler and executor, and how its parts are assembled."""

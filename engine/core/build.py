@@ -1,4 +1,4 @@
-"""Config -> a wired core. The only place that knows every class; heavy imports happen here."""
+"""Builds an engine core from a configuration. Only this module imports all the parts."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ logger = logging.getLogger("engine.core")
 def build_core(
     config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
 ) -> InprocClient:
-    """Load the model and wire scheduler, KV manager and worker. Raises ``ConfigError``."""
-    chosen = choose_all(config.scheduler)  # or its ConfigError, before minutes of loading
+    """Load the model, and create scheduler, KV manager and worker. Raises ``ConfigError``."""
+    chosen = choose_all(config.scheduler)  # raises ConfigError before minutes of loading
     config = replace(config, model=fetched(config.model, for_core=True, for_text=False))
     drafting = fetched_draft_model(config)
     info = read_model_info(config.model.model)
@@ -82,14 +82,14 @@ def build_core(
     worker.allocate(decided.num_kv_blocks)
     core = wire(resolved, decided, worker, clock=clock, chosen=chosen, failures=failures)
     client = InprocClient(core, decided, clock=clock, failures=failures)
-    gc.freeze()  # the weights and all that was wired
+    gc.freeze()  # objects made so far live as long as the process: collections skip them
     return client
 
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """No garbage is collected during imports. What they make stays: to search it takes a tenth of
-    their time, and a tenth of a second in each later collection."""
+    """Switch off garbage collection during imports and freeze the objects they create, which
+    saves a tenth of their time, and a tenth of a second in each later collection."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -101,10 +101,10 @@ def not_collecting() -> Iterator[None]:
 
 
 def log_pool(decided: Decided, facts: ModelFacts) -> None:
-    """Log how large the pool is and what fits into it."""
+    """Log the size of the KV cache and how many requests fit into it."""
     num_usable, block_size = decided.num_kv_blocks - 1, decided.block_size
     logger.info(
-        "KV pool: %d blocks of %d tokens, %.2f GiB, for %.2f requests of %d tokens",
+        "KV cache: %d blocks of %d tokens, %.2f GiB, enough for %.2f requests of %d tokens",
         num_usable,
         block_size,
         decided.num_kv_blocks * facts.block_bytes / GIB,
@@ -114,9 +114,9 @@ def log_pool(decided: Decided, facts: ModelFacts) -> None:
 
 
 def read_ahead(path: Path) -> None:
-    """Let the system fetch the weights from disk while Python still imports."""
+    """Let the operating system read the weights from disk while Python is still importing."""
     for file in path.glob("*.safetensors"):
-        # The loader reports files that cannot be opened, in more detail.
+        # Files that cannot be opened are reported later by the loader.
         with suppress(OSError), file.open("rb") as handle:
             os.posix_fadvise(handle.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
@@ -130,7 +130,7 @@ def wire(
     chosen: Chosen | None = None,
     failures: Failures | None = None,
 ) -> EngineCore:
-    """A core around an executor, real or fake. failures: where those of observers are counted."""
+    """Build the core for an executor, real or simulated. failures: counts those of observers."""
     sched, seed = decided.scheduler, config.model.seed
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
@@ -151,15 +151,15 @@ def wire(
 
 
 def choose_all(config: SchedulerOptions) -> Chosen:
-    """Policy and resources that the configuration names, and the resources of its features. Raises
+    """Find the configured policy and resources, and add the resources of enabled features. Raises
     ``ConfigError``."""
     chosen = choose(config)
     return chosen._replace(resources=(*features_of(config), *chosen.resources))
 
 
 def features_of(config: SchedulerOptions) -> list[Resource]:
-    """The resources of the features that are switched on. They may depend only on the scheduler's
-    options, from which a step log is replayed."""
+    """The resources of the enabled features. They may depend on the scheduler's options only, since
+    a step log is replayed with these."""
     if config.speculative_config is None:
         return []
     speculative = SpeculativeConfig.of(config.speculative_config)
@@ -170,14 +170,14 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer | None:
-    """What proposes drafts by the configured method; ``None`` if the worker does."""
+    """The proposer of the configured method of drafting; ``None`` if the worker drafts."""
     if speculative.method == "draft_model":
         return None
     if speculative.method == "grammar":
         return NoProposer()
     if speculative.method == "ngram":
         return NgramProposer(speculative.prompt_lookup_min, speculative.prompt_lookup_max)
-    from engine.spec.suffix import SuffixProposer  # which brings a compiler
+    from engine.spec.suffix import SuffixProposer  # imports Numba
 
     return SuffixProposer(
         speculative.suffix_decoding_max_tree_depth,
@@ -190,29 +190,28 @@ def proposer_of(speculative: SpeculativeConfig) -> Proposer | None:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Grammars are served where the worker computes masks, and refused where a plug-in writes its
-    own."""
+    """Add the resource of grammars, if the worker computes masks and no plug-in writes them."""
     if "masks" not in capabilities:
         return chosen
     compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
     if config.step_log is not None:
         compiler = CompiledAtOnce(compiler)
-    # A replay has no tokenizer, so it could not know which drafts were cut.
+    # A replay has no tokenizer, so it could not repeat which drafts the grammars cut.
     may_cut = config.step_log is None
     resources = following_grammars(chosen.resources, compiler, vocab_size, may_cut=may_cut)
     return chosen._replace(resources=resources)
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
-    """The compiler of grammars for a model with this tokenizer.json."""
+    """The grammar compiler for a model; ``read_tokenizer`` returns its tokenizer.json."""
     return guidance_of(read_tokenizer, vocab_size)
 
 
 def following_grammars(
     resources: Sequence[Resource], compiler: GrammarCompiler, vocab_size: int, *, may_cut: bool
 ) -> tuple[Resource, ...]:
-    """These resources, and the one that has requests follow their grammars. may_cut: it says which
-    drafts may stand, too, and drafts what it forces."""
+    """Add the resource that makes requests follow their grammars. may_cut: it also cuts drafts that
+    a grammar forbids, and drafts the tokens that a grammar forces."""
     grammars = GrammarReadiness(compiler, vocab_size)
     for resource in resources:
         if isinstance(resource, Drafts) and may_cut:
@@ -221,20 +220,20 @@ def following_grammars(
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:
-    """``with_grammars`` for a replay, which computes nothing and has no tokenizer."""
+    """``with_grammars`` for a replay, which computes no tokens and has no tokenizer."""
     grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
     return chosen._replace(resources=joined_by_grammars(chosen.resources, grammars))
 
 
 def tokenizer_json(config: ModelConfig) -> str | None:
-    """The contents of tokenizer.json; ``None`` for a tokenizer of another kind."""
+    """The contents of the model's tokenizer.json; ``None`` if it has another kind of tokenizer."""
     from engine.text.tokenizer import load_tokenizer
 
     return load_tokenizer(fetched(config, for_core=False, for_text=True)).backend.as_json()
 
 
 def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
-    """The model that drafts, in a directory of this machine; ``None`` if none does."""
+    """The configured draft model, downloaded to a local directory; ``None`` without one."""
     options = config.scheduler.speculative_config
     speculative = None if options is None else SpeculativeConfig.of(options)
     if speculative is None or speculative.model is None:
@@ -260,14 +259,14 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
 def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
-    """What the worker needs for the same features, on top of what it does itself (drafts, masks).
-    info: that of the model; drafting: the draft model, if there is one."""
+    """The worker's halves of the enabled features, beyond what it has built in (drafts, masks).
+    info: the model's; drafting: the draft model, or None."""
     if drafting is None:
         return []
     from engine.spec.compute import DraftModel
 
     options = config.scheduler.speculative_config
-    assert options is not None, "it names the draft model"
+    assert options is not None, "it is the draft model"
     num_drafts = SpeculativeConfig.of(options).num_speculative_tokens
     try:
         own = read_model_info(drafting.model)
@@ -275,33 +274,30 @@ def computing_halves(
         raise ConfigError(f"speculative_config: {error}") from error
     if own.vocab_size != info.vocab_size:
         raise ConfigError(
-            f"speculative_config: the draft model {own.name} has {own.vocab_size} tokens, the "
-            f"model {info.vocab_size}; both must have the same: give a draft model of the same "
-            "family"
+            f"speculative_config: the draft model {own.name} has {own.vocab_size} tokens and "
+            f"the model has {info.vocab_size}, but the numbers must be equal: give a draft "
+            "model of the same family"
         )
     return [DraftModel(drafting, own, config, num_drafts)]
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
-    """Parts of a plan that these resources write, in the order of ``PARTS``.
+    """The plan parts that these resources write, in the order of ``PARTS``.
 
-    Raises ``ConfigError`` for an unknown name, a part that two of them write and an object that is
-    there twice.
+    Raises ``ConfigError`` for an unknown part, a part with two writers, or a repeated object.
     """
     writers: dict[str, Resource] = {}
     seen: set[int] = set()
     for resource in resources:
         own = type(resource).__name__
         if id(resource) in seen:
-            raise ConfigError(
-                f"the same object of {own} is twice among the resources: leave one out"
-            )
+            raise ConfigError(f"resources contains the same {own} object twice: leave one out")
         seen.add(id(resource))
         for part in needs_of(resource):
             if part in writers:
                 raise ConfigError(
-                    f"the resources {type(writers[part]).__name__} and {own} both write the part "
-                    f"{part!r} of a plan, which has room for one: leave one out"
+                    f"the resources {type(writers[part]).__name__} and {own} both write the plan "
+                    f"part {part!r}, which only one may write: leave one out"
                 )
             if part in PARTS:
                 writers[part] = resource
@@ -309,25 +305,25 @@ def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
 
 
 def needs_of(resource: Resource) -> tuple[str, ...]:
-    """What the resource needs of a worker. Raises ``ConfigError`` for unknown capabilities."""
+    """The resource's ``needs``, checked. Raises ``ConfigError`` for unknown capabilities."""
     needs, name = resource.needs, type(resource).__name__
     if not isinstance(needs, tuple | list | set | frozenset):
         raise ConfigError(
             f"{name}.needs is {needs!r:.80} ({type(needs).__name__}), must be a tuple of names, "
-            f"as ({PARTS[0]!r},)"
+            f"e.g. ({PARTS[0]!r},)"
         )
     for part in needs:
         if part not in CAPABILITIES:
             raise ConfigError(
-                f"{name}.needs has {part!r:.80}, which is no part of a plan; there "
-                f"are: {', '.join(CAPABILITIES)}"
+                f"{name}.needs has {part!r:.80}, which is not a capability; there are: "
+                f"{', '.join(CAPABILITIES)}"
             )
     return tuple(needs)
 
 
 def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[str]) -> None:
-    """Raise ``ConfigError`` for resources that cannot work together, or that need what this worker
-    cannot do."""
+    """Raise ``ConfigError`` for resources that cannot be combined, or that need capabilities which
+    the worker lacks."""
     parts_of(resources)
     for resource in resources:
         missing = [
@@ -346,7 +342,7 @@ def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[st
 def make_kv_manager(
     config: EngineConfig, decided: Decided, *, clock: Callable[[], float], failures: Failures
 ) -> KVManager:
-    """The owner of all blocks, with the configured hash and listeners."""
+    """Create the KV manager with the configured block hash and event publisher."""
     cache = config.cache
     events = None
     if cache.enable_kv_events:
@@ -355,9 +351,9 @@ def make_kv_manager(
         publisher = KVEventPublisher(
             cache.kv_events_endpoint,
             num_remembered=cache.kv_events_buffer_steps,
-            guard=Guard(failures, "kv_events", "what it could not publish is dropped"),
+            guard=Guard(failures, "kv_events", "events that cannot be published are dropped"),
         )
-        logger.info("cache events are published at %s", publisher.endpoint)
+        logger.info("KV cache events are published at %s", publisher.endpoint)
         events = EventLog(publisher, block_size=decided.block_size, clock=clock)
     return KVManager(
         decided.num_kv_blocks,
@@ -369,7 +365,7 @@ def make_kv_manager(
 
 
 def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:
-    """The configured hash of cached blocks."""
+    """The configured hasher of KV blocks."""
     if cache.prefix_caching_hash_algo == "fast":
         from engine.kv.fast_hash import FastHasher
 
@@ -378,5 +374,5 @@ def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:
 
 
 def fault_of_grammar(form: Grammar) -> str:
-    """What a core would refuse in a grammar, looked at where this runs; "" if nothing."""
+    """Why a core would refuse this grammar (checked without a core); "" if it would not."""
     return fault_of(form)

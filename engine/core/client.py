@@ -1,4 +1,4 @@
-"""What every client of a core does, wherever the core runs: the contract, once."""
+"""CoreClient: the interface of a core, whether it runs in this process or elsewhere."""
 
 from __future__ import annotations
 
@@ -9,82 +9,82 @@ from engine.messages.requests import AddRequest, CoreOutputs
 from engine.messages.stats import SchedulerStats
 from engine.messages.wire import Welcome
 
-if TYPE_CHECKING:  # what a client elsewhere imports is kept small
+if TYPE_CHECKING:  # clients in other processes import little
     from engine.config.decide import Decided
 
 
 class NumCores(NamedTuple):
-    """How many of a client's cores are alive, and how many it was given."""
+    """The number of living cores of a client, and the number it was created with."""
 
     alive: int
     total: int
 
 
 class CoreClient(Protocol):
-    """A core, wherever it runs. Belongs to one thread at a time.
+    """The interface of a core. Only one thread at a time may use a client.
 
-    Once the core has died, and after ``shutdown``, every call raises ``EngineDeadError``, but for
+    Once the core has died, and after ``shutdown``, every call raises ``EngineDeadError``, except
     counts and ``shutdown``.
     """
 
     decided: Decided | Welcome
-    """What the core runs with."""
+    """The settings that the core has decided (number of blocks, longest request, ...)."""
     id_prefix: str
-    """Request ids that begin with it are unique among all clients of the core."""
+    """Request ids with this prefix are unique among all clients of the core."""
 
     def add(self, request: AddRequest) -> None:
-        """Queue a request. Raises ``RequestError`` for an id that is in use or a request that can
-        never be served, ``RefusedError`` for one that is not taken now."""
+        """Queue a request. Raises ``RequestError`` if its id is in use or it could never run,
+        ``RefusedError`` if it cannot be queued now."""
         for error in self.add_all([request]).values():
             raise error
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
-        """Queue these, in order. Returns what ``add`` would raise, by index; {} if all were taken.
+        """Queue several requests in order. Returns the errors that ``add`` would raise, by index.
 
-        Interrupted, it may have queued some: abort them.
+        If it is interrupted, some requests may be queued: abort all.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """Finish these; unknown ids do nothing. Does not wait: ``step`` returns their ends, and
-        what came before. Raises ``RequestTypeError`` for ids that are not strings."""
+        """Abort requests; unknown ids are ignored. Does not wait: ``step`` returns their last
+        outputs. Raises ``RequestTypeError`` for ids that are not strings."""
 
     def step(self) -> list[CoreOutputs]:
-        """What the core's steps have brought, [] if nothing.
+        """Return the outputs of the core's steps, [] if there are none.
 
-        Runs one step if the core is here, else waits a moment for outputs if there are none.
+        Runs one step if the core is in this process; else waits a short time for outputs.
         """
 
     def wake(self) -> None:
-        """Let a ``step`` that waits return soon; the only call that other threads may make."""
+        """Make a waiting ``step`` return soon. Other threads may call this."""
 
     def check_alive(self) -> None:
         """Raise ``EngineDeadError`` if the core has died."""
 
     def has_unfinished(self) -> bool:
-        """Is there a request whose end ``step`` has not returned yet?"""
+        """True while ``step`` has not returned the end of every request."""
         return self.num_unfinished() > 0
 
     def num_unfinished(self) -> int:
-        """Requests that were taken and whose end ``step`` has not returned yet."""
+        """Number of queued requests whose end ``step`` has not returned yet."""
 
     def num_cores(self) -> NumCores:
-        """Any thread may call this."""
+        """How many cores are alive. Any thread may call this."""
         return NumCores(1, 1)
 
     def end_restarts(self) -> None:
-        """Start no core again that dies from now on; any thread may call it."""
+        """Stop restarting cores that die. Any thread may call this."""
         return None
 
     def stats(self) -> SchedulerStats | None:
-        """Gauges and counters of the scheduler, ``None`` if it keeps none."""
+        """Current gauges and counters of the scheduler, ``None`` if it has none."""
         stats: SchedulerStats | None = self.call("stats")
         return stats
 
     def latest_stats(self) -> SchedulerStats | None:
-        """The latest known ``stats``, without waiting; requests newer ones of another process."""
+        """The latest known ``stats``, without waiting. Also requests newer ones."""
 
     def call(self, name: str, *args: Any) -> Any:
-        """A utility by name. Raises ``ConfigError`` for one that does not exist."""
+        """Call a utility of the core by name. Raises ``ConfigError`` for an unknown name."""
 
     def shutdown(self) -> None:
-        """Disconnect from the core, and end it if it is ours; harmless when repeated."""
+        """Disconnect from the core, and end it if this client started it. May be repeated."""

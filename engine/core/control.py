@@ -1,4 +1,4 @@
-"""Utilities that clients may call by name; there are no others, and arguments are plain values."""
+"""Utilities: the functions of a core that clients may call by name, with plain values."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ PAUSES = {"new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
 
 
 class Utilities:
-    """The calls by name: those of the scheduler, and what the worker offers (``methods``).
+    """The utilities by name: functions of the scheduler, and ``methods`` of the worker.
 
-    An answer is plain values or a message of the protocol.
+    They return plain values or a message of the protocol.
     """
 
     def __init__(
@@ -37,16 +37,15 @@ class Utilities:
         for name in executor.methods:
             if name in self._by_name:
                 raise ConfigError(
-                    f"a method of the worker is called {name!r:.80}, as is a utility of the core: "
-                    "give it another name"
+                    f"the worker's method {name!r:.80} has the name of a core utility: rename it"
                 )
             self._by_name[name] = partial(executor.call, name)
 
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
-        """Call a utility. Raises ``ConfigError`` for one that does not exist.
+        """Call a utility. Raises ``ConfigError`` for an unknown name.
 
-        An error of the utility is raised with its name, as the same class if it is one of the
-        engine's.
+        An error of the utility is raised with the utility's name, as the same class if it is an
+        engine error.
         """
         utility = self._by_name.get(name)
         if utility is None:
@@ -59,7 +58,7 @@ class Utilities:
             return utility(*args)
         except EngineError as error:
             raise _kind_of(error)(f"Call to {name} method failed: {error}") from error
-        except Exception as error:  # wrong arguments, or a scheduler of the user's own
+        except Exception as error:  # wrong arguments, or an error of a custom scheduler
             raise EngineError(
                 f"Call to {name} method failed: {type(error).__name__}: {error}"
             ) from error
@@ -74,7 +73,7 @@ class Utilities:
 
     def _pause(self, what: str = "all") -> None:
         if not isinstance(what, str) or what not in PAUSES:
-            raise ConfigError(f"pause of {what!r:.80} is not known; there are: {', '.join(PAUSES)}")
+            raise ConfigError(f"pause {what!r:.80} is not known; there are: {', '.join(PAUSES)}")
         self._set_pause_state(PAUSES[what])
 
     def _resume(self) -> None:
@@ -84,13 +83,13 @@ class Utilities:
         try:
             self._scheduler.set_pause_state(state)
         except NotImplementedError as error:
-            raise ConfigError(f"the scheduler of this engine cannot pause: {error}") from error
+            raise ConfigError(f"this engine's scheduler cannot pause: {error}") from error
 
     def stats(self) -> SchedulerStats | None:
-        """What the scheduler counts, and how often observers in this process have failed."""
+        """The scheduler's statistics, and how often observers in this process have failed."""
         return with_failures(self._scheduler.make_stats(), self._failures)
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:
-    """The engine's own class of an error: other processes do not know a plug-in's classes."""
+    """The nearest engine class of an error: other processes cannot import a plug-in's classes."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)

@@ -1,4 +1,4 @@
-"""EngineCore: scheduler and executor, one step at a time. Knows the executor only as a protocol."""
+"""EngineCore: the step loop. It schedules plans, launches them, and settles their results."""
 
 from __future__ import annotations
 
@@ -13,54 +13,54 @@ Ticket = TypeVar("Ticket")
 
 
 class Executor(Protocol[Ticket]):
-    """Computes plans in the order in which they are launched; a ticket is a launched step."""
+    """Computes plans in the order of their launch. A ticket stands for a launched step."""
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """Parts of a plan that it can compute, and whether it proposes drafts (names in
+        """The plan parts it can compute, and whether it proposes drafts (names in
         ``engine.messages.step.CAPABILITIES``)."""
         ...
 
     def launch(self, plan: StepPlan) -> Ticket:
-        """Start a step: forward pass and, unless the plan has a ``MaskPart``, the draw."""
+        """Start a step: the forward pass and, unless the plan has a ``MaskPart``, sampling."""
         ...
 
     def preview(self, ticket: Ticket) -> Column | None:
-        """``MaskPart.drawn`` of a launched step; ``None`` where it would have to be waited for."""
+        """``MaskPart.drawn`` of a launched step; ``None`` if that would require waiting."""
         ...
 
     def sample(self, ticket: Ticket, masks: Masks | None) -> None:
-        """Start the draw of a step whose plan has a ``MaskPart``, before the next is launched.
+        """Start to sample a step whose plan has a ``MaskPart``, before the next launch.
 
-        ``None``: there are no masks; the rows that wanted one fail.
+        ``None``: there are no masks, and the rows that need one fail.
         """
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
-        """Wait for a launched step and copy what it brought, nothing else."""
+        """Wait for a launched step and return its result."""
         ...
 
     @property
     def methods(self) -> Collection[str]:
-        """Names that ``call`` knows."""
+        """Names of the methods that ``call`` accepts."""
         ...
 
     def call(self, name: str, *args: Any) -> Any:
-        """A method by name, between two steps. Raises ``ConfigError`` for one that is not there."""
+        """Call a method by name, between two steps. Raises ``ConfigError`` for an unknown name."""
         ...
 
     def shutdown(self) -> None:
-        """Let go of model and memory; harmless when repeated."""
+        """Release the model and its memory. May be repeated."""
         ...
 
 
 class EngineCore:
-    """Keeps up to ``depth`` steps in flight: 1 is synchronous, 2 plans while one is computed.
+    """Keeps up to ``depth`` steps in flight: 1 is synchronous, 2 plans a step during another.
 
-        launch N+1 (forward) ─> collect N, settle N ─> [masks of N+1 ─> draw N+1] ─> launch N+2 ...
+        launch N+1 (forward) ─> collect N, settle N ─> [masks, sample N+1] ─> launch N+2 ...
 
-    A step whose plan has a ``MaskPart`` is drawn when all steps before it are settled, and nothing
-    is launched after it until then.
+    A step whose plan has a ``MaskPart`` is sampled when all earlier steps are settled; the next
+    step is launched after that.
     """
 
     def __init__(
@@ -70,21 +70,21 @@ class EngineCore:
         self.executor = executor
         self.depth = depth
         self.flight: deque[tuple[StepPlan, Any]] = deque()
-        self.is_idle = False  # the last step found nothing to compute and nothing to settle
-        self._has_undrawn = False  # the newest step in flight waits for its masks
+        self.is_idle = False  # the last call of ``step`` had nothing to compute or settle
+        self._has_undrawn = False  # the newest step in flight waits for masks to be sampled
 
     def step(self) -> StepOutputs:
-        """Launch what fits into the flight and settle its oldest step; {} when there is nothing."""
+        """Launch steps until ``depth`` are in flight, settle the oldest; {} if there is none."""
         while len(self.flight) < self.depth:
             self._draw_if_alone()
             if self._has_undrawn:
                 break
             plan = self.scheduler.schedule()
-            if not isinstance(plan, StepPlan):  # a scheduler of one's own may forget to return it
+            if not isinstance(plan, StepPlan):  # a custom scheduler may forget to return it
                 name = type(self.scheduler).__name__
                 raise TypeError(
-                    f"{name}.schedule() returned {plan!r:.80}, must return a StepPlan: a loop of "
-                    "one's own ends with `return self.seal(step)`"
+                    f"{name}.schedule() returned {plan!r:.80}, must return a StepPlan: end a "
+                    "custom loop with `return self.seal(step)`"
                 )
             if plan.is_empty:
                 break
@@ -100,7 +100,7 @@ class EngineCore:
         return outputs
 
     def _draw_if_alone(self) -> None:
-        """Draw the step that waits for masks, if all before it are settled."""
+        """Sample the step that waits for masks, if all earlier steps are settled."""
         if self._has_undrawn and len(self.flight) == 1:
             plan, ticket = self.flight[0]
             self._has_undrawn = False
@@ -111,5 +111,5 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """Is there anything to compute, to settle or to send to the worker?"""
+        """True if there is anything to compute, to settle or to send to the worker."""
         return bool(self.flight) or self.scheduler.has_requests()

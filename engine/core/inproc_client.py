@@ -1,4 +1,4 @@
-"""A client of a core in the same process."""
+"""InprocClient: a client of a core in the same process."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from engine.messages.stats import SchedulerStats
 from engine.observe.guard import Failures
 from engine.sched.interface import StepOutputs
 
-IDLE_SECONDS = 0.001  # between two steps while all requests wait for something
+IDLE_SECONDS = 0.001  # sleep between two steps while all requests wait for something
 
 
 class InprocClient(CoreClient):
     """Calls the core directly; ``step`` runs one engine step in the caller's thread.
 
-    A step that raises is the death of the core.
+    If a step raises, the core is dead.
     """
 
     decided: Decided
@@ -46,11 +46,11 @@ class InprocClient(CoreClient):
         clock: Callable[[], float] = time.monotonic,
         failures: Failures | None = None,
     ) -> None:
-        """failures: those of this core's observers, to be reported with its statistics."""
+        """failures: counts failures of this core's observers, for its statistics."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
-        self._aborted: dict[str, tuple[int, Finished]] = {}  # client and end, for the next step
+        self._aborted: dict[str, tuple[int, Finished]] = {}  # ends to report with the next step
         self._cause: BaseException | None = None
         self._utilities = Utilities(core.scheduler, core.executor, failures or Failures())
 
@@ -68,7 +68,7 @@ class InprocClient(CoreClient):
                 self.add(request)
             except EngineDeadError:
                 raise
-            except Exception as error:  # if the policy raises on it, this request fails alone
+            except Exception as error:  # e.g. of the policy: only this request fails
                 errors[index] = error
         return errors
 
@@ -78,21 +78,21 @@ class InprocClient(CoreClient):
             self._aborted[name] = (client_index, end)
 
     def drop(self, request_ids: Sequence[str]) -> None:
-        """Finish these without any further output."""
+        """Abort requests without any further output for them."""
         self._live().scheduler.finish_requests(request_ids, "abort")
 
     def step(self) -> list[CoreOutputs]:
         outputs = list(self.turn().values())
-        if not outputs and self.is_idle:  # requests are paused, or wait to be woken
+        if not outputs and self.is_idle:  # requests are paused, or parked
             time.sleep(IDLE_SECONDS)
         return outputs
 
     def turn(self) -> StepOutputs:
-        """One engine step; what it brought by client index. Never sleeps."""
+        """Run one engine step without sleeping; returns its outputs by client index."""
         core = self._live()
         try:
             outputs = core.step()
-        except BaseException as error:  # after any error, the step is half done
+        except BaseException as error:  # the step is incomplete after any error
             self._cause = error
             if not isinstance(error, Exception):
                 raise
@@ -102,11 +102,11 @@ class InprocClient(CoreClient):
         return self._with_aborted(outputs) if self._aborted else outputs
 
     def wake(self) -> None:
-        pass  # a step here never waits long
+        pass  # ``step`` never waits long here
 
     @property
     def core(self) -> EngineCore:
-        """The core itself. Raises ``EngineDeadError`` if it has ended."""
+        """The core object. Raises ``EngineDeadError`` if it has ended."""
         return self._live()
 
     def check_alive(self) -> None:
@@ -114,11 +114,11 @@ class InprocClient(CoreClient):
 
     @property
     def is_idle(self) -> bool:
-        """Did the last step find nothing to compute and nothing to settle?"""
+        """True if the last step had nothing to compute and nothing to settle."""
         return self._live().is_idle
 
     def next_work(self, num_moved: int) -> Work:
-        """What the next step would do, after one in which this many requests got tokens."""
+        """The kind of the next step. ``num_moved``: requests that got tokens in the last step."""
         counts = self._live().scheduler.get_request_counts()
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 
@@ -142,7 +142,7 @@ class InprocClient(CoreClient):
             self._core = None
 
     def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
-        """The outputs, followed by the ends of aborted requests."""
+        """Add the ends of aborted requests to the outputs."""
         ends: defaultdict[int, list[tuple[str, Finished]]] = defaultdict(list)
         for name, (client_index, end) in self._aborted.items():
             ends[client_index].append((name, end))

@@ -1,10 +1,10 @@
-"""Cache events over ZeroMQ, for routers that send a prompt where its beginning is cached.
+"""Publishes prefix-cache events over ZeroMQ, for routers that choose a core by cached prefix.
 
-    PUB      [sequence, batch] once for each batch; what a slow listener cannot take is dropped
-    ROUTER   [sequence] is answered with the batches from there on, a page at a time, and an end
+    PUB      sends [sequence, batch] for each batch; batches for a slow subscriber are dropped
+    ROUTER   receives [sequence], replies with the batches from there on, in pages, and an end
 
-Events hold the tokens of prompts, so the default is a socket file that only this user can open.
-Batches travel as msgpack; nothing that comes in is decoded but a number.
+Events contain prompt tokens, so by default the socket is a file that only this user can open.
+Batches are sent as msgpack. Of incoming messages only a number is decoded.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from engine.ipc.address import IPC, Directory
 from engine.messages.kv_events import KVEventBatch
 from engine.observe.guard import Failures, Guard
 
-PAGE = 500  # batches in one answer; below the 1000 messages that a socket queues for a listener
+PAGE = 500  # batches per reply; below the 1000 messages that a socket queues per subscriber
 END = -1  # the sequence number after a page
 SEQUENCE_BYTES = 8
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Where a publisher resends past batches: at a file next to its own, or on the next port."""
+    """Address for past batches: a socket file next to the publisher's, or the next port."""
     if endpoint.startswith(IPC):
         return endpoint + "-replay"
     host, _, port = endpoint.rpartition(":")
@@ -38,10 +38,10 @@ def replay_endpoint(endpoint: str) -> str:
 
 
 class KVEventPublisher:
-    """Publishes batches and remembers the last ``num_remembered``. Close it when done.
+    """Publishes batches and keeps the last ``num_remembered`` for replay. Must be closed.
 
-    ``endpoint`` may be ``None`` for a new socket file in a directory of its own. Raises
-    ``ConfigError`` if the address cannot be had.
+    ``endpoint`` may be ``None`` for a new socket file in a new private directory. Raises
+    ``ConfigError`` if the address cannot be used.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class KVEventPublisher:
         guard: Guard | None = None,
     ) -> None:
         self._guard = guard or Guard(Failures(), "kv_events", "it is dropped")
-        self._directory: Directory | None = None  # that only this user can enter
+        self._directory: Directory | None = None  # private directory of the socket file
         if endpoint is None:
             self._directory = Directory.create()
             endpoint = f"{IPC}{self._directory.path}/kv-events"
@@ -69,7 +69,7 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Send and remember. Never waits, never raises: a failure is counted by the guard."""
+        """Send and keep a batch. Never waits and never raises: failures are counted."""
         self._guard.run(self._publish, batch)
 
     def _publish(self, batch: KVEventBatch) -> None:
@@ -79,11 +79,11 @@ class KVEventPublisher:
         self._publisher.send_multipart([to_bytes(batch.sequence), payload], zmq.NOBLOCK)
 
     def close(self) -> None:
-        """Close the sockets and end the thread; harmless when repeated."""
+        """Close the sockets and end the thread. May be repeated."""
         if self._publisher.closed:
             return
         self._publisher.close(linger=0)
-        self._context.term()  # the thread's socket raises, is closed there, and this returns
+        self._context.term()  # makes the thread's socket raise; the thread closes it
         self._thread.join()
         for endpoint in (self.endpoint, replay_endpoint(self.endpoint)):
             if endpoint.startswith(IPC):  # ZeroMQ does not remove the file
@@ -93,7 +93,7 @@ class KVEventPublisher:
     def _bind(self, kind: int, endpoint: str) -> zmq.Socket[bytes]:
         bound = self._context.socket(kind)
         try:
-            if _is_served(endpoint):  # ZeroMQ would take the file from its listener
+            if _is_served(endpoint):  # ZeroMQ would take over another process's socket file
                 raise zmq.ZMQError(errno.EADDRINUSE)
             bound.bind(endpoint)
         except zmq.ZMQError as error:
@@ -116,13 +116,13 @@ class KVEventPublisher:
                     self._resend(router, who, frames)
                 except zmq.ContextTerminated:
                     raise
-                except Exception as error:  # later requests are still answered
+                except Exception as error:  # later requests must still be answered
                     self._guard.fail(error)
         router.close(linger=0)
 
     def _resend(self, router: zmq.Socket[bytes], who: bytes, frames: list[bytes]) -> None:
         if len(frames) != 1 or len(frames[0]) != SEQUENCE_BYTES:
-            return  # not one of ours
+            return  # not a valid request
         start = from_bytes(frames[0])
         with self._lock:
             page = [item for item in self._past if item[0] >= start][:PAGE]
@@ -132,7 +132,7 @@ class KVEventPublisher:
 
 
 def _is_served(endpoint: str) -> bool:
-    """Does a process listen at this socket file?"""
+    """True if a process listens at this socket file."""
     if not endpoint.startswith(IPC):
         return False
     with socket.socket(socket.AF_UNIX) as probe:
@@ -140,10 +140,10 @@ def _is_served(endpoint: str) -> bool:
 
 
 def to_bytes(sequence: int) -> bytes:
-    """A sequence number on the wire."""
+    """Encode a sequence number."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
 def from_bytes(sequence: bytes) -> int:
-    """A sequence number from the wire."""
+    """Decode a sequence number."""
     return int.from_bytes(sequence, "big", signed=True)

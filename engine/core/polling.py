@@ -1,4 +1,4 @@
-"""How long the step loop may wait for messages, given what there is to do."""
+"""Decides how long the step loop may wait for messages."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from typing import Literal
 from engine.config.engine import EngineConfig
 
 Work = Literal["none", "prefill", "decode"]
-"""What the next step would do: nothing, some prompt's tokens, or one token each for all."""
+"""The next step: "none" has nothing to compute, "prefill" has prompt tokens, "decode" has one
+token for each request."""
 
 
 def poll_timeout_ms(config: EngineConfig, work: Work) -> int:
-    """Milliseconds to wait for the first message before a step; a prompt never waits."""
+    """Milliseconds to wait for the first message before a step; 0 if a prompt is to be computed."""
     if work == "prefill":
         return 0
     options = config.polling

@@ -1,4 +1,4 @@
-"""A scheduler that records its inputs and its plans, for ``replay``."""
+"""Records the inputs and plans of a scheduler in a step log, for ``replay``."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from engine.sched.interface import (
 )
 
 Clock = Callable[[], float]
-STEP_LOG = "step_log"  # in the counters
-OBJECT = "object of "  # marks an option given as an object: a replay cannot make it again
+STEP_LOG = "step_log"  # name in the counters
+OBJECT = "object of "  # marks an option given as an object, which a replay cannot create
 
 
 class RecordedClock:
-    """Passes on a clock's readings and remembers them."""
+    """A clock that remembers its readings."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -46,7 +46,7 @@ class RecordedClock:
         return now
 
     def take(self) -> list[float]:
-        """Readings since the last call."""
+        """Take the readings since the last call."""
         readings, self._readings = self._readings, []
         return readings
 
@@ -58,18 +58,18 @@ def record(
     clock: Clock,
     failures: Failures | None = None,
 ) -> RecordingScheduler:
-    """The scheduler that ``make`` makes, recorded in a file. Raises ``ConfigError``.
+    """Create a scheduler with ``make`` and record it in a file. Raises ``ConfigError``.
 
-    failures: where it is counted if the log cannot be written on; the scheduler goes on without.
+    failures: counts if the log cannot be written any more; the scheduler continues without it.
     """
     recorded = RecordedClock(clock)
-    effect = f"{str(path)!r} ends here and can be replayed up to here"
+    effect = f"the log {str(path)!r} ends here and can be replayed up to here"
     guard = Guard(failures or Failures(), STEP_LOG, effect, stops=True)
     return RecordingScheduler(make(recorded), recorded, StepLogWriter(path, header), guard)
 
 
 def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: int) -> Header:
-    """The header of the log: what is needed to make the same scheduler again."""
+    """The header of the log, from which an equal scheduler can be created."""
     return Header(
         format=FORMAT,
         version=version("metronome-engine"),
@@ -86,7 +86,7 @@ def _fields(options: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Options as plain data: classes by their dotted path, other objects by that of their class."""
+    """Options as plain data: classes as dotted paths, objects as the dotted path of their class."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -99,10 +99,10 @@ def _plain(value: Any) -> Any:
 
 
 class RecordingScheduler(SchedulerInterface):
-    """Stands in for ``inner``. Questions that change nothing are not recorded.
+    """Wraps a scheduler and records each call that changes it.
 
-    What a resource wakes within a call it will wake again in the replay; a ``wake`` from outside
-    goes through this object. ``guard`` stands before the log: when that fails, recording ends.
+    A ``wake`` within a call is not recorded, since the replay repeats it; other ones are.
+    ``guard`` protects the scheduler from failures of the log: then recording ends.
     """
 
     def __init__(
@@ -113,15 +113,15 @@ class RecordingScheduler(SchedulerInterface):
         self._log = log
         self._guard = guard
         self._plans = PlanCoder()
-        atexit.register(self._close)  # before the log closes itself, and may raise
+        atexit.register(self._close)  # runs before the log's own handler, which may raise
 
     def add_request(self, add: AddRequest) -> object:
         try:
             self._write(steplog.Adding(add))
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # no plain data
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # not plain data
             raise RequestError(
-                f"request {add.request_id!r} cannot be recorded: {error}; give plain data, or "
-                "switch step_log off"
+                f"request {add.request_id!r} cannot be recorded in step_log: {error}; give plain "
+                "data, or switch step_log off"
             ) from error
         try:
             req = self.inner.add_request(add)
@@ -177,12 +177,12 @@ class RecordingScheduler(SchedulerInterface):
         self.inner.shutdown()
 
     def _record(self, make: Callable[[list[float]], Record]) -> None:
-        """Add a record of the readings since the last one."""
+        """Write a record with the clock readings since the last record."""
         times = self._clock.take()
         self._guard.run(lambda: self._log.write(make(times)))
 
     def _write(self, record: Record) -> None:
-        """Add a record. Raises what the encoder raises for what is no plain data."""
+        """Write a record. Raises the encoder's errors for values that are not plain data."""
         if not self._guard.is_stopped:
             try:
                 self._log.write(record)
@@ -193,7 +193,7 @@ class RecordingScheduler(SchedulerInterface):
         atexit.unregister(self._close)
         self._guard.run(self._log.close)
 
-    # -- questions
+    # -- queries
 
     def get_request_counts(self) -> RequestCounts:
         return self.inner.get_request_counts()

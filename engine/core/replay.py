@@ -1,4 +1,4 @@
-"""Replay: feeds the inputs and results of a step log to a new scheduler, and compares plans."""
+"""Replays a step log: feeds its inputs to a new scheduler and compares the plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOTHING = "nothing"
 
 
 class PlanDifference(NamedTuple):
-    """The first difference. ``request_id`` is empty if it is not that of a single request."""
+    """The first difference of plans. ``request_id`` is empty if it concerns several requests."""
 
     step: int
     request_id: str
@@ -35,13 +35,13 @@ class PlanDifference(NamedTuple):
 
     def __str__(self) -> str:
         about = f", request {self.request_id}" if self.request_id else ""
-        return f"step {self.step}{about}: then {self.then}, now {self.now}"
+        return f"step {self.step}{about}: recorded {self.then}, now {self.now}"
 
 
 class Replayed(NamedTuple):
-    """How far a log was replayed, and what ended it."""
+    """How far a log was replayed, and the first difference."""
 
-    num_steps: int  # plans that were the same
+    num_steps: int  # number of equal plans
     num_requests: int
     difference: PlanDifference | None
 
@@ -52,7 +52,7 @@ class Replayed(NamedTuple):
 
 
 class ReplayClock:
-    """A clock that shows the times that were read in the call that is being replayed."""
+    """A clock that returns the recorded readings of the call that is being replayed."""
 
     def __init__(self) -> None:
         self._last = 0.0
@@ -64,7 +64,7 @@ class ReplayClock:
     def __call__(self) -> float:
         if self._coming:
             self._last = self._coming.popleft()
-        return self._last  # if it reads the clock more often than the recorded one
+        return self._last  # the replayed scheduler reads the clock more often
 
 
 def replay(
@@ -75,11 +75,11 @@ def replay(
     allow_truncated: bool = False,
     **changes: Any,
 ) -> Replayed:
-    """Do the inputs recorded in ``log`` give the same plans again? Stops at the first difference.
+    """Replay a step log and compare the plans, up to the first difference.
 
-    ``policy`` (as ``scheduling_policy``), ``resources`` and ``changes`` (fields of
-    ``SchedulerConfig``) replace what the log was recorded with. Raises ``ConfigError`` for a log
-    that cannot be read and for options that cannot work.
+    ``policy`` (like ``scheduling_policy``), ``resources`` and ``changes`` (fields of
+    ``SchedulerConfig``) replace the recorded ones. Raises ``ConfigError`` for a log that cannot be
+    read and for invalid options.
     """
     recorded = StepLog(log, allow_truncated=allow_truncated)
     if policy is not None:
@@ -96,11 +96,11 @@ def _scheduler_config(header: Header, changes: dict[str, Any]) -> SchedulerConfi
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, str) and item.startswith(OBJECT):
                 raise ConfigError(
-                    f"{name} was given as an {item}, which the log cannot make again; give one "
-                    "like it to replay()"
+                    f"{name} was given as an {item}, which cannot be created from the log; pass an "
+                    "equal object to replay()"
                 )
     resources = options["resources"]
-    if isinstance(resources, list):  # as JSON has it
+    if isinstance(resources, list):  # JSON has no tuples
         options["resources"] = tuple(resources)
     return SchedulerConfig(**options)
 
@@ -109,12 +109,12 @@ def _check_names(cls: type, options: dict[str, Any], owner: str) -> None:
     known = [option.name for option in fields(cls)]
     if unknown := options.keys() - set(known):
         raise ConfigError(
-            f"{min(unknown)!r} is no option of {owner}; there are: {', '.join(known)}"
+            f"{min(unknown)!r} is not an option of {owner}; there are: {', '.join(known)}"
         )
 
 
 class Replay:
-    """One new scheduler that gets the records of a log. ``outputs`` sees what its steps bring."""
+    """Replays records with a new scheduler. ``outputs`` is called with the outputs of its steps."""
 
     def __init__(
         self,
@@ -143,17 +143,17 @@ class Replay:
         self._ids: dict[int, str] = {}  # by row
         self._num_steps = 0
         self._num_requests = 0
-        self._step = 0  # of the last plan
+        self._step = 0  # number of the last plan
         self.last_plan: StepPlan
 
     def run(self, records: StepLog) -> Replayed:
-        """Replay them all, or up to the first difference."""
+        """Replay all records, or up to the first difference."""
         difference = None
         coming = iter(records)
         for record in coming:
             if isinstance(record, steplog.Adding):
                 outcome = next(coming, None)
-                if outcome is None:  # the engine ended within the call
+                if outcome is None:  # the engine ended during the call
                     break
                 assert isinstance(outcome, steplog.Added)
                 difference = self._add(record, outcome)
@@ -164,7 +164,7 @@ class Replay:
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _repeat(self, record: steplog.Record) -> PlanDifference | None:
-        """Make the call that was recorded."""
+        """Repeat a recorded call."""
         scheduler = self.scheduler
         assert not isinstance(record, steplog.Adding)
         self._clock.set(record.times)
@@ -194,7 +194,7 @@ class Replay:
         request_id, error = adding.request.request_id, ""
         try:
             req = self.scheduler.add_request(adding.request)
-            if isinstance(req, Request):  # else rows are shown as numbers
+            if isinstance(req, Request):  # else messages show the row number
                 self._ids[req.row] = request_id
         except RequestError as refusal:
             error = f"{type(refusal).__name__}: {refusal}"
@@ -215,7 +215,7 @@ class Replay:
     def _compare(
         self, planned: steplog.Planned, then: PlanColumns, plan: StepPlan
     ) -> PlanDifference | None:
-        """The first difference: in the tokens of a request, else in the rest of the plan."""
+        """The first difference of two plans: in the tokens of a request, else in another field."""
         shares_then = _shares(then)
         shares_now = _shares(PlanColumns.of(plan))
         for row in shares_then | shares_now:
@@ -230,7 +230,7 @@ class Replay:
             return self._difference("", f"new to the worker {planned.new}", str(new))
         digest = steplog.digest_of(plan)
         if digest != planned.digest:
-            what = "seats, blocks or messages of digest"
+            what = "slots, blocks or messages with digest"
             return self._difference("", f"{what} {planned.digest.hex()}", digest.hex())
         return None
 
@@ -242,7 +242,7 @@ class Replay:
 
 
 def _shares(columns: PlanColumns) -> dict[int, str]:
-    """What each row computes, in words."""
+    """A text for each row: the tokens it computes."""
     return {
         row: f"{count} tokens from position {start}"
         for row, count, start in zip(*(column.tolist() for column in columns), strict=True)

@@ -1,1 +1,1 @@
-"""What crosses a border: msgspec Structs without behaviour. Fields are only ever appended."""
+"""Messages between processes: msgspec Structs. New fields are only ever appended."""

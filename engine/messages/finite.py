@@ -1,14 +1,15 @@
-"""Has a JSON schema a value that comes to an end?
+"""Finds JSON schemas that only infinite values satisfy.
 
     {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}
 
-asks for an object within an object within an object. A model would write until its tokens are used
-up, so such a schema is refused before anything runs. What has a value is found as a least fixed
-point: places in which one can stop at once have, then those that need only such places, and so on;
-what is never reached has none. A place is a set of schemas that hold for the same value.
+requires an object within an object within an object and so on. A model would generate until its
+token limit, so such a schema is refused before the request runs. A place is a set of schemas that
+must hold for the same value. The places that have a finite value are computed as a least fixed
+point: first those satisfied by a value without nested places, then those whose nested places are
+already known to have one, and so on.
 
-What is not looked at (patterns, ranges, ``if``, most of ``not``) counts as satisfied: a schema that
-has a value is never refused.
+Keywords that are not analysed (patterns, most ranges, ``if``, most of ``not``) count as satisfied,
+so a schema that has a finite value is never refused.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from engine.messages.structured import Grammar, grammar_from
 
 Schema = dict[str, Any]
 Path = tuple[str | int, ...]
-Place = frozenset[int]  # schemas by their number
-MOST_STEPS = 20_000  # after this many the schema is accepted
+Place = frozenset[int]  # numbers of schemas
+MOST_STEPS = 20_000  # after this many steps the analysis stops and the schema is accepted
 SCALARS = {"null", "boolean", "integer", "number", "string"}
 EVERY_TYPE = SCALARS | {"array", "object"}
 KINDS: dict[type, set[str]] = {
@@ -41,7 +42,7 @@ KINDS: dict[type, set[str]] = {
     type(None): {"null"},
 }
 CHOICES = ("anyOf", "oneOf")
-# Keywords with schemas: by name, in a list, alone. Definitions are used by references only.
+# Keywords that hold a dict of schemas, a list of schemas, one schema.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions")
 IN_LISTS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 ALONE = ("items", "additionalItems", "additionalProperties")
@@ -49,14 +50,14 @@ SAYS_NOTHING = {"title", "description", "$comment", "default", "examples"}
 
 
 class Link(NamedTuple):
-    """A schema by its number, and the one that led to it for the same value."""
+    """The number of a schema, and the schema whose reference or ``allOf`` led to it."""
 
     number: int
     led: Link | None = None
 
 
 class Way(NamedTuple):
-    """One way to a value: all of these places have one, and so have enough of the others."""
+    """A way to build a value from values for all ``needed`` and ``num_others`` of ``others``."""
 
     needed: tuple[Place, ...]
     others: tuple[Place, ...] = ()
@@ -65,34 +66,34 @@ class Way(NamedTuple):
 
 @dataclass
 class Reading:
-    """Schemas of one value that are being put together."""
+    """The schemas that hold for one value, while they are collected."""
 
     waiting: list[Link]
     seen: set[int] = field(default_factory=set)
     schemas: list[Schema] = field(default_factory=list)
 
     def with_one_of(self, options: list[Link]) -> list[Reading]:
-        """This reading with each of these."""
+        """One copy of this reading for each option, with the option added."""
         return [Reading([*self.waiting, each], set(self.seen), [*self.schemas]) for each in options]
 
 
 class TooLargeError(Exception):
-    """It would take too long to find out."""
+    """The analysis takes more than ``MOST_STEPS`` steps."""
 
 
 @lru_cache(maxsize=32)
 def check_finite(grammar: str) -> None:
-    """Raise ``RequestError`` if a schema of the grammar, as ``grammar_of`` made it, has no value
-    that ends."""
+    """Raise ``RequestError`` if a schema in the grammar (text of ``grammar_of``) has no finite
+    value."""
     if not any(key in grammar for key in REFERENCES):
-        return  # nothing comes back to itself
+        return  # without references there is no recursion
     whole = grammar_from(grammar)
     for form in (whole, *whole.parts):
         if form.kind not in ("json", "structural_tag"):
             continue
         try:
             found = msgspec.json.decode(form.text)
-        except (ValueError, RecursionError):  # the compiler says what is wrong
+        except (ValueError, RecursionError):  # the grammar compiler reports this
             continue
         _check_form(found, form)
 
@@ -112,10 +113,10 @@ def _refuse(what: str, schema: Any, form: Grammar) -> None:
 
 
 def endless(schema: Any, *, is_closed: bool = False) -> str:
-    """Why no value that ends satisfies the schema, in words that follow its name; "" if one does,
-    or if that is not known.
+    """Why no finite value satisfies the schema, as the end of a sentence that begins with its name;
+    "" if one does, or if that is not known.
 
-    is_closed: no properties but those that it names.
+    is_closed: objects have no properties that the schema does not name.
     """
     places = Places(schema, is_closed=is_closed)
     start = places.place([schema])
@@ -128,16 +129,16 @@ def endless(schema: Any, *, is_closed: bool = False) -> str:
         return ""
     path = places.path(_cycle(start, ways, with_value))
     return (
-        f"has no value that ends: nothing satisfies {path:.80}. What must be, or hold, another of "
-        "its kind needs a way to end, as a property that is not required, or null in anyOf"
+        f"has no finite value: {path:.80} requires a value of its own kind inside itself without "
+        "end. Make a property optional or allow null (anyOf), so that the recursion can end"
     )
 
 
 def without_endless(schema: Any, *, is_closed: bool = False) -> Any:
-    """The schema without the parts that only a value without end could satisfy: a model that went
-    into one, as into a property that is not required, would never come out.
+    """Remove the optional parts of a schema that only infinite values satisfy: a model that
+    generated such a part, e.g. an optional property, would never finish it.
 
-    What a reference leads into is left as it is.
+    Parts that are the target of a reference are not removed.
     """
     if not any(key in str(schema) for key in REFERENCES):
         return schema
@@ -154,7 +155,7 @@ def without_endless(schema: Any, *, is_closed: bool = False) -> Any:
 
 
 def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
-    """The schemas within a schema that may be left out, and where they stand."""
+    """The optional schemas within a schema, with their paths."""
     waiting: list[tuple[Path, Any]] = [((), schema)]
     while waiting:
         path, found = waiting.pop()
@@ -171,7 +172,7 @@ def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
-    """Parts in which something is referred to."""
+    """The parts that contain the target of a reference."""
     targets = {id(each) for part in references.schemas for each in references.targets(part)}
     found: set[Path] = set()
     for path, part in parts.items():
@@ -181,9 +182,9 @@ def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
 
 
 def _replaced(schema: Any, paths: set[Path]) -> Any:
-    """A copy in which what stands there allows nothing."""
+    """A copy of the schema in which the schemas at these paths are ``false``."""
     whole = msgspec.json.decode(msgspec.json.encode(schema))
-    for path in sorted(paths, key=len, reverse=True):  # what is inside another before that
+    for path in sorted(paths, key=len, reverse=True):  # inner schemas first
         holder = whole
         for step in path[:-1]:
             holder = holder[step]
@@ -192,7 +193,7 @@ def _replaced(schema: Any, paths: set[Path]) -> Any:
 
 
 def _least_fixed_point(ways: dict[Place, list[Way]]) -> set[Place]:
-    """The places that have a value that ends."""
+    """The places that have a finite value."""
     users: dict[Place, list[Place]] = defaultdict(list)
     for place, found in ways.items():
         for each in {each for way in found for each in (*way.needed, *way.others)}:
@@ -214,7 +215,7 @@ def _is_open(way: Way, with_value: set[Place]) -> bool:
 
 
 def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
-    """A place without a value that leads back to itself, or where the search for one ends."""
+    """A place without a finite value on a cycle of such places, or at the end of the search."""
     place, seen = start, set[Place]()
     while place not in seen:
         seen.add(place)
@@ -229,7 +230,7 @@ def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -
 
 
 class Places:
-    """The places of one document, and the ways to a value of each."""
+    """The places of one document, and the ways to build a value for each."""
 
     def __init__(self, document: Any, *, is_closed: bool) -> None:
         self.references = References(document)
@@ -239,11 +240,11 @@ class Places:
         self._steps = 0
 
     def place(self, schemas: list[Any]) -> Place:
-        """Where all of these schemas hold; ``True`` holds everywhere."""
+        """The place at which all of these schemas hold."""
         return frozenset(self._number(each) for each in schemas if each is not True)
 
     def path(self, place: Place) -> str:
-        """Path of the schema at this place, or of the one it refers to."""
+        """The path of the schema at this place, or of the schema it refers to."""
         paths = self.references.paths
         for number in sorted(place):
             schema = self._schemas[number]
@@ -254,7 +255,7 @@ class Places:
         return "#"
 
     def reachable(self, starts: list[Place]) -> dict[Place, list[Way]]:
-        """The ways of all places to which these lead."""
+        """The ways of all places that can be reached from ``starts``."""
         ways: dict[Place, list[Way]] = {}
         waiting = [*starts]
         while waiting:
@@ -266,10 +267,10 @@ class Places:
         return ways
 
     def _number(self, schema: Any) -> int:
-        """Equal only to itself: schemas of a document are identified by their place."""
+        """The number of a schema. Schemas are identified by object, not by content."""
         if id(schema) not in self._numbers:
             self._numbers[id(schema)] = len(self._schemas)
-            self._schemas.append(schema)  # kept, so that no other gets its id
+            self._schemas.append(schema)  # keeps the object alive, so that its id stays unique
         return self._numbers[id(schema)]
 
     def _count(self, num: int = 1) -> None:
@@ -278,10 +279,10 @@ class Places:
             raise TooLargeError
 
     def _meanings(self, place: Place) -> Iterator[list[Schema]]:
-        """What schemas say together without references, ``allOf`` and choices, for each choice.
+        """For each choice of alternatives, all schemas that hold at a place, references resolved.
 
-        One that leads back to itself with no value in between cannot be satisfied, and is left out
-        of the choices.
+        A schema that refers to itself for the same value cannot be satisfied; such choices are
+        left out.
         """
         readings = [Reading([Link(number) for number in place])]
         while readings:
@@ -299,8 +300,8 @@ class Places:
             readings += found
 
     def _read(self, reading: Reading) -> list[list[Link]] | None:
-        """Read on up to the next schema with choices, which are returned; none at the end. ``None``
-        if nothing satisfies it."""
+        """Collect schemas up to the next one with ``anyOf`` or ``oneOf``, and return its options;
+        [] at the end, ``None`` if the reading cannot be satisfied."""
         while reading.waiting:
             self._count()
             link = reading.waiting.pop()
@@ -328,7 +329,7 @@ class Places:
         return [Link(self._number(each), led) for each in schemas]
 
     def _is_in(self, number: int, led: Link | None) -> bool:
-        """Whether it is one of those that led there."""
+        """True if schema ``number`` is in the chain of links."""
         while led is not None:
             self._count()
             if led.number == number:
@@ -337,7 +338,7 @@ class Places:
         return False
 
     def _ways(self, schemas: list[Schema]) -> Iterator[Way]:
-        """To a value of which all this holds."""
+        """The ways to build a value that satisfies all these schemas."""
         self._count()
         types = set(EVERY_TYPE)
         for each in schemas:
@@ -382,7 +383,7 @@ class Places:
         named = {n for each in schemas for n in _dict(each.get("properties"))} - names
         others = tuple(self.place(self._property(schemas, name)) for name in sorted(named))
         yield Way(needed, others, missing)
-        # Or by names that nothing says: as many as it takes.
+        # Or with any number of properties that no schema names.
         unnamed = [self._additional(each) for each in schemas]
         if not any("patternProperties" in each for each in schemas):
             yield Way((*needed, self.place(unnamed)))
@@ -390,7 +391,7 @@ class Places:
             yield Way(needed)
 
     def _property(self, schemas: list[Schema], name: str) -> list[Any]:
-        """What holds for a property of this name."""
+        """The schemas that hold for the property of this name."""
         found = []
         for each in schemas:
             properties = _dict(each.get("properties"))
@@ -408,7 +409,7 @@ class Places:
 
 
 def _is_all(schema: Any) -> bool:
-    """Whether every value satisfies it."""
+    """True if every value satisfies the schema."""
     return schema is True or (isinstance(schema, dict) and schema.keys() <= SAYS_NOTHING)
 
 
@@ -416,18 +417,18 @@ def _types(schema: Schema) -> set[str]:
     given = schema.get("type", list(EVERY_TYPE))
     found = {given} if isinstance(given, str) else {e for e in _list(given) if isinstance(e, str)}
     if not found or not found <= EVERY_TYPE:
-        return EVERY_TYPE  # somebody else says that there is no such type
+        return EVERY_TYPE  # the grammar compiler reports unknown types
     return {*found, "integer"} if "number" in found else found
 
 
 def _listed(schemas: list[Schema]) -> list[Any]:
-    """The values that the first list of values leaves."""
+    """The values of the first ``enum`` or ``const``."""
     first = next(each for each in schemas if "enum" in each or "const" in each)
     return [first["const"]] if "const" in first else _list(first["enum"])
 
 
 def _is_one(value: Any, schemas: list[Schema], types: set[str]) -> bool:
-    """Whether a value is in all lists of values, and of a type that is allowed."""
+    """True if the value is in every ``enum`` and ``const`` and has an allowed type."""
     if type(value) in KINDS and not types & KINDS[type(value)]:
         return False
     lists = [_list(each["enum"]) for each in schemas if "enum" in each]
@@ -436,7 +437,7 @@ def _is_one(value: Any, schemas: list[Schema], types: set[str]) -> bool:
 
 
 def _empty(schemas: list[Schema]) -> set[str]:
-    """Types of which a range has no value."""
+    """The types whose range of values or lengths is empty."""
     found: set[str] = set()
     if _is_empty(schemas, ("minLength",), ("maxLength",)):
         found.add("string")
@@ -453,7 +454,7 @@ def _is_empty(schemas: list[Schema], lows: Sequence[str], highs: Sequence[str]) 
 
 
 def _prefix(schema: Schema) -> list[Any]:
-    """What the first items are, by either name."""
+    """Schemas of the first items (``prefixItems``, formerly ``items``)."""
     return _list(schema.get("prefixItems")) or _list(schema.get("items"))
 
 
@@ -473,7 +474,7 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def _is_unsure(patterns: dict[str, Any]) -> bool:
-    """Whether a pattern might match what it is not seen to."""
+    """True if a pattern is not valid in Python, so that what it matches is unknown."""
     for pattern in patterns:
         try:
             re.compile(pattern)

@@ -1,4 +1,4 @@
-"""What happens in the prefix cache, for routers and indexes outside."""
+"""Events of the prefix cache, for external routers and indexes."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import msgspec
 
 
 class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
-    """Consecutive blocks became shareable. ``parent_hash``: that of the one before, if any."""
+    """Consecutive blocks of a sequence were cached. ``parent_hash``: hash of the block before."""
 
     block_hashes: list[bytes]
     parent_hash: bytes | None
     token_ids: list[int]
     block_size: int  # tokens per block
     adapter: str | None = None
-    group: int = 0  # which layers, where layers have different needs
+    group: int = 0  # group of layers, for models with different kinds of attention
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, frozen=True, tag="removed"):
-    """The content of this hash was evicted; no other block has it."""
+    """The last block with this hash was evicted."""
 
     block_hash: bytes
     group: int = 0
 
 
 class AllBlocksCleared(msgspec.Struct, array_like=True, frozen=True, tag="cleared"):
-    """The cache was emptied."""
+    """The prefix cache was emptied."""
 
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class KVEventBatch(msgspec.Struct, array_like=True, frozen=True):
-    """The events since the batch before. Sequence numbers count batches from 0."""
+    """The events since the previous batch. Batches are numbered from 0."""
 
     sequence: int
-    time: float  # clock of the core, seconds
+    time: float  # seconds on the core's clock
     events: list[KVEvent]

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, as users write them."""
+"""SamplingParams: the sampling parameters of a request, and their checks."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ NO_SEED = -1  # how some clients spell None
 
 
 class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """How the next tokens of one request are chosen, when it stops and what it returns.
+    """How the tokens of a request are sampled, when it stops and what it returns.
 
-    Names and ranges are vLLM's. ``temperature=0`` is greedy; any other is taken as it is, however
-    small. ``max_tokens=None`` means all that is left of ``max_model_len``. ``logprobs=k`` returns
+    Names and ranges are vLLM's. ``temperature=0`` is greedy; other values are used unchanged,
+    however small. ``max_tokens=None`` is limited by ``max_model_len`` only. ``logprobs=k`` returns
     the k most likely tokens and the sampled one (-1: the whole vocabulary); ``prompt_logprobs``
     does so for prompt tokens from ``prompt_logprobs_start`` on. Log-probabilities are those of the
-    model, before penalties and temperature. ``extra_args`` reaches policies and custom logits
-    processors untouched. ``truncate_prompt_tokens=k`` keeps the last k tokens of a longer prompt
-    (-1: as many as leave room for one output token). ``structured_outputs`` is the form that the
-    text must have.
+    model, before penalties and temperature. ``extra_args`` is passed unchanged to policies and
+    custom logits processors. ``truncate_prompt_tokens=k`` keeps the last k tokens of a longer
+    prompt (-1: as many as leave room for one output token). ``structured_outputs`` constrains the
+    text by a grammar.
 
     Raises ``RequestError`` (a ``ValueError``) that names field, value and range.
     """
@@ -81,7 +81,7 @@ FLAGS = ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special
 
 
 class ParamRange(NamedTuple):
-    """What one numeric field may be; ``open_low``: the lower limit itself is not allowed."""
+    """The range of a numeric field; ``open_low``: the lower limit itself is not allowed."""
 
     field: str
     low: float
@@ -115,7 +115,7 @@ WHOLE_RANGES = (
     ParamRange("prompt_logprobs_start", 0, math.inf),
 )
 OPTIONAL_WHOLE_RANGES = (
-    ParamRange("max_tokens", 1, math.inf, "None is all that fits"),
+    ParamRange("max_tokens", 1, math.inf, "None is limited by max_model_len only"),
     ParamRange("seed", -(2**63), 2**63 - 1, "64 bits"),
     ParamRange("logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
     ParamRange("prompt_logprobs", -1, math.inf, "-1 is the whole vocabulary, None is off"),
@@ -124,9 +124,9 @@ OPTIONAL_WHOLE_RANGES = (
 
 
 def check_params(params: SamplingParams) -> None:
-    """Check every field and every combination that needs no vocabulary.
+    """Check all fields and combinations, except what depends on the vocabulary.
 
-    Raises ``RequestError``; ``RequestTypeError``, which is one, for a value of the wrong type.
+    Raises ``RequestError``, or its subclass ``RequestTypeError`` for a value of the wrong type.
     """
     for limits in REAL_RANGES:
         _check_real(limits, getattr(params, limits.field))
@@ -145,9 +145,9 @@ def check_params(params: SamplingParams) -> None:
 
 
 def check_params_for_vocab(params: SamplingParams, vocab_size: int) -> None:
-    """Check what depends on the model: token ids and the number of logprobs.
+    """Check what depends on the vocabulary: token ids and the number of logprobs.
 
-    Raises ``RequestError`` naming field, value and the vocabulary's size.
+    Raises ``RequestError`` with field, value and the vocabulary's size.
     """
     for field in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         for token in getattr(params, field) or ():
@@ -162,15 +162,15 @@ def check_params_for_vocab(params: SamplingParams, vocab_size: int) -> None:
         if value is not None and value > vocab_size:
             raise RequestError(
                 f"{field} is {value}, must be at most {vocab_size}, the size of the model's "
-                "vocabulary (-1 asks for all of it)",
+                "vocabulary (-1 returns all of it)",
                 param=field,
             )
 
 
 def as_list(value: Any) -> Any:
-    """A list of its own where a user wrote a list or another sequence, one string or nothing.
+    """Copy a sequence, a single string or None into a new list.
 
-    Anything else is returned as it is.
+    Anything else is returned unchanged.
     """
     if value is None:
         return []
@@ -186,7 +186,7 @@ def _is_whole(value: object) -> bool:
 
 
 def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoReturn:
-    """what: the part of the field that is wrong, as "an entry of"."""
+    """Raise ``RequestTypeError``. what: the wrong part of the field, e.g. "an entry of"."""
     raise RequestTypeError(
         f"{what} {field} is {value!r} ({type(value).__name__}), must be {wanted}".lstrip(),
         param=field,
@@ -194,8 +194,8 @@ def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoRe
 
 
 def _check_real(limits: ParamRange, value: Any, of: str = "") -> None:
-    """of: the part of the field that it is, "of token 5" say."""
-    if type(value) not in (int, float):  # exactly: no bool, and NumPy's own do not travel
+    """Check a number. of: the part of the field that it is, e.g. " of token 5"."""
+    if type(value) not in (int, float):  # no bool, and no NumPy type, which msgpack cannot encode
         raise RequestTypeError(
             f"{limits.field}{of} is {value!r} ({type(value).__name__}), must be a Python number "
             f"{limits}",
@@ -230,7 +230,7 @@ def _check_lists(params: SamplingParams) -> None:
             if not isinstance(word, str):
                 _refuse_type(field, word, "a string", "an entry of")
             if not word:
-                message = f"{field} has an empty string, must have non-empty ones only"
+                message = f"{field} has an empty string, must have non-empty strings only"
                 raise RequestError(message, param=field)
     for field in ("stop_token_ids", "allowed_token_ids"):
         for token in _listed(params, field):
@@ -241,14 +241,14 @@ def _check_lists(params: SamplingParams) -> None:
                 raise RequestError(message, param=field)
     if params.allowed_token_ids == []:
         raise RequestError(
-            "allowed_token_ids is [], must name at least one token (None allows all of them)",
+            "allowed_token_ids is [], must have at least one token (None allows all tokens)",
             param="allowed_token_ids",
         )
 
 
 def _listed(params: SamplingParams, field: str) -> list[Any]:
     value = getattr(params, field)
-    if value is None:  # allowed_token_ids alone: the others have become lists
+    if value is None:  # only allowed_token_ids; the other fields have become lists
         return []
     if not isinstance(value, list):
         _refuse_type(field, value, "a list")
@@ -288,8 +288,8 @@ def _check_structured(params: SamplingParams) -> None:
         _refuse_type("structured_outputs", structured, "a StructuredOutputsParams")
     if params.ignore_eos:
         raise RequestError(
-            "ignore_eos is True with structured_outputs: a text that follows a grammar ends where "
-            "the grammar does; leave ignore_eos out",
+            "ignore_eos is True with structured_outputs, but a text ends where its grammar ends; "
+            "leave ignore_eos out",
             param="ignore_eos",
         )
 
@@ -297,8 +297,8 @@ def _check_structured(params: SamplingParams) -> None:
 def _check_combinations(params: SamplingParams) -> None:
     if params.n > 1 and params.is_greedy:
         raise RequestError(
-            f"n is {params.n} with temperature {params.temperature}: greedy sampling has one "
-            "answer; set n=1 or a higher temperature",
+            f"n is {params.n} with temperature {params.temperature}, but greedy sampling has only "
+            "one result; set n=1 or a higher temperature",
             param="n",
         )
     if params.max_tokens is not None and params.min_tokens > params.max_tokens:
@@ -308,8 +308,8 @@ def _check_combinations(params: SamplingParams) -> None:
         )
     if params.stop and not params.detokenize:
         raise RequestError(
-            f"stop is {params.stop} with detokenize=False: stop strings are found in text; "
-            "set detokenize=True or use stop_token_ids",
+            f"stop is {params.stop} with detokenize=False, but stop strings are searched in the "
+            "text; set detokenize=True or use stop_token_ids",
             param="stop",
         )
     if params.prompt_logprobs_start and params.prompt_logprobs is None:
@@ -321,7 +321,7 @@ def _check_combinations(params: SamplingParams) -> None:
 
 
 def is_finite(value: object) -> bool:
-    """Is it a finite number? A whole one may be too large for a float."""
+    """True for a finite number. An int may be too large for a float."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= sys.float_info.max  # and no NaN
+    return abs(value) <= sys.float_info.max  # False for NaN

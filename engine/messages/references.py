@@ -1,4 +1,4 @@
-"""What references within a JSON schema mean."""
+"""Resolves references within a JSON schema."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
 Schema = dict[str, Any]
-VALUES = ("enum", "const", "default", "examples")  # keywords that hold values, no schemas
+VALUES = ("enum", "const", "default", "examples")  # keywords that hold values, not schemas
 REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 ANCHORS = ("$anchor", "$dynamicAnchor", "$id", "id")
 
 
 class References:
-    """A document in which references are looked up: by path, by anchor and by ``$id``."""
+    """Resolves references in one document: by path, by anchor and by ``$id``."""
 
     def __init__(self, document: Any) -> None:
         self._roots: dict[str, Any] = {"": document}
         self._named: dict[str, Any] = {}
         self._bases: dict[int, str] = {}
-        self._known: dict[tuple[str, str], list[Any]] = {}  # by the base and the reference
+        self._known: dict[tuple[str, str], list[Any]] = {}  # targets by base and reference
         self.paths: dict[int, str] = {}
-        """Where each schema stands, by its ``id()``."""
+        """The path of each schema, by its ``id()``."""
         self.schemas: list[Schema] = []
-        """All of them, and objects that may be one."""
+        """All objects that may be schemas."""
         for schema, base, path in _schemas(document):
             self.schemas.append(schema)
             self._bases[id(schema)] = base
@@ -36,7 +36,7 @@ class References:
                     self._named.setdefault(_joined(base, name), schema)
 
     def targets(self, schema: Schema) -> list[Any]:
-        """What a schema refers to; without what lies in another file, or nowhere."""
+        """The schemas to which a schema refers, without those in other files or missing ones."""
         found = []
         for key in REFERENCES:
             if isinstance(reference := schema.get(key), str):
@@ -47,7 +47,7 @@ class References:
         return found
 
     def _at(self, reference: str) -> list[Any]:
-        """What it points to, or nothing."""
+        """The target of a reference as a list, [] if there is none."""
         if reference in self._named:
             return [self._named[reference]]
         base, path = urldefrag(reference)
@@ -66,7 +66,7 @@ class References:
 
 
 def _schemas(document: Any) -> Iterator[tuple[Schema, str, str]]:
-    """All objects that may be schemas, with the address of their document and their path in it."""
+    """All objects that may be schemas, each with its base URI and its path in the document."""
     waiting: list[tuple[Any, str, str]] = [(document, "", "#")]
     while waiting:
         found, base, path = waiting.pop()
@@ -84,8 +84,8 @@ def _schemas(document: Any) -> Iterator[tuple[Schema, str, str]]:
 
 
 def _joined(base: str, reference: str) -> str:
-    """The address to which a reference leads from there."""
+    """Resolve a reference against a base URI."""
     try:
         return urljoin(base, reference)
-    except ValueError:  # no address at all
+    except ValueError:  # not a URI
         return reference

@@ -1,4 +1,4 @@
-"""Counts of the scheduler at one moment."""
+"""SchedulerStats: the statistics of a scheduler."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import msgspec
 
 
 class SchedulerStats(msgspec.Struct, array_like=True, gc=False):
-    """Gauges of now and counters since the start."""
+    """Current gauges, and counters since the start."""
 
     num_running: int
     num_waiting: int
     num_parked: int
     kv_usage: float  # 0 to 1
     prefix_queries: int  # tokens looked up at first admission
-    prefix_hits: int  # and found
+    prefix_hits: int  # of these, tokens found in the prefix cache
     num_preemptions: int
-    num_failed: int  # requests that ended with an error of their own
-    num_steps: int  # that computed something: rounds of an idle engine are none
+    num_failed: int  # requests that ended with an error
+    num_steps: int  # steps that computed tokens
     num_scheduled_tokens: int
-    preempted_queries: int = 0  # tokens looked up when a preempted request came back
+    preempted_queries: int = 0  # tokens looked up when preempted requests were admitted again
     preempted_hits: int = 0
-    num_refused: int = 0  # requests that were not taken: queue full, or the policy's answer
-    num_expired: int = 0  # requests that met a deadline
-    num_rescued_steps: int = 0  # in which the default order had to replace the policy's
+    num_refused: int = 0  # requests refused by the policy or because the queue was full
+    num_expired: int = 0  # requests ended at a deadline
+    num_rescued_steps: int = 0  # steps in which the default order replaced the policy's
     num_policy_faults: int = 0
-    wait_seconds: dict[str, float] = {}  # by cause, of requests that have left the queue
-    hook_seconds: dict[str, float] = {}  # spent in the hooks of policy and resources
-    blocked: str = ""  # the head of a queue that does not move, and why
+    wait_seconds: dict[str, float] = {}  # by cause, of requests that have ended
+    hook_seconds: dict[str, float] = {}  # time in the hooks of policy and resources, by hook
+    blocked: str = ""  # first request of a queue that makes no progress, and why
     num_cache_resets: int = 0  # times the prefix cache was emptied on request
-    counters: dict[str, int] = {}  # what features have counted: "drafts.num_accepted_tokens"
-    step_seconds: float = 0.0  # computing, of steps of which the floor is known
-    floor_seconds: float = 0.0  # that these steps take at least: their share is the roofline's
-    by_default: str = ""  # the first thing that was answered by default for a plug-in, and why
+    counters: dict[str, int] = {}  # of features, e.g. "drafts.num_accepted_tokens"
+    step_seconds: float = 0.0  # duration of the steps that floor_seconds covers
+    floor_seconds: float = 0.0  # least time these steps need, by the roofline model
+    by_default: str = ""  # first case in which a default replaced a plug-in's result, and why

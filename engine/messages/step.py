@@ -1,10 +1,9 @@
-"""Core to worker and back, on one page. Columns, not objects per request.
+"""The messages between core and worker: StepPlan and StepResult, in columns, not per request.
 
-A plan has the tokens of each request to compute; its optional *parts* are what features need of the
-worker. Each part is one typed field, named in ``PARTS``. A worker declares which of them it can
-compute (``capabilities``), a resource which of them it writes (``needs``); both are compared before
-the start.
-``engine.ipc.plans`` turns both messages into bytes and back.
+A plan lists the tokens to compute for each request. Optional *parts* carry what features need from
+the worker; each part is one typed field, named in ``PARTS``. A worker declares which parts it can
+compute (``capabilities``), a resource which parts it writes (``needs``); they are compared when the
+engine starts. ``engine.ipc.plans`` encodes and decodes both messages.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from engine.messages.requests import ErrorCode, MediaItem, TokenLogprobs
 Column = NDArray[np.int32]
 
 EMPTY: Column = np.empty(0, dtype=np.int32)
-PADDING = -1  # in place of a draft: computed and never right
-NO_ADAPTER = -1  # in place of an adapter slot: the base model
+PADDING = -1  # stands for a missing draft: computed and always rejected
+NO_ADAPTER = -1  # stands for an adapter slot: the base model
 
 PARTS = ("drafts", "masks", "adapters", "media", "kv_transfer", "block_groups")
-"""The optional parts of a plan, by the name of their field. Each is a capability of a worker."""
+"""The optional parts of a plan, by field name. Each is a capability of a worker."""
 
 CAPABILITIES = (*PARTS, "proposals")
-"""What a worker may be able to do: compute these parts, and propose drafts in its results."""
+"""Capabilities of workers: computing these parts, and proposing drafts in results."""
 
 
 class NewSeq(msgspec.Struct, array_like=True):
-    """A sequence that takes a worker slot: prompt and parameters travel once.
+    """A sequence that starts to run in a worker slot. Prompt and parameters are sent only once.
 
-    A request that comes back after a preemption is simply new again; its ``token_ids`` then hold
-    what it has generated so far after its prompt.
+    After a preemption it is sent again; ``token_ids`` then holds the prompt and the output so far.
     """
 
     request_id: str
@@ -47,77 +45,77 @@ class NewSeq(msgspec.Struct, array_like=True):
 
 
 class DraftPart(msgspec.Struct, array_like=True):
-    """Guessed tokens that follow the last known one of a row.
+    """Draft tokens, which follow the last token of a row.
 
-    In a plan: to be verified, the last ``counts[i]`` of the row's tokens. In a result: proposed by
-    the worker for the row's next step.
+    In a plan they are verified: they are the last ``counts[i]`` tokens of the row. In a result they
+    are proposed by the worker for the row's next step.
     """
 
     counts: Column  # [rows]
-    tokens: Column  # flat, PADDING in a row that has fewer drafts than places for them
+    tokens: Column  # of all rows, concatenated; PADDING where a row has fewer drafts than counts
 
     @property
     def inputs(self) -> Column:
-        """What is computed in their places, flat: ``PADDING`` is computed as any token."""
+        """The token ids to compute, concatenated; ``PADDING`` is replaced by some token."""
         return self.tokens.clip(min=0)
 
     def by_row(self) -> list[list[int]]:
-        """The tokens of each row."""
+        """The draft tokens of each row, as lists."""
         tokens = iter(self.tokens.tolist())
         return [[next(tokens) for _ in range(count)] for count in self.counts.tolist()]
 
 
 class MaskPart(msgspec.Struct, array_like=True):
-    """Rows whose tokens are drawn among those that a mask allows.
+    """Rows whose tokens are sampled from those that a mask allows.
 
-    The masks come when all steps before this one are settled (``Masks``); the forward pass need
-    not wait for them. No step is launched after one that waits.
+    The masks (``Masks``) are computed when all earlier steps are settled; the forward pass does not
+    wait for them. No step is launched after one that waits for masks.
     """
 
     rows: Column  # of the plan, ascending
     ahead: Column | None = None  # rows to sample before their mask is ready, ascending
-    # What each row of ``ahead`` draws if every token is allowed; -1 if that is unknown, or if the
-    # mask could change it. Written after the forward pass by an executor that knows. A token that
-    # is allowed is then the one that would be drawn among those allowed.
+    # The token of each row in ``ahead``, sampled without a mask; -1 if that is unknown, or if the
+    # mask could change it. Executors may write it after the forward pass. If the mask allows the
+    # token, it equals the token that is sampled with the mask.
     drawn: Column | None = None
 
 
 class Masks(msgspec.Struct, array_like=True):
-    """Masks of rows of a plan's ``MaskPart``: of each in order, one for every token drawn of it.
+    """The masks for rows of a plan's ``MaskPart``, in order: one for each token that a row samples.
 
-    A row draws one more than it has drafts. Bit t % 32 of word t // 32 is set where token t is
-    allowed.
+    A row samples one token more than it has drafts. Bit t % 32 of word t // 32 is set if token t
+    is allowed.
     """
 
-    words: Column  # flat [num_masks * words_a_mask]
+    words: Column  # [num_masks * words_a_mask]
     words_a_mask: int  # ceil(vocabulary / 32)
-    rows: Column | None = None  # of the plan, ascending; the part's others draw freely. None: all
+    rows: Column | None = None  # the rows with masks, ascending; None: all rows of the part
 
 
 class AdapterPart(msgspec.Struct, array_like=True):
-    """Which adapter a sequence uses that takes its seat."""
+    """LoRA adapters to load, and the adapters of new sequences."""
 
-    load: dict[int, str] = {}  # adapter slot -> name; loaded before anything is computed
+    load: dict[int, str] = {}  # adapter slot -> name; loaded before the step is computed
     used_by: dict[int, int] = {}  # worker slot of a new sequence -> adapter slot, or NO_ADAPTER
 
 
 class MediaPart(msgspec.Struct, array_like=True):
-    """What to encode. The worker goes through the fields in this order."""
+    """Media to encode. The worker processes the fields in this order."""
 
-    free: list[str] = []  # hashes of encoder outputs to let go of
+    free: list[str] = []  # hashes of encoder outputs to free
     media: dict[int, list[MediaItem]] = {}  # worker slot of a new sequence -> its media
-    encode: list[tuple[int, int]] = []  # worker slot and index of a media item, before the step
+    encode: list[tuple[int, int]] = []  # worker slot and media index, encoded before the step
 
 
 class StepPlan(msgspec.Struct, array_like=True):
-    """What the worker computes in one step. All columns have one entry per scheduled request.
+    """What the worker computes in one step. Columns have one entry per scheduled request.
 
-    ``starts[i]`` is the position of the first token computed for row i, ``counts[i]`` how many are;
-    ``samples[i]`` is 1 if a token is sampled after the last of them. ``(rows, slots,
-    generations)`` name the request: row in the scheduler's table, slot in the worker's, generation
-    of the row. ``block_slots``/``block_indices``/``block_ids`` are the block-table deltas: entry k
-    says that table index ``block_indices[k]`` of slot ``block_slots[k]`` now holds block
-    ``block_ids[k]``. A worker applies ``freed_slots`` first, then ``new``, then the deltas.
+    ``starts[i]`` is the position of the first token computed for row i, ``counts[i]`` the number of
+    tokens; ``samples[i]`` is 1 if a token is sampled after the last of them. ``rows`` (in the
+    scheduler's table), ``slots`` (in the worker's) and ``generations`` (of the rows) identify the
+    requests. ``block_slots``, ``block_indices`` and ``block_ids`` change block tables: entry
+    ``block_indices[k]`` of the table of slot ``block_slots[k]`` is now block ``block_ids[k]``. A
+    worker applies ``freed_slots`` first, then ``new``, then the changes of block tables.
     """
 
     step: int
@@ -137,24 +135,24 @@ class StepPlan(msgspec.Struct, array_like=True):
     masks: MaskPart | None = None
     adapters: AdapterPart | None = None
     media: MediaPart | None = None
-    kv_transfer: bytes | None = None  # what the KV source tells its half in the worker
-    block_groups: Column | None = None  # KV group of each block-table delta; None: all of group 0
-    proposals: Column | None = None  # drafts that the worker may make after each row, if it can
+    kv_transfer: bytes | None = None  # message of the KV source to its half in the worker
+    block_groups: Column | None = None  # KV group of each block-table change; None: all group 0
+    proposals: Column | None = None  # most drafts that the worker may propose for each row
 
     @property
     def parts(self) -> list[str]:
-        """Names of the parts that this plan has."""
+        """The names of the parts that are present in this plan."""
         return [name for name in PARTS if getattr(self, name) is not None]
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to compute and nothing to tell the worker."""
+        """True if the plan has nothing to compute and no message to the worker."""
         parts = (self.adapters, self.media, self.kv_transfer)
         return self.num_tokens == 0 and not self.freed_slots and parts == (None, None, None)
 
 
 class Received(msgspec.Struct, array_like=True):
-    """A load is over. ``num_tokens`` from its first on are good; ``error`` says why not all are."""
+    """The end of a KV load. The first ``num_tokens`` tokens are valid; ``error``: why not all."""
 
     request_id: str
     num_tokens: int
@@ -162,19 +160,18 @@ class Received(msgspec.Struct, array_like=True):
 
 
 class KVReport(msgspec.Struct, array_like=True):
-    """Transfers that are over since the last report."""
+    """The KV transfers that have ended since the last report."""
 
     received: list[Received] = []
     sent: list[str] = []  # request ids
 
 
 class StepResult(msgspec.Struct, array_like=True):
-    """What a step brought, in the plan's row order.
+    """The result of a step, with rows in the plan's order.
 
-    ``token_ids`` is flat, ``counts[i]`` of them (0 for a prompt chunk; the accepted drafts and one
-    more for a row with drafts) belong to row i. ``errors``
-    maps a row index to a message: that request failed alone and what it wrote must leave the
-    prefix cache.
+    ``token_ids`` has the tokens of all rows, concatenated: ``counts[i]`` for row i (0 for a prompt
+    chunk; the accepted drafts plus one for a row with drafts). ``errors`` maps the index of a row
+    to a message: only that request failed, and the KV it wrote must leave the prefix cache.
     """
 
     step: int
@@ -186,22 +183,22 @@ class StepResult(msgspec.Struct, array_like=True):
     seconds: float = 0.0
     drafts: DraftPart | None = None  # proposed for the next step
     kv_transfer: KVReport | None = None
-    measured_seconds: float = 0.0  # of steps since the last report, this one among them
-    floor_seconds: float = 0.0  # that memory and arithmetic need for those at least
-    codes: dict[int, str] = {}  # ErrorCode of rows in errors; "request_failed" where there is none
+    measured_seconds: float = 0.0  # duration of the steps since the last report, including this one
+    floor_seconds: float = 0.0  # least time of these steps, by memory and arithmetic speed
+    codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"
 
     def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
-        """The request of this row fails, for this reason and no other."""
+        """Let the request of a row fail, replacing an earlier reason."""
         self.errors[index], self.codes[index] = message, code
 
 
 def check_parts(plan: StepPlan, capabilities: frozenset[str]) -> None:
-    """Raise ``RuntimeError`` if the plan asks for what its worker does not compute.
+    """Raise ``RuntimeError`` if the plan has parts that its worker does not compute.
 
-    Resources and requests are checked before; what passes them must not be left out in silence.
+    Resources and requests are checked earlier; a part must never be ignored silently.
     """
     if unread := [name for name in plan.parts if name not in capabilities]:
         raise RuntimeError(
-            f"the plan of step {plan.step} has {' and '.join(unread)}, and this worker computes "
-            f"{', '.join(sorted(capabilities)) or 'none of the optional parts'}"
+            f"the plan of step {plan.step} has {' and '.join(unread)}, which this worker cannot "
+            f"compute; it has {', '.join(sorted(capabilities)) or 'no optional parts'}"
         )

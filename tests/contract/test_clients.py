@@ -210,7 +210,7 @@ def test_deadlines_end_requests_that_wait_and_requests_that_run(client: Any) -> 
 def test_a_utility_answers_and_one_that_raises_says_so(client: Any) -> None:
     value = [None, True, -(2**63), 2**64 - 1, 0.5, "text", b"bytes", [1, [2]], {"a": {"b": 1}}]
     assert client.call("echo", value) == value
-    with pytest.raises(ConfigError, match="Call to pause method failed: pause of 'x' is not"):
+    with pytest.raises(ConfigError, match="Call to pause method failed: pause 'x' is not"):
         client.call("pause", "x")
     with pytest.raises(EngineError, match="Call to echo method failed: TypeError"):
         client.call("echo", 1, 2)

@@ -61,7 +61,7 @@ class ProfiledBuild(FakeBuild):
 
 
 def test_a_method_of_a_worker_does_not_take_the_place_of_a_utility() -> None:
-    with pytest.raises(ConfigError, match="a method of the worker is called 'pause'"):
+    with pytest.raises(ConfigError, match="the worker's method 'pause' has the name"):
         ProfiledBuild(methods=("profile", "pause"))(fake_config())
 
 
@@ -89,7 +89,7 @@ def test_what_a_scheduler_of_ones_own_raises_is_reported_with_the_utility(
     kind: str, opened: Any
 ) -> None:
     client = opened(kind, FakeBuild(options={"scheduler_cls": Restless}))
-    told = r"^Call to pause method failed: the scheduler of this engine cannot pause: no rest$"
+    told = r"^Call to pause method failed: this engine's scheduler cannot pause: no rest$"
     with pytest.raises(ConfigError, match=told):
         client.call("pause", "all")
     told = r"^Call to reset_prefix_cache method failed: ZeroDivisionError: of nothing$"
@@ -165,8 +165,8 @@ def test_a_worker_without_profiler_says_that_there_is_none(kind: str, opened: An
     [
         ("profile", ("begin",), "Call to profile method failed: profile 'begin' is not known"),
         ("profile", ([],), "Call to profile method failed: profile .* is not known"),
-        ("pause", ("new!",), "Call to pause method failed: pause of 'new!' is not known; there"),
-        ("pause", (["all"],), r"Call to pause method failed: pause of \['all'\] is not known"),
+        ("pause", ("new!",), "Call to pause method failed: pause 'new!' is not known; there"),
+        ("pause", (["all"],), r"Call to pause method failed: pause \['all'\] is not known"),
         ("reset_prefix_cache", ("no",), "reset_running is 'no', must be True or False"),
         ("reset_prefix_cache", (1,), "reset_running is 1, must be True or False"),
     ],

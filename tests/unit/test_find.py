@@ -126,7 +126,7 @@ class Fits(Resource):
         (RankOfRequest, r"RankOfRequest\.rank\(self, req\) must take \(self, req, view\)"),
         (ChunkWithoutTokens, r"chunk\(self, req, view\) must take \(self, req, num_tokens, view"),
         (AsyncRank, r"AsyncRank\.rank is async"),
-        (NoMethod, r"NoMethod\.rank is None, must be a method \(req, view\)"),
+        (NoMethod, r"NoMethod\.rank is None, must be a method with arguments \(req, view\)"),
         (Older, "API version '1', this engine has API version 1; set api_version to a number"),
         (Newer, "was written for API version 2, .* install the release that fits"),
         (RankOfRequest(), r"RankOfRequest\.rank\(self, req\)"),
@@ -140,7 +140,7 @@ class Fits(Resource):
         (Resource(), "not a subclass of engine.Policy; it is a resource: give it in resources"),
         ("fcsf", "'fcsf' is not known; there are: andes, .*; did you mean 'fcfs'"),
         ("EDF", "did you mean 'edf'"),
-        ("qqqq", r"as my_module\.MyClass\)$"),
+        ("qqqq", r"e\.g\. my_module\.MyClass\)$"),
         ("mine.py:Mine", r"did you mean 'mine\.Mine'"),
         (f"{__name__}.LackRank", f"did you mean '{__name__}.LacksRank'"),
         (f"{__name__}.py", "its classes are: Counted, "),
@@ -162,7 +162,7 @@ def test_an_object_of_two_engines_is_logged(caplog: pytest.LogCaptureFixture) ->
     schedulers = [make(one), make(Ranks()), make(Ranks), make(Ranks)]
     assert not caplog.messages
     schedulers.append(make(one))
-    assert ["same object of Ranks decides for two engines" in m for m in caplog.messages] == [True]
+    assert ["two engines use the same Ranks object" in m for m in caplog.messages] == [True]
 
 
 class WantsSize(Resource):

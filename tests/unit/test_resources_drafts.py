@@ -424,7 +424,7 @@ def test_after_too_many_faults_of_a_proposer_requests_go_on_without_drafts():
     proposer = BadForOne([-1])
     run, requests = run_with(proposer)
     run.drain()
-    assert "left out" in run.scheduler.guard.faults.messages[-1]
+    assert "disabled" in run.scheduler.guard.faults.messages[-1]
     assert [run.outputs[request.request_id] for request in requests] == list(map(answer, requests))
 
 

@@ -278,7 +278,7 @@ def test_nobody_is_admitted_in_a_step_that_preempts():
 def test_a_lone_request_that_cannot_grow_waits_and_tries_again():
     """It cannot happen to a request that is truly alone: such a one is refused when added."""
     run = make_run(num_blocks=5)
-    with pytest.raises(RequestError, match=r"69 tokens = 5 KV blocks.*has 4"):
+    with pytest.raises(RequestError, match=r"69 tokens and need 5 KV blocks.*only 4"):
         run.add(make_request("0", [1] * 60, 10))
     add_all(run, [60, 60], 4)
     run.drain()

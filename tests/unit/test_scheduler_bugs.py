@@ -152,13 +152,13 @@ def test_illegal_answers_are_named_and_answered_by_default():
     run.add(make_request("a", PROMPT, 3))
     run.drain()
     assert run.outputs["a"] == expected(PROMPT, 3)
-    assert "EvictsAnybody.evict: names Request('a'" in run.scheduler.guard.faults.messages[0]
+    assert "EvictsAnybody.evict: returns Request('a'" in run.scheduler.guard.faults.messages[0]
     run = make_run(num_blocks=7, caching=False, policy=TakesAnybody())
     for name in "ab":
         run.add(make_request(name, [ord(name)] * 48, 9))
     run.drain()
     assert run.outputs["a"] == expected([ord("a")] * 48, 9)
-    assert "TakesAnybody.victim, request a: names Req" in run.scheduler.guard.faults.messages[0]
+    assert "TakesAnybody.victim, request a: returns Req" in run.scheduler.guard.faults.messages[0]
 
 
 def poisoned(depth, **options):

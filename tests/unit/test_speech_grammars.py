@@ -194,7 +194,7 @@ def test_between_tags_too(family: str) -> None:
 @pytest.mark.parametrize("name", ENDLESS)
 def test_strict_arguments_without_an_end_are_refused(name: str) -> None:
     parameters = {**ENDLESS[name], "type": "object"}
-    with pytest.raises(ApiError, match=r"tool wild, which is strict, .* no value that ends"):
+    with pytest.raises(ApiError, match=r"tool wild, which is strict, .* no finite value"):
         takes("hermes", tools(tool("wild", parameters, strict=True)), "")
 
 
@@ -289,7 +289,7 @@ def test_a_form_without_an_end_is_refused_next_to_tools() -> None:
     kind = StructuredOutputsParams(json=ENDLESS["itself"])
     form = form_of_answer(speech_of("hermes"), tools(tool("weather", CITY)), kind, "")
     assert form is not None
-    with pytest.raises(RequestError, match="json of structured_outputs has no value that ends"):
+    with pytest.raises(RequestError, match="json of structured_outputs has no finite value"):
         check_finite(grammar_of(form))
 
 

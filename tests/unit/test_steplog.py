@@ -117,7 +117,7 @@ def test_the_difference_names_step_request_and_both_plans(tmp_path: Path) -> Non
     difference = replay(tmp_path / "log", max_num_batched_tokens=22).difference
     assert difference is not None
     assert difference == (1, "b", "4 tokens from position 0", "2 tokens from position 0")
-    assert str(difference).startswith("step 1, request b: then 4 tokens from position 0, now 2")
+    assert str(difference).startswith("step 1, request b: recorded 4 tokens from position 0, now 2")
 
 
 def test_a_request_that_would_be_refused_now_is_a_difference(tmp_path: Path) -> None:
@@ -239,8 +239,14 @@ def test_a_log_of_another_format_or_with_other_options(tmp_path: Path) -> None:
     header = StepLog(tmp_path / "log").header
     for change, message in (
         ({"format": 99}, f"has format 99 .of engine {header.version}., this engine reads format 2"),
-        ({"cache": {"colour": "red"}}, "'colour' is no option of the KV cache; there are: block"),
-        ({"scheduler": {"colour": "red"}}, "'colour' is no option of a scheduler; there are: max"),
+        (
+            {"cache": {"colour": "red"}},
+            "'colour' is not an option of the KV cache; there are: block",
+        ),
+        (
+            {"scheduler": {"colour": "red"}},
+            "'colour' is not an option of a scheduler; there are: max",
+        ),
     ):
         StepLogWriter(tmp_path / "other", msgspec.structs.replace(header, **change)).close()
         with pytest.raises(ConfigError, match=message):
@@ -284,7 +290,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], seed: i
     assert main(["replay", path, "--policy", "residual-sjf", "--changes", '{"max_num_seqs": 2}'])
     assert "first difference after" in capsys.readouterr().out
     assert main(["replay", path, "--changes", '{"seats": 2}']) == 2
-    assert "'seats' is no option of a scheduler" in capsys.readouterr().err
+    assert "'seats' is not an option of a scheduler" in capsys.readouterr().err
     for changes, message in (
         ('{"policy": "fcfs"}', "'policy': give it as an option or argument"),
         ('{"max_num_seqs": "8"}', "max_num_seqs is '8' (str), must be a whole number"),

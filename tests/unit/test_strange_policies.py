@@ -323,8 +323,8 @@ def test_a_hook_that_everybody_waits_for_is_named(caplog):
         run.drain()
     named = [record.getMessage() for record in caplog.records]
     assert named == [  # not every time: it would be a line a step
-        "Dawdles.admit took 2.5 s in one step; all requests waited",
-        "Dawdles.admit took 6.0 s in one step; all requests waited",
+        "Dawdles.admit took 2.5 s in one step and delayed all requests",
+        "Dawdles.admit took 6.0 s in one step and delayed all requests",
     ]
 
 

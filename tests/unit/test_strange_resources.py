@@ -140,7 +140,7 @@ def test_who_wants_more_held_than_there_is_ends_and_holds_up_nobody():
     run.add(make_request("b", PROMPT, 3, user="x"))
     run.drain()
     assert run.finished == {"a": ("error", None), "b": ("length", None)}
-    assert "the whole pool has 999" in run.ends["a"].message
+    assert "there are only 999" in run.ends["a"].message
 
 
 def test_who_lost_its_blocks_while_it_was_parked_is_woken_if_its_resource_is_left_out():

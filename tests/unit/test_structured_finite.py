@@ -88,8 +88,8 @@ BY_PATH = [
 @pytest.mark.parametrize("name", ENDLESS)
 def test_a_schema_without_an_end_is_refused(name: str) -> None:
     schema = ENDLESS[name]
-    assert "no value that ends" in endless(schema)
-    with pytest.raises(RequestError, match="json of structured_outputs has no value that ends"):
+    assert "no finite value" in endless(schema)
+    with pytest.raises(RequestError, match="json of structured_outputs has no finite value"):
         check_finite(grammar_of(StructuredOutputsParams(json=schema)))
     tags = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a>"]}
     with pytest.raises(RequestError, match=r"structures\[0\] in structural_tag .* no value"):
@@ -122,7 +122,7 @@ def test_the_place_is_named() -> None:
 def test_closed_objects_have_no_other_properties() -> None:
     schema = at_a({"type": "object", "properties": {"x": A}, "minProperties": 1})
     assert not endless(schema) and endless(schema, is_closed=True)
-    with pytest.raises(RequestError, match="no value that ends"):
+    with pytest.raises(RequestError, match="no finite value"):
         form = StructuredOutputsParams(json=schema, disable_additional_properties=True)
         check_finite(grammar_of(form))
 
