@@ -114,9 +114,7 @@ class Lacks(Wraps):
 
 
 def test_what_it_lacks_is_named():
-    with pytest.raises(
-        ConfigError, match="scheduler_cls Lacks lacks the methods add_request, schedule"
-    ):
+    with pytest.raises(ConfigError, match="Lacks lacks the methods add_request, schedule"):
         find_scheduler(Lacks)
     assert find_scheduler(Wraps) is Wraps
     assert find_scheduler(SchedulerConfig().scheduler_cls).__name__ == "Scheduler"
