@@ -1,1 +1,1 @@
-"""How bytes travel: messages to bytes and back, sockets, directories for them, child processes."""
+"""Communication between processes: encoding of messages, sockets, and child processes."""

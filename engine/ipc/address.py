@@ -1,13 +1,13 @@
-"""Where a core can be reached: socket files in a directory of its own, or a TCP port.
+"""Addresses of cores: socket files in a private directory, or a TCP port.
 
-    <temporary directory>/metronome-core-XXXX/      only its user can enter
+    <temporary directory>/metronome-core-XXXX/      accessible to its user only
         core            data socket
         core-control    control socket
-        core-token      what a client shows in its Hello
+        core-token      the token that clients send in Hello
         lock            held by every process that uses the directory
 
-A directory whose lock no process holds was left by killed processes; the next core removes it. It
-also removes one that has had no lock file for a minute: its maker was killed before taking one.
+A directory whose lock no process holds was left by killed processes, and the next core removes it.
+It also removes a directory that has had no lock file for a minute: its creator was killed early.
 """
 
 from __future__ import annotations
@@ -32,15 +32,16 @@ LOCK = "lock"
 TOKEN_BYTES = 16
 PORT = re.compile("[0-9]{1,5}")
 MIN_SECRET_CHARS = 16
-MAX_SOCKET_PATH = 107  # bytes, of the system
-UNLOCKED_SECONDS = 60.0  # from making a directory to its lock, at most
+MAX_SOCKET_PATH = 107  # bytes, a limit of the operating system
+UNLOCKED_SECONDS = 60.0  # a directory older than this must have a lock
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a core's data socket is, and the secret or token that it asks for.
+    """The address of a core's data socket, and the secret or token that it requires.
 
-    ``secret`` is shared by both sides of a TCP connection and encrypts it; socket files have none.
+    ``secret`` is shared by both sides of a TCP connection and encrypts it; socket files have
+    none.
     """
 
     data: str
@@ -49,7 +50,7 @@ class Address:
 
     @property
     def control(self) -> str:
-        """Address of the control socket: next to the file, or at the next port."""
+        """Address of the control socket: a file next to the data socket's, or the next port."""
         if self.data.startswith(IPC):
             return self.data + "-control"
         host, _, port = self.data.rpartition(":")
@@ -57,7 +58,7 @@ class Address:
 
 
 def address_of(core: str, secret: str | None) -> Address:
-    """The address of a running core, as ``metronome core`` prints it.
+    """Parse the address of a running core, as ``metronome core`` prints it.
 
     Raises ``ConfigError`` if it is invalid, or if the token or secret is missing.
     """
@@ -68,12 +69,12 @@ def address_of(core: str, secret: str | None) -> Address:
     try:
         token = Path(core.removeprefix(IPC) + "-token").read_bytes()
     except OSError as error:
-        raise ConfigError(f"no core can be reached at {core!r}: {error}") from error
+        raise ConfigError(f"there is no core at {core!r}: {error}") from error
     return Address(core, token)
 
 
 def tcp_address(address: str, secret: str | None) -> Address:
-    """A TCP address with its secret. Raises ``ConfigError`` if either is unusable."""
+    """A TCP address with its secret. Raises ``ConfigError`` if either is invalid."""
     host, _, port = address.removeprefix(TCP).rpartition(":")
     if not host or not PORT.fullmatch(port) or not 0 < int(port) < 65535:
         raise ConfigError(
@@ -88,12 +89,12 @@ def tcp_address(address: str, secret: str | None) -> Address:
 
 
 def derive_key(secret: str, purpose: str) -> bytes:
-    """32 bytes that both sides of a connection can make from what they share."""
+    """Derive a key of 32 bytes from the shared secret."""
     return hashlib.sha256(f"metronome/{purpose}/{secret}".encode()).digest()
 
 
 class Directory:
-    """A directory for one core's socket files. A process that opens it locks it until ``close``."""
+    """A directory for one core's socket files, which its users lock until ``close``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -101,16 +102,16 @@ class Directory:
 
     @classmethod
     def create(cls) -> Directory:
-        """A new one, with a token in it; removes what killed processes have left.
+        """Create a directory with a token; removes directories left by killed processes.
 
-        Raises ``ConfigError`` if there is no place for one.
+        Raises ``ConfigError`` if it cannot be created.
         """
         try:
             parent = Path(tempfile.gettempdir())
         except OSError as error:
             raise ConfigError(
-                f"no directory for a core's sockets can be made: {error.strerror}; set TMPDIR to "
-                "one that can be written to"
+                f"the directory of a core's sockets cannot be created: {error.strerror}; set "
+                "TMPDIR to a writable directory"
             ) from error
         try:
             for left in parent.glob(PREFIX + "*"):
@@ -131,7 +132,7 @@ class Directory:
     def _make(cls, parent: Path) -> Directory:
         while True:
             path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-            with suppress(FileNotFoundError):  # another process removed it as abandoned
+            with suppress(FileNotFoundError):  # another process has removed it
                 return cls(path)
 
     @property
@@ -139,25 +140,25 @@ class Directory:
         return Address(f"{IPC}{self.path}/core", (self.path / "core-token").read_bytes())
 
     def close(self) -> None:
-        """Let go of the lock; harmless when repeated."""
+        """Release the lock. May be repeated."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None
 
     def remove(self) -> None:
-        """Delete it, even if other processes still use it; harmless when repeated."""
+        """Delete the directory, even if other processes still use it. May be repeated."""
         shutil.rmtree(self.path, ignore_errors=True)
         self.close()
 
 
 def _no_place(parent: Path, error: OSError) -> ConfigError:
     return ConfigError(
-        f"no directory for a core's sockets can be made in {parent}: {error}; set TMPDIR to another"
+        f"the directory of a core's sockets cannot be created in {parent}: {error}; set TMPDIR"
     )
 
 
 def _hold(path: Path) -> int:
-    """Lock a directory together with others. Raises ``FileNotFoundError`` if it has gone."""
+    """Take a shared lock on a directory. Raises ``FileNotFoundError`` if it was removed."""
     lock = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(lock, fcntl.LOCK_SH)
     try:
@@ -171,9 +172,9 @@ def _hold(path: Path) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Delete a directory that is our user's and that no process has locked."""
+    """Delete a directory that belongs to this user and that no process has locked."""
     with suppress(OSError):
-        known = path.lstat()  # of a link itself, not of its target
+        known = path.lstat()  # does not follow links
         if known.st_uid != os.getuid():
             return
         is_old = time.time() - known.st_mtime > UNLOCKED_SECONDS

@@ -1,4 +1,4 @@
-"""Messages to bytes and back. Any bytes give either a message or a ``WireError``."""
+"""Encodes and decodes messages. Decoding arbitrary bytes gives a message or a ``WireError``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from engine.errors import WireError
 T = TypeVar("T")
 
 MAX_MESSAGE_BYTES = 64 << 20
-MAX_TEXT = 4000  # characters of an error text, which may come from third-party code
+MAX_TEXT = 4000  # characters of an error text, which may be from third-party code
 UNFIT = (TypeError, ValueError, OverflowError, RecursionError, MemoryError)
-ARRAY_HEADS = {0xDC: 3, 0xDD: 5}  # bytes of those longer than one, by the first
+ARRAY_HEADS = {0xDC: 3, 0xDD: 5}  # length of array headers longer than a byte, by first byte
 
 
 class Decoder(Generic[T]):
-    """Reads messages of one tagged union, from the one frame that each of them is."""
+    """Decodes the messages of one tagged union. A message is one frame."""
 
     def __init__(self, messages: Any) -> None:
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
@@ -26,9 +26,9 @@ class Decoder(Generic[T]):
         )
 
     def decode(self, frames: list[bytes]) -> T:
-        """The message. Raises ``WireError`` saying what is wrong with it."""
+        """Decode a message. Raises ``WireError`` for anything else."""
         if len(frames) != 1:
-            raise WireError(f"a message is one frame, this one has {len(frames)}")
+            raise WireError(f"the message has {len(frames)} frames, must have one")
         try:
             return self._decoder.decode(frames[0])
         except (msgspec.MsgspecError, *UNFIT) as error:
@@ -36,9 +36,9 @@ class Decoder(Generic[T]):
 
 
 class Encoder:
-    """Writes messages of at most ``max_bytes``, unless a call says otherwise.
+    """Encodes messages of at most ``max_bytes``, a limit that a call can replace.
 
-    Raises ``WireError`` for values that the wire format does not have.
+    Raises ``WireError`` for values that the format does not support.
     """
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
@@ -46,25 +46,25 @@ class Encoder:
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_refuse_object)
 
     def encode(self, message: msgspec.Struct, max_bytes: int | None = None) -> bytes:
-        """One frame, of at most ``max_bytes`` if they are given.
+        """Encode a message as one frame, of at most ``max_bytes`` if given.
 
-        Raises ``WireError`` naming the value that cannot travel.
+        Raises ``WireError`` for a value that cannot be encoded, or a message that is too long.
         """
         try:
             frame = self._encoder.encode(message)
         except UNFIT as error:
-            raise WireError(f"cannot travel to another process: {error}") from error
+            raise WireError(f"cannot be sent to another process: {error}") from error
         limit = self._max_bytes if max_bytes is None else max_bytes
         if len(frame) > limit:
             raise WireError(
-                f"a message of {len(frame)} bytes cannot travel to another process, the limit is "
+                f"a message of {len(frame)} bytes cannot be sent to another process, the limit is "
                 f"{limit}"
             )
         return frame
 
 
 def is_tagged(frame: bytes, tag: str) -> bool:
-    """Does a frame begin like a message of this type? Reads no further."""
+    """True if a frame begins like a message of this type. Decodes only its first bytes."""
     name = tag.encode()
     begin = ARRAY_HEADS.get(frame[0], 1) if frame else 0
     return frame.startswith(
@@ -73,7 +73,7 @@ def is_tagged(frame: bytes, tag: str) -> bool:
 
 
 def plain_text(text: str) -> str:
-    """A text that can be sent: any text, shortened to ``MAX_TEXT`` and made valid UTF-8."""
+    """Shorten a text to ``MAX_TEXT`` characters and make it valid UTF-8."""
     return text[:MAX_TEXT].encode("utf-8", "backslashreplace").decode()
 
 
@@ -83,6 +83,6 @@ def _refuse_extension(code: int, data: memoryview) -> NoReturn:
 
 def _refuse_object(value: object) -> NoReturn:
     raise TypeError(
-        f"{reprlib.repr(value):.80} is a {type(value).__name__}; only None, booleans, numbers, "
-        "strings, bytes, lists and dicts can"
+        f"{reprlib.repr(value):.80} is a {type(value).__name__}, must be None, a boolean, number, "
+        "string, bytes, list or dict"
     )

@@ -1,4 +1,4 @@
-"""Messages over a stream socket: those that wait travel together, after their length."""
+"""Messages over a stream socket: waiting messages are sent together, after their total length."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from engine.errors import WireError
 from engine.ipc.codec import MAX_MESSAGE_BYTES
 
 LENGTH = struct.Struct("<I")
-MAX_BYTES = 2 * MAX_MESSAGE_BYTES  # of messages that travel together
+MAX_BYTES = 2 * MAX_MESSAGE_BYTES  # of messages that are sent together
 
 
 def pack_frames(frames: Sequence[bytes]) -> bytes:
-    """Messages that travel together."""
+    """Pack messages that are sent together."""
     body = msgspec.msgpack.encode(frames)
     return LENGTH.pack(len(body)) + body
 
 
 def read_frames(receive: Callable[[int], bytes]) -> list[bytes]:
-    """The next messages. ``receive`` gives at most that many bytes, and none at the end.
+    """Read the next messages. ``receive(n)`` returns at most n bytes, and none at the end.
 
     Raises ``EOFError`` at the end, ``WireError`` for invalid data.
     """
     (size,) = LENGTH.unpack(_read_exactly(receive, LENGTH.size))
     if size > MAX_BYTES:
-        raise WireError(f"messages of {size} bytes, the limit is {MAX_BYTES}")
+        raise WireError(f"messages have {size} bytes, the limit is {MAX_BYTES}")
     try:
         return msgspec.msgpack.decode(_read_exactly(receive, size), type=list[bytes])
     except msgspec.MsgspecError as error:
@@ -36,14 +36,14 @@ def read_frames(receive: Callable[[int], bytes]) -> list[bytes]:
 
 
 def pack_ids(token_ids: list[int]) -> bytes:
-    """Ids as 32-bit integers of this machine."""
+    """Token ids as bytes: 32-bit integers of this machine."""
     return array("i", token_ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Raises ``WireError`` if these are no ids."""
+    """Token ids from bytes. Raises ``WireError`` for an invalid length."""
     if len(data) % array("i").itemsize:
-        raise WireError(f"{len(data)} bytes are no token ids")
+        raise WireError(f"{len(data)} bytes are not token ids of 4 bytes each")
     return array("i", data).tolist()
 
 
@@ -52,6 +52,6 @@ def _read_exactly(receive: Callable[[int], bytes], size: int) -> bytearray:
     while len(data) < size:
         part = receive(min(size - len(data), 1 << 20))
         if not part:
-            raise EOFError("the other side is gone")
+            raise EOFError("the other process has closed the connection")
         data += part
     return data

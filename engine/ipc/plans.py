@@ -1,7 +1,7 @@
-"""Plans and results as bytes, for a worker that is not in the scheduler's process.
+"""Encodes plans and results, for a worker that is not in the scheduler's process.
 
-A message is one msgpack array, its fields in the order of ``engine.messages.step``; a column is its
-entries as little-endian bytes. Fields are only appended; ``tests/golden`` keeps the bytes.
+A message is one msgpack array, with fields in the order of ``engine.messages.step``; a column is
+encoded as little-endian bytes. New fields are appended; ``tests/golden`` has the expected bytes.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T", StepPlan, StepResult, Masks)
 
 
 def encode(message: Message) -> bytes:
-    """The message as one frame. Raises ``TypeError`` for a value that cannot be encoded, such as a
-    column whose dtype is not its field's: its bytes would be misread."""
+    """Encode a message as one frame. Raises ``TypeError`` for a value that cannot be encoded, or a
+    column whose dtype is not its field's, since its bytes would be misread."""
     _check_columns(message, "")
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """The message of this kind; its columns may be written to. Raises ``WireError``."""
+    """Decode a message of this kind, with writable columns. Raises ``WireError``."""
     try:
         message: T = _DECODERS[kind].decode(data)
         return message
@@ -42,13 +42,13 @@ def _check_columns(message: Any, prefix: str) -> None:
                 _check_columns(value, f"{prefix}{name}.")
         elif value is not None and (value.dtype != dtype or value.ndim != 1):
             raise TypeError(
-                f"{prefix}{name} is a column of {value.dtype} with {value.ndim} dimensions, must "
+                f"{prefix}{name} is an array of {value.dtype} with {value.ndim} dimensions, must "
                 f"be of {dtype} with one dimension"
             )
 
 
 def _columns_of(kind: Any) -> dict[str, np.dtype[Any] | None]:
-    """The type of each column of a message; ``None`` for a field that has columns itself."""
+    """The dtype of each column of a message; ``None`` for a field that contains columns."""
     found: dict[str, np.dtype[Any] | None] = {}
     for name, hint in get_type_hints(kind).items():
         for option in get_args(hint) or (hint,):
@@ -69,14 +69,14 @@ def _dtype_of(kind: Any) -> np.dtype[Any]:
 def _to_bytes(value: Any) -> bytes:
     if isinstance(value, np.ndarray) and value.dtype.kind == "i":
         return value.astype(value.dtype.newbyteorder("<"), copy=False).tobytes()
-    raise TypeError(f"{value!r:.80} ({type(value).__name__}) cannot travel to a worker")
+    raise TypeError(f"{value!r:.80} ({type(value).__name__}) cannot be sent to a worker")
 
 
 def _from_bytes(kind: Any, data: Any) -> Any:
     if get_origin(kind) is not np.ndarray or not isinstance(data, bytes):
         raise ValueError(f"{kind} from {type(data).__name__}")
     dtype = _dtype_of(kind)
-    return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)  # a copy: it may be written
+    return np.frombuffer(data, dtype.newbyteorder("<")).astype(dtype)  # a writable copy
 
 
 def _refuse_extension(code: int, data: memoryview) -> NoReturn:

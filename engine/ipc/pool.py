@@ -1,4 +1,4 @@
-"""Worker processes for computations that do not depend on each other."""
+"""A pool of processes for independent computations."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from engine.ipc.process import without_interrupts
 
 
 class Workers(ProcessPoolExecutor):
-    """A pool of spawned processes. An interrupt at a terminal is for their parent alone, and they
-    end with it, however it ends."""
+    """A pool of spawned processes. They ignore interrupts from a terminal, and end with their
+    parent, however it ends."""
 
     def __init__(self, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -30,9 +30,9 @@ class Workers(ProcessPoolExecutor):
 
 @contextmanager
 def workers(num_workers: int) -> Iterator[Workers]:
-    """A pool within a block. If the block is left by an error, the processes are killed: what they
-    compute has no reader any more."""
-    resource_tracker.ensure_running()  # it lets interrupts through when it is started
+    """A pool for the duration of a block. If the block raises, the processes are killed, since
+    their results are not needed any more."""
+    resource_tracker.ensure_running()  # its start would unblock interrupts later
     others = set(multiprocessing.active_children())
     pool = Workers(num_workers)
     try:

@@ -1,9 +1,9 @@
-"""A child process and a line to it: it reports when it is ready, and each sees the other's death.
+"""Child: a spawned process that reports when it is ready; each side notices the other's death.
 
-    line    a pair of sockets: the start's report one way, the wish to end it the other
-    pidfd   of the other process, on both sides: readable once that has ended
+    line    a pair of sockets: the start report one way, the request to end the other way
+    pidfd   of the other process, on both sides: readable once it has ended
 
-A line alone is not enough: a fork of either process holds it open after that process is dead.
+A line alone is not enough: a fork of either process keeps it open after that process has died.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ import msgspec
 from engine.config.env import environment_for_child
 from engine.errors import ConfigError, EngineDeadError
 
-CLOSE_SECONDS = 2.0  # that a child has to end after a request to; then it is killed
-KILL_SECONDS = 5.0  # from SIGKILL to the end, which only the system can delay
-EXIT_SECONDS = 0.5  # from the end of a child's line to its exit code
-NOTE_SECONDS = 0.2  # from the end of a child to its exit code, if another thread has it
-LATE_SECONDS = 30.0  # from the start of a child to a line in the log that it is not ready yet
+CLOSE_SECONDS = 2.0  # a child that was requested to end is killed after this time
+KILL_SECONDS = 5.0  # wait at most this long for the end of a child after SIGKILL
+EXIT_SECONDS = 0.5  # wait for the exit code after the line was closed
+NOTE_SECONDS = 0.2  # wait for the exit code if another thread has collected it
+LATE_SECONDS = 30.0  # a child that is not ready after this time is logged
 END = b"end"
 NO_VALUES: Mapping[str, str] = MappingProxyType({})
 
@@ -46,7 +46,7 @@ logger = logging.getLogger("engine.core")
 
 
 class StartReport(msgspec.Struct, array_like=True, frozen=True):
-    """A child's report of its start. ``kind`` and ``message`` are of the error, if it failed."""
+    """A child's report of its start. ``kind`` and ``message``: the error, if it failed."""
 
     is_ready: bool
     kind: str = ""
@@ -55,12 +55,11 @@ class StartReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Child:
-    """A spawned process that runs ``target(line, *args)``. Its end, and ours, is seen by both.
+    """A spawned process that runs ``target(line, *args)``. Each side notices the other's end.
 
-    ``args`` travel by import path, as everything does that is given to a spawned process. Raises
-    ``ConfigError`` if one of them cannot, ``EngineDeadError`` if the system has no process to give.
-    ``at_end`` is called when the process has gone, or if there is none. ``environment``: variables
-    that differ from ours.
+    ``args`` are pickled. Raises ``ConfigError`` if one of them cannot be pickled,
+    ``EngineDeadError`` if the process cannot be started. ``at_end`` is called when the process has
+    ended or could not be started. ``environment``: variables that differ from this process's.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Child:
         with ExitStack() as failing:
             failing.callback(at_end)
             with _named(name):
-                resource_tracker.ensure_running()  # it lets interrupts through when it is started
+                resource_tracker.ensure_running()  # its start would unblock interrupts later
                 self.line, theirs = context.Pipe()
                 failing.callback(self.line.close)
                 with theirs, without_interrupts(), environment_for_child(environment):
@@ -89,7 +88,7 @@ class Child:
             failing.pop_all()
         self._end_request = EndRequest()
         self._num_oom_kills = oom_kills()
-        self._lock = threading.Lock()  # on the process: only one may wait for its end
+        self._lock = threading.Lock()  # only one thread may wait for the process
         # Runs at exit before multiprocessing ends its children, which would let this one drain.
         self._end = weakref.finalize(
             self, _end, os.getpid(), self._process, self.line, self._end_request, self.pidfd, at_end
@@ -103,10 +102,10 @@ class Child:
         return self._process.pid
 
     def wait_until_ready(self, timeout: float) -> StartReport:
-        """What it reports of its start.
+        """Wait for the child's start report.
 
-        Raises ``EngineDeadError`` if it ends before, or has sent nothing after ``timeout``
-        seconds; it is then ended.
+        Raises ``EngineDeadError`` if the child ends first, or sends nothing within ``timeout``
+        seconds, after which it is ended.
         """
         sources: list[Connection | int] = [self.line, self.pidfd]
         ready = multiprocessing.connection.wait(sources, min(timeout, LATE_SECONDS))
@@ -124,7 +123,7 @@ class Child:
                 return msgspec.msgpack.decode(self.line.recv_bytes(), type=StartReport)
         how = self.how_it_ended() if ready else None
         if how is None:
-            self.kill()  # if it is stopped, it reads no message
+            self.kill()  # a stopped process reads no messages
         self.close()
         name = self._process.name
         if how is None:
@@ -134,47 +133,47 @@ class Child:
             )
         raise EngineDeadError(
             f"Engine core initialization failed: the process of the {name} {how} before it was "
-            "ready; what it wrote to standard error says why. A script that starts engines in "
-            "processes needs `if __name__ == '__main__':` around what it runs"
+            "ready; see its output on standard error. A script that starts engines in processes "
+            "needs `if __name__ == '__main__':` around its code"
         )
 
     def how_it_ended(self) -> str | None:
-        """``"was killed by SIGKILL"``, ``"exited with status 1"``; ``None`` if it has not."""
+        """E.g. ``"was killed by SIGKILL"``, ``"exited with status 1"``; ``None`` if it runs."""
         with self._lock:
             if not self._end.alive:
                 return "was ended"
             if not _has_ended(self.pidfd, EXIT_SECONDS):
                 return None
             code = _exit_code(self._process)
-        if code is None:  # other code has reaped it, or the user's program ignores SIGCHLD
+        if code is None:  # other code has collected it, or the program ignores SIGCHLD
             return "ended"
         if code < 0:
             return f"was killed by {_name_of(-code)}{self._why_killed(-code)}"
         return f"exited with status {code}"
 
     def _why_killed(self, number: int) -> str:
-        """A guess: the system kills by this signal when memory is short."""
+        """The likely cause of SIGKILL: the system sends it when memory is short."""
         if number != signal.SIGKILL or self._num_oom_kills is None:
             return ""
         num = oom_kills()
-        return "" if num in (None, self._num_oom_kills) else ", as the system does out of memory"
+        return "" if num in (None, self._num_oom_kills) else ", perhaps for lack of memory"
 
     def ask_to_end(self) -> None:
-        """Ask it to end, without waiting; ``close`` must still be called."""
+        """Request the child to end, without waiting. ``close`` must still be called."""
         with self._lock:
             if self._end.alive:
                 self._end_request.send(self.line)
 
     def kill(self) -> None:
-        """Kill it at once, even if it is stopped; ``close`` must still be called."""
+        """Kill the child immediately, even if it is stopped. ``close`` must still be called."""
         with self._lock:
             if self._end.alive:
                 self._process.kill()
 
     def close(self) -> None:
-        """Ask it to end, and kill it if it still runs two seconds after the first request.
+        """Request the child to end, and kill it two seconds after the first request.
 
-        Harmless when repeated.
+        May be repeated.
         """
         atexit.unregister(self._end)
         with self._lock:
@@ -189,16 +188,16 @@ def _end(
     pidfd: int,
     at_end: Callable[[], object],
 ) -> None:
-    if os.getpid() != owner:  # a copy of the owner, forked by its user, which owns nothing
+    if os.getpid() != owner:  # a forked copy of the owner does not own the child
         return
-    end_request.send(line)  # closing has no effect where a fork of ours holds it open
+    end_request.send(line)  # closing the line has no effect while a fork holds it open
     line.close()
     has_ended = False
     try:
         has_ended = _has_ended(pidfd, end_request.seconds_left())
     finally:  # interrupted or not
         if not has_ended:
-            process.kill()  # a stopped or hanging process would not handle a softer signal
+            process.kill()  # a stopped or hanging process would not handle another signal
             _has_ended(pidfd, KILL_SECONDS)
         if process.exitcode is not None:
             process.close()
@@ -207,10 +206,10 @@ def _end(
 
 
 def _exit_code(process: SpawnProcess) -> int | None:
-    """How a process that has ended did so; ``None`` if that is not known.
+    """The exit code of a process that has ended; ``None`` if it is not known.
 
-    ``multiprocessing`` asks the system for all dead children wherever one is started, in any
-    thread. A thread that has got the answer notes it a moment later.
+    ``multiprocessing`` collects all ended children whenever it starts one, in any thread. Such a
+    thread stores the exit code a moment later.
     """
     until = time.monotonic() + NOTE_SECONDS
     while (code := process.exitcode) is None and time.monotonic() < until:
@@ -219,7 +218,7 @@ def _exit_code(process: SpawnProcess) -> int | None:
 
 
 def oom_kills() -> int | None:
-    """Processes that the system has killed for lack of memory since it runs, if it tells."""
+    """How many processes the system has killed for lack of memory; None if unknown."""
     try:
         lines = Path("/proc/vmstat").read_text().splitlines()
     except OSError:
@@ -229,7 +228,7 @@ def oom_kills() -> int | None:
 
 
 def _name_of(number: int) -> str:
-    """SIGKILL or the like; signals of the real-time range have no name of their own."""
+    """The name of a signal, e.g. SIGKILL; most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -237,14 +236,14 @@ def _name_of(number: int) -> str:
 
 
 def _dispose(process: SpawnProcess) -> None:
-    """End a process whose start has failed."""
+    """Kill a process whose start has failed."""
     process.kill()
     process.join(KILL_SECONDS)
     process.close()
 
 
 class EndRequest:
-    """Whether a child was requested to end, and how long it may still take."""
+    """Whether a child was requested to end, and how much time it has left."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -261,23 +260,23 @@ class EndRequest:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Why a process could not be started, as errors of the engine."""
+    """Convert errors of starting a process to engine errors."""
     try:
         yield
     except OSError as error:
         raise EngineDeadError(
             f"Engine core initialization failed: no process for the {name}: {error}"
         ) from error
-    except Exception as error:  # pickling runs code of the user's objects, which may raise anything
+    except Exception as error:  # pickling runs code of the user's objects, which may raise
         raise ConfigError(
-            f"an option cannot be handed to the process of the {name}: {error}; give policies, "
+            f"an option cannot be sent to the process of the {name}: {error}; give policies, "
             "resources and processors as dotted paths or module-level classes"
         ) from error
 
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """A process that is started here never gets one: that at a terminal is for its parent alone."""
+    """Processes started within this block ignore interrupts, which only their parent handles."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -286,14 +285,14 @@ def without_interrupts() -> Iterator[None]:
 
 
 def _has_ended(pidfd: int, seconds: float) -> bool:
-    """Wait so long for the end of a process."""
+    """Wait at most ``seconds`` for the end of a process. True if it has ended."""
     poller = select.poll()
     poller.register(pidfd, select.POLLIN)
     return bool(poller.poll(1000 * seconds))
 
 
 class ParentWatch:
-    """A thread that calls ``on_death`` when the parent process has died or asks this one to end."""
+    """A thread that calls ``on_death`` when the parent has died or requests this process to end."""
 
     def __init__(self, line: Line, on_death: Callable[[], object]) -> None:
         self.on_death = on_death
@@ -301,10 +300,10 @@ class ParentWatch:
         threading.Thread(target=self._run, name="parent-watch", daemon=True).start()
 
     def _run(self) -> None:
-        with suppress(OSError):  # there is no parent any more
+        with suppress(OSError):  # the parent has ended
             parent = os.pidfd_open(_parent())
             try:
-                if os.getppid() == _parent():  # so it is not another with its number
+                if os.getppid() == _parent():  # else the number belongs to another process
                     multiprocessing.connection.wait([self._line, parent])
             finally:
                 os.close(parent)
@@ -312,13 +311,13 @@ class ParentWatch:
 
 
 def report_to_parent(line: Line, report: StartReport) -> None:
-    """Report how the start went, from the child; does nothing if the parent is gone."""
+    """Send the start report from the child. Does nothing if the parent has ended."""
     with suppress(OSError):
         line.send_bytes(msgspec.msgpack.encode(report))
 
 
 def _parent() -> int:
-    """The process id of this process's parent, dead or alive."""
+    """The process id of this process's parent, also after it has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     return parent.pid

@@ -1,11 +1,11 @@
-"""A program of ours in a process of its own: nothing of the parent's is imported or copied into it.
+"""Program: a module run in a new process that imports and copies nothing of its parent.
 
-``ipc.process.Child`` can be given any object but runs the parent's main module once more. A program
-gets one message of bytes and the descriptors it is to inherit, and so is up in a fraction of a
-second whatever the parent has imported. Both hold the same pipe:
+``ipc.process.Child`` accepts any object but imports the parent's main module again. A program gets
+one message of bytes and inherited file descriptors, so it starts in a fraction of a second,
+whatever the parent has imported. Both hold the same pipe:
 
-    parent   writes the start message, then keeps its end open; closing it, or dying, ends the child
-    child    reads the message; the end of the pipe is a signal to it, even within foreign code
+    parent   writes the start message and keeps its end open; when that is closed, the child ends
+    child    reads the message; the end of the pipe raises a signal, even within library code
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LENGTH = struct.Struct("<I")
 
 
 class Program:
-    """A spawned process that runs ``module.main(descriptor)``. ``fds`` keep their numbers in it."""
+    """A process that runs ``module.main(descriptor)``. It inherits ``fds`` with their numbers."""
 
     def __init__(self, module: str, start: bytes, fds: Sequence[int] = ()) -> None:
         theirs, self._ours = os.pipe()
@@ -37,7 +37,7 @@ class Program:
                 [sys.executable, "-c", code],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs, *fds),
-                process_group=0,  # an interrupt at the terminal is for the parent alone
+                process_group=0,  # only the parent handles interrupts from the terminal
             )
         except BaseException:
             os.close(self._ours)
@@ -47,11 +47,11 @@ class Program:
         try:
             self.pidfd = os.pidfd_open(self._popen.pid)
             """Readable once the process has ended."""
-        except OSError:  # no descriptor is left
+        except OSError:  # no file descriptor is left
             self.kill()
             os.close(self._ours)
             raise
-        with suppress(BrokenPipeError):  # it died at once, which the descriptor tells
+        with suppress(BrokenPipeError):  # it has died already; the descriptor shows that
             os.write(self._ours, LENGTH.pack(len(start)) + start)
 
     @property
@@ -59,7 +59,7 @@ class Program:
         return self._popen.pid
 
     def close(self) -> None:
-        """Kill it at once; harmless when repeated."""
+        """Kill the process immediately. May be repeated."""
         if self.pidfd < 0:
             return
         self.kill()
@@ -68,12 +68,12 @@ class Program:
         self.pidfd = -1
 
     def kill(self) -> None:
-        """End it at once and wait until it has."""
+        """Kill the process and wait until it has ended."""
         self._popen.kill()
         self._popen.wait()
 
     def how_it_ended(self) -> str:
-        """``"was killed by SIGKILL"`` or ``"exited with status 1"``, once it has ended."""
+        """E.g. ``"was killed by SIGKILL"`` or ``"exited with status 1"``, once it has ended."""
         code = self._popen.wait()
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -81,10 +81,10 @@ class Program:
 
 
 def start_message(descriptor: int) -> bytes:
-    """The start message, in the program. From here on it ends with its parent.
+    """Read the start message, in the program. From here on the program ends with its parent.
 
-    The end of the pipe raises SIGIO, whose default ends a process without asking it: Python could
-    only answer between two instructions, and a library may not return for minutes.
+    The end of the pipe raises SIGIO, whose default action ends a process. A handler in Python would
+    not run before a library call returns, which can take minutes.
     """
     (length,) = LENGTH.unpack(_read(descriptor, LENGTH.size))
     message = _read(descriptor, length)

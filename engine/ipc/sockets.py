@@ -1,10 +1,10 @@
-"""Sockets: how they are made, what they may hold, how they are woken and closed.
+"""ZeroMQ sockets: creation, limits, waking and closing.
 
-Every queue is bounded, no frame is larger than ``MAX_MESSAGE_BYTES``, and what goes over TCP is
-encrypted with keys made from the shared secret. Queues count messages: a reader holds at most
+Every queue is bounded, no frame is larger than ``MAX_MESSAGE_BYTES``, and TCP connections are
+encrypted with keys derived from the shared secret. Queues count messages: a reader holds at most
 ``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB of unread messages from one sender. ZeroMQ counts
-a message of many frames only once it is complete, so the limit holds for senders of one frame each;
-only a process that may enter the directory, or knows the secret, can send at all.
+a message of several frames only when it is complete, so this limit holds for single frames. Only a
+process that can enter the directory, or has the secret, can send at all.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from engine.errors import ConfigError
 from engine.ipc.address import derive_key
 from engine.ipc.codec import MAX_MESSAGE_BYTES
 
-RECEIVE_QUEUE = 16  # unread messages of a sender; more wait at the sender
-SEND_QUEUE = 512  # messages to a client: all outputs that have credits, and as many answers
+RECEIVE_QUEUE = 16  # unread messages per sender; further ones wait at the sender
+SEND_QUEUE = 512  # messages to a client: all outputs with credits, and as many answers
 MAX_CONNECTIONS = 1024
-LINGER_MS = 1000  # for the last messages
+LINGER_MS = 1000  # time to send the last messages before a socket is closed
 HANDSHAKE_MS = 5000
 NEVER_MS = 1_000_000_000
 TCP_HEARTBEAT_MS = 1000
@@ -42,9 +42,9 @@ Socket = zmq.SyncSocket
 
 
 def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Socket:
-    """A ROUTER that listens. Raises ``ConfigError`` if it cannot listen at the address."""
+    """A listening ROUTER socket. Raises ``ConfigError`` if it cannot listen at the address."""
     router = _socket(context, zmq.ROUTER)
-    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a client that has gone is an error, not silence
+    router.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending to a disconnected client is an error
     router.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     router.setsockopt(zmq.BACKLOG, MAX_CONNECTIONS)
     if secret is not None:
@@ -60,11 +60,11 @@ def bind(context: zmq.Context[Socket], address: str, secret: str | None) -> Sock
 
 
 def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
-    """A DEALER for one connection, still to be made."""
+    """A DEALER socket for one connection, not connected yet."""
     made = _socket(context, zmq.DEALER)
-    # Room for all that it may be sent: what still waits at the sender is lost when that ends.
+    # Holds all it may be sent, since messages still queued at the sender are lost when that ends.
     made.setsockopt(zmq.RCVHWM, SEND_QUEUE)
-    # Never reconnect: it would be another core. -1 also does that, but drops unread messages.
+    # Never reconnect: it could be another core. (-1 would do this, too, but drops unread messages.)
     made.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)
     if secret is not None:
         _notice_silence(made)
@@ -79,9 +79,9 @@ def dealer(context: zmq.Context[Socket], secret: str | None) -> Socket:
 def connect(
     context: zmq.Context[Socket], address: str, secret: str | None
 ) -> tuple[Socket, Socket]:
-    """A connected DEALER, and a socket that becomes readable once the connection is lost.
+    """A connected DEALER socket, and a socket that becomes readable when the connection is lost.
 
-    Keep the second socket alive, and close it after the first. Raises ``ConfigError`` for an
+    Keep the second socket open, and close it after the first. Raises ``ConfigError`` for an
     invalid address.
     """
     made = dealer(context, secret)
@@ -95,26 +95,26 @@ def connect(
 
 
 def close(*sockets: Socket, linger_ms: int = 0) -> None:
-    """Close sockets, in this order; harmless when repeated."""
+    """Close sockets, in this order. May be repeated."""
     for each in sockets:
         if not each.closed:
-            each.disable_monitor()  # first: its events would not be read any more
+            each.disable_monitor()  # first, since its events will not be read any more
             each.close(linger_ms)
 
 
 def close_with(
     owner: object, context: zmq.Context[Socket], *sockets: Socket, waker: Waker | None = None
 ) -> None:
-    """Close these and the context when ``owner`` is garbage collected without having been closed.
+    """Close sockets and context when ``owner`` is garbage collected without having been closed.
 
-    pyzmq does that too, in no order: a context that goes first waits for its sockets for ever.
+    pyzmq does this in arbitrary order: a context closed first waits for its sockets for ever.
     """
     at_end = weakref.finalize(owner, _close_all, os.getpid(), context, sockets, waker)
     at_end.atexit = False  # threads may still use them
 
 
 class Waker:
-    """Wakes the thread that polls it; usable from any thread and from signal handlers."""
+    """Wakes a thread that polls it. Can be used by any thread and in signal handlers."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()
@@ -123,16 +123,16 @@ class Waker:
 
     @property
     def fd(self) -> int:
-        """Readable once ``wake`` was called."""
+        """File descriptor that is readable after ``wake``."""
         return self._reader.fileno()
 
     @property
     def signal_fd(self) -> int:
-        """For ``signal.set_wakeup_fd``."""
+        """File descriptor for ``signal.set_wakeup_fd``."""
         return self._writer.fileno()
 
     def wake(self) -> None:
-        with suppress(OSError):  # full, so it is awake already; or closed
+        with suppress(OSError):  # full, so the thread is awake already; or closed
             self._writer.send(b"!")
 
     def clear(self) -> None:
@@ -150,7 +150,7 @@ def _close_all(
 ) -> None:
     if waker is not None:
         waker.close()
-    if os.getpid() != owner:  # a copy that was forked, which owns nothing
+    if os.getpid() != owner:  # a forked copy does not own the sockets
         return
     close(*sockets)
     context.term()
@@ -166,7 +166,7 @@ def _socket(context: zmq.Context[Socket], role: int) -> Socket:
 
 
 def _notice_silence(tcp: Socket) -> None:
-    """Detect a host that vanished and closed no connection. Socket files do not need this."""
+    """Detect hosts that vanish without closing their TCP connections, by keep-alive messages."""
     tcp.setsockopt(zmq.HEARTBEAT_IVL, TCP_HEARTBEAT_MS)
     tcp.setsockopt(zmq.HEARTBEAT_TIMEOUT, TCP_SILENCE_MS)
 

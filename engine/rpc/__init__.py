@@ -1,1 +1,1 @@
-"""A core in another process: its server, and the clients that connect to it."""
+"""A core in another process: its server, and its clients."""

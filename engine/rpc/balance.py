@@ -1,8 +1,8 @@
-"""Which of several cores gets a request: the one that has its beginning cached, if that is fair.
+"""Balancer: chooses a core for each request, by cached prefix and load.
 
-The decision depends only on what was sent to which core. A prompt goes to the core that was sent
-the longest part of it before, as long as that core has not much more work than the others; else to
-the core with the least work. (Cache-aware load balancing, as SGLang's router does it.)
+The decision depends only on which requests were sent to which core. A prompt goes to the core that
+was sent the longest prefix of it before, unless that core has much more work than the others; else
+to the core with the least work. (Cache-aware load balancing, like SGLang's router.)
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from engine.messages.requests import AddRequest
 
 MAX_REMEMBERED = 100_000
-MAX_LEAD = 1.5  # times the work of the least loaded core that a preferred one may have
-MIN_LEAD_TOKENS = 2048  # a lead below it is ignored
+MAX_LEAD = 1.5  # a core with the prefix may have this many times the work of the least loaded core
+MIN_LEAD_TOKENS = 2048  # smaller differences in work are ignored
 
 
 class Balancer:
-    """Chooses among ``num_cores`` cores; ``end`` must be called at the end of every request.
+    """Chooses among ``num_cores`` cores. ``end`` must be called at the end of every request.
 
-    ``max_remembered``: blocks of prompts; the oldest are forgotten first.
+    ``max_remembered``: number of prompt blocks to remember; the oldest are dropped first.
     """
 
     def __init__(
@@ -29,12 +29,12 @@ class Balancer:
         """Tokens of unfinished requests by core: prompts, and outputs at their longest."""
         self._block_size = block_size
         self._max_remembered = max_remembered
-        self._seen: dict[int, int] = {}  # hash of a prompt's beginning -> the last core it met
-        self._placed: dict[str, tuple[int, int]] = {}  # request -> core, tokens
-        self._here = list(range(num_cores))  # cores that may be chosen
+        self._seen: dict[int, int] = {}  # hash of a prompt prefix -> the last core it was sent to
+        self._placed: dict[str, tuple[int, int]] = {}  # request id -> core, number of tokens
+        self._here = list(range(num_cores))  # cores that can be chosen
 
     def choose(self, request: AddRequest) -> int:
-        """Choose the core for a request, and count the request there."""
+        """Choose the core for a request, and add the request to that core's work."""
         beginnings = list(self._beginnings(request))
         core = self._fair(beginnings)
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
@@ -44,17 +44,17 @@ class Balancer:
         return core
 
     def core_of(self, request_id: str) -> int | None:
-        """Where an unfinished request is."""
+        """The core of an unfinished request, or None."""
         placed = self._placed.get(request_id)
         return None if placed is None else placed[0]
 
     def end(self, request_id: str) -> None:
-        """The request has ended, or was not taken; unknown ids do nothing."""
+        """Remove a request that has ended or was not accepted; unknown ids are ignored."""
         core, num_tokens = self._placed.pop(request_id, (0, 0))
         self.loads[core] -= num_tokens
 
     def remove(self, core: int) -> list[str]:
-        """Choose this core no more. Returns its unfinished requests, which end by that."""
+        """Exclude a core that has died. Returns the ids of its unfinished requests."""
         self._here.remove(core)
         names = [name for name, (place, _) in self._placed.items() if place == core]
         for name in names:
@@ -62,12 +62,13 @@ class Balancer:
         return names
 
     def restore(self, core: int) -> None:
-        """Choose this core again: it is new, and has nothing cached."""
+        """Include a core that was restarted and has nothing cached."""
         self._here.append(core)
         self._seen = {each: place for each, place in self._seen.items() if place != core}
 
     def _fair(self, beginnings: list[int]) -> int:
-        """The core with most of the prompt cached, unless too busy; else that with least work."""
+        """The core with most of the prompt cached, unless it is too busy; else the one with least
+        work."""
         least = min(self.loads[core] for core in self._here)
         limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
         for beginning in reversed(beginnings):
@@ -77,7 +78,7 @@ class Balancer:
         return next(core for core in self._here if self.loads[core] == least)
 
     def _beginnings(self, request: AddRequest) -> Iterator[int]:
-        """Hashes of ever longer parts of the prompt, in whole blocks."""
+        """Hashes of the prompt's prefixes of 1, 2, 3, ... whole blocks."""
         tokens, size = request.prompt_token_ids, self._block_size
         digest = hash((request.cache_salt, request.adapter))
         for end in range(size, len(tokens) + 1, size):
@@ -86,7 +87,7 @@ class Balancer:
 
     def _remember(self, beginnings: list[int], core: int) -> None:
         for beginning in beginnings:
-            self._seen.pop(beginning, None)  # so that it becomes the newest entry
+            self._seen.pop(beginning, None)  # to make it the newest entry
             self._seen[beginning] = core
         while len(self._seen) > self._max_remembered:
             del self._seen[next(iter(self._seen))]

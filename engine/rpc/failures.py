@@ -1,4 +1,4 @@
-"""Encodes errors as data and rebuilds them: a client gets the same error wherever its core runs."""
+"""Encodes errors and rebuilds them, so that clients get the same errors wherever the core runs."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class CoreTraceback(Exception):
 
 
 def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Failure:
-    """An error as data; one that is not the engine's own becomes a ``default``. A prompt that is
-    too long is known by its code."""
+    """Encode an error. One that is not an engine error becomes a ``default``. The class of an error
+    about a too long prompt is stored in its code."""
     kind = RequestError if isinstance(error, PromptTooLongError) else type(error)
     if kind.__name__ not in KINDS:
         return Failure(default.__name__, plain_text(f"{kind.__name__}: {error}"))
@@ -56,7 +56,7 @@ def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Fa
 
 
 def error_of(failure: Failure) -> EngineError:
-    """The error that was sent; an unknown kind becomes an ``EngineError`` that names it."""
+    """Rebuild an error; an unknown kind becomes an ``EngineError`` with the kind in its message."""
     kind = KINDS.get(failure.kind)
     if kind is None:
         return EngineError(f"{failure.kind}: {failure.message}")
@@ -71,7 +71,7 @@ def error_of(failure: Failure) -> EngineError:
 
 
 def death_of(message: str, traceback: str = "") -> EngineDeadError:
-    """The error for a core that died, with what is known of the cause."""
+    """The error for a core that died, with its traceback if known."""
     error = EngineDeadError(message)
     if traceback:
         error.__cause__ = CoreTraceback(traceback)

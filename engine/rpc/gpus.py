@@ -1,4 +1,4 @@
-"""A GPU for each of several cores on one machine: what they find in their environment."""
+"""Assigns a GPU to each of several cores on one machine, by environment variables."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ AMD_DRIVER = Path("/dev/kfd")
 
 
 def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
-    """What the environment of each of several cores has of its own: the GPU that it sees.
+    """The environment variables of each core, which make one GPU visible to it.
 
-    Raises ``ConfigError`` if there are fewer GPUs than cores. Where there are none the cores, which
-    resolve the device, say so themselves.
+    Raises ``ConfigError`` if there are fewer GPUs than cores. If there are none, the cores raise
+    the error when they resolve the device.
     """
     nothing: list[Mapping[str, str]] = [NO_VALUES] * num_cores
     if device == "cpu" or interprets_cuda() or not may_have_gpu():
         return nothing
-    # Only here: a client needs it for nothing else.
+    # Imported here, since clients need it for nothing else.
     import torch
 
     num_gpus = torch.cuda.device_count()
@@ -34,15 +34,15 @@ def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
     if len(gpus) < num_cores:
         raise ConfigError(
             f"data_parallel_size is {num_cores}, but this process sees {num_gpus} "
-            f"GPU{'s' if num_gpus > 1 else ''} ({', '.join(gpus)}), and each core needs one of its "
-            f"own: lower data_parallel_size to at most {num_gpus}, make more visible by "
-            f"{VISIBLE_GPUS}, or use device='cpu'"
+            f"GPU{'s' if num_gpus > 1 else ''} ({', '.join(gpus)}), and each core needs one: lower "
+            f"data_parallel_size to at most {num_gpus}, make more visible with {VISIBLE_GPUS}, "
+            "or use device='cpu'"
         )
     return [{VISIBLE_GPUS: gpu} for gpu in gpus[:num_cores]]
 
 
 def may_have_gpu() -> bool:
-    """Whether this machine has the driver of a GPU. Where it has none, torch need not look."""
+    """False if this machine has no GPU driver, so that torch need not be imported."""
     try:
         ctypes.CDLL(NVIDIA_DRIVER)
     except OSError:

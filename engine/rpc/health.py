@@ -1,4 +1,4 @@
-"""Asks the control socket whether a silent core works or hangs."""
+"""HealthMonitor: finds out over the control socket whether a silent core works or hangs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from engine.ipc.address import Address
 from engine.ipc.codec import Decoder, Encoder
 from engine.messages.wire import FromControl, Health, Ping
 
-ASK_SECONDS = 1.0  # between two questions, at most
+ASK_SECONDS = 1.0  # least time between two pings
 
 
 class HealthMonitor:
-    """Asks a core for its heartbeat. Silence is counted in unanswered questions, not by the clock:
-    a machine that slept, or a client that was stopped, is no reason to give up a core.
+    """Pings a silent core. Silence is measured by unanswered pings, not by the clock: a machine
+    that slept, or a client that was stopped, is no reason to give up a core.
 
     Never waits.
     """
@@ -35,9 +35,9 @@ class HealthMonitor:
         self._num_unanswered = 0
 
     def check(self, now: float) -> str | None:
-        """What is wrong with a silent core; ``None`` if no fault is known.
+        """The fault of a silent core; ``None`` if none is known.
 
-        To be called repeatedly while the core is silent.
+        Must be called repeatedly while the core is silent.
         """
         while self.socket.poll(0):
             if check := self._take(self.socket.recv_multipart()):
@@ -47,7 +47,7 @@ class HealthMonitor:
                 return f"has not answered for {self._hang_timeout:g} s (core_hang_timeout)"
             self._sent_at = now
             self._num_unanswered += 1
-            with suppress(zmq.Again):  # this connection is lost: no answer will come
+            with suppress(zmq.Again):  # the connection is lost, so there will be no answer
                 self.socket.send(self._ping, zmq.NOBLOCK)
         return None
 

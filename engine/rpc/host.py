@@ -1,10 +1,10 @@
-"""EngineCoreHost: a core that clients in other processes reach over sockets.
+"""EngineCoreHost: serves a core to clients in other processes over sockets.
 
     clients ── data socket ───> loop: inbox, step, queue           (the thread that calls serve)
     clients ── control socket ─> control thread: health, shutdown    never waits for a step
 
-Only the loop touches the core and the data socket. The control thread and signal handlers write
-their wish into ``Ending`` and wake the loop.
+Only the loop uses the core and the data socket. The control thread and signal handlers request an
+end through ``Ending`` and wake the loop.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ from engine.rpc.sessions import MAX_BACKLOG_BYTES, NUM_CREDITS, ClientSessions
 
 logger = logging.getLogger("engine.core")
 
-LAST_STEP_SECONDS = 1.0  # for a step to end after the parent's death
-CLOSE_SECONDS = 1.5  # to close after that
-ORPHANED = 70  # exit status of a core whose parent died, and that could not end in order
+LAST_STEP_SECONDS = 1.0  # time for the running step to end after the parent's death
+CLOSE_SECONDS = 1.5  # time to close after that
+ORPHANED = 70  # exit status if these times were exceeded
 
 
 class EngineCoreHost:
-    """Serves ``core`` at ``address`` until it is requested to end. Close it when done.
+    """Serves ``core`` at ``address`` until it is requested to end. Must be closed.
 
-    ``directory``: that of the socket files, removed at the end. Raises ``ConfigError`` if the host
-    cannot listen at the address.
+    ``directory``: of the socket files; removed at the end. Raises ``ConfigError`` if it is
+    impossible to listen at the address.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class EngineCoreHost:
         self._is_over = threading.Event()
         self._is_closed = threading.Event()
         self._control_waker = sockets.Waker()
-        self._at_close = ExitStack()  # the last first
+        self._at_close = ExitStack()  # runs in reverse order
         self._at_close.callback(core.shutdown)
         if directory is not None:
             self._at_close.callback(directory.remove)
@@ -99,7 +99,7 @@ class EngineCoreHost:
         self._thread = threading.Thread(target=self._run_control, name="core-control", daemon=True)
 
     def serve(self) -> None:
-        """Step and answer until it is time to end. Raises ``EngineDeadError`` if the core dies."""
+        """Run steps and answer clients until the end. ``EngineDeadError`` if the core dies."""
         self._thread.start()
         try:
             self._loop.run()
@@ -114,7 +114,7 @@ class EngineCoreHost:
             self._end_control()
 
     def drain(self, seconds: float | None = None) -> None:
-        """Take nothing new and end when all is finished, after ``seconds`` at the latest.
+        """Accept no new requests, and end when all are finished, at the latest after ``seconds``.
 
         Any thread may call it.
         """
@@ -123,9 +123,9 @@ class EngineCoreHost:
         self._loop.waker.wake()
 
     def end_orphaned(self) -> None:
-        """The parent is gone: end after this step and close; if the step takes too long, just exit.
+        """Called when the parent has died: end after this step, or exit if that takes too long.
 
-        May be called by any thread but the one that serves.
+        May be called by any thread except the one that serves.
         """
         self.ending.no_later_than(self._clock())
         self._loop.waker.wake()
@@ -135,7 +135,7 @@ class EngineCoreHost:
             os._exit(ORPHANED)
 
     def health(self) -> Health:
-        """The state of the loop, from its heartbeat."""
+        """The state of the loop."""
         pulse = self._loop.pulse
         began = pulse.step_began
         return Health(
@@ -147,9 +147,9 @@ class EngineCoreHost:
         )
 
     def handle_signals(self, *numbers: signal.Signals) -> None:
-        """The first of these signals drains, the second ends at once, until ``close`` is done.
+        """Until ``close``, the first of these signals drains, the second ends immediately.
 
-        For the main thread, which must then call ``close`` as well.
+        Must be called by the main thread, which must then call ``close``, too.
         """
         drain_timeouts = chain((None,), repeat(0.0))
 
@@ -159,7 +159,7 @@ class EngineCoreHost:
         putting_back = ExitStack()
         for number in numbers:
             before = signal.signal(number, on_signal)
-            if before is not None:  # a handler that is not Python's cannot be put back
+            if before is not None:  # a handler not set by Python cannot be restored
                 putting_back.callback(signal.signal, number, before)
         putting_back.push(self._at_close.pop_all())
         self._at_close = putting_back
@@ -168,9 +168,9 @@ class EngineCoreHost:
         self._at_close.callback(signal.set_wakeup_fd, before_fd)
 
     def close(self) -> None:
-        """Send last messages, close the sockets, release the core and the signals.
+        """Send the last messages, close the sockets, release the core and the signals.
 
-        Harmless when repeated, and without ``serve``.
+        May be repeated, and called without ``serve``.
         """
         self._end_control()
         if self._thread.is_alive():
@@ -184,17 +184,17 @@ class EngineCoreHost:
         self._control_waker.wake()
 
     def _end_the_rest(self) -> None:
-        """Abort the requests that are unfinished when time is up, and tell their clients."""
+        """Abort unfinished requests at the time limit, and notify their clients."""
         for session in self._sessions:
             ids = list(session.live)
             ends = [Finished(i, "abort", message="the core was shut down") for i in range(len(ids))]
             if ids:
-                logger.warning("%d requests of %s are aborted: time is up", len(ids), session)
+                logger.warning("%d requests of %s are aborted at drain_timeout", len(ids), session)
                 self._core.drop(ids)
                 batch = CoreOutputs(ids, [], [0] * len(ids), self._clock(), finished=ends)
                 self._sessions.publish(session.index, batch)
 
-    # In the control thread.
+    # -- in the control thread
 
     def _run_control(self) -> None:
         poller = zmq.Poller()
@@ -209,7 +209,7 @@ class EngineCoreHost:
 
 
 class ControlDispatcher:
-    """Answers messages at the control socket."""
+    """Answers the messages of the control socket."""
 
     def __init__(self, host: EngineCoreHost, token: bytes) -> None:
         self._host = host
@@ -219,7 +219,7 @@ class ControlDispatcher:
         self._complaints = Throttle()
 
     def answer(self, router: sockets.Socket, identity: bytes, frames: list[bytes]) -> None:
-        """Answer one message; the answer is dropped if the sender is gone."""
+        """Answer one message; the answer is dropped if the sender has disconnected."""
         message = self._carry_out(frames)
         if isinstance(message, Fault) and (others := self._complaints.admit()) is not None:
             logger.warning("the control socket refused a message: %s%s", message.message, others)
@@ -227,7 +227,7 @@ class ControlDispatcher:
         try:
             router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            logger.debug("the sender of a control message is gone: %s", error)
+            logger.debug("the sender of a control message has disconnected: %s", error)
 
     def _carry_out(self, frames: list[bytes]) -> FromControl:
         try:
@@ -240,6 +240,6 @@ class ControlDispatcher:
         if isinstance(message, Shutdown):
             seconds = message.drain_seconds
             if seconds is not None and not 0.0 <= seconds < math.inf:
-                return Fault(f"drain_seconds is {seconds}, must be a number of seconds from 0 on")
+                return Fault(f"drain_seconds is {seconds}, must be a number of at least 0")
             self._host.drain(seconds)
         return self._host.health()

@@ -1,4 +1,4 @@
-"""How the answers of several cores become one."""
+"""Combines the answers of several cores to a utility call."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ GAUGES: dict[str, Any] = {
     "kv_usage": 0.0,
     "blocked": "",
 }
-"""Fields of statistics that describe the moment, as they are of a core that is gone."""
+"""Gauges, with the value that counts for a core that has died."""
 
 
 def first_of(answers: list[Any]) -> Any:
-    """The answer of the first core: all answer alike."""
+    """The answer of the first core, for utilities to which all cores answer the same."""
     return answers[0]
 
 
 def traces_of(answers: list[list[str] | None]) -> list[str] | None:
-    """The traces of all cores; ``None`` if a profile was started."""
+    """The traces of all cores; ``None`` if the call started a profile."""
     return [path for answer in answers for path in answer or ()] or None
 
 
 def sum_of(stats: Sequence[SchedulerStats | None]) -> SchedulerStats | None:
-    """Statistics of several schedulers as those of one; ``None`` if one keeps none."""
+    """The sum of the statistics of several schedulers; ``None`` if one has none."""
     known = [each for each in stats if each is not None]
     if len(known) < len(stats) or not known:
         return None
@@ -55,26 +55,26 @@ def _sum(values: list[Any]) -> Any:
 
 
 class CountersOfTheDead:
-    """What cores that have died had counted, so that totals of all cores never go back."""
+    """Counters of cores that have died, so that totals over all cores never decrease."""
 
     def __init__(self) -> None:
-        self._latest: dict[int, SchedulerStats] = {}  # by core, of those that live
+        self._latest: dict[int, SchedulerStats] = {}  # of living cores, by index
         self._gone: SchedulerStats | None = None
 
     def note(self, core: int, stats: SchedulerStats | None) -> None:
-        """The latest statistics of a core."""
+        """Store the latest statistics of a core."""
         if stats is not None:
             self._latest[core] = stats
 
     def bury(self, core: int) -> None:
-        """The core has died: what is known of it counts from now on."""
+        """Add the latest counters of a core that has died."""
         last = self._latest.pop(core, None)
         if last is not None:
             last = msgspec.structs.replace(last, **GAUGES)
             self._gone = last if self._gone is None else sum_of([self._gone, last])
 
     def add_to(self, stats: SchedulerStats | None) -> SchedulerStats | None:
-        """Statistics of the cores that live, with the counts of those that do not."""
+        """Statistics of the living cores plus the counters of the dead ones."""
         if stats is None or self._gone is None:
             return stats
         total = sum_of([stats, self._gone])
@@ -88,4 +88,4 @@ JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "stats": sum_of,
     "profile": traces_of,
 }
-"""How the answers of several cores are joined, by utility."""
+"""The function that combines the answers, by utility."""

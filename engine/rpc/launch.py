@@ -1,4 +1,4 @@
-"""Starts or attaches to the core of a configuration and returns its client."""
+"""Starts or attaches to the core of a configuration, and returns its client."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ logger = logging.getLogger("engine.core")
 
 Build = Callable[[EngineConfig], InprocClient]
 
-EXIT_SECONDS = 1.0  # from the end of a core whose parent died to that of its process
+EXIT_SECONDS = 1.0  # time for the process to exit after its core has ended
 
 
 def open_core(config: EngineConfig) -> CoreClient:
-    """A client of the core that the options name: here, in a process of its own, or one that runs;
-    or of several of these. Raises ``ConfigError`` for what cannot work."""
+    """Open the configured core or cores: in this process, in new processes, or running ones.
+    Raises ``ConfigError`` for invalid combinations of options."""
     addresses = config.core.core_addresses
     if len(addresses) > 1:
         return attach_cores(config, addresses)
@@ -56,17 +56,17 @@ def open_core(config: EngineConfig) -> CoreClient:
 
 
 def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
-    """A core in a process of its own, which ends with the client, or with this process.
+    """Start a core in a new process, which ends with the client or with this process.
 
-    ``build`` and all of ``config`` must be importable there. Raises what ``build`` raises there,
+    ``build`` and all of ``config`` must be importable there. Raises the errors of ``build``, and
     ``EngineDeadError`` if the process ends before it is ready.
     """
     return meet(config, *spawn(config, build))
 
 
 def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
-    """``data_parallel_size`` cores, each in a process of its own with its share of the machine, or
-    with a GPU of its own. Raises ``ConfigError`` if there are too few."""
+    """Start ``data_parallel_size`` cores, each in a process with its share of the machine or its
+    own GPU. Raises ``ConfigError`` if there are too few GPUs."""
     num_cores = config.core.data_parallel_size
     own = share_of(config, num_cores) if num_cores > 1 else config
     environments = [NO_VALUES] if num_cores == 1 else environments_of(config.device, num_cores)
@@ -78,7 +78,7 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
 
     with ExitStack() as failing:
         starting = []
-        for index in range(num_cores):  # all load at once
+        for index in range(num_cores):  # all load concurrently
             starting.append(start(index))
             failing.callback(starting[-1].child.close)
         restarts = config.core.on_core_death == "restart"
@@ -86,8 +86,8 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
 
 
 def met(starting: Sequence[Starting]) -> list[EngineCoreClient]:
-    """Clients of cores that load at the same time. Raises the first error at once, and ends the
-    others: nobody waits minutes for a core whose fellow has died."""
+    """Wait for cores that are loading; returns their clients. The first error is raised
+    immediately, and the other cores are ended."""
     with ThreadPoolExecutor(len(starting)) as threads:
         meetings = [threads.submit(each.meet) for each in starting]
         try:
@@ -105,7 +105,7 @@ def met(starting: Sequence[Starting]) -> list[EngineCoreClient]:
 def many(
     failing: ExitStack, clients: Iterator[EngineCoreClient], start: Start | None = None
 ) -> ManyCoresClient:
-    """One client of all these. If one fails, those before it are shut down by ``failing``."""
+    """One client for several cores. If one fails, ``failing`` shuts the earlier ones down."""
     known: list[EngineCoreClient] = []
     failing.callback(shut_down, known)
     for client in clients:
@@ -116,7 +116,7 @@ def many(
 
 
 def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
-    """The configuration of each of several cores on one machine: a share of memory and threads."""
+    """The configuration of each of ``num_cores`` cores: a share of memory and threads."""
     cache = config.cache
     cores = len(os.sched_getaffinity(0)) if config.num_threads is None else config.num_threads
     return replace(
@@ -127,8 +127,8 @@ def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
 
 
 def started(config: EngineConfig, num_before: int) -> EngineConfig:
-    """The configuration of a core that was started this many times before: the step log of each
-    process that died stays, for it says why. Later ones have a number after their name."""
+    """The configuration of a core that was started ``num_before`` times before. The step logs of
+    dead processes are kept for diagnosis, so later logs get a number after their name."""
     if not num_before or config.step_log is None:
         return config
     return replace(config, step_log=f"{config.step_log}.{num_before}")
@@ -137,7 +137,7 @@ def started(config: EngineConfig, num_before: int) -> EngineConfig:
 def spawn(
     config: EngineConfig, build: Build, environment: Mapping[str, str] = NO_VALUES
 ) -> tuple[Child, Address]:
-    """Start a process that builds a core; returns it and the address of the core."""
+    """Start a process that builds a core. Returns the process and the core's address."""
     directory = Directory.create()
     address = directory.address
     child = Child(
@@ -153,7 +153,7 @@ def spawn(
 
 
 def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClient:
-    """A client of the core in a process, once that is ready. On failure the process is ended."""
+    """Wait for the core of a process; returns its client. On failure the process is ended."""
     with ExitStack() as failing:
         failing.callback(child.close)
         report = child.wait_until_ready(config.core.core_ready_timeout)
@@ -166,7 +166,7 @@ def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClie
 
 
 def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
-    """A client of a core that runs already; it stays when the client leaves."""
+    """A client of a running core, which continues after the client disconnects."""
     with ExitStack() as failing:
         client = EngineCoreClient(
             address_of(address, config.core.core_secret), hang_timeout=config.core.core_hang_timeout
@@ -178,27 +178,27 @@ def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
 
 
 def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
-    """Raise ``ConfigError`` if texts would be tokenised for another model than the core runs.
+    """Raise ``ConfigError`` if this engine has no model, so that it cannot tokenise for the core.
 
-    A model that the user named is not checked: copies may lie under any name.
+    A model given by the user is not compared, since copies may have any name.
     """
     is_named = ours.model != str(BOX_MODEL) or ours.tokenizer is not None
     if is_named or ours.skip_tokenizer_init or Path(theirs).name in ("", BOX_MODEL.name):
         return
     raise ConfigError(
-        f"the core at {address} runs {theirs}, and this engine was given no model: give it the "
-        "same model, which it needs for the tokenizer, or skip_tokenizer_init"
+        f"the core at {address} runs {theirs}, but this engine has no model for the tokenizer: set "
+        "model to the same model, or set skip_tokenizer_init"
     )
 
 
 def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresClient:
-    """A client of several cores that run already; they stay when the client leaves."""
+    """A client of several running cores, which continue after the client disconnects."""
     with ExitStack() as failing:
         return many(failing, (attach_core(config, address) for address in addresses))
 
 
 def start_error(report: StartReport) -> EngineError:
-    """Why a core did not start: a user's mistake, or a crash."""
+    """The error of a core that did not start: a user's mistake, or a crash."""
     kind = KINDS.get(report.kind)
     if kind is not None:
         return kind(report.message)
@@ -208,9 +208,9 @@ def start_error(report: StartReport) -> EngineError:
 
 
 def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> None:
-    """What the core's process runs. No step waits for who reads its log."""
+    """The main function of a core's process. Steps do not wait for readers of its log."""
     directory = Directory(Path(path))
-    watch = ParentWatch(line, lambda: _leave(directory))  # while the model is loaded, too
+    watch = ParentWatch(line, lambda: _leave(directory))  # also while the model is being loaded
     set_up_logging(config.log_level)
     with logging_in_background():
         _serve_core(line, build, config, directory, watch)
@@ -231,7 +231,7 @@ def _serve_core(
     report_to_parent(line, StartReport(True))
     try:
         host.serve()
-    except EngineDeadError:  # clients have the error, and the parent sees the status
+    except EngineDeadError:  # clients have received the error; the parent sees the exit status
         traceback.print_exc()
         raise SystemExit(1) from None
     finally:
@@ -239,7 +239,7 @@ def _serve_core(
 
 
 def _end_orphaned(host: EngineCoreHost) -> None:
-    """End the core, and this process, whatever else it runs."""
+    """End the core and this process, whatever else the process runs."""
     host.end_orphaned()
     time.sleep(EXIT_SECONDS)
     os._exit(ORPHANED)

@@ -1,4 +1,4 @@
-"""Several cores of one client: the same calls, each core with requests of its own."""
+"""ManyCoresClient: a client of several cores that share the requests."""
 
 from __future__ import annotations
 
@@ -32,28 +32,28 @@ logger = logging.getLogger("engine.core")
 
 
 class ManyCoresClient(CoreClient):
-    """Cores that share the work. If one dies, its requests end with an error, and the others go on;
-    if ``start`` is given, it is started again. Once none is left all is over.
+    """A client of several cores. If a core dies, its requests end with an error and the others
+    continue; with ``start``, it is restarted. The client is dead when no core is left.
 
-    A request goes to the core that ``Balancer`` chooses and stays there; utilities are called on
-    all cores. While all of them are being started again, requests are refused. Raises
-    ``ConfigError`` for cores that do not run the same model.
+    ``Balancer`` chooses the core of a request, which never moves; utilities are called on all
+    cores. While all cores are being restarted, requests are refused. Raises ``ConfigError`` for
+    cores that do not run the same model.
     """
 
     def __init__(self, cores: Sequence[EngineCoreClient], *, start: Start | None = None) -> None:
         self._cores = list(cores)
         self._alive = list(range(len(self._cores)))
-        self._lost: list[CoreOutputs] = []  # ends of requests whose core died
+        self._lost: list[CoreOutputs] = []  # ends of requests whose core has died
         check_alike(self._cores)
-        self.decided = self._cores[0].decided  # as do all the others
+        self.decided = self._cores[0].decided  # equal for all cores
         self.id_prefix = _prefix_of(self._cores)
         self._death: EngineDeadError | None = None
-        self._over: EngineDeadError | None = None  # no core will come any more
+        self._over: EngineDeadError | None = None  # set when no core is left
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
         self._counters = CountersOfTheDead()
-        self._paused: tuple[Any, ...] | None = None  # what ``pause`` was called with
+        self._paused: tuple[Any, ...] | None = None  # arguments of ``pause``, for restarted cores
         self._poller = zmq.Poller()
-        self._waker: sockets.Waker | None = None  # a client that starts no cores has always some
+        self._waker: sockets.Waker | None = None  # needed only while no core is alive
         self._restarts: Restarts | None = None
         if start is not None:
             self._waker = sockets.Waker()
@@ -64,7 +64,7 @@ class ManyCoresClient(CoreClient):
 
     @property
     def pids(self) -> list[int]:
-        """Processes of those cores that are our own, for tools that watch them."""
+        """Process ids of the cores that this client has started, for monitoring."""
         return [pid for index in self._alive for pid in self._cores[index].pids]
 
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
@@ -75,7 +75,7 @@ class ManyCoresClient(CoreClient):
         places: defaultdict[int, list[int]] = defaultdict(list)  # by core
         for place, request in enumerate(requests):
             if self._balancer.core_of(request.request_id) is not None:
-                errors[place] = in_use(request.request_id)  # another core would take it
+                errors[place] = in_use(request.request_id)  # another core would accept it
             else:
                 places[self._balancer.choose(request)].append(place)
         for core, own in places.items():
@@ -132,16 +132,16 @@ class ManyCoresClient(CoreClient):
         return self._counters.add_to(sum_of(known))
 
     def call(self, name: str, *args: Any) -> Any:
-        """Call a utility on all cores. Returns their answers as one: the sum of statistics, all
-        traces, True if all answer so; else the answer of the first core.
+        """Call a utility on all cores. Returns the combined answers: the sum of statistics, all
+        traces, True if all return True; else the answer of the first core.
 
-        Raises ``RestartingError`` while all of them are being started again."""
+        Raises ``RestartingError`` while all cores are being restarted."""
         self.check_alive()
         if name in ("pause", "resume"):
             self._paused = args if name == "pause" else None
         answers = self._of_all(name, *args)
         if not answers:
-            if name in ("pause", "resume"):  # a core that comes back is paused, or not
+            if name in ("pause", "resume"):  # also for cores that are restarted later
                 return None
             raise self._restarting()
         answer = JOINED.get(name, first_of)(answers)
@@ -170,8 +170,8 @@ class ManyCoresClient(CoreClient):
         return {places[index]: error for index, error in refused.items()}
 
     def _of_all(self, name: str, *args: Any) -> list[Any]:
-        """The answers of the cores that have one. All are called, before the first error of one
-        is raised: a core that was started again may know less than the others."""
+        """The answers of all cores. The first error is raised after all cores were called, since
+        e.g. a restarted core may lack a state that the others have."""
         answers = []
         errors: list[EngineError] = []
         for index in list(self._alive):
@@ -192,8 +192,8 @@ class ManyCoresClient(CoreClient):
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:
-        """Raises the error of a core that died, naming the core, if it was the last one. Else the
-        others go on without it, or it is started again."""
+        """Handle the death of a core within the block: raise its error with the core's name if it
+        was the last one, else continue without it or restart it."""
         try:
             yield
         except EngineDeadError as error:
@@ -227,7 +227,7 @@ class ManyCoresClient(CoreClient):
         self._lost.append(CoreOutputs(names, [], nothing, time.monotonic(), finished=ends))
 
     def _start_again(self, index: int, dead: EngineCoreClient | None) -> str:
-        """Start a core again, if it may be. Returns what happens next, for the log."""
+        """Restart a core, if allowed. Returns what happens next, for the log."""
         num = len(self._cores)
         rest = f"; {len(self._alive)} of {num} cores go on" if num > 1 else ""
         if self._restarts is None:
@@ -246,7 +246,7 @@ class ManyCoresClient(CoreClient):
         return RestartingError("the core has died and is being started again", seconds)
 
     def _join(self) -> None:
-        """Take in cores that were started again. Raises ``EngineDeadError`` if none is left."""
+        """Use cores that have been restarted. Raises ``EngineDeadError`` if none is left."""
         if self._over is not None:
             raise EngineDeadError(str(self._over)) from self._over.__cause__
         if self._restarts is None or not self._restarts.is_pending:
@@ -258,7 +258,7 @@ class ManyCoresClient(CoreClient):
                 self._go_on_unwelcome(outcome.core, error)
 
     def _go_on_unwelcome(self, index: int, error: EngineError) -> None:
-        """A core could not be started again. Raises ``EngineDeadError`` if none is left."""
+        """Handle a failed restart of a core. Raises ``EngineDeadError`` if none is left."""
         which = f"core {index} of {len(self._cores)}"
         if self._restarts is not None and self._restarts.is_stopped:
             logger.warning("%s is not started again: the engine is ending", which)
@@ -270,7 +270,8 @@ class ManyCoresClient(CoreClient):
             raise self._over from error.__cause__
 
     def _welcome(self, outcome: RestartOutcome) -> None:
-        """Raises what kept it from being started, ``ConfigError`` if it is not like the others."""
+        """Use a restarted core. Raises the error of its start, or ``ConfigError`` if it differs
+        from the other cores."""
         core, index = outcome.client, outcome.core
         if core is None:
             raise outcome.error or EngineDeadError("it has ended")
@@ -298,7 +299,7 @@ class ManyCoresClient(CoreClient):
             self._poller.register(each, zmq.POLLIN)
 
     def _take(self) -> list[CoreOutputs]:
-        """Outputs that have come. The death of a core is raised once they were read."""
+        """The received outputs. The death of a core is raised after its outputs were returned."""
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
         try:
@@ -306,7 +307,7 @@ class ManyCoresClient(CoreClient):
         except EngineDeadError as error:
             self._death = error
         batches = self._take_from_all()
-        if self._death is not None:  # the last look: what was there already may have hidden more
+        if self._death is not None:  # read once more, since earlier outputs may have hidden others
             batches += self._take_from_all()
         if self._death is not None and not batches:
             raise self._death
@@ -316,7 +317,7 @@ class ManyCoresClient(CoreClient):
         return batches
 
     def _take_from_all(self) -> list[CoreOutputs]:
-        """The outputs of each core. A death is noted, to be raised later."""
+        """The received outputs of all cores. A death is stored, to be raised later."""
         batches, self._lost = self._lost, []
         for index in list(self._alive):
             try:
@@ -328,7 +329,7 @@ class ManyCoresClient(CoreClient):
 
 
 def shut_down(cores: Sequence[EngineCoreClient]) -> None:
-    """Shut down all of these clients at the same time."""
+    """Shut down several clients concurrently."""
     for core in cores:
         core.ask_to_end()
     for core in cores:
@@ -336,15 +337,15 @@ def shut_down(cores: Sequence[EngineCoreClient]) -> None:
 
 
 def _prefix_of(cores: Sequence[EngineCoreClient]) -> str:
-    """Empty if we are the first client of every core. Otherwise the cores gave us different
-    prefixes, so we make our own."""
+    """The prefix of request ids: empty if this is the first client of every core, else a new one,
+    since the cores assigned different prefixes."""
     if not any(core.id_prefix for core in cores):
         return ""
     return f"clients-{secrets.token_hex(8)}/"
 
 
 def check_alike(cores: Sequence[EngineCoreClient]) -> None:
-    """Raise ``ConfigError`` unless a request means the same to all of these."""
+    """Raise ``ConfigError`` unless all cores handle a request in the same way."""
     first = cores[0]
     for core in cores[1:]:
         for name in ("max_model_len", "vocab_size", "eos_token_ids", "block_size"):

@@ -1,4 +1,4 @@
-"""Cores that have died are started again: each in a thread of its own, and not for ever."""
+"""Restarts: restarts dead cores, each in a thread, a limited number of times."""
 
 from __future__ import annotations
 
@@ -16,27 +16,27 @@ from engine.rpc.zmq_client import EngineCoreClient
 
 logger = logging.getLogger("engine.core")
 
-MOST = 5  # starts of one core
-WINDOW_SECONDS = 600.0  # in which it may be started again that many times
-PAUSE_SECONDS = 1.0  # before another try, when a start has failed
-JOIN_SECONDS = 10.0  # that a shutdown waits for a start that is being ended
-EXPECTED_SECONDS = 5.0  # that a start takes, before any is known
+MOST = 5  # restarts of a core within WINDOW_SECONDS
+WINDOW_SECONDS = 600.0
+PAUSE_SECONDS = 1.0  # before another try after a failed start
+JOIN_SECONDS = 10.0  # a shutdown waits at most this long for a start that is being ended
+EXPECTED_SECONDS = 5.0  # assumed duration of a start before any was measured
 
 
 class Starting(NamedTuple):
-    """A process that loads a core, and how to become its client once it is ready."""
+    """A process that is loading a core, and a function that returns its client when it is ready."""
 
     child: Child
     meet: Callable[[], EngineCoreClient]
 
 
 Start = Callable[[int], Starting]
-"""Starts the core of this index again. Raises ``EngineDeadError`` or ``ConfigError``."""
+"""Restarts the core with this index. Raises ``EngineDeadError`` or ``ConfigError``."""
 
 
 @dataclass
 class RestartOutcome:
-    """What became of the start of a core."""
+    """The outcome of a restart."""
 
     core: int
     seconds: float
@@ -45,9 +45,9 @@ class RestartOutcome:
 
 
 class Restarts:
-    """Starts cores again, at most ``most`` times in ``window`` seconds each.
+    """Restarts cores, each at most ``most`` times in ``window`` seconds.
 
-    Belongs to the thread that drives the cores' client, except ``stop``, which any may call.
+    Only the thread of the cores' client may use it, except ``stop``, which any thread may call.
     """
 
     def __init__(
@@ -59,40 +59,40 @@ class Restarts:
         window: float = WINDOW_SECONDS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """wake: called by another thread when ``take`` has something new."""
+        """wake: called by another thread when ``take`` has a new outcome."""
         self.most = most
         self._start = start
         self._wake = wake
         self._window = window
         self._clock = clock
-        self._starts: defaultdict[int, deque[float]] = defaultdict(deque)  # by core: when
-        self._began: dict[int, float] = {}  # cores that are being started
-        self._seconds = EXPECTED_SECONDS  # that the last start took
+        self._starts: defaultdict[int, deque[float]] = defaultdict(deque)  # times of starts by core
+        self._began: dict[int, float] = {}  # start times of cores that are being started
+        self._seconds = EXPECTED_SECONDS  # duration of the last start
         self._done: deque[RestartOutcome] = deque()
         self._threads: list[threading.Thread] = []
-        self._lock = threading.Lock()  # on the children, which ``stop`` kills
+        self._lock = threading.Lock()  # protects the children, which ``stop`` kills
         self._children: dict[int, Child] = {}
         self._is_stopped = threading.Event()
 
     @property
     def is_pending(self) -> bool:
-        """Whether a core is being started, or its start has ended and was not taken yet."""
+        """True while a core is being started, or an outcome has not been taken."""
         return bool(self._began)
 
     @property
     def is_stopped(self) -> bool:
-        """Whether ``stop`` was called: a start that fails then was ended by it."""
+        """True after ``stop``, which makes current starts fail."""
         return self._is_stopped.is_set()
 
     @property
     def seconds_left(self) -> float:
-        """About how long it takes until a core is back."""
+        """Estimated seconds until a core is back."""
         if not self._began:
             return self._seconds
         return max(1.0, self._seconds - (self._clock() - min(self._began.values())))
 
     def why_not(self, core: int) -> str | None:
-        """Why this core is not started again; ``None`` if it may be."""
+        """Why this core is not restarted; ``None`` if it may be."""
         if self._is_stopped.is_set():
             return "the engine is ending"
         starts, now = self._starts[core], self._clock()
@@ -103,8 +103,8 @@ class Restarts:
         return None
 
     def begin(self, core: int, dead: EngineCoreClient | None = None) -> int:
-        """Start this core again, once its last process is gone; ``None``: its last start failed.
-        Returns which try it is. ``why_not`` must have returned ``None``."""
+        """Restart a core, after its ``dead`` client is shut down (``None``: its last start failed).
+        Returns the number of the try. ``why_not`` must have returned ``None``."""
         now = self._clock()
         self._starts[core].append(now)
         self._began[core] = now
@@ -116,7 +116,7 @@ class Restarts:
         return len(self._starts[core])
 
     def take(self) -> list[RestartOutcome]:
-        """Starts that have ended since the last call."""
+        """Take the outcomes since the last call."""
         outcomes = []
         while self._done:
             outcome = self._done.popleft()
@@ -127,14 +127,14 @@ class Restarts:
         return outcomes
 
     def stop(self) -> None:
-        """Start nothing any more, and end what is being started; harmless when repeated."""
+        """Allow no further starts, and end the current ones. May be repeated."""
         self._is_stopped.set()
         with self._lock:
             for child in self._children.values():
                 child.kill()
 
     def close(self) -> None:
-        """``stop``, and leave nothing over."""
+        """``stop``, then wait for the threads and shut down cores that were not taken."""
         self.stop()
         for thread in self._threads:
             thread.join(JOIN_SECONDS)
@@ -142,19 +142,19 @@ class Restarts:
             if outcome.client is not None:
                 outcome.client.shutdown()
 
-    # In threads.
+    # -- in threads
 
     def _run(self, core: int, dead: EngineCoreClient | None) -> None:
         outcome = RestartOutcome(core, 0.0)
         try:
             if dead is not None:
-                dead.shutdown()  # its memory is free once its process has gone
+                dead.shutdown()  # its memory is free after its process has ended
             else:
                 self._is_stopped.wait(PAUSE_SECONDS)
             began = self._clock()
             outcome.client = self._started(core)
             outcome.seconds = self._clock() - began
-        except Exception as error:  # also one that nobody foresaw: the core stays dead
+        except Exception as error:  # any error: the core stays dead
             outcome.error = error
             if not isinstance(error, EngineDeadError | ConfigError):
                 logger.exception("core %d could not be started again", core)

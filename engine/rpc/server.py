@@ -1,7 +1,7 @@
-"""The server of a core in a process of its own: the loop, and what clients ask of it.
+"""The server of a core in another process: its loop, and the messages of clients.
 
-The loop reads the inbox, steps the core, queues outputs and begins again. What clients ask is
-carried out between two steps and answered in order.
+The loop reads messages, runs a step of the core, queues outputs and begins again. Messages are
+processed between two steps and answered in order.
 """
 
 from __future__ import annotations
@@ -44,28 +44,28 @@ from engine.observe.logs import Throttle
 from engine.rpc.failures import failure_of
 from engine.rpc.sessions import ClientSession, ClientSessions
 
-MAX_ARRIVALS = 1000  # messages read between two steps, so that a flood of them delays no step
-PARKED_SECONDS = (0.001, 0.02)  # between two looks at requests that wait for something else
-MAX_WAIT_SECONDS = 1e6  # so that it can be counted in milliseconds
-PARKED_SHARE = 0.05  # of the time that they have waited already
+MAX_ARRIVALS = 1000  # most messages read between two steps, so that many messages delay no step
+PARKED_SECONDS = (0.001, 0.02)  # least and most time between two steps while all are parked
+MAX_WAIT_SECONDS = 1e6  # so that it fits into an int of milliseconds
+PARKED_SHARE = 0.05  # that time as a share of the time they have been parked
 logger = logging.getLogger("engine.core")
-WITH_REQUESTS = ("submit", "abort")  # messages that may be as large as any
+WITH_REQUESTS = ("submit", "abort")  # messages limited by MAX_MESSAGE_BYTES only
 
 
 @dataclass
 class Pulse:
-    """The heartbeat: written by the loop alone, read by the control thread."""
+    """The heartbeat: written by the loop only, read by the control thread."""
 
     num_steps: int = 0
     step_began: float | None = None
-    """When the present step began, with the requests of clients before it; ``None`` while the
-    loop waits for work."""
+    """When the current step, including the messages read before it, began; ``None`` while the loop
+    waits."""
     num_unfinished: int = 0
     num_clients: int = 0
 
 
 class CoreLoop:
-    """Steps the core while there is work; otherwise sleeps until a message arrives."""
+    """Runs steps of the core while there is work; otherwise sleeps until a message arrives."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class CoreLoop:
         self._poller.register(self.waker.fd, zmq.POLLIN)
 
     def run(self) -> None:
-        """Run until it is to end. Raises ``EngineDeadError`` if the core dies."""
+        """Run until the end is requested. Raises ``EngineDeadError`` if the core dies."""
         while True:
             self._wait(poll_timeout_ms(self._config, self._work))
             self._take_arrivals()
@@ -101,7 +101,7 @@ class CoreLoop:
             self._step()
 
     def _take_arrivals(self) -> None:
-        """Carry out what clients requested. The step counts from here, since any of this may
+        """Process the received messages. The heartbeat counts from here, since any of it may
         hang."""
         self.pulse.step_began = self._clock()
         self.pulse.num_steps += 1
@@ -127,7 +127,7 @@ class CoreLoop:
             self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _wait(self, longest_ms: int) -> None:
-        """Wait so long for messages, less if something else is due; not at all while busy."""
+        """Wait for messages at most ``longest_ms``, less if something is due, or not at all."""
         if self._work == "none":
             self.pulse.step_began = None
             self._count()
@@ -136,7 +136,7 @@ class CoreLoop:
             self.waker.clear()
 
     def _patience_ms(self) -> int:
-        """Milliseconds until something is due that no message announces."""
+        """Milliseconds until something is due without a message."""
         now = self._clock()
         due = [self._sessions.next_look()]
         if self._ending.at is not None:
@@ -161,14 +161,14 @@ class CoreLoop:
 
 
 class Ending:
-    """When the core is to end: set by other threads, or by a signal in the middle of anything."""
+    """When the core must end. Set by other threads or by signal handlers at any time."""
 
     def __init__(self) -> None:
-        self._times: list[float] = []  # only added to, so that no writer undoes another
+        self._times: list[float] = []  # append-only, so that concurrent writers lose nothing
 
     @property
     def at(self) -> float | None:
-        """Take no new requests, finish those there are, and end by this time at the latest."""
+        """The time by which the core must end; until then it accepts no new ones. None: open."""
         return min(self._times, default=None)
 
     def no_later_than(self, when: float) -> None:
@@ -177,7 +177,7 @@ class Ending:
 
 
 class Dispatcher:
-    """Carries out messages of clients. An invalid message affects only its sender."""
+    """Processes messages of clients. An invalid message affects only its sender."""
 
     def __init__(
         self, core: InprocClient, sessions: ClientSessions, token: bytes, ending: Ending
@@ -187,10 +187,10 @@ class Dispatcher:
         self._token = token
         self.ending = ending
         self._decoder: Decoder[FromClient] = Decoder(FromClient)
-        self._complaints = Throttle()  # about clients without a session
+        self._complaints = Throttle()  # limits log lines about clients without a session
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:
-        """Carry out one message. Raises nothing but ``EngineDeadError``."""
+        """Process one message. Raises only ``EngineDeadError``."""
         session = self._sessions.get(identity)
         try:
             check_size(frames, MAX_HELLO_BYTES if session is None else _limit_of(frames))
@@ -198,7 +198,7 @@ class Dispatcher:
             if isinstance(message, Hello):
                 self._greet(identity, message, now)
             elif session is None and isinstance(message, Abort | Credit | Bye):
-                pass  # the client left while a step ran
+                pass  # the client disconnected during a step
             elif session is None:
                 raise WireError("the first message of a client must be hello")
             else:
@@ -219,7 +219,7 @@ class Dispatcher:
                 f"version {PROTOCOL_VERSION}; install the same release on both sides"
             )
         session = self._sessions.welcome(identity, hello.name)
-        logger.info("%s has come", session)
+        logger.info("%s has connected", session)
         decided = self._core.decided
         welcome = Welcome(
             version=PROTOCOL_VERSION,
@@ -252,13 +252,13 @@ class Dispatcher:
                 self._answer(session, message)
             case Credit():
                 if message.num_batches < 1:
-                    raise WireError(f"credit for {message.num_batches} batches, must be at least 1")
+                    raise WireError(f"credit has {message.num_batches} batches, must be at least 1")
                 self._sessions.grant(session, message.num_batches)
             case Bye():
                 self._sessions.leave(session)
 
     def _add(self, session: ClientSession, request: AddRequest) -> Failure | None:
-        """Queue a request of this client. Returns why it was not taken, ``None`` if it was."""
+        """Queue a request of this client. Returns why it was not accepted, ``None`` if it was."""
         try:
             if self.ending.at is not None:
                 message = "the engine core is shutting down and takes no more requests"
@@ -266,7 +266,7 @@ class Dispatcher:
             self._core.add(msgspec.structs.replace(request, client_index=session.index))
         except EngineDeadError:
             raise
-        except Exception as error:  # if the policy raises on it, this request fails alone
+        except Exception as error:  # e.g. of the policy: only this request fails
             return failure_of(error, default=RequestError)
         times = (request.queue_deadline, request.end_deadline)
         session.live[request.request_id] = tuple(time for time in times if time is not None)
@@ -292,10 +292,10 @@ def check_size(frames: list[bytes], limit: int) -> None:
     """Raise ``WireError`` for a message of more than ``limit`` bytes, before it is decoded."""
     num_bytes = sum(map(len, frames))
     if num_bytes > limit:
-        raise WireError(f"a message of {num_bytes} bytes, the limit is {limit}")
+        raise WireError(f"the message has {num_bytes} bytes, the limit is {limit}")
 
 
 def _limit_of(frames: list[bytes]) -> int:
-    """The most bytes that a message of a welcomed client may have."""
+    """The size limit in bytes for a message of a client with a session."""
     is_large = any(is_tagged(frame, tag) for tag in WITH_REQUESTS for frame in frames[:1])
     return MAX_MESSAGE_BYTES if is_large else MAX_CALL_BYTES

@@ -1,15 +1,15 @@
-"""The sessions of a core: its clients, their requests, and the queue of what is sent to each.
+"""The sessions of a core: its clients, their requests, and the send queue of each.
 
-    answers ── cost nothing; wait only while the queue towards the client is full
-    batches ── cost a credit each; wait while there are none, and after answers that wait
+    answers ── need no credit; wait only while the socket's queue is full
+    batches ── need a credit each; wait for credits, and after waiting answers
 
-A client grants credits as it reads. What cannot be sent yet waits, up to ``max_backlog_bytes``; if
-more does, the requests of this client are aborted, and other clients are not affected. A client
-counts as gone only when the socket says that it cannot be reached.
+A client grants credits as it reads. Messages that cannot be sent yet wait, up to
+``max_backlog_bytes``; beyond that the requests of this client are aborted, and other clients are
+not affected. A client counts as disconnected only when the socket reports it as unreachable.
 
-A connector, a policy or a scheduler of the user's own may put anything into a request's end, and
-together the outputs of a step may be too large for a message: such a batch is halved until each
-piece can be encoded or holds a single request, which then fails alone.
+A connector, policy or scheduler may put any object into a request's end, and the outputs of a step
+may be too large for a message. Such a batch is halved until each piece can be encoded, or has a
+single request, which then fails alone.
 """
 
 from __future__ import annotations
@@ -34,42 +34,42 @@ from engine.observe.logs import Throttle
 
 logger = logging.getLogger("engine.core")
 MAX_BACKLOG_BYTES = 64 << 20
-MAX_NAME = 80  # characters of a client's name that are kept
-PROBE_SECONDS = 1.0  # between two checks whether clients with requests are still there
-RETRY_SECONDS = 0.05  # between two attempts to send what had no room
+MAX_NAME = 80  # characters of a client's name; longer names are cut
+PROBE_SECONDS = 1.0  # between two checks whether clients with requests are connected
+RETRY_SECONDS = 0.05  # between two attempts to send to a full socket
 Deadlines = tuple[float, ...]
 NUM_CREDITS = 256
 FRAME_BYTES = 512  # counted for a waiting frame in addition to its own bytes
 
 
 class ClientGoneError(Exception):
-    """A client cannot be reached any more."""
+    """A client has disconnected."""
 
 
 @dataclass
 class ClientSession:
-    """A client that was sent ``Welcome``, with its requests."""
+    """A client that has received ``Welcome``, with its requests."""
 
     identity: bytes
     index: int
     name: str
     queue: SendQueue
     live: dict[str, Deadlines] = field(default_factory=dict)
-    """Its requests at the core, and when they end or may no longer start."""
+    """Its unfinished requests by id, with their deadlines."""
     complaints: Throttle = field(default_factory=Throttle)
-    """For the log."""
+    """Limits log lines about this client."""
 
     def __str__(self) -> str:
         return f"client {self.index} ({self.name})" if self.name else f"client {self.index}"
 
     @property
     def is_concerned(self) -> bool:
-        """Does it have requests or unsent messages, which must be cleaned up if it vanishes?"""
+        """True if it has requests or unsent messages, which must be dropped if it vanishes."""
         return bool(self.live or self.queue)
 
 
 class ClientSessions:
-    """All sessions. ``drop`` ends requests at the core without an output."""
+    """All sessions. ``drop``: function that ends requests at the core without an output."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ClientSessions:
         self._encoder = Encoder(max_message_bytes)
         self._by_identity: dict[bytes, ClientSession] = {}
         self._by_index: dict[int, ClientSession] = {}
-        self._farewells: dict[bytes, bytes] = {}  # to disconnected clients, until there is room
+        self._farewells: dict[bytes, bytes] = {}  # last messages to clients that were disconnected
         self._num_seen = 0
         self._probe_at = -math.inf
         self._retry_at = -math.inf
@@ -107,10 +107,10 @@ class ClientSessions:
     # -- sessions
 
     def welcome(self, identity: bytes, name: str) -> ClientSession:
-        """Open a session; clients that vanished are dropped first.
+        """Open a session, after dropping clients that have vanished.
 
-        If a client with this routing id is known, it has reconnected: its old session is dropped.
-        Raises ``WireError`` if there are ``max_clients`` already.
+        If there is a session with this routing id, the client has reconnected: the old session is
+        dropped. Raises ``WireError`` if there are ``max_clients`` sessions already.
         """
         former = self.get(identity)
         if former is not None:
@@ -127,16 +127,17 @@ class ClientSessions:
         return session
 
     def leave(self, session: ClientSession) -> None:
-        """End a session: abort its requests and drop what waits for the client."""
+        """End a session: abort its requests and drop its unsent messages."""
         self._by_identity.pop(session.identity, None)
         self._by_index.pop(session.index, None)
         if session.live:
-            logger.info("%s has gone; its %d requests are aborted", session, len(session.live))
+            logger.info("%s has left; its %d requests are aborted", session, len(session.live))
             self._drop(list(session.live))
             session.live.clear()
 
     def tend(self, now: float) -> None:
-        """Drop clients that are gone, and send what now has room; nothing before ``next_look``."""
+        """Drop disconnected clients and send waiting messages; does nothing before
+        ``next_look``."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             for session in self:
@@ -148,18 +149,18 @@ class ClientSessions:
             self._probe(session for session in self if session.is_concerned)
 
     def next_look(self) -> float:
-        """When ``tend`` has something to do."""
+        """When ``tend`` must be called next."""
         sessions = self._by_identity.values()
         if self._farewells or any(session.queue.is_stuck for session in sessions):
             return self._retry_at
         return self._probe_at if any(session.is_concerned for session in sessions) else math.inf
 
-    # -- what is sent
+    # -- sending
 
     def send(self, identity: bytes, message: ToClient, max_bytes: int | None = None) -> None:
-        """Send what costs no credit; for a client it waits until there is room.
+        """Send a message that needs no credit; to a client with a session it can wait.
 
-        Raises ``WireError`` if it cannot travel, or has more than ``max_bytes``.
+        Raises ``WireError`` if it cannot be encoded, or has more than ``max_bytes``.
         """
         frame = self._encoder.encode(message, max_bytes)
         session = self.get(identity)
@@ -170,9 +171,9 @@ class ClientSessions:
         self._hold_to(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
-        """Send a client the outputs of a step, now or when it has credits and room."""
+        """Send the outputs of a step to a client, now or when there is a credit and room."""
         session = self._by_index.get(index)
-        if session is None:  # it left while its step was computed
+        if session is None:  # it disconnected during the step
             return
         self._publish(session, batch)
         if session.queue.num_bytes > self._max_backlog_bytes:
@@ -183,17 +184,17 @@ class ClientSessions:
         self._tell(session, session.queue.grant, num_batches)
 
     def broadcast(self, last: Dead) -> None:
-        """Send ``last`` to every client that can be reached. Never raises."""
+        """Send the message ``last`` to every client. Never raises."""
         frame = self._encoder.encode(Dead(plain_text(last.message), plain_text(last.traceback)))
         for session in self:
             self._offer(session.identity, frame)
 
     def has_backlog(self) -> bool:
-        """Does any client have unsent messages?"""
+        """True if a client has unsent messages."""
         return any(session.queue for session in self._by_identity.values())
 
     def deadlines(self) -> Iterator[float]:
-        """When requests end or may no longer start, in no particular order."""
+        """The deadlines of all requests, in no particular order."""
         for session in self._by_identity.values():
             for times in session.live.values():
                 yield from times
@@ -206,7 +207,7 @@ class ClientSessions:
             self._tell(session, self._send, session.identity, frame)
 
     def _tell(self, session: ClientSession, act: Callable[..., object], *args: object) -> None:
-        """Call ``act``, which sends to a client; if that is gone, its requests are aborted."""
+        """Call ``act``, which sends to a client; if that has disconnected, end its session."""
         try:
             act(*args)
         except ClientGoneError:
@@ -223,7 +224,7 @@ class ClientSessions:
             self._tell(session, session.queue.publish, piece.frame, piece.batch)
 
     def _give_up(self, session: ClientSession, time: float) -> None:
-        """Abort the requests of a client that does not read; only their ends stay queued for it."""
+        """Abort the requests of a client that does not read; only their ends stay queued."""
         ids = list(session.live)
         reason = (
             f"{session.queue.num_bytes} bytes of outputs waited for {session} to read them, "
@@ -238,7 +239,7 @@ class ClientSessions:
         self._hold_to(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
     def _hold_to(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
-        """Disconnect a client that keeps asking but does not read what waits for it."""
+        """Disconnect a client that sends messages but does not read its answers."""
         if num_bytes <= limit:
             return
         reason = (
@@ -255,14 +256,14 @@ class ClientSessions:
                 del self._farewells[identity]
 
     def _offer(self, identity: bytes, frame: bytes) -> bool:
-        """True if the frame was sent, or the client is gone."""
+        """True if the frame was sent, or the client has disconnected."""
         try:
             return self._send(identity, frame)
         except ClientGoneError:
             return True
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
-        """True if there was room for the frame. Raises ``ClientGoneError``."""
+        """True if the frame was sent, False if the socket is full. Raises ``ClientGoneError``."""
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -276,7 +277,7 @@ class ClientSessions:
 
 @dataclass(slots=True)
 class Waiting:
-    """Outputs that wait. ``rows``: the batch without tokens and log-probabilities."""
+    """Unsent outputs. ``rows``: the batch without tokens and log-probabilities."""
 
     frame: bytes
     rows: CoreOutputs
@@ -286,13 +287,13 @@ class Waiting:
         return len(self.frame) + FRAME_BYTES
 
     def ids_with_tokens(self) -> set[str]:
-        """Requests that have tokens in it."""
+        """The ids of requests with tokens in this batch."""
         ids, counts = self.rows.request_ids, self.rows.counts
         return {name for i, name in enumerate(ids) if counts is None or counts[i]}
 
 
 class SendQueue:
-    """Sends in order and counts what waits. ``send`` returns whether there was room for a frame."""
+    """Sends frames in order and counts the unsent bytes. ``send``: False if the socket is full."""
 
     def __init__(self, send: Callable[[bytes], bool], num_credits: int = NUM_CREDITS) -> None:
         self.credits = num_credits
@@ -304,27 +305,27 @@ class SendQueue:
         self._batches: deque[Waiting] = deque()
 
     def __len__(self) -> int:
-        """Frames that wait."""
+        """Number of unsent frames."""
         return len(self._answers) + len(self._batches)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that waits."""
+        """Number of unsent bytes."""
         return self.answer_bytes + self.batch_bytes
 
     @property
     def is_stuck(self) -> bool:
-        """Does anything wait for room in the socket, rather than for credits?"""
+        """True if a frame waits for room in the socket, not for a credit."""
         return bool(self._answers or (self._batches and self.credits))
 
     def answer(self, frame: bytes) -> None:
-        """Send what costs no credit, now or when there is room."""
+        """Send a frame that needs no credit, now or when there is room."""
         if self._answers or not self._send(frame):
             self._answers.append(frame)
             self.answer_bytes += len(frame) + FRAME_BYTES
 
     def publish(self, frame: bytes, batch: CoreOutputs) -> None:
-        """Send ``frame``, the encoded ``batch``, now or when there are credit and room."""
+        """Send ``frame``, the encoded ``batch``, now or when there is a credit and room."""
         if self.credits and not len(self) and self._send(frame):
             self.credits -= 1
             return
@@ -339,7 +340,7 @@ class SendQueue:
         self.flush()
 
     def flush(self) -> None:
-        """Send as much as there is room and credit for."""
+        """Send as many frames as room and credits allow."""
         while self._answers and self._send(self._answers[0]):
             self.answer_bytes -= len(self._answers.popleft()) + FRAME_BYTES
         while self._batches and self.credits and not self._answers:
@@ -349,8 +350,8 @@ class SendQueue:
             self.batch_bytes -= self._batches.popleft().num_bytes
 
     def give_up(self, reason: str) -> list[tuple[str, Finished]]:
-        """Drop the outputs. Returns their ends by request, in order; a request that loses tokens
-        ends with "abort" and ``reason``."""
+        """Drop the unsent outputs. Returns the ends in them with request ids, in order; a request
+        that loses tokens ends with "abort" and ``reason``."""
         ends: list[tuple[str, Finished]] = []
         lost: set[str] = set()
         for waiting in self._batches:
@@ -364,7 +365,7 @@ class SendQueue:
 
 
 def _aborted(end: Finished, reason: str) -> Finished:
-    """The end of a request whose tokens were dropped: to its client it was aborted."""
+    """The end of a request whose tokens were dropped: reported to its client as an abort."""
     return replace(end, reason="abort", stop_reason=None, message=reason)
 
 
@@ -372,18 +373,18 @@ Encode = Callable[[Struct], bytes]
 
 
 class Piece(NamedTuple):
-    """Outputs as one message."""
+    """A part of a batch that is sent as one message."""
 
     frame: bytes
     batch: CoreOutputs
     fault: str = ""
-    """Why its only request fails, empty if it does not."""
+    """Why its only request fails; empty if it does not."""
 
 
 def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:
-    """The batch as messages: one, unless it is too large or cannot be encoded.
+    """Encode a batch as one message, or several if it is too large or cannot be encoded.
 
-    A request whose outputs cannot be encoded even alone ends with an error instead.
+    A request whose own outputs cannot be encoded ends with an error instead.
     """
     try:
         return [Piece(encode(Outputs(batch)), batch)]

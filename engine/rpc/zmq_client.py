@@ -1,13 +1,13 @@
-"""A synchronous client of a core in another process. Needs neither torch nor transformers.
+"""A synchronous client of a core in another process. Imports neither torch nor transformers.
 
-``ClientProtocol`` says what to send and takes what came back, and touches no socket:
+``ClientProtocol`` builds the messages to send and processes received ones, without sockets:
 
-    requests ── Submit, Call ──> numbered; answered in order, each with its number
-    aborts   ── Abort ─────────> not answered: the ends come as outputs
-    Outputs  ── kept in order until they are read, then paid for with Credit
+    requests ── Submit, Call ──> numbered; answered in order with the same number
+    aborts   ── Abort ─────────> not answered: the ends are sent as outputs
+    Outputs  ── kept in order until the user reads them; then Credit is sent
 
-Only the core knows which ids are in use. Everything is noted when it comes in: tasks that wait for
-it may run much later.
+Only the core knows which ids are in use. Messages are processed when they are received, since tasks
+that wait for them may run much later.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ from engine.rpc.clocks import ClockOffset
 from engine.rpc.failures import death_of, error_of
 from engine.rpc.health import HealthMonitor
 
-STEP_SECONDS = 0.1  # that ``step`` waits for outputs, and between two checks of a silent core
+STEP_SECONDS = 0.1  # ``step`` waits so long for outputs; time between checks of a silent core
 WELCOME_SECONDS = 10.0
 HANG_SECONDS = 300.0
-EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # as plain numbers, since each step reads them
-LAST_WORDS_MS = 200  # from the end of a core's process to that of its connection
-MAX_SUBMIT_TOKENS = 1 << 20  # prompt tokens in one message, so that it stays far below the limit
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # plain ints are faster, and read in each step
+LAST_WORDS_MS = 200  # wait for the last messages after the core's process has ended
+MAX_SUBMIT_TOKENS = 1 << 20  # prompt tokens per message, far below the limit of its size
 
 
 class EngineCoreClient(CoreClient):
     """A client of a core in another process, over sockets.
 
-    ``child`` is the process of the core, if it is ours: it ends with the client, and is killed if
-    it has not ended after two seconds.
+    ``child`` is the core's process, if this client owns it: it ends with the client, and is killed
+    if it has not ended after two seconds.
     """
 
     decided: Welcome
@@ -84,7 +84,7 @@ class EngineCoreClient(CoreClient):
         self._protocol = ClientProtocol()
         self._child = child
         self._death: EngineDeadError | None = None
-        self._expected: dict[int, Reply | None] = {}  # answers to requests, by number
+        self._expected: dict[int, Reply | None] = {}  # replies by number; None: not received yet
         self._waker = sockets.Waker()
         self._context: zmq.Context[sockets.Socket] = zmq.Context()
         try:
@@ -111,14 +111,14 @@ class EngineCoreClient(CoreClient):
 
     @property
     def pids(self) -> list[int]:
-        """The process of our own core, for tools that watch it; empty if it is not ours."""
+        """The process id of the core if this client owns it, for monitoring."""
         return [] if self._child is None else [self._child.pid]
 
     @classmethod
     def connect(cls, core: str, secret: str | None = None, *, name: str = "") -> EngineCoreClient:
-        """A client of a running core, by the address that ``metronome core`` printed.
+        """Connect to a running core at the address that ``metronome core`` printed.
 
-        Raises ``ConfigError`` if that is no address of a core, ``EngineDeadError`` if it does not
+        Raises ``ConfigError`` for an invalid address, ``EngineDeadError`` if the core does not
         answer.
         """
         return cls(address_of(core, secret), name=name)
@@ -146,7 +146,7 @@ class EngineCoreClient(CoreClient):
         return self._protocol.take_batches(self._send_credit)
 
     def take(self) -> list[CoreOutputs]:
-        """Outputs that have come; does not wait."""
+        """The received outputs, without waiting."""
         if not self._protocol.unread:
             self._receive(0.0)
         return self._protocol.take_batches(self._send_credit)
@@ -174,7 +174,7 @@ class EngineCoreClient(CoreClient):
             return
         linger_ms = 0
         if self._death is None and self._protocol.welcome is not None and not self._lost.poll(0):
-            linger_ms = sockets.LINGER_MS  # so that the core reads our bye
+            linger_ms = sockets.LINGER_MS  # so that the core receives Bye
             with suppress(zmq.ZMQError):
                 self._socket.send(self._protocol.bye(), zmq.NOBLOCK)
         self._death = self._death or EngineDeadError("the engine was shut down")
@@ -188,7 +188,7 @@ class EngineCoreClient(CoreClient):
                 self._child.close()
 
     def ask_to_end(self) -> None:
-        """Ask our own core to end, without waiting; ``shutdown`` must still be called."""
+        """Request an owned core to end, without waiting; ``shutdown`` must still be called."""
         if self._child is not None:
             self._child.ask_to_end()
 
@@ -227,7 +227,7 @@ class EngineCoreClient(CoreClient):
             try:
                 self._socket.send(frame, zmq.NOBLOCK)
                 return
-            except zmq.Again:  # the core does not read, or is gone
+            except zmq.Again:  # the core does not read, or has ended
                 self._receive(STEP_SECONDS)
 
     def _send_credit(self, frame: bytes) -> None:
@@ -236,7 +236,7 @@ class EngineCoreClient(CoreClient):
                 self._send(frame)
 
     def _receive(self, seconds: float) -> None:
-        """Wait this long for messages, and take all there are. Raises ``EngineDeadError``."""
+        """Wait for messages and process all that arrive. Raises ``EngineDeadError``."""
         self._live()
         ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._waker.fd in ready:
@@ -248,9 +248,9 @@ class EngineCoreClient(CoreClient):
             self._kill(check)
 
     def _take_all(self) -> bool:
-        """Take what has come; True if there was anything. What came before ``Dead`` is kept."""
+        """Process all received messages; True if there was one. Those before ``Dead`` are kept."""
         has_come = False
-        while int(self._socket.get(EVENTS)) & POLLIN:  # asking costs less than an error
+        while int(self._socket.get(EVENTS)) & POLLIN:  # cheaper than an exception
             try:
                 self._take(self._protocol.feed(self._socket.recv_multipart(zmq.NOBLOCK)))
             except EngineDeadError as error:
@@ -266,7 +266,7 @@ class EngineCoreClient(CoreClient):
             return True
         if self._child is None or self._child.pidfd not in ready:
             return False
-        # Dead, but its sockets are not closed yet; if a process that it forked has them, never.
+        # It is dead, but its sockets are still open (for ever, if a process it forked has them).
         self._lost.poll(LAST_WORDS_MS)
         return not self._socket.poll(0)
 
@@ -277,14 +277,14 @@ class EngineCoreClient(CoreClient):
             self._expected[reply.number] = reply
 
     def _kill(self, check: str) -> None:
-        """Give up a core that hangs, and kill it if it is ours."""
+        """Give up a core that hangs, and kill it if this client owns it."""
         if self._child is not None:
             self._child.kill()
         self._death = death_of(f"the engine core died: it {check}")
         raise self._death
 
     def _die(self) -> None:
-        """Raise the error of a lost connection, with what is known of the cause."""
+        """Raise the error for a lost connection, with the cause if it is known."""
         how = None if self._child is None else self._child.how_it_ended()
         if how is not None:
             self._death = death_of(f"the engine core died: its process {how}")
@@ -298,8 +298,8 @@ class EngineCoreClient(CoreClient):
     def _live(self) -> None:
         if os.getpid() != self._owner:
             raise EngineDeadError(
-                f"this client belongs to process {self._owner}: one that was forked from it needs "
-                "another, made there"
+                f"this client belongs to process {self._owner}; a forked process must create its "
+                "own client"
             )
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
@@ -310,17 +310,17 @@ Reply = Welcome | Submitted | Answer
 
 @dataclass
 class Part:
-    """Requests that travel in one message."""
+    """Requests that are sent in one message."""
 
     frame: bytes
     number: int
     places: list[int]
-    """Indices of its requests among all that were to be added."""
+    """Indices of its requests among those of the call."""
     sent_at: float
 
 
 class ClientProtocol:
-    """One client's side of the protocol. ``clock`` is that of the client's times."""
+    """The client's side of the protocol. ``clock``: the client's clock, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.welcome: Welcome | None = None
@@ -333,21 +333,22 @@ class ClientProtocol:
         self.offset = ClockOffset()
         self._clock = clock
         self._hello_at = 0.0  # when hello was sent
-        self._submits: dict[int, Part] = {}  # not answered yet
-        self._stats_call: int | None = None  # number of the question that is not answered yet
+        self._submits: dict[int, Part] = {}  # Submit messages without an answer, by number
+        self._stats_call: int | None = None  # number of the call of ``stats`` without an answer
         self._numbers = itertools.count()
         self._encoder = Encoder()
         self._decoder: Decoder[ToClient] = Decoder(ToClient)
         self._num_unpaid = 0
 
-    # -- what to send
+    # -- messages to send
 
     def hello(self, token: bytes, name: str) -> bytes:
         self._hello_at = self._clock()
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
-        """Messages that add these, and by index why some cannot be encoded."""
+        """The messages that add requests, and the errors of those that cannot be encoded, by
+        index."""
         parts: list[Part] = []
         errors: dict[int, Exception] = {}
         for places in _in_parts(requests):
@@ -363,17 +364,17 @@ class ClientProtocol:
         return parts, errors
 
     def abort(self, request_ids: Sequence[str]) -> bytes:
-        """Stop these; the end of each will come.
+        """The message that aborts requests.
 
-        Raises ``RequestTypeError`` for ids that are not strings: the core could not read them.
+        Raises ``RequestTypeError`` for ids that are not strings, which the core could not read.
         """
         return self._encoder.encode(Abort(as_request_ids(request_ids)))
 
     def call(self, name: str, args: tuple[Any, ...]) -> tuple[int, bytes]:
-        """The number of a call, and its frame.
+        """The number of a utility call, and its message.
 
-        Raises ``RequestTypeError`` for arguments that are no plain values, ``WireError`` for more
-        than ``MAX_CALL_BYTES`` of them.
+        Raises ``RequestTypeError`` for arguments that are not plain values, ``WireError`` if they
+        take more than ``MAX_CALL_BYTES``.
         """
         for value in args:
             check_plain(name, value)
@@ -381,7 +382,7 @@ class ClientProtocol:
         return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
     def ask_stats(self) -> bytes | None:
-        """A call of ``stats`` whose answer no caller waits for; ``None`` while one is under way."""
+        """A call of ``stats`` for which no caller waits; ``None`` while one is unanswered."""
         if self._stats_call is not None:
             return None
         self._stats_call, frame = self.call("stats", ())
@@ -391,7 +392,7 @@ class ClientProtocol:
         return self._encoder.encode(Bye())
 
     def take_batches(self, send: Callable[[bytes], object]) -> list[CoreOutputs]:
-        """All outputs that wait, in order; the core may send as many again."""
+        """Take all received outputs, in order, and return their credits to the core."""
         self._num_unpaid += len(self.unread)
         batches, self.unread = self.unread, []
         for batch in batches:
@@ -401,13 +402,13 @@ class ClientProtocol:
             self._num_unpaid = 0
         return batches
 
-    # -- what came back
+    # -- received messages
 
     def feed(self, frames: list[bytes]) -> Reply | None:
-        """Take a message: outputs are kept, a reply is returned.
+        """Process a message: outputs are stored, a reply is returned.
 
-        Raises ``EngineDeadError`` for a ``Dead`` of the core, ``WireError`` if it could not read
-        what was sent.
+        Raises ``EngineDeadError`` for ``Dead``, ``WireError`` if the core reports that it could
+        not read a message.
         """
         message = self._decoder.decode(frames)
         match message:
@@ -431,7 +432,7 @@ class ClientProtocol:
                 self._note_never_sent(message.number)
                 if message.number == self._stats_call:
                     self._stats_call = None
-                    with suppress(EngineError, msgspec.ValidationError):  # it has none to tell
+                    with suppress(EngineError, msgspec.ValidationError):  # it has no statistics
                         self.stats = value_of("stats", message)
                 return message
         return None
@@ -440,13 +441,13 @@ class ClientProtocol:
         self._note_never_sent(message.number)
         part = self._submits.pop(message.number, None)
         if part is None:
-            raise WireError(f"the core answers message {message.number}, which was not sent")
+            raise WireError(f"the core answered message {message.number}, which was not sent")
         _check_places([each.index for each in message.refusals], part.places)
         self.offset.measure(part.sent_at, message.time, self._clock())
         self.num_unfinished += len(part.places) - len(message.refusals)
 
     def _note_never_sent(self, number: int) -> None:
-        """Forget earlier questions without an answer: an interrupt kept them from being sent."""
+        """Drop earlier messages without an answer: an interrupt prevented sending them."""
         while self._submits and (first := next(iter(self._submits))) < number:
             del self._submits[first]
         if self._stats_call is not None and self._stats_call < number:
@@ -463,13 +464,13 @@ class ClientProtocol:
 
 
 def refused(part: Part, reply: Reply) -> dict[int, Exception]:
-    """Why some were not taken, by index."""
+    """The errors of requests that were not accepted, by index."""
     assert isinstance(reply, Submitted)
     return {part.places[each.index]: error_of(each.failure) for each in reply.refusals}
 
 
 def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
-    """Raise ``WireError`` for an invalid index: the other side is faulty, or is no core."""
+    """Raise ``WireError`` for an invalid index: the other side is faulty, or not a core."""
     for place in places:
         if not 0 <= place < len(among):
             raise WireError(
@@ -478,7 +479,7 @@ def _check_places(places: Sequence[int], among: Sequence[object]) -> None:
 
 
 def _check_counts(batch: CoreOutputs) -> None:
-    """Raise ``WireError`` if rows and tokens do not belong together."""
+    """Raise ``WireError`` if the numbers of rows and tokens do not match."""
     num_rows, counts = len(batch.request_ids), batch.counts
     if counts is None:
         is_right = len(batch.token_ids) == num_rows
@@ -497,7 +498,7 @@ def _check_counts(batch: CoreOutputs) -> None:
 
 
 def value_of(name: str, reply: Reply) -> Any:
-    """What a utility returned. Raises what it raised."""
+    """The value that a utility returned. Raises the error that it raised."""
     assert isinstance(reply, Answer)
     if reply.failure is not None:
         raise error_of(reply.failure)
@@ -507,7 +508,7 @@ def value_of(name: str, reply: Reply) -> Any:
 
 
 def _in_parts(requests: Sequence[AddRequest]) -> Iterator[list[int]]:
-    """Indices of requests, cut into messages that are not too large."""
+    """Split requests into messages of limited size; yields their indices."""
     places: list[int] = []
     num_tokens = 0
     for place, request in enumerate(requests):

@@ -1,4 +1,4 @@
-"""Shipped policies, by name. A new one is a file here and a line in this table."""
+"""The shipped policies by name. A new policy is a file here and a line in this table."""
 
 from __future__ import annotations
 

@@ -10,15 +10,15 @@ from engine.sched import Policy, Ranks, Refuse, Request, SchedView, keep_hints, 
 
 
 class Andes(Policy):
-    """Seats and memory go to the requests whose readers gain most per token held (greedy knapsack).
+    """Runs the requests whose readers gain most per token of KV memory (greedy knapsack).
 
-    A reader wants the first token soon and then one every ``tbt`` seconds; one with unread
-    tokens gains little from more, so its request is evicted for one that is late.
+    A reader wants the first token soon and then one every ``tbt`` seconds. A reader with unread
+    tokens gains little from more, so the request is evicted for one that is late.
 
     ``ttft``, ``tbt``: seconds, overridden by the hints of the same names and by a request's
-    ``tbt``. ``margin``: how many times more a waiting request must gain than one it evicts. A
-    request preempted ``max_preemptions`` times is not evicted again; one ``max_late`` tokens late
-    goes first.
+    ``tbt``. ``margin``: a waiting request must gain this many times more than one it evicts. A
+    request preempted ``max_preemptions`` times is not evicted again; one that is ``max_late``
+    tokens late goes first.
     """
 
     dynamic = True
@@ -43,7 +43,7 @@ class Andes(Policy):
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:
         columns = view.columns(reqs)
         ttft, tbt = columns.own("ttft"), columns.own("tbt")
-        # Tokens the reader has beyond those wanted by now; below 0 as many are late.
+        # Tokens that the reader has beyond those wanted by now; negative if tokens are late.
         in_hand = columns.num_output - (view.now - columns.arrival_time - ttft) / tbt
         is_safe = ~columns.is_waiting & (columns.num_preempted >= self.max_preemptions)
         competes = ~(is_safe | (in_hand <= -self.max_late))

@@ -1,4 +1,4 @@
-"""Batches that need compute and memory alike (BlendServe: Zhao et al., 2024)."""
+"""Batches that use compute and memory evenly (BlendServe: Zhao et al., 2024)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from engine.sched import Policy, Request, SchedView, require_positive, require_s
 
 
 class BlendServe(Policy):
-    """Takes requests from both ends of a line that is sorted by compute per token of memory.
+    """Starts requests from both ends of the queue sorted by compute per token of memory.
 
-    Long prompts with short outputs keep the arithmetic units busy, short prompts with long outputs
-    the memory: what runs is kept near ``blend``. For throughput offline. Assumes a predictor.
+    Long prompts with short outputs use the arithmetic units, short prompts with long outputs the
+    memory: the mix of running requests is kept near ``blend``. For offline throughput. Needs a
+    length predictor.
 
     ``blend``: wanted mean share of prompt tokens to compute in all tokens (0 to 1). ``max_wait``:
-    seconds after which the oldest goes next whatever its share.
+    seconds after which the oldest request goes next, whatever its share.
     """
 
     def __init__(self, blend: float = 0.5, max_wait: float = 60.0) -> None:

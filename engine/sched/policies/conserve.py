@@ -1,4 +1,4 @@
-"""Offline work in the slack of online work (ConServe: Qiao et al., 2024)."""
+"""Offline requests in the spare time of online requests (ConServe: Qiao et al., 2024)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from engine.sched import Limits, Policy, Request, SchedView, require_positive
 
 
 class ConServe(Policy):
-    """Online requests as if they were alone; offline ones fill each step up to its time.
+    """Serves online requests first; offline ones fill the rest of each step's time.
 
-    Requests with ``hints["offline"]`` true are offline: offered tokens last and evicted first, also
-    for a waiting online one. Next to online requests they get the tokens with which a step, by the
-    cost model, still takes at most ``tbt``; alone they get all. Order of arrival within a class.
-    Nothing bounds their wait: that is what offline means.
+    Requests with a true ``hints["offline"]`` are scheduled last and evicted first, also for waiting
+    online requests. Next to online requests they get as many tokens as keep the step, by the cost
+    model, within ``tbt`` seconds; alone they get all. Order of arrival within each class. Offline
+    requests may wait without limit.
 
-    ``tbt``: seconds between tokens that online requests want.
+    ``tbt``: wanted seconds between tokens of online requests.
     """
 
     waiting_may_preempt = True
@@ -23,7 +23,7 @@ class ConServe(Policy):
     def __init__(self, tbt: float = 0.1) -> None:
         require_positive(tbt=tbt)
         self.tbt = tbt
-        self.offline_upto: int | None = None  # tokens of this step up to which offline ones get any
+        self.offline_upto: int | None = None  # tokens of this step that offline requests may fill
 
     def rank(self, req: Request, view: SchedView) -> tuple[int, ...]:
         return (int(bool(req.hints.get("offline"))), req.arrival)

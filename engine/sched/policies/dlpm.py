@@ -1,4 +1,4 @@
-"""Longest prefix match among users in credit (DLPM: Cao et al., 2025)."""
+"""Longest prefix match among users with credit (DLPM: Cao et al., 2025)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class DLPM(Policy):
-    """Users spend credit on computed prompt tokens and on output; the best match in credit is next.
+    """Users pay tokens with credit; the longest prefix match among users with credit is next.
 
-    When no waiting user has credit left, each of them gets ``quantum`` more. So the service of two
-    users who always have requests waiting differs by about ``quantum``; within that, the longest
-    cached prefix decides.
+    When no waiting user has credit left, each gets ``quantum`` more. So the service of two users
+    who always have waiting requests differs by about ``quantum``; within that, the longest cached
+    prefix decides.
 
-    ``quantum``: tokens, in prices; ``input_price``, ``output_price``: of a token; tokens found in
-    the cache are free. ``max_wait``: seconds after which a request in credit goes first.
+    ``quantum``: credit, in units of the prices; ``input_price``, ``output_price``: prices of a
+    token; cached tokens are free. ``max_wait``: seconds after which a request with credit goes
+    first.
     """
 
     uses_ledger = True

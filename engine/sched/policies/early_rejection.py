@@ -6,12 +6,12 @@ from engine.sched import Policy, Refuse, Request, SchedView, require_positive, w
 
 
 class EarlyRejection(Policy):
-    """Refuses what would get its first token too late, before any work was put into it.
+    """Refuses requests that would get their first token too late, before computing anything.
 
-    The wait is predicted from the prompt tokens ahead of it, the decodes next to them and the cost
-    model; where seats or memory are short, from how long those lasted that ended. Order of arrival.
+    The wait is predicted by the cost model from the prompt tokens ahead and the decodes next to
+    them; if seats or memory are short, from the durations of ended requests. Order of arrival.
 
-    ``ttft``: seconds to the first token that are acceptable; ``hints["ttft"]`` overrides it.
+    ``ttft``: acceptable seconds to the first token; ``hints["ttft"]`` overrides it.
     """
 
     def __init__(self, ttft: float = 5.0) -> None:
@@ -28,11 +28,11 @@ class EarlyRejection(Policy):
         expected = self.predicted_ttft(req, view)
         if expected <= wanted:
             return None
-        return Refuse(f"the first token would take {expected:.2f} s, {wanted:.2f} s are acceptable")
+        return Refuse(f"the first token would take {expected:.2f} s, the limit is {wanted:.2f} s")
 
     def predicted_ttft(self, req: Request, view: SchedView) -> float:
-        """Seconds until all prompts that came before and this one are computed, or until enough
-        has ended that all of them have seats and memory, whichever is later."""
+        """Predicted seconds to the first token: until this and all earlier prompts are computed, or
+        enough requests have ended that all have seats and memory, whichever is later."""
         running, waiting = view.columns(view.running), view.columns(view.waiting)
         num_decodes = int((running.num_uncomputed <= 1).sum())
         new = int((waiting.num_tokens - waiting.cached_prefix).sum())
@@ -53,6 +53,6 @@ class EarlyRejection(Policy):
         lacking = new - view.kv.num_free * view.kv.block_size
         ends = max(
             len(waiting) + 1 + num_running - view.config.max_num_seqs,
-            lacking * num_running / max(1, context),  # each end gives back a mean context
+            lacking * num_running / max(1, context),  # an ended request frees a mean context
         )
         return max(prompts, ends * mean / num_running * seconds(0))

@@ -6,11 +6,11 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class EDF(Policy):
-    """In order of ``deadline``; a waiting request may take the place of a less urgent running one.
+    """Earliest ``deadline`` first; waiting requests may preempt running ones that are less urgent.
 
-    ``default_deadline``: seconds after its arrival at which a request without one is due. It is
-    finite, so no request starves. ``preempt_for_waiting``: if False, a running request is preempted
-    only when memory runs out.
+    ``default_deadline``: seconds after arrival, for requests without a deadline. It is finite, so
+    no request starves. ``preempt_for_waiting``: if False, running requests are preempted only when
+    memory runs out.
     """
 
     def __init__(self, default_deadline: float = 60.0, preempt_for_waiting: bool = True) -> None:
@@ -24,5 +24,5 @@ class EDF(Policy):
         return (req.deadline, req.arrival)
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """Only an earlier deadline is a reason to evict, not an earlier arrival."""
+        """True for an earlier deadline; an earlier arrival is no reason to preempt."""
         return req.rank[0] < other.rank[0] if req.is_waiting else super().outranks(req, other)

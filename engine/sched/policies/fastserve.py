@@ -10,17 +10,19 @@ from engine.sched import OwnNumbers, Policy, Ranks, Request, SchedView, require_
 
 
 class FastServe(Policy):
-    """Lower levels go first and evict higher ones; each has twice the quantum of the one before.
+    """Requests of lower levels preempt those of higher levels; each level has twice the quantum.
 
-    A request enters at the first level whose quantum holds its prompt and sinks one level whenever
-    it has used a quantum up: short jobs finish early though no length is known. Service is the time
-    the cost model predicts for its tokens alone. No request is evicted before its next token.
+    A request starts at the first level whose quantum covers its prompt, and moves up one level when
+    it has used its quantum: short requests finish early although no length is known. The used time
+    is that which the cost model predicts for its tokens alone. A request is evicted only after a
+    token.
 
-    ``quantum``: seconds at level 0. ``max_wait``: seconds without a token that lift it to level 0.
+    ``quantum``: seconds at level 0. ``max_wait``: seconds without a token after which a request
+    returns to level 0.
     """
 
     by_design: ClassVar = {
-        "throughput": "a lower level takes the seat, and KV is dropped instead of swapped"
+        "throughput": "a lower level preempts, and KV is dropped instead of swapped"
     }
     dynamic = True
     waiting_may_preempt = True
@@ -31,14 +33,14 @@ class FastServe(Policy):
         self.quantum, self.max_wait = quantum, max_wait
 
     def on_add(self, req: Request, view: SchedView) -> None:
-        self.seated = view.own("seated")  # output tokens when last seated
+        self.seated = view.own("seated")  # output tokens when it last started to run
         cached = view.kv.cached_prefix(req)
         prefill = view.cost.prefill_seconds(req.num_prompt - cached, cached)
         view.own("level")[req] = max(0, ceil(log2(prefill / self.quantum)))
-        view.own("served")[req] = view.now  # when it last got tokens
+        view.own("served")[req] = view.now  # time of its last token
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        level, used = view.own("level"), view.own("used")  # seconds at this level
+        level, used = view.own("level"), view.own("used")  # used: seconds at this level
         view.own("served")[req] = view.now
         used[req] += view.cost.prefill_seconds(num_tokens, req.num_computed - num_tokens)
         if used[req] >= self.quantum * 2 ** level[req]:

@@ -6,7 +6,7 @@ from engine.sched import Policy, Request, SchedView
 
 
 class FCFS(Policy):
-    """In order of arrival."""
+    """Runs requests in order of arrival."""
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:
         return (req.arrival,)

@@ -9,7 +9,7 @@ from engine.sched import Policy, Ranks, Request, SchedView, StepShape, newcomers
 
 
 class HRRN(Policy):
-    """The most prompt tokens computed since it came, per token it has to compute itself.
+    """Highest ratio first: prompt tokens computed since a request came, per token it must compute.
 
     Short prompts go first, but a waiting request's ratio grows, so no request starves. Counting
     tokens instead of seconds makes the ratio independent of the machine.
@@ -18,7 +18,7 @@ class HRRN(Policy):
     dynamic = True
 
     def __init__(self) -> None:
-        self.computed = 0  # prompt tokens of all requests so far
+        self.computed = 0  # prompt tokens of all requests computed so far
 
     def on_add(self, req: Request, view: SchedView) -> None:
         view.own("computed before")[req] = self.computed

@@ -1,4 +1,4 @@
-"""Longest prefix match with every k-th turn for the oldest (k-LPM: Dexter et al., 2025)."""
+"""Longest prefix match, but every k-th start is the oldest (k-LPM: Dexter et al., 2025)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from engine.sched import Admission, Policy, Request, SchedView, require_positive
 
 
 class KLPM(Policy):
-    """Of each ``k`` requests that start the first is the oldest, the others match best.
+    """Of every ``k`` requests that start, one is the oldest and the others have the longest match.
 
-    Keeps most of the reuse of longest-match order while bounding how many may overtake: a request
-    with n older ones starts after at most ``k * (n + 1)`` others.
+    Keeps most of the cache reuse of longest-match order, but limits overtaking: a request with n
+    older ones starts after at most ``k * (n + 1)`` others.
     """
 
     def __init__(self, k: int = 4) -> None:

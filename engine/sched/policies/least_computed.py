@@ -1,4 +1,4 @@
-"""Evicts the request that loses least (least computed first, proposed for vLLM, 2026)."""
+"""Preempts the request that loses least (least computed first, proposed for vLLM, 2026)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.sched import Policy, Request, SchedView
 
 
 class LeastComputed(Policy):
-    """Of the requests that may be evicted, the one with the fewest computed tokens is.
+    """Preempts the running request with the fewest computed tokens.
 
     A preempted request is computed again, so this keeps the wasted work small. Order of arrival.
     """

@@ -8,9 +8,9 @@ from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, requir
 
 
 class LPM(Policy):
-    """The most prompt tokens in the cache go first, so that they are used before they are evicted.
+    """The longest cached prefix goes first, so that it is used before it is evicted.
 
-    ``max_wait``: seconds after which a request waits no longer for better matches.
+    ``max_wait``: seconds after which a request goes before longer matches.
     """
 
     dynamic = True

@@ -9,9 +9,9 @@ from engine.sched import Policy, Ranks, Request, SchedView, require_positive
 
 
 class LTR(Policy):
-    """Running and waiting requests compete by predicted length; the shortest hold the seats.
+    """Runs the requests with the shortest predicted outputs, preempting longer ones.
 
-    Assumes a predictor that orders requests well; its values need not be right.
+    Needs a length predictor that orders requests well; its values need not be exact.
 
     ``starve_steps``: steps without tokens after which a request goes before all others;
     ``boost_tokens``: output tokens it then gets before it competes again.
@@ -21,7 +21,7 @@ class LTR(Policy):
     waiting_may_preempt = True
     by_design: ClassVar = dict.fromkeys(
         ("recomputing", "throughput"),
-        "whoever looks shorter takes the seat, and the KV of who had it is dropped, not swapped",
+        "a request that looks shorter preempts, and the KV of the other is dropped, not swapped",
     )
 
     def __init__(self, starve_steps: int = 200, boost_tokens: int = 50) -> None:
@@ -30,12 +30,12 @@ class LTR(Policy):
         self.boost_tokens = boost_tokens
 
     def on_add(self, req: Request, view: SchedView) -> None:
-        view.own("last step")[req] = view.step.index  # with tokens; before the first, when it came
+        view.own("last step")[req] = view.step.index  # last step with tokens, at first its arrival
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
         view.own("last step")[req] = view.step.index
-        boosts = view.own("boost")  # tokens left
-        if boosts[req] and req.num_computed >= req.num_tokens:  # this brings a token
+        boosts = view.own("boost")  # boosted tokens left
+        if boosts[req] and req.num_computed >= req.num_tokens:  # this step samples a token
             boosts[req] -= 1
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> Ranks:

@@ -16,12 +16,12 @@ from engine.sched import (
 
 
 class MCSF(Policy):
-    """The shortest predicted output first, as long as memory will do at every coming completion.
+    """Shortest predicted output first, if memory suffices at every future completion.
 
-    Near the best mean latency possible if the predictor is exact (``oracle``): the reference for
-    others. No running request is evicted for a waiting one.
+    Close to the best possible mean latency if the predictor is exact (``oracle``): a reference for
+    other policies. No running request is preempted for a waiting one.
 
-    ``max_wait``: seconds after which a request waits no longer for shorter ones.
+    ``max_wait``: seconds after which a request goes before shorter ones.
     """
 
     dynamic = True

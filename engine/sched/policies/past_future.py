@@ -6,14 +6,14 @@ from engine.sched import Admission, Policy, Request, SchedView
 
 
 class PastFuture(Policy):
-    """Admits while the blocks in use at the worst coming moment are expected to fit.
+    """Admits a request if the expected peak of future memory use fits.
 
-    How long each request will become is drawn from the lengths of those that ended, given what it
-    has generated already; before any has ended, from the configured predictor. Fewer preemptions
-    than filling the memory, more requests at once than reserving for the longest output. Order of
-    arrival.
+    The final length of each request is sampled from the lengths of ended requests that are longer
+    than its output so far; before any has ended, it is predicted by the configured predictor. Fewer
+    preemptions than filling the memory, more running requests than reserving for the longest
+    output. Order of arrival.
 
-    ``reserve``: share of the blocks kept for errors of the draw (0 to below 1).
+    ``reserve``: share of the blocks left free for errors of the sample (0 to below 1).
     """
 
     def __init__(self, reserve: float = 0.03) -> None:
@@ -32,6 +32,6 @@ class PastFuture(Policy):
         return Admission.YES if fits else Admission.CLOSE
 
     def remaining(self, req: Request, view: SchedView) -> int:
-        """Output tokens still to come, drawn."""
+        """A sample of the number of output tokens still to come."""
         length = view.lengths.sample(view.rng, above=req.num_output) or view.predict(req)
         return min(length, req.max_total - req.num_prompt) - req.num_output

@@ -9,14 +9,14 @@ from engine.sched import Policy, Ranks, Request, SchedView, newcomers_by, requir
 
 
 class PLAS(Policy):
-    """Requests of the program whose ended requests were served least go first.
+    """Requests of the program with the least service so far go first.
 
-    A program of many calls then waits less after those of long ones. ``hints["program"]`` names
-    the program; a request without it is one of its own. Service is in tokens: prompt tokens that
-    were not cached, and ``output_price`` for each output token.
+    So short programs wait less for the calls of long ones. ``hints["program"]`` names the program;
+    a request without it counts as a program. Service is that of its ended requests: prompt tokens
+    that were not cached, plus ``output_price`` per output token.
 
-    ``max_wait``: seconds after which a request goes before others; ``max_programs``: how many are
-    remembered, those longest idle being forgotten first.
+    ``max_wait``: seconds after which a request goes before others; ``max_programs``: number of
+    remembered programs; those idle for longest are dropped first.
     """
 
     dynamic = True

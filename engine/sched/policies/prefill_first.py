@@ -8,10 +8,10 @@ from engine.sched import Policy, Request, SchedView
 
 
 class PrefillFirst(Policy):
-    """While a prompt can run, only prompts do; decodes pause and keep their KV.
+    """While a prompt can run, only prompts run; decodes pause and keep their KV.
 
-    The shortest time to first token and a poor time between tokens: the baseline that chunked
-    prefill improves upon. Order of arrival. Seats and KV bound how long decodes can be held up.
+    Short time to first token, but long time between tokens: the baseline that chunked prefill
+    improves upon. Order of arrival. Seats and KV memory limit how long decodes can pause.
     """
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:

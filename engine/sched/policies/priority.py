@@ -10,7 +10,7 @@ from engine.sched import Policy, Request, SchedView
 class Priority(Policy):
     """Smaller ``priority`` first, then order of arrival.
 
-    With ``preempt_for_waiting`` a waiting request evicts running ones of a strictly lower class.
+    With ``preempt_for_waiting`` a waiting request preempts running ones with a larger number.
     """
 
     by_design: ClassVar = {"starvation": "a lower class waits for as long as a higher one comes"}
@@ -22,7 +22,7 @@ class Priority(Policy):
         return (req.priority, req.arrival_time)
 
     def outranks(self, req: Request, other: Request) -> bool:
-        """A waiting request evicts only a lower class: to have come earlier is no reason."""
+        """True for a smaller ``priority`` only; an earlier arrival is no reason to preempt."""
         if req.is_waiting:
             return req.priority < other.priority
         return super().outranks(req, other)

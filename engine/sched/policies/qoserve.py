@@ -1,4 +1,4 @@
-"""Deadlines of single tokens and steps sized by slack (QoServe/Niyama: Goel et al., 2025)."""
+"""Deadlines per token, and step sizes by slack (QoServe/Niyama: Goel et al., 2025)."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from engine.sched import (
 
 
 class QoServe(Policy):
-    """A step is as large as the most pressing decode allows; prompts go by deadline and size.
+    """Steps are as large as the most urgent decode allows; prompts go by deadline and size.
 
-    The n-th token of a request is due ``ttft + (n - 1) * tbt`` after it came, so one that is ahead
-    lends its slack to prompts. Prompts that cannot make it any more go after those that can.
+    The n-th token of a request is due ``ttft + (n - 1) * tbt`` after its arrival. The slack of
+    decodes that are early is used for prompts. Prompts that will miss their deadline go last.
 
     ``ttft``, ``tbt``: seconds to the first token and between tokens, overridden by the hints of the
-    same names and by a request's ``tbt``. ``alpha``: seconds of deadline that a second of work
-    weighs (0: earliest first, large: shortest first). ``min_chunk``: prompt tokens of a step at
-    least. ``max_wait``: seconds after which a request goes first.
+    same names and by a request's ``tbt``. ``alpha``: weight of a second of work against a second of
+    deadline (0: earliest first, large: shortest first). ``min_chunk``: least prompt tokens of a
+    step. ``max_wait``: seconds after which a request goes first.
     """
 
     dynamic = True
@@ -51,7 +51,7 @@ class QoServe(Policy):
         return keep_hints(req, view, ttft=self.ttft, tbt=self.tbt)
 
     def due(self, reqs: Columns) -> Array:
-        """When the next token of each is."""
+        """The time at which the next token of each request is due."""
         return reqs.arrival_time + reqs.own("ttft") + reqs.num_output * reqs.own("tbt")
 
     def limits(self, view: SchedView) -> Limits:

@@ -1,4 +1,4 @@
-"""Shortest prompt first, by what of it is not cached (as vLLM's SJF order, 2026)."""
+"""Shortest prompt first, counting only what is not cached (like vLLM's SJF order, 2026)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.sched import (
 
 
 class ResidualSJF(Policy):
-    """The fewest KV blocks left to compute go first; what was preempted goes before all of them.
+    """The prompt with the fewest KV blocks to compute goes first; preempted requests before all.
 
-    Lowers the mean time to first token where prompts differ in length. Outputs are not considered.
+    Lowers the mean time to first token if prompts differ in length. Outputs are not considered.
 
-    ``max_wait``: seconds after which a request waits no longer for shorter ones.
+    ``max_wait``: seconds after which a request goes before shorter ones.
     """
 
     dynamic = True

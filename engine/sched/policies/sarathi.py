@@ -6,12 +6,12 @@ from engine.sched import Limits, Policy, Request, SchedView, require_positive
 
 
 class Sarathi(Policy):
-    """Every decode first, then prompts in chunks, up to a fixed number of tokens in a step.
+    """All decodes first, then prompts in chunks, up to a fixed number of tokens per step.
 
-    No prompt then delays the decodes next to it by more than a full step takes. Order of arrival.
+    So a prompt delays decodes by at most the time of a full step. Order of arrival.
 
-    ``step_tokens``: of a step; as large as the wanted time between tokens allows. As many requests
-    may run, so that each of them gets a token.
+    ``step_tokens``: tokens per step, as many as the wanted time between tokens allows. At most as
+    many requests run, so that each gets a token.
     """
 
     def __init__(self, step_tokens: int = 512) -> None:

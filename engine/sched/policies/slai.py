@@ -1,4 +1,4 @@
-"""Decodes only when they are due (SLAI: Bari et al., 2025)."""
+"""Decodes run only when they are due (SLAI: Bari et al., 2025)."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from engine.sched import (
 class SLAI(Policy):
     """While prompts can run, a decode pauses until its next token is nearly due.
 
-    The tokens saved go to prompts, shortest first. Once no prompt can run, all decodes do.
+    The time saved is used for prompts, shortest first. If no prompt can run, all decodes run.
 
     ``tbt``: seconds between tokens, overridden by ``hints["tbt"]`` and by the ``tbt`` of a request;
-    ``guard``: seconds before that at which a decode becomes due, at least as long as a step takes.
-    ``max_wait``: seconds after which a prompt waits no longer for shorter ones.
+    ``guard``: a decode runs this many seconds before its token is due; at least the time of a step.
+    ``max_wait``: seconds after which a prompt goes before shorter ones.
     """
 
     dynamic = True

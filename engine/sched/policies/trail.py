@@ -10,13 +10,13 @@ from engine.sched import Policy, Ranks, Request, SchedView, require_positive, re
 
 
 class TRAIL(Policy):
-    """The fewest output tokens left go first; only the young are evicted for them.
+    """The fewest remaining output tokens go first; only young requests are preempted for them.
 
-    Late in its life a request holds much KV and will soon give it back, so evicting it costs more
-    than it gains. Assumes a predictor, better one that learns from what was generated.
+    A request near its end holds much KV and will free it soon, so preempting it costs more than it
+    gains. Needs a length predictor, best one that uses the output so far.
 
-    ``young``: share of its predicted output up to which a request may be evicted for a waiting one
-    (0 to 1; 0 never evicts). ``max_wait``: seconds after which a request goes before all others.
+    ``young``: share of its predicted output up to which a request may be preempted for a waiting
+    one (0 to 1; 0 never). ``max_wait``: seconds after which a request goes before all others.
     """
 
     dynamic = True

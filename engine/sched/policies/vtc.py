@@ -8,14 +8,14 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class VTC(Policy):
-    """The waiting user who was served least goes next, chosen anew after each admission.
+    """The waiting user who has received the least service goes next; chosen after each admission.
 
-    The counters of two users who always have requests waiting differ by at most
+    The counters of two users who always have waiting requests differ by at most
     ``2 * max(input_price * longest prompt, output_price * tokens of a full batch)``. A user who
-    comes back starts level with the least served waiting user: being away saves up nothing. The
-    configured ``user_weights`` are shares.
+    returns starts with the smallest counter of the waiting users: an idle user saves no credit. The
+    configured ``user_weights`` are the shares of users.
 
-    ``input_price``, ``output_price``: of a token; a prompt is charged as it is computed.
+    ``input_price``, ``output_price``: price of a token; a prompt is charged when it is computed.
     """
 
     uses_ledger = True
@@ -26,7 +26,7 @@ class VTC(Policy):
         self.input_price = input_price
         self.output_price = output_price
         self.lifts: defaultdict[str, float] = defaultdict(float)
-        self.last_user: str | None = None  # of the request that ended last
+        self.last_user: str | None = None  # user of the request that ended last
 
     def counter(self, user: str, view: SchedView) -> float:
         service = view.ledger.service(user, self.input_price, self.output_price)

@@ -182,8 +182,8 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, seconds: float) -> StepShape:
-        """Read off a plan."""
-        if plan.num_tokens == len(plan.counts):  # a token each
+        """The shape of a plan."""
+        if plan.num_tokens == len(plan.counts):  # decodes only
             count, context = plan.num_tokens, int(np.add.reduce(plan.starts, dtype=np.int64))
             return cls(count, count, count, context, context + count, seconds)
         if len(plan.counts) <= FEW:
@@ -200,7 +200,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def _of_few(cls, plan: StepPlan, seconds: float) -> StepShape:
-        """``of``, row by row."""
+        """``of`` in a loop, for few rows."""
         rows = list(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True))
         return cls(
             num_seqs=len(rows),

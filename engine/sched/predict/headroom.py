@@ -1,9 +1,9 @@
-"""Headroom: blocks that are left free when a waiting request starts, if that is worth it.
+"""Headroom: decides whether to leave blocks free when a waiting request starts.
 
 If a request starts while too few blocks are free, a running one is soon preempted and must compute
-all its tokens again. If it is held back instead, it waits for some steps. Which of the two costs
-more follows from the cost model: where steps take equally long whatever they compute, recomputing
-costs nothing, and no request is held back.
+all its tokens again. If it is held back instead, it waits for some steps. The cost model shows
+which costs more: if all steps take equally long, recomputing costs nothing, and no request is held
+back.
 """
 
 from __future__ import annotations
@@ -13,43 +13,44 @@ from typing import NamedTuple
 
 from engine.sched.predict.cost import LinearCost
 
-LEARNING_STEPS = 50  # that are measured before the model is called
+LEARNING_STEPS = 50  # measured steps before the cost model is used
 LOOK_EVERY = 64
-HELD_STEPS = 1.5  # steps whose fixed cost a held-back request adds, on average
-NUM_ERRORS = 2.0  # standard errors on either side of the estimate
+HELD_STEPS = 1.5  # average number of steps that a held-back request adds
+NUM_ERRORS = 2.0  # half width of the confidence interval, in standard errors
 
 
 class Judgement(NamedTuple):
-    """A decision made from measured steps. It depends on the rounding of floats, so a step log
-    records it, and a replay repeats it."""
+    """A decision made from measured times. It depends on rounding, so a step log records it and a
+    replay repeats it."""
 
-    step: int  # that was being planned
+    step: int  # number of the step for which it was made
     is_kept: bool
 
 
 class Headroom:
-    """Judges from the cost model whether headroom is kept.
+    """Decides by the cost model whether headroom is kept.
 
-    Until the model has seen ``learning_steps``, and while its interval contains both answers, none
-    is: what fits may start. An answer is in force for ``look_every`` steps.
+    No headroom is kept until the model has seen ``learning_steps`` steps, or while its confidence
+    interval allows both decisions. A decision holds for ``look_every`` steps.
     """
 
     def __init__(
         self, *, learning_steps: int = LEARNING_STEPS, look_every: int = LOOK_EVERY
     ) -> None:
         self.is_kept = False
-        self.judgements: deque[Judgement] = deque(maxlen=16)  # since they were taken
-        self.expected: dict[int, bool] = {}  # what a log says was judged, by step
+        self.judgements: deque[Judgement] = deque(maxlen=16)  # since the last ``take``
+        self.expected: dict[int, bool] = {}  # recorded decisions of a log, by step
         self._learning_steps = learning_steps
         self._look_every = look_every
         self._next_look = 0
 
     def is_due(self, step: int) -> bool:
-        """Is it time to judge again?"""
+        """True if a new decision must be made in this step."""
         return step >= self._next_look
 
     def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
-        """Does recomputing the tokens of a running request cost more than holding one back?"""
+        """Decide: keep headroom if recomputing a running request of ``num_tokens`` tokens costs
+        more than holding one back."""
         num_missing = self._learning_steps - cost.num_observed
         self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
         is_kept = self.expected.pop(step, None)
@@ -61,7 +62,7 @@ class Headroom:
         self.judgements.append(Judgement(step, is_kept))
 
     def take(self) -> list[Judgement]:
-        """Judgements since the last call."""
+        """Take the decisions since the last call."""
         judgements = list(self.judgements)
         self.judgements.clear()
         return judgements

@@ -1,4 +1,4 @@
-"""Ledger: the service of each user, for policies that share the engine among users."""
+"""Ledger: records how many tokens were computed for each user, for policies of fair shares."""
 
 from __future__ import annotations
 
@@ -8,52 +8,52 @@ from engine.sched.request import Request
 
 
 class Account:
-    """One user's service, in tokens."""
+    """The service that one user has received, in tokens."""
 
     __slots__ = ("active", "cached_tokens", "input_tokens", "output_tokens", "weight")
 
     def __init__(self, weight: float) -> None:
-        self.weight = weight  # share of the engine the user is owed, relative to the others
+        self.weight = weight  # the user's share of the engine, relative to the other users
         self.input_tokens = 0  # prompt tokens computed for the first time
-        self.cached_tokens = 0  # prompt tokens that were found in the cache instead
+        self.cached_tokens = 0  # prompt tokens that were found in the prefix cache
         self.output_tokens = 0
-        self.active = 0  # unfinished requests
+        self.active = 0  # number of unfinished requests
 
 
 class Ledger:
-    """Accounts by user. Kept by the scheduler while a policy with ``uses_ledger`` runs.
+    """The accounts of all users. The scheduler keeps it for a policy with ``uses_ledger``.
 
-    Each prompt token counts once: recomputing it after a preemption is not service.
-    ``weights`` gives users' shares, above 0; a user not named has 1.
+    Each prompt token counts once: recomputing it after a preemption is not service. ``weights``:
+    shares of users, above 0; the default is 1.
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self._weights = dict(weights or {})
         self._accounts: dict[str, Account] = {}
-        self._entered: dict[Request, int] = {}  # prompt tokens entered so far
+        self._entered: dict[Request, int] = {}  # prompt tokens counted so far
 
     def account(self, user: str) -> Account:
-        """The user's account, an empty one if it was never seen."""
+        """The user's account, a new one for a new user."""
         return self._accounts.get(user) or Account(self._weights.get(user, 1.0))
 
     def service(self, user: str, input_price: float = 1.0, output_price: float = 2.0) -> float:
-        """What the user was served per unit of weight; tokens from the cache cost nothing."""
+        """The price of the user's tokens divided by its weight; cached tokens cost nothing."""
         account = self.account(user)
         tokens = input_price * account.input_tokens + output_price * account.output_tokens
         return tokens / account.weight
 
-    # -- entries, made by the scheduler
+    # -- called by the scheduler
 
     def on_add(self, req: Request) -> None:
-        """The request was accepted: called after the policy's ``on_add``, before its first rank."""
+        """Called when a request was accepted: after the policy's ``on_add``, before its rank."""
         account = self._accounts[req.user] = self.account(req.user)
         account.active += 1
         self._entered[req] = 0
 
     def on_grant(self, req: Request, num_tokens: int) -> None:
-        """These tokens are being computed; ``req.num_computed`` includes them already.
+        """Count granted tokens; ``req.num_computed`` includes them already.
 
-        Grants of decodes may be left out, they change nothing.
+        Grants of decodes need not be reported: they change nothing.
         """
         entered, upto = self._entered[req], min(req.num_computed, req.num_prompt)
         if upto <= entered:
@@ -65,13 +65,13 @@ class Ledger:
         self._entered[req] = upto
 
     def on_tokens(self, counts: Iterable[tuple[str, int]]) -> None:
-        """Output tokens of one step: pairs of a user and how many; a user may come repeatedly."""
+        """Count the output tokens of a step: pairs of user and number; users may repeat."""
         accounts = self._accounts
         for user, count in counts:
             accounts[user].output_tokens += count
 
     def on_finish(self, req: Request) -> None:
-        """The request has ended. A last token of a prompt that was granted in bulk is entered."""
+        """Called at a request's end. Counts a last prompt token that was granted in bulk."""
         account = self._accounts[req.user]
         account.active -= 1
         entered = self._entered.pop(req)

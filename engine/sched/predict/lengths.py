@@ -1,4 +1,4 @@
-"""Output lengths: those observed so far, and predictors built on them."""
+"""Output lengths: the history of finished requests, and predictors for unfinished ones."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ MAX_LOGGED_FAILURES = 3
 
 
 class LengthHistory:
-    """Output lengths, in tokens, of the requests that finished last.
+    """The output lengths, in tokens, of the requests that finished last.
 
-    Questions take ``above``: only lengths above it count, as for a request that has generated that
-    many already. They answer ``None`` if there is no such length.
+    With ``above`` only longer lengths count, e.g. for a request that has generated so many tokens
+    already. The result is ``None`` if there is no such length.
     """
 
     def __init__(self, window: int = 1000) -> None:
         self._recent: deque[int] = deque(maxlen=window)
         self._sorted: list[int] = []
-        self._sums: list[int] | None = None  # of the shortest 0, 1, 2, ...; made at first use
+        self._sums: list[int] | None = None  # sums of the shortest 0, 1, 2, ... lengths; lazy
         self._columns: tuple[NDArray[np.int64], NDArray[np.int64]] | None = None
 
     def __len__(self) -> int:
         return len(self._recent)
 
     def add(self, length: int) -> None:
-        """A request has finished after this many tokens; the oldest entry may drop out."""
+        """Add the output length of a finished request; the oldest entry may be dropped."""
         if len(self._recent) == self._recent.maxlen:
             del self._sorted[bisect_left(self._sorted, self._recent[0])]
         self._recent.append(length)
@@ -48,7 +48,7 @@ class LengthHistory:
         self._sums = self._columns = None
 
     def sample(self, rng: Random, above: int = 0) -> int | None:
-        """One of the lengths, each as likely as it was frequent."""
+        """A random one of the lengths above ``above``."""
         first = bisect_right(self._sorted, above)
         count = len(self._sorted) - first
         return self._sorted[first + rng.randrange(count)] if count else None
@@ -72,7 +72,7 @@ class LengthHistory:
         return (self._sums[-1] - self._sums[first]) / count
 
     def means(self, above: NDArray[np.int64]) -> NDArray[np.float64]:
-        """``mean`` above each of these; NaN where it has no answer."""
+        """``mean`` for each of these; NaN where there is no longer length."""
         if self._sums is None:
             self._sums = list(accumulate(self._sorted, initial=0))
         if self._columns is None:
@@ -85,40 +85,40 @@ class LengthHistory:
 
 @runtime_checkable
 class Predictor(Protocol):
-    """Says how many output tokens a request will have in all.
+    """Predicts the total number of output tokens of a request.
 
-    A class of one's own is made with the engine's ``LengthHistory`` as its only argument. ``name``
-    stands next to every result that was obtained with it.
+    A custom class is created with the engine's ``LengthHistory`` as its only argument. ``name``
+    is printed with all results obtained with it.
     """
 
     name: str
 
     def predict(self, req: Request) -> int:
-        """Output tokens in all: a number from 0 on, whole or not.
+        """The total number of output tokens, at least 0; may be a fraction.
 
-        It is rounded and brought into ``req.num_output + 1`` to ``req.max_total - req.num_prompt``.
-        Where it raises or returns no number (NaN, infinity, text) the longest output is expected.
+        It is rounded and clamped to ``req.num_output + 1`` .. ``req.max_total - req.num_prompt``.
+        If this raises, or returns NaN, infinity or no number, the longest output is assumed.
         """
         ...
 
 
 @runtime_checkable
 class PredictsAll(Protocol):
-    """A predictor that answers for many requests at once."""
+    """A predictor for many requests in one call."""
 
     def predict_all(self, columns: Columns) -> NDArray[np.int64]:
-        """What ``predict`` says of each of them."""
+        """``predict`` of each request."""
         ...
 
 
 def bounded(req: Request, num_output: float) -> int:
-    """The estimate, within what the request can still become."""
+    """Clamp an estimate to the lengths that the request can still reach."""
     longest = req.max_total - req.num_prompt
     return min(longest, max(req.num_output + 1, round(num_output)))
 
 
 class NoPredictor:
-    """Expects of every request the longest output it may have."""
+    """Predicts the longest output that each request may have."""
 
     name = "none"
 
@@ -133,9 +133,9 @@ class NoPredictor:
 
 
 class HistoryPredictor:
-    """Expects the mean of what was seen, among outputs longer than this one is already.
+    """Predicts the mean length of finished outputs that are longer than the request's is now.
 
-    If there are none (it is the longest, or the first), the longest output allowed is expected.
+    If there are none, the longest output that the request may have is assumed.
     """
 
     name = "history"
@@ -155,9 +155,9 @@ class HistoryPredictor:
 
 
 class OraclePredictor:
-    """Exact: ``hints["output_tokens"]`` says how long the output will be.
+    """Predicts exactly: ``hints["output_tokens"]`` has the length of the output.
 
-    For experiments with recorded or generated workloads. Raises ``RequestError`` without the hint.
+    For experiments with recorded or generated workloads. Raises ``RequestError`` without it.
     """
 
     name = "oracle"
@@ -169,7 +169,7 @@ class OraclePredictor:
         known = req.hints.get("output_tokens")
         if not isinstance(known, int) or isinstance(known, bool) or known < 1:
             raise RequestError(
-                f"request {req.request_id!r} has hints['output_tokens'] = {known!r}, must be a "
+                f"hints['output_tokens'] of request {req.request_id!r} is {known!r}, must be a "
                 "positive integer for the 'oracle' predictor; set it or choose another predictor",
                 param="hints",
             )
@@ -184,10 +184,10 @@ PREDICTORS: dict[str, type[Predictor]] = {
 
 
 class GuardedPredictor:
-    """Wraps a plug-in predictor. If it raises or returns no number, the longest output is expected.
+    """Wraps a plug-in predictor. If it raises or returns no number, the longest output is assumed.
 
-    Its answers are clamped to the lengths that the request can still reach. Its first failures are
-    logged. A ``RequestError`` passes: the request lacks what the predictor needs.
+    Predictions are clamped to the lengths that the request can still reach. The first failures are
+    logged. ``RequestError`` is raised further: the request lacks an input of the predictor.
     """
 
     def __init__(self, inner: Predictor) -> None:
@@ -212,12 +212,12 @@ class GuardedPredictor:
             failure = f"{about}: {type(error).__name__}: {error}"
             self.first_failure = self.first_failure or failure
             if self.num_failures <= MAX_LOGGED_FAILURES:
-                logger.warning("%s; the longest output is expected", failure)
+                logger.warning("%s; the longest output is assumed", failure)
             return req.max_total - req.num_prompt
 
 
 def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
-    """A shipped predictor by name, any other by dotted path, class or object.
+    """Create a predictor: a shipped one by name, others by dotted path, class or object.
 
     Raises ``ConfigError``.
     """
@@ -226,7 +226,7 @@ def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
         predictor = found(lengths) if isinstance(found, type) else found
     except Exception as error:  # a plug-in's constructor may raise anything
         raise ConfigError(
-            f"length_predictor {chosen!r} cannot be made: {type(error).__name__}: {error}"
+            f"length_predictor {chosen!r} cannot be created: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(predictor, Predictor):
         raise ConfigError(f"length_predictor {chosen!r} lacks a name or a predict(req)")
@@ -234,7 +234,7 @@ def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
 
 
 def look_up_predictor(chosen: Any) -> Any:
-    """The class or object that is meant. Raises ``ConfigError``; makes nothing."""
+    """Find the class or object of a predictor, without creating one. Raises ``ConfigError``."""
     found = chosen
     if isinstance(chosen, str):
         if chosen not in PREDICTORS and "." not in chosen:

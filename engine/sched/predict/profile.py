@@ -1,6 +1,6 @@
-"""What steps of one model on one machine take: a profile fitted to step logs, as a file.
+"""Profile: the durations of steps of one model on one machine, fitted to step logs, in a file.
 
-The simulator draws durations from it (``policylab.sim``), and with the option ``cost_profile``
+The simulator (``policylab.sim``) samples durations from it, and with the option ``cost_profile``
 policies read it as ``view.cost``. ``metronome calibrate`` writes it.
 """
 
@@ -19,56 +19,56 @@ from engine.sched.predict.cost import UNLIMITED, StepShape
 
 FORMAT = 2
 FEATURES = ("step", "prompt", "sequence", "decode", "context", "attention")
-"""What is charged once each: a step, one that has prompt tokens, a row, a row of one token, a token
-in the cache of a row, a pair of a new token and one that it attends to. After them come the tokens
-of a step, by segments between knots."""
+"""The features of a step: 1, whether it has prompt tokens, rows, rows of one token, tokens in the
+KV cache of its rows, pairs of a new token and a token it attends to. The number of tokens follows,
+divided into segments between the knots."""
 
 REGIMES = ("decode", "mixed", "prompt")
-"""Steps of decodes alone, of both, of prompts alone."""
+"""Kinds of steps: only decodes, both, only prompts."""
 
 Vector = NDArray[np.float64]
 
 
 class HostCost(msgspec.Struct, frozen=True):
-    """Seconds between the end of a step and the plan of the next, in which no device computes."""
+    """Seconds between the end of a step and the plan of the next, while the device is idle."""
 
     step: float = 0.0
-    sequence: float = 0.0  # for each row of the step that has ended
-    request: float = 0.0  # for each request that was added meanwhile
-    token: float = 0.0  # for each token of their prompts
+    sequence: float = 0.0  # per row of the step that has ended
+    request: float = 0.0  # per request added meanwhile
+    token: float = 0.0  # per prompt token of these requests
 
     def seconds(self, num_seqs: int, num_added: int = 0, added_tokens: int = 0) -> float:
-        """After a step of this many rows, with this many requests added."""
+        """Seconds after a step of ``num_seqs`` rows, with ``num_added`` requests added."""
         added = self.request * num_added + self.token * added_tokens
         return self.step + self.sequence * num_seqs + added
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step: ``coefficients`` times its features, times the factor of its regime."""
+    """Seconds of a step: the sum of coefficients times features, times the regime's factor."""
 
     format: int = FORMAT
     name: str
-    """What was measured, or what a data sheet was read for."""
+    """The model and machine that were measured, or whose data sheet was used."""
     is_calibrated: bool
     knots: list[int]
-    """Tokens of a step at which the price of a further token changes, ascending."""
+    """Numbers of tokens at which the price of a further token changes, ascending."""
     coefficients: list[float]
-    """Seconds, none below 0: for each of ``FEATURES``, then for a token below the first knot,
-    between two, and above the last."""
+    """Seconds, none below 0: for each of ``FEATURES``, then per token below the first knot, between
+    knots, and above the last knot."""
     factors: dict[str, float] = {}
     host: HostCost = HostCost()
     noise: list[tuple[str, float]] = []
-    """Of steps in order of time, as far as kept: regime, and measured through predicted seconds,
-    of which the mean in each regime is 1. Short steps are the more uneven ones."""
+    """Regime, and measured divided by predicted seconds, of a sequence of steps. The mean is 1 in
+    each regime. Short steps vary more."""
     host_noise: list[float] = []
-    """The same of the seconds between two steps."""
+    """The same ratio for the seconds between two steps."""
     source: dict[str, Any] = {}
-    """Where it is from: logs, steps, processor."""
+    """Origin: logs, number of steps, processor."""
     report: dict[str, Any] = {}
-    """How well it predicts steps that it was not fitted to."""
+    """Errors of its predictions for steps that it was not fitted to."""
 
     def seconds(self, shape: StepShape) -> float:
-        """How long a step of this shape takes on average, from its plan to its result."""
+        """The mean duration of a step of this shape, from its plan to its result."""
         charged = features(shape, self.knots)
         sums = sum(c * x for c, x in zip(self.coefficients, charged, strict=True))
         return sums * self.factors.get(regime(shape), 1.0)
@@ -81,7 +81,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_profile(path: str | Path) -> Profile:
-    """The profile in a file. Raises ``ConfigError``."""
+    """Read a profile from a file. Raises ``ConfigError``."""
     try:
         profile = msgspec.json.decode(Path(path).read_bytes(), type=Profile)
     except OSError as error:
@@ -94,22 +94,22 @@ def read_profile(path: str | Path) -> Profile:
     expected = len(FEATURES) + len(profile.knots) + 1
     if profile.format != FORMAT or len(profile.coefficients) != expected:
         raise ConfigError(
-            f"cost_profile {str(path)!r} is of format {profile.format} with "
-            f"{len(profile.coefficients)} coefficients; this version reads format {FORMAT} with "
-            f"{expected} for its {len(profile.knots)} knots; calibrate anew"
+            f"cost_profile {str(path)!r} has format {profile.format} and "
+            f"{len(profile.coefficients)} coefficients, must have format {FORMAT} and {expected} "
+            f"for its {len(profile.knots)} knots; write it again with `metronome calibrate`"
         )
     return profile
 
 
 def regime(shape: StepShape) -> str:
-    """Which of ``REGIMES`` a step belongs to."""
+    """The regime of a step."""
     if shape.num_decodes == shape.num_seqs:
         return "decode"
     return "mixed" if shape.num_decodes else "prompt"
 
 
 def features(shape: StepShape, knots: list[int]) -> list[float]:
-    """What is charged for, in the order of a profile's coefficients."""
+    """The features of a step, in the order of a profile's coefficients."""
     tokens = shape.num_tokens
     charged = [
         1.0,
@@ -128,7 +128,7 @@ def features(shape: StepShape, knots: list[int]) -> list[float]:
 
 
 class _Prompt(NamedTuple):
-    """A prompt that fills a step up next to decodes."""
+    """The shape of a prompt that fills up a step next to decodes."""
 
     num_seqs: int
     context: int
@@ -142,7 +142,7 @@ class _Prompt(NamedTuple):
 
 
 class ProfileCost:
-    """A profile as a ``CostModel``: it knows from the first step on, and learns nothing."""
+    """A profile as a ``CostModel``: it predicts from the first step on, and does not learn."""
 
     def __init__(self, profile: Profile) -> None:
         self.profile = profile

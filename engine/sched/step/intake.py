@@ -74,7 +74,7 @@ class Intake:
         limit = config.max_waiting_requests
         if limit is not None and waiting >= limit:
             self._refuse(
-                f"{waiting} requests wait already, the limit is {limit} (max_waiting_requests)"
+                f"{waiting} requests are waiting, the limit is {limit} (max_waiting_requests)"
             )
         tokens = len(add.prompt_token_ids) + self._roster.queued_tokens
         if config.max_waiting_tokens is not None and tokens > config.max_waiting_tokens:
