@@ -1,1 +1,1 @@
-"""KV transfer: requests that wait for KV from elsewhere, and blocks that are sent."""
+"""KV transfer: requests that wait for KV computed elsewhere, and blocks that are sent elsewhere."""

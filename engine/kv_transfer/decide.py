@@ -1,15 +1,15 @@
-"""RemoteKV: requests whose beginning is computed elsewhere, and blocks that others still read.
+"""RemoteKV: parks requests while their KV is loaded, and keeps blocks that transfers still read.
 
-    offered, and something can be loaded by waiting ──> parked, with blocks for all it knows
+    offered, and KV can be loaded asynchronously ────> parked, with blocks for all its tokens
     parked ──────────────────────────────────────────> the load starts
-    received ── all of it ───────────────────────────> back in the queue, that much is ready
+    received ── all tokens ──────────────────────────> back in the queue, these are ready
              └─ not all ── "recompute" ──────────────> back in the queue, the rest is computed
                         └─ "fail" ───────────────────> ends with an error
-    cannot start ── the same as received, with nothing of it
-    aborted while it loads ──> its blocks are lent until received
-    finished ────────────────> lent until sent, if the source wants to keep them
+    the load cannot start ──> like received with no tokens
+    aborted while loading ──> its blocks are kept until received
+    finished ───────────────> its blocks are kept until sent, if the source wants that
 
-A load within a step needs none of this: its tokens count as computed.
+A load within a step is not handled here: its tokens count as computed.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FailurePolicy = Literal["recompute", "fail"]
 
 
 class RemoteKV(Resource):
-    """Parks requests while their KV is loaded, for a ``KVManager`` that has a source.
+    """Parks requests while their KV is loaded, for a ``KVManager`` with a KV source.
 
-    The end of a transfer is reported with ``received`` and ``sent``, or in a step result.
+    The end of a transfer is reported by ``received`` and ``sent``, or in a step result.
     ``kv_load_failure_policy``: what happens to a request whose load failed.
     """
 
@@ -45,7 +45,7 @@ class RemoteKV(Resource):
             )
         self.kv_load_failure_policy = kv_load_failure_policy
         self._loading: dict[str, Request] = {}
-        self._failed: dict[str, str] = {}  # request id -> why its load failed
+        self._failed: dict[str, str] = {}  # request id -> error of its load
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
@@ -57,7 +57,7 @@ class RemoteKV(Resource):
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
         if not req.is_waiting:
             return Fit(num_tokens)
-        if why := self._kv.load_error(req):  # its load never began
+        if why := self._kv.load_error(req):  # its load did not start
             self._loading.pop(req.request_id, None)
             self._failed[req.request_id] = why
         if req.request_id in self._failed and self.kv_load_failure_policy == "fail":
@@ -67,7 +67,7 @@ class RemoteKV(Resource):
         if not self._wants_load(req):
             return Fit(num_tokens)
         if req.request_id in self._kv.lent:
-            # Reports name an id; if it was reused, those of the earlier request come first.
+            # Reports have a request id; if it was reused, those of the earlier request come first.
             return Fit(0, on_refuse=OnRefuse.SKIP)
         return Fit(0, hold=req.num_tokens)
 
@@ -76,9 +76,9 @@ class RemoteKV(Resource):
         self._kv.start_load(req)
 
     def received(self, report: Received) -> None:
-        """A load has ended, successfully or not."""
+        """Process the end of a load, successful or not."""
         req = self._loading.pop(report.request_id, None)
-        if req is None:  # it was aborted meanwhile
+        if req is None:  # the request was aborted meanwhile
             self._kv.sent(report.request_id)
             return
         if report.error:
@@ -87,7 +87,7 @@ class RemoteKV(Resource):
         self._scheduler.wake(req.request_id)
 
     def sent(self, request_id: str) -> None:
-        """No transfer reads the blocks of the finished request any more."""
+        """Process the end of the transfers that read blocks of a finished request."""
         self._kv.sent(request_id)
 
     def release(self, req: Request) -> None:
@@ -107,7 +107,7 @@ class RemoteKV(Resource):
             self.sent(request_id)
 
     def _wants_load(self, req: Request) -> bool:
-        """True if it has no blocks yet and KV can be loaded by waiting; False after a failure."""
+        """True if the request has no blocks, its KV can be loaded, and no load has failed."""
         if self._kv.held(req) or req.request_id in self._failed:
             return False
         hit = self._kv.lookup(req)

@@ -1,1 +1,1 @@
-"""LoRA adapters: which may run at once."""
+"""LoRA adapters: which adapters are loaded in which slot of the device."""

@@ -1,4 +1,4 @@
-"""AdapterSlots: how many LoRA adapters may be in use at once, and where each lies on the device."""
+"""AdapterSlots: limits the LoRA adapters in use, and assigns them to slots of the device."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from engine.sched.step_state import Step
 
 
 class AdapterSlots(Resource):
-    """At most ``max_loras`` adapters among the running requests.
+    """Allows at most ``max_loras`` different adapters among the running requests.
 
-    A waiting request with yet another adapter is passed over; others, and those of the base model,
-    may go first. Unused adapters stay loaded until their slots are needed, the least
-    recently used one first.
+    A waiting request with a further adapter is skipped; requests with other adapters or the base
+    model may go first. Unused adapters stay loaded until their slots are needed; the least
+    recently used one is replaced first.
     """
 
     name = "adapter"
@@ -24,12 +24,12 @@ class AdapterSlots(Resource):
         if max_loras < 1:
             raise ConfigError(f"max_loras is {max_loras}, must be at least 1")
         self.max_loras = max_loras
-        self.slot_of: dict[str, int] = {}  # loaded adapters, least recently taken first
-        self._users: dict[str, set[str]] = {}  # adapter in use -> ids of running requests
+        self.slot_of: dict[str, int] = {}  # slots of loaded adapters, least recently used first
+        self._users: dict[str, set[str]] = {}  # adapter -> ids of running requests that use it
         self._part = AdapterPart()
 
     def watches(self, req: Request) -> bool:
-        """A running request keeps its adapter."""
+        """False: a running request keeps its adapter."""
         return False
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
@@ -55,7 +55,7 @@ class AdapterSlots(Resource):
             plan.adapters, self._part = self._part, AdapterPart()
 
     def _use(self, adapter: str, request_id: str) -> int:
-        """The adapter's slot; an adapter without one is loaded."""
+        """The adapter's slot. An adapter that is not loaded gets a slot and is loaded."""
         self._users.setdefault(adapter, set()).add(request_id)
         slot = self.slot_of.pop(adapter, NO_ADAPTER)
         if slot == NO_ADAPTER:

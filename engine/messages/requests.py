@@ -1,7 +1,7 @@
-"""A request on its way to a core, and its outputs on their way back; checks of requests.
+"""Requests as they are sent to a core, their outputs, and the checks of requests.
 
-Core to client go columns with what is new since the last time, from the front end to the user
-objects. Our front end sends valid requests; other clients may not, so the core checks them.
+A core sends its clients columns with what is new in each step; users get objects from the front
+end. The front end sends valid requests; other clients may not, so the core checks them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ PLAIN = (type(None), bool, int, float, str, bytes)
 MAX_PLAIN_DEPTH = 64
 MAX_ID_CHARS = 4096  # every output has the id of its request
 INT64 = range(-(2**63), 2**63)
-"""Fields of a request that ask for a feature, and the part of a plan that serves it."""
 
 
 class MediaItem(msgspec.Struct, array_like=True, frozen=True):
-    """An image, sound or the like in a prompt: ``length`` placeholder tokens from ``offset`` on.
+    """An image, sound, ... in a prompt: ``length`` placeholder tokens from ``offset`` on.
 
-    ``hash`` names its content: equal hashes mean equal encoder output.
+    ``hash`` identifies its content: equal hashes mean equal encoder output.
     """
 
     offset: int
@@ -36,10 +35,10 @@ class MediaItem(msgspec.Struct, array_like=True, frozen=True):
 
 
 class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
-    """One sequence to generate. ``n > 1`` was split into n of these before it came here.
+    """One sequence to generate. The client splits a request with ``n > 1`` into n of these.
 
-    ``seed`` keys the sampling noise together with the position of each token. The request ends at
-    any of ``eos_token_ids`` (empty if they are to be ignored) and of ``params.stop_token_ids``.
+    The sampling noise is keyed by ``seed`` and the position of each token. The request ends at any
+    of ``eos_token_ids`` (empty if they are ignored) and of ``params.stop_token_ids``.
     """
 
     request_id: str
@@ -54,29 +53,28 @@ class AddRequest(msgspec.Struct, array_like=True, frozen=True, tag="add"):
     deadline: float | None = None
     cache_salt: str | None = None
     client_index: int = 0
-    bad_words_ids: list[list[int]] = []  # SamplingParams.bad_words, as token ids
-    hints: dict[str, Any] | None = None  # for policies; untouched by the engine
+    bad_words_ids: list[list[int]] = []  # SamplingParams.bad_words as token ids
+    hints: dict[str, Any] | None = None  # for policies; not read by the engine
     adapter: str | None = None  # name of the LoRA adapter
     media: list[MediaItem] = []  # in order of offset
-    grammar: str | None = None  # what the output must follow, in the form its backend knows
+    grammar: str | None = None  # that the output must follow; text of ``structured.grammar_of``
     kv_transfer_params: dict[str, Any] | None = None  # for the KV connector
     queue_deadline: float | None = None  # if not started by then, it ends with reason "deadline"
-    end_deadline: float | None = None  # not finished by then: the same; ``deadline`` is only a wish
-    tbt: float | None = None  # seconds between output tokens: a wish, for policies
+    end_deadline: float | None = None  # if not finished by then too (``deadline`` is for policies)
+    tbt: float | None = None  # wanted seconds between output tokens, for policies
 
 
 FinishReason = Literal["stop", "length", "abort", "error", "deadline"]
 ErrorCode = Literal[
     "aborted",  # by its client, or by a core or server that ends
-    "core_died",  # the core that ran it is gone; another may take it
+    "core_died",  # the core that ran it has died; it may be sent to another core
     "deadline_exceeded",  # not started, or not finished, by its deadline
-    "invalid_grammar",  # its grammar cannot be used
-    "kv_transfer_failed",  # KV that another engine had computed could not be loaded
+    "invalid_grammar",  # its grammar cannot be compiled or used
+    "kv_transfer_failed",  # KV computed by another engine could not be loaded
     "no_token_is_allowed",  # its own parameters mask every token
-    "request_failed",  # whatever else went wrong; the message says what
+    "request_failed",  # any other error; see the message
 ]
-"""Why a sequence ended without being complete. Programs read these words; messages are for people
-and may change."""
+"""Why a sequence ended early, for programs. The messages are for people and may change."""
 ERROR_CODES = frozenset(get_args(ErrorCode))
 CODE_OF_REASON: dict[FinishReason, ErrorCode] = {
     "abort": "aborted",
@@ -86,18 +84,18 @@ CODE_OF_REASON: dict[FinishReason, ErrorCode] = {
 
 
 def code_of(reason: FinishReason, code: str | None = None) -> ErrorCode | None:
-    """The code of an end: ``code`` if it is one, else that of the reason; ``None`` for an end that
-    is complete."""
+    """The error code of a request's end: ``code``, else the reason's default code; ``None`` for a
+    request that is complete."""
     if reason in CODE_OF_REASON and code in ERROR_CODES:
         return cast(ErrorCode, code)
     return CODE_OF_REASON.get(reason)
 
 
 class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
-    """Log-probabilities at one position: the chosen token first, then the most likely ones, best
-    first.
+    """Log-probabilities at one position: first the chosen token, then the most likely tokens in
+    descending order.
 
-    ``rank`` is the chosen token's rank among the whole vocabulary, 1 for the most likely.
+    ``rank`` is the chosen token's rank in the whole vocabulary, 1 for the most likely.
     """
 
     token_ids: list[int]
@@ -108,12 +106,12 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
 class Started(msgspec.Struct, array_like=True, gc=False):
     """Sent with the first output of a request, and with the first after each preemption.
 
-    It has all that has happened until then, so that a front end which ends the request at a stop
-    string has its metrics without asking.
+    It contains the request's history so far, so that a front end that ends the request at a stop
+    string has its metrics.
     """
 
     index: int  # row in CoreOutputs.request_ids
-    num_cached_tokens: int  # when it first started, as is the time
+    num_cached_tokens: int  # at its first start, as the time
     scheduled_time: float
     num_preemptions: int = 0
     waits: dict[str, float] = {}  # seconds in the queue by cause
@@ -121,32 +119,32 @@ class Started(msgspec.Struct, array_like=True, gc=False):
 
 
 class Finished(msgspec.Struct, array_like=True, gc=False):
-    """A request's only terminal event, of an aborted one too."""
+    """The end of a request, sent once for each, also if it was aborted."""
 
     index: int  # row in CoreOutputs.request_ids
     reason: FinishReason
-    stop_reason: int | str | None = None  # the stop token or string; None for end of text
-    message: str = ""  # what went wrong, for reasons "error" and "deadline"
+    stop_reason: int | str | None = None  # the stop token or string; None for the end-of-text token
+    message: str = ""  # error message, for reasons "error" and "deadline"
     num_preemptions: int = 0
-    waits: dict[str, float] = {}  # seconds in the queue by cause; they sum up to its queue time
+    waits: dict[str, float] = {}  # seconds in the queue by cause; their sum is the queue time
     events: list[tuple[str, float]] = []  # what happened to it, and when
     kv_transfer_params: dict[str, Any] | None = None  # from the KV connector
-    counters: dict[str, int] = {}  # what features counted of it, named as in the statistics
-    code: ErrorCode | None = None  # what went wrong, for programs; None means that of the reason
+    counters: dict[str, int] = {}  # counters of features, named as in the statistics
+    code: ErrorCode | None = None  # error code; None for the reason's default code
 
 
 class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
-    """What one step brought for one client, as columns.
+    """The outputs of one step for one client, in columns.
 
-    ``token_ids`` is flat: ``counts[i]`` of them belong to ``request_ids[i]`` (``None``: one each).
-    ``logprobs`` and ``prompt_logprobs`` map a row to one entry per new token, or to the entries of
-    all prompt positions from ``prompt_logprobs_start`` on.
+    ``token_ids`` has the tokens of all requests, concatenated: ``counts[i]`` for ``request_ids[i]``
+    (``None``: one each). ``logprobs`` maps a row to one entry per new token; ``prompt_logprobs``
+    maps a row to the entries of all prompt positions from ``prompt_logprobs_start`` on.
     """
 
     request_ids: list[str]
     token_ids: list[int]
     counts: list[int] | None
-    time: float  # clock of the core, seconds
+    time: float  # seconds on the core's clock
     started: list[Started] = []
     finished: list[Finished] = []
     logprobs: dict[int, list[TokenLogprobs]] = {}
@@ -154,7 +152,7 @@ class CoreOutputs(msgspec.Struct, array_like=True, gc=False):
 
 
 class Logprob(msgspec.Struct, gc=False):
-    """One token's log-probability, its rank (1: most likely) and, with a tokenizer, its text."""
+    """The log-probability of a token, its rank (1: most likely) and, with a tokenizer, its text."""
 
     logprob: float
     rank: int | None = None
@@ -162,11 +160,11 @@ class Logprob(msgspec.Struct, gc=False):
 
 
 class RequestMetrics(msgspec.Struct, gc=False):
-    """Times of a request in seconds on the engine's clock; ``None`` until they have happened.
+    """Times of a request in seconds on the engine's clock; ``None`` until they are known.
 
-    ``waits`` says why it waited: seconds in the queue by cause. They sum up to its queue time, over
-    all its sequences. ``events`` are in order of time. Both tell what had happened when the core
-    sent the output; of a request that is aborted, what had happened by its output before that.
+    ``waits``: seconds in the queue by cause; their sum is the queue time over all its sequences.
+    ``events`` are in order of time. Both are up to date when the core sends an output; for an
+    aborted request, as of its last output before the abort.
     """
 
     arrival_time: float
@@ -178,12 +176,12 @@ class RequestMetrics(msgspec.Struct, gc=False):
     waits: dict[str, float] = {}
     events: list[tuple[str, float]] = []  # queued, scheduled, preempted
     counters: dict[str, int] = {}
-    """What features counted of sequences that have ended, as ``drafts.num_draft_tokens``; of one
-    that ended at a stop string, nothing."""
+    """Counters of features over sequences that have ended, e.g. ``drafts.num_draft_tokens``;
+    without sequences that ended at a stop string."""
 
 
 class CompletionOutput(msgspec.Struct, gc=False):
-    """One generated sequence of a request (or its new part, for ``output_kind="delta"``)."""
+    """One generated sequence of a request (only its new part for ``output_kind="delta"``)."""
 
     index: int
     text: str
@@ -192,8 +190,8 @@ class CompletionOutput(msgspec.Struct, gc=False):
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
-    error: str | None = None  # what went wrong, for finish reasons "error" and "deadline"
-    code: ErrorCode | None = None  # the same for programs, and for "abort"
+    error: str | None = None  # error message, for finish reasons "error" and "deadline"
+    code: ErrorCode | None = None  # error code, for finish reasons "error", "deadline" and "abort"
 
     @property
     def finished(self) -> bool:
@@ -201,7 +199,7 @@ class CompletionOutput(msgspec.Struct, gc=False):
 
 
 class RequestOutput(msgspec.Struct, gc=False):
-    """What the user gets for a request, once per step or once at the end (``output_kind``)."""
+    """An output of a request for the user: one per step or one at the end (``output_kind``)."""
 
     request_id: str
     prompt: str | None
@@ -210,26 +208,26 @@ class RequestOutput(msgspec.Struct, gc=False):
     finished: bool
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
-    metrics: RequestMetrics | None = None  # of this moment: a later output has its own
+    metrics: RequestMetrics | None = None  # as of this output; later outputs have their own
     kv_transfer_params: dict[str, Any] | None = None
-    """From the KV connector, for the engine that continues. Only of a request that the core has
-    ended: the last output after a stop string or an abort does not wait for the core."""
+    """From the KV connector, for the engine that continues. Missing if the request ended at a stop
+    string or was aborted, since its last output does not wait for the core."""
 
 
 class FinishedRequest(msgspec.Struct, gc=False):
-    """A request at its end, for observers: what it was and what became of it, without its text."""
+    """A summary of a request that has ended, without its text, for observers."""
 
     request_id: str
     params: SamplingParams
     finish_reason: FinishReason  # of the sequence that ended last
     num_prompt_tokens: int
     num_cached_tokens: int
-    num_output_tokens: int  # of all its sequences
+    num_output_tokens: int  # sum over its sequences
     metrics: RequestMetrics
 
 
 def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
-    """These rows with all that belongs to them, in this order; ``batch`` itself stays as it is."""
+    """A copy of ``batch`` with only these rows, in this order."""
     place_of = {row: place for place, row in enumerate(rows)}
     counts, tokens = batch.counts, batch.token_ids
     if counts is None:
@@ -260,7 +258,7 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
 
 
 def with_ends(batch: CoreOutputs, ends: Iterable[tuple[str, Finished]]) -> CoreOutputs:
-    """The batch and, after it, a row without tokens for each of these ends."""
+    """A copy of the batch with a further row without tokens for each of these ends."""
     first, added = len(batch.request_ids), list(ends)
     counts = [1] * first if batch.counts is None else batch.counts
     return replace(
@@ -283,9 +281,9 @@ FEATURES = {
 
 
 def check_request(request: AddRequest, vocab_size: int, capabilities: Collection[str] = ()) -> None:
-    """Raise ``RequestError`` for what would break a scheduler or a worker later.
+    """Raise ``RequestError`` for a request that a scheduler or a worker could not process.
 
-    ``capabilities``: parts of a plan (``engine.messages.step.PARTS``) that the core serves.
+    ``capabilities``: the plan parts (``engine.messages.step.PARTS``) that the core supports.
     """
     if len(request.request_id) > MAX_ID_CHARS:
         raise RequestError(
@@ -305,26 +303,26 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
         raise RequestError(message, param="max_tokens")
     for name in ("priority", "seed"):
         if getattr(request, name) not in INT64:
-            message = f"{name} is {getattr(request, name)}, must be a number of 64 bits"
+            message = f"{name} is {getattr(request, name)}, must fit into 64 bits"
             raise RequestError(message, param=name)
     for name, part in FEATURES.items():
         if getattr(request, name) and part not in capabilities:
             raise RequestError(
-                f"{name} is {getattr(request, name)!r:.80}, which needs the capability {part!r}; "
-                f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave it out",
+                f"{name} is {getattr(request, name)!r:.80} and needs the capability {part!r}, but "
+                f"this core has {', '.join(sorted(capabilities)) or 'none'}: leave {name} out",
                 param=name,
             )
     if request.params.structured_outputs is not None:
         raise RequestError(
-            "params.structured_outputs is set, which a core does not read: send "
-            "engine.messages.structured.grammar_of(structured_outputs) as grammar",
+            "params.structured_outputs is set, but a core does not read it: set grammar to "
+            "engine.messages.structured.grammar_of(structured_outputs)",
             param="structured_outputs",
         )
     check_params_for_vocab(request.params, vocab_size)
 
 
 def in_use(request_id: str) -> RequestError:
-    """The error for an id that a request still has, as far as its client knows."""
+    """The error for the id of a request that has not ended."""
     return RequestError(
         f"request id {request_id!r:.80} is in use; wait until it has finished or choose another",
         param="request_id",
@@ -333,18 +331,18 @@ def in_use(request_id: str) -> RequestError:
 
 
 def as_request_ids(request_id: object) -> list[str]:
-    """One id or several as a list. Raises ``RequestTypeError`` for anything else."""
+    """Convert one id or several to a list. Raises ``RequestTypeError`` for anything else."""
     several = isinstance(request_id, Iterable) and not isinstance(request_id, str)
     ids: list[str] = list(request_id) if several else [request_id]  # type: ignore[list-item,call-overload]
     for item in ids:
         if not isinstance(item, str):
-            message = f"request_id must be a str or several, got {item!r:.80}"
+            message = f"request_id has {item!r:.80}, must be a str or several"
             raise RequestTypeError(message, param="request_id")
     return ids
 
 
 def check_times(add: AddRequest) -> None:
-    """Raise ``RequestError`` for an invalid time: requests could not be ordered by it."""
+    """Raise ``RequestError`` for times (deadlines, ``tbt``) that are not finite numbers."""
     for name in ("arrival_time", "deadline", "queue_deadline", "end_deadline"):
         time = getattr(add, name)
         if time is not None and not is_finite(time):
@@ -371,11 +369,11 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_plain(name: str, value: Any, depth: int = 0) -> None:
-    """Raise ``RequestTypeError`` for an argument that is not made of plain values only."""
+    """Raise ``RequestTypeError`` for an argument of a utility that is not plain data."""
     if isinstance(value, dict | list | tuple):
         if depth == MAX_PLAIN_DEPTH:
             raise RequestTypeError(
-                f"an argument of utility {name!r:.80} has more than {MAX_PLAIN_DEPTH} levels"
+                f"an argument of utility {name!r:.80} is nested over {MAX_PLAIN_DEPTH} levels deep"
             )
         for item in value:
             check_plain(name, item, depth + 1)
@@ -383,19 +381,19 @@ def check_plain(name: str, value: Any, depth: int = 0) -> None:
             check_plain(name, item, depth + 1)
     elif type(value) not in PLAIN:
         raise RequestTypeError(
-            f"an argument of utility {name!r:.80} is {value!r:.80} ({type(value).__name__}); only "
-            "None, booleans, numbers, strings, bytes, lists and dicts can be handed over"
+            f"an argument of utility {name!r:.80} is {value!r:.80} ({type(value).__name__}), must "
+            "be None, a boolean, number, string, bytes, list or dict"
         )
     elif type(value) is int and not -(2**63) <= value < 2**64:
-        raise RequestTypeError(f"an argument of utility {name!r:.80} does not fit into 64 bits")
+        raise RequestTypeError(f"an integer for utility {name!r:.80} does not fit into 64 bits")
     elif type(value) is str and not _is_unicode(value):
         raise RequestTypeError(
-            f"an argument of utility {name!r:.80} is {value!r:.80}, which has half a surrogate pair"
+            f"an argument of utility {name!r:.80} is {value!r:.80}, which is not valid Unicode"
         )
 
 
 def _is_unicode(text: str) -> bool:
-    """Python's strings may hold surrogates, which have no bytes."""
+    """False for a string with lone surrogates, which cannot be encoded."""
     try:
         text.encode()
     except UnicodeEncodeError:

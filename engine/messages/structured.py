@@ -1,4 +1,4 @@
-"""What the text of a request must look like, as users ask for it and as it travels to the core."""
+"""Structured outputs: the constraints of a text as users write them, and as sent to the core."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ CHOSEN: dict[str, tuple[str, ...]] = {
     "property_order": get_args(PropertyOrder),
 }
 WITH_SCHEMAS = ("json", "json_object", "structural_tag")
-OF_XGRAMMAR = ("json", "json_object", "grammar")  # what that library is offered for
+OF_XGRAMMAR = ("json", "json_object", "grammar")  # kinds that the backend xgrammar supports
 MAX_GRAMMAR_CHARS = 1 << 20
-MAX_SCHEMA_CHARS = 4 << 20  # of schemas: those of programs have two million and more
-# Compiling an expression takes time by the square of its length, and following a long literal time
-# for each token of all that run next to it.
+MAX_SCHEMA_CHARS = 4 << 20  # generated schemas can have more than two million characters
+# The time to compile a regular expression grows with the square of its length, and a long literal
+# slows each step down for all running requests.
 MAX_REGEX_CHARS = 8192
-MAX_CHOICE_CHARS = 4096  # of one text
+MAX_CHOICE_CHARS = 4096  # of each text
 OF_JSON = (
     *("disable_any_whitespace", "disable_additional_properties", "whitespace_pattern"),
     *CHOSEN,
@@ -41,29 +41,29 @@ TAG_EXAMPLE = (
 class StructuredOutputsParams(
     msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
 ):
-    """The form that the generated text has. Exactly one of the first six is given.
+    """A constraint of the generated text. Exactly one of the first six fields must be given.
 
     ``json``: a JSON schema, as a dict or as text. ``regex``: a regular expression that the whole
     text matches (syntax of Rust's ``regex``, which has no look-around and no back references).
-    ``choice``: one of these texts. ``grammar``: a context-free grammar in the notation of Lark or
-    of GBNF. ``json_object``: any JSON object. ``structural_tag``: free text in which some
-    beginnings open a part that follows a schema, as tool calls do; ``{"structures": [{"begin",
-    "schema", "end"}, ...], "triggers": [...]}`` as a dict or as text.
+    ``choice``: one of these texts. ``grammar``: a context-free grammar in Lark or GBNF notation.
+    ``json_object``: any JSON object. ``structural_tag``: free text in which certain strings begin a
+    part that follows a schema, e.g. a tool call; ``{"structures": [{"begin", "schema", "end"},
+    ...], "triggers": [...]}`` as a dict or as text.
 
-    For the schemas among them: ``disable_any_whitespace`` writes none between tokens of JSON,
-    ``whitespace_pattern`` is what stands there, each time (a regular expression; ``""`` is none),
-    ``disable_additional_properties`` allows only properties that a schema names. Names are vLLM's.
-    Two are ours, and ``None`` is what the engine is set to: ``additional_properties="closed"``: an
-    object whose schema names properties and says nothing about others has no others; ``"open"`` is
-    what JSON schema says. ``property_order="schema"``: properties come as the schema writes them;
-    ``"free"`` is any order.
+    For JSON: ``disable_any_whitespace`` forbids whitespace between JSON tokens,
+    ``whitespace_pattern`` is a regular expression for it (``""``: none), and
+    ``disable_additional_properties`` allows only properties that a schema names. These names are
+    vLLM's. Two fields are our own; ``None`` uses the engine's option. ``additional_properties``:
+    ``"closed"`` forbids other properties in an object whose schema names some and has no
+    ``additionalProperties``; ``"open"`` allows them, as JSON schema does. ``property_order``:
+    ``"schema"`` requires properties in the order of the schema, ``"free"`` allows any order.
 
-    ``backend``: the library that compiles it. ``guidance`` is llguidance, ``xgrammar`` is optional,
-    for ``json``, ``json_object`` and ``grammar`` in GBNF; ``auto`` is llguidance, and xgrammar for
-    what it refuses, where that is installed.
+    ``backend``: the library that compiles the constraint. ``guidance`` is llguidance; ``xgrammar``
+    is optional and supports ``json``, ``json_object`` and ``grammar`` in GBNF; ``auto`` is
+    llguidance, or xgrammar (if installed) for constraints that llguidance refuses.
 
-    Raises ``RequestError`` (a ``ValueError``) that names field, value and the way out. What a
-    schema or a grammar asks for and nobody can enforce fails its request when it is compiled.
+    Raises ``RequestError`` (a ``ValueError``) with field, value and a way out. Keywords that no
+    backend can enforce let the request fail when its grammar is compiled.
     """
 
     json: dict[str, Any] | str | None = None
@@ -83,43 +83,43 @@ class StructuredOutputsParams(
         self.check()
 
     def check(self) -> None:
-        """Raise ``RequestError`` if it cannot be requested."""
+        """Raise ``RequestError`` if the fields are invalid or contradict each other."""
         _text_of(self)
 
     @property
     def kind(self) -> Kind:
-        """Which of the six was given."""
+        """Which of the six constraints was given."""
         return next(kind for kind in KINDS if getattr(self, kind) is not None)
 
 
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What a text has before a part of it, with the markers as they look."""
+    """The text before a part of a grammar, with special tokens as text."""
 
-    text: str  # nothing: the whole text begins with the part
+    text: str  # empty: the part begins the whole text
     part: int
-    scope: str = ""  # of several such texts, what was written last of all that are scopes
-    follows: bool = False  # it stands right after another part
+    scope: str = ""  # the scope text that must have been generated last, if there are several
+    follows: bool = False  # True if it directly follows another part
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What travels to the core, as JSON: equal texts are the same grammar."""
+    """A grammar as sent to the core, as JSON: equal texts are the same grammar."""
 
     kind: Kind
-    text: str  # a schema or a tag is JSON, a choice a JSON list of its texts
-    is_dense: bool = False  # no whitespace between tokens of JSON
-    is_closed: bool = False  # only properties that a schema names
+    text: str  # a schema or a tag as JSON, a choice as a JSON list of its texts
+    is_dense: bool = False  # no whitespace between JSON tokens
+    is_closed: bool = False  # objects have only properties that a schema names
     whitespace: str | None = None
     backend: Backend = "auto"
     is_as_trained: bool = False  # one space after commas and colons, and no other whitespace
-    is_lenient: bool = False  # keywords that cannot be enforced are passed over
-    parts: tuple[Grammar, ...] = ()  # that a grammar names: @part_0, @part_1, ...
-    num_ways: int = 0  # in which the text may go on at one place, where these are many
+    is_lenient: bool = False  # keywords that cannot be enforced are ignored
+    parts: tuple[Grammar, ...] = ()  # which the grammar refers to as @part_0, @part_1, ...
+    num_ways: int = 0  # number of alternatives at one position, if there are many
     openings: tuple[Opening, ...] = ()  # where parts begin
-    additional_properties: AdditionalProperties | None = None  # as the engine is set
+    additional_properties: AdditionalProperties | None = None  # None: the engine's option
     property_order: PropertyOrder | None = None
 
     def with_rules(self, rules: ObjectRules) -> Grammar:
-        """A copy with these rules where none are chosen, in its parts too."""
+        """A copy that uses these rules where the grammar and its parts have none."""
         return msgspec.structs.replace(
             self,
             additional_properties=self.additional_properties or rules.additional_properties,
@@ -128,7 +128,7 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
         )
 
     def plain(self) -> Grammar:
-        """A copy without choices that change nothing, so that equal grammars have equal texts."""
+        """A copy without settings that have no effect, so that equal grammars have equal texts."""
         is_open, is_free = self.additional_properties == "open", self.property_order == "free"
         return msgspec.structs.replace(
             self,
@@ -139,13 +139,13 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class ObjectRules(NamedTuple):
-    """What is done with the objects of JSON schemas; ``None`` where that is left to others."""
+    """Rules for objects of JSON schemas; ``None`` where a default applies."""
 
     additional_properties: AdditionalProperties | None = None
     property_order: PropertyOrder | None = None
 
     def or_else(self, others: ObjectRules) -> ObjectRules:
-        """These, and the others where there are none."""
+        """These rules, with ``others`` where they are None."""
         return ObjectRules(
             self.additional_properties or others.additional_properties,
             self.property_order or others.property_order,
@@ -156,7 +156,7 @@ NO_RULES = ObjectRules()
 
 
 class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
-    """A grammar with parts that are forms of their own, by the names ``@part_0`` and so on."""
+    """A grammar that contains other constraints as parts, named ``@part_0`` and so on."""
 
     parts: tuple[Grammar, ...] = ()
     num_ways: int = 0
@@ -164,13 +164,13 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
 
 
 def grammar_of(params: StructuredOutputsParams, rules: ObjectRules = NO_RULES) -> str:
-    """The text of ``AddRequest.grammar``. rules: where the request has none. Raises
-    ``RequestError`` if it is too long."""
+    """The text of ``AddRequest.grammar``. rules: defaults for the request. Raises
+    ``RequestError`` if the constraint is too long or invalid."""
     return msgspec.json.encode(form_of(params).with_rules(rules).plain()).decode()
 
 
 def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> StructuredOutputsParams:
-    """A form with these rules, if it has schemas and no rules of its own."""
+    """The constraint with these rules as defaults, if it has JSON schemas."""
     if isinstance(params, ComposedForm):
         parts = tuple(part.with_rules(rules) for part in params.parts)
         return msgspec.structs.replace(params, parts=parts)
@@ -184,8 +184,8 @@ def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> Structure
 
 
 def form_of(params: StructuredOutputsParams) -> Grammar:
-    """The form as a struct. Raises what ``grammar_of`` does."""
-    kind, text = _text_of(params)  # checked again: it may have been changed since
+    """The constraint as a struct. Raises like ``grammar_of``."""
+    kind, text = _text_of(params)  # checks again, since fields may have changed
     composed = params if isinstance(params, ComposedForm) else ComposedForm(grammar="-")
     parts = composed.parts
     limit = MAX_SCHEMA_CHARS if parts or kind in WITH_SCHEMAS else MAX_GRAMMAR_CHARS
@@ -197,7 +197,7 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
     return Grammar(
         kind,
         text,
-        # No whitespace may stand between tokens: two ways to say it.
+        # Both mean that there is no whitespace between JSON tokens.
         params.disable_any_whitespace or params.whitespace_pattern == "",
         params.disable_additional_properties,
         params.whitespace_pattern or None,
@@ -211,13 +211,12 @@ def form_of(params: StructuredOutputsParams) -> Grammar:
 
 
 def grammar_from(text: str) -> Grammar:
-    """The form from its bytes, on the other side. Raises ``msgspec.DecodeError`` for anything
-    else."""
+    """Decode the text of ``grammar_of``. Raises ``msgspec.DecodeError`` for anything else."""
     return msgspec.json.decode(text, type=Grammar)
 
 
 def _text_of(params: StructuredOutputsParams) -> tuple[Kind, str]:
-    """What was given, and its text. Raises ``RequestError`` if it cannot be requested."""
+    """The kind of the constraint and its text. Raises ``RequestError`` if it is invalid."""
     try:
         return _checked_text(params)
     except RequestError as error:
@@ -263,13 +262,13 @@ def _check_options(params: StructuredOutputsParams, kind: Kind) -> None:
     for name in OF_JSON:
         if getattr(params, name) not in (None, False):
             raise RequestError(
-                f"structured_outputs has {name} with {kind}, but it is for json, json_object and "
-                "structural_tag: leave it out"
+                f"structured_outputs has {name} with {kind}, but {name} applies only to json, "
+                f"json_object and structural_tag: leave {name} out"
             )
 
 
 def check_chosen(name: str, value: object, values: tuple[str, ...]) -> None:
-    """Raise ``RequestError`` if it is neither ``None`` nor one of these."""
+    """Raise ``RequestError`` if the value is neither ``None`` nor one of ``values``."""
     if value is not None and value not in values:
         raise RequestError(f"{name} is {value!r:.80}, must be one of: {', '.join(values)}")
 
@@ -286,13 +285,13 @@ def _check_backend(params: StructuredOutputsParams, kind: Kind) -> None:
         return
     if kind not in OF_XGRAMMAR:
         raise RequestError(
-            f"structured_outputs has backend 'xgrammar' with {kind}, but it is offered for "
+            f"structured_outputs has backend 'xgrammar' with {kind}, but xgrammar supports only "
             f"{', '.join(OF_XGRAMMAR)}: leave backend out"
         )
     if params.whitespace_pattern:
         raise RequestError(
-            f"whitespace_pattern is {params.whitespace_pattern!r:.80}, which is not offered with "
-            "backend 'xgrammar': leave one of them out"
+            f"whitespace_pattern is {params.whitespace_pattern!r:.80}, which backend 'xgrammar' "
+            "does not support: leave one of them out"
         )
 
 
@@ -306,7 +305,7 @@ def _check_type(name: str, value: object, *kinds: type) -> None:
 
 
 def _read_json(name: str, value: Any) -> tuple[Any, str]:
-    """The value itself and its text."""
+    """The JSON value and its text."""
     _check_type(name, value, dict, str)
     try:
         return _read_quickly(value) or _read_exactly(name, value)
@@ -314,17 +313,17 @@ def _read_json(name: str, value: Any) -> tuple[Any, str]:
         raise
     except (ValueError, TypeError, RecursionError) as error:
         raise RequestError(
-            f"the {name} of structured_outputs is {_shown(value)}, which is no JSON: {error}"
+            f"the {name} of structured_outputs is {_shown(value)}, which is not JSON: {error}"
         ) from error
 
 
 def _read_quickly(value: Any) -> tuple[Any, str] | None:
-    """``None`` for what must be looked at closely. A large schema holds up what runs next to it."""
+    """Fast version of ``_read_json`` for large schemas; ``None`` if closer checks are needed."""
     try:
         if isinstance(value, str):
             return msgspec.json.decode(value), value
         encoded = msgspec.json.encode(value)
-        # What JSON has not would be written as something else: a number that is none as null.
+        # msgspec would encode some values that JSON lacks as others, e.g. NaN as null.
         return (value, encoded.decode()) if msgspec.json.decode(encoded) == value else None
     except Exception:
         return None
@@ -342,7 +341,7 @@ def _json_text(value: Any) -> str:
     if not isinstance(schema, dict):
         raise RequestError(
             f"the json of structured_outputs is {value!r:.80}, must be a JSON schema: an object, "
-            "as {'type': 'object'}"
+            "e.g. {'type': 'object'}"
         )
     return text
 
@@ -355,19 +354,19 @@ def _plain_text(name: str) -> Any:
         if name == "regex":
             _check_length("the regex", value, MAX_REGEX_CHARS)
         _check_characters(name, value)
-        return str.__str__(value)  # one that is an Enum, too
+        return str.__str__(value)  # also for a str Enum
 
     return checked
 
 
 def _check_characters(name: str, text: str) -> None:
-    """Half of a surrogate pair is no character: no text that a model writes has it."""
+    """Raise ``RequestError`` for a lone surrogate, which no generated text can contain."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise RequestError(
             f"the {name} of structured_outputs has {text[error.start]!r} at {error.start}, which "
-            "is no character: leave it out"
+            "is not a valid character: leave it out"
         ) from error
 
 
@@ -375,7 +374,7 @@ def _shown(value: object) -> str:
     try:
         return f"{value!r:.80}"
     except RecursionError:
-        return "nested too deeply to be shown"
+        return "(nested too deeply to be shown)"
 
 
 def _check_length(what: str, text: str, limit: int) -> None:
@@ -403,13 +402,13 @@ def _tag_text(value: Any) -> str:
     tags, text = _read_json("structural_tag", value)
     if isinstance(tags, dict) and "format" in tags and "structures" not in tags:
         raise RequestError(
-            "the structural_tag of structured_outputs has a format, which is not offered; use "
-            f"structures and triggers, as {TAG_EXAMPLE}"
+            "the structural_tag of structured_outputs has the field format, which is not "
+            f"supported; use structures and triggers, e.g. {TAG_EXAMPLE}"
         )
     if not isinstance(tags, dict) or not {"structures", "triggers"} <= tags.keys():
         raise RequestError(
             f"the structural_tag of structured_outputs is {tags!r:.80}, must have structures and "
-            f"triggers, as {TAG_EXAMPLE}"
+            f"triggers, e.g. {TAG_EXAMPLE}"
         )
     structures, triggers = tags["structures"], tags["triggers"]
     for name, entries in (("structures", structures), ("triggers", triggers)):

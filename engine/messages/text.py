@@ -1,7 +1,7 @@
-"""The messages between a front end and its tokenizer and detokenizer processes.
+"""The messages between a front end and its text processes, which tokenise and detokenise.
 
-Both sides have the same version: the front end starts the processes. Jobs travel several together,
-and are answered together, in order. Texts are UTF-8, ids are 32-bit integers of the machine.
+Both sides have the same version, since the front end starts the processes. Jobs are sent in
+batches, and answered in batches and in order. Texts are UTF-8, ids are native 32-bit integers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.messages.wire import Failure
 
 
 class StartText(msgspec.Struct, array_like=True, frozen=True):
-    """The start message of a text process. ``socket``: the descriptor it inherits."""
+    """The start message of a text process. ``socket``: the file descriptor it inherits."""
 
     socket: int
     model: str  # directory
@@ -37,7 +37,7 @@ class Render(msgspec.Struct, array_like=True, frozen=True, tag="render"):
 
 
 class TextWish(msgspec.Struct, array_like=True, frozen=True):
-    """How the text of a sequence is to be made: the part of its parameters that is about text."""
+    """The parameters of a sequence that concern its text."""
 
     skip_special_tokens: bool
     stop: list[str]
@@ -46,18 +46,18 @@ class TextWish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Opening(msgspec.Struct, array_like=True, frozen=True):
-    """A sequence the process does not know (any more). ``read``: its tokens whose text is known
-    already, grouped as they were read, since half a character withholds the text of its group."""
+    """The state of a sequence that is new to the process. ``read``: tokens whose text is already
+    known, in the groups in which they were read: an incomplete character delays a group's text."""
 
     wish: TextWish
-    prompt: bytes  # ids
+    prompt: bytes  # token ids
     read: list[list[int]]
 
 
 class Read(msgspec.Struct, array_like=True, frozen=True, tag="read"):
-    """Turn the next tokens of a sequence into text. Answered by ``TextDelta``.
+    """Detokenise the next tokens of a sequence. Answered by ``TextDelta``.
 
-    ``is_last``: nothing follows, what is withheld comes out.
+    ``is_last``: the sequence ends, so delayed text is released.
     """
 
     sequence: int
@@ -74,23 +74,23 @@ class Ready(msgspec.Struct, array_like=True, frozen=True, tag="ready"):
 
 
 class Encoded(msgspec.Struct, array_like=True, frozen=True, tag="encoded"):
-    """The ids of a text."""
+    """The token ids of a text."""
 
     token_ids: bytes
 
 
 class Rendered(msgspec.Struct, array_like=True, frozen=True, tag="rendered"):
-    """A text, and its ids (the template has written special tokens itself)."""
+    """The rendered text and its ids (the template writes the special tokens)."""
 
     text: str
     token_ids: bytes
 
 
 class TextDelta(msgspec.Struct, array_like=True, gc=False, tag="delta"):
-    """What tokens did to a text: ``num_dropped`` characters off its end, then ``text`` after it.
+    """A change of a text: remove ``num_dropped`` characters from its end, then append ``text``.
 
-    ``stop``: a stop string that ended it, with the ``num_tokens`` the sequence then has.
-    ``error``: why its tokens could not be read.
+    ``stop``: the stop string that ended it; the sequence then has ``num_tokens`` tokens.
+    ``error``: why its tokens could not be detokenised.
     """
 
     text: str = ""
@@ -101,7 +101,7 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False, tag="delta"):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """A job that raised."""
+    """The answer to a job that raised."""
 
     failure: Failure
 
@@ -110,7 +110,7 @@ Reply = Ready | Encoded | Rendered | TextDelta | Failed
 
 
 class Rendering(NamedTuple):
-    """A chat as a prompt."""
+    """A chat rendered as a prompt."""
 
     text: str
     token_ids: list[int]

@@ -1,9 +1,10 @@
-"""The messages between clients and a core in another process: see docs/internals/wire.md.
+"""The messages between clients and a core in another process, documented in
+docs/internals/wire.md.
 
-Every message is one array whose first element names its type. Fields are only ever appended, with
-defaults. A client sends ``Hello`` first and is answered ``Welcome``; a message with a number is
-answered once with the same number, in order. Aborts are not answered: every request
-that was taken ends once, with a row of ``Outputs``.
+Every message is an array whose first element is the name of its type. New fields are appended, with
+defaults. A client sends ``Hello`` first; the core replies ``Welcome``. A message with a number is
+answered once, with the same number, in order. ``Abort`` is not answered: the end of every accepted
+request is sent once, in a row of ``Outputs``.
 """
 
 from __future__ import annotations
@@ -15,24 +16,23 @@ import msgspec
 from engine.messages.requests import AddRequest, CoreOutputs
 
 PROTOCOL_VERSION = 3
-MAX_HELLO_BYTES = 64 << 10  # of a client's first message, which any program may send
-MAX_CALL_BYTES = 1 << 20  # of a call, its answer, and whatever carries no requests
-MAX_SUBMIT_REQUESTS = 4096  # in one message, so that all can be answered in one
+MAX_HELLO_BYTES = 64 << 10  # size of a client's first message, which any program could send
+MAX_CALL_BYTES = 1 << 20  # size of a call, its answer, and all messages without requests
+MAX_SUBMIT_REQUESTS = 4096  # requests in one message, so that one answer is enough
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """Why something was not done. ``kind`` is the class of the error; ``param`` and ``code`` are
-    those of ``RequestError``."""
+    """An error. ``kind`` is its class; ``param`` and ``code`` are those of ``RequestError``."""
 
     kind: str
     message: str
-    retry_after: float | None = None  # seconds, of refusals that may be retried
+    retry_after: float | None = None  # seconds, if the request was refused and can be sent again
     param: str | None = None
     code: str | None = None
 
 
 class Refusal(msgspec.Struct, array_like=True, frozen=True):
-    """A request that was not taken. ``index``: its place among those that were submitted."""
+    """A request that was not accepted. ``index``: its position in ``Submit.requests``."""
 
     index: int
     failure: Failure
@@ -42,22 +42,22 @@ class Refusal(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag="hello"):
-    """The first message of a client. ``token`` proves that it may use this core."""
+    """The first message of a client. ``token`` is the secret that grants access to the core."""
 
     version: int
     token: bytes
-    name: str = ""  # of the client, for the core's log
+    name: str = ""  # name of the client, for the core's log
 
 
 class Submit(msgspec.Struct, array_like=True, frozen=True, tag="submit"):
-    """Queue these requests, in this order. Answered by ``Submitted``."""
+    """Queue requests, in this order. Answered by ``Submitted``."""
 
     number: int
     requests: Annotated[list[AddRequest], msgspec.Meta(max_length=MAX_SUBMIT_REQUESTS)]
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag="abort"):
-    """Stop these requests; unknown ids do nothing. Not answered: their ends come as outputs."""
+    """Abort requests; unknown ids are ignored. Not answered: their ends are sent as outputs."""
 
     request_ids: list[str]
 
@@ -71,13 +71,13 @@ class Call(msgspec.Struct, array_like=True, frozen=True, tag="call"):
 
 
 class Credit(msgspec.Struct, array_like=True, frozen=True, tag="credit"):
-    """This many more ``Outputs`` may be sent: the client has read as many."""
+    """Flow control: allows the core to send this many more ``Outputs``."""
 
     num_batches: int
 
 
 class Bye(msgspec.Struct, array_like=True, frozen=True, tag="bye"):
-    """The client leaves; what it still has at the core is aborted."""
+    """The client disconnects; its unfinished requests are aborted."""
 
 
 FromClient = Hello | Submit | Abort | Call | Credit | Bye
@@ -87,32 +87,32 @@ FromClient = Hello | Submit | Abort | Call | Credit | Bye
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
-    """The answer to ``Hello``: what a client must know to use this core."""
+    """The answer to ``Hello``, with the properties of the core."""
 
     version: int
     client_index: int
-    id_prefix: str  # unique to this client: ids that begin with it never clash
-    num_credits: int  # Outputs that are sent before the first Credit
+    id_prefix: str  # unique to this client: request ids with this prefix never collide
+    num_credits: int  # number of Outputs that may be sent before the first Credit
     max_model_len: int
     vocab_size: int
     eos_token_ids: list[int]
     num_kv_blocks: int
     block_size: int
-    time: float  # clock of the core, seconds
-    model: str = ""  # directory it was loaded from, on the core's machine; "" if there is none
-    capabilities: list[str] = []  # parts of a plan that are served, as adapters or masks
+    time: float  # seconds on the core's clock
+    model: str = ""  # directory of the model on the core's machine; "" if there is none
+    capabilities: list[str] = []  # supported plan parts, e.g. adapters or masks
 
 
 class Submitted(msgspec.Struct, array_like=True, frozen=True, tag="submitted"):
-    """What became of ``Submit``: all were taken but these."""
+    """The answer to ``Submit``: all requests were accepted except the listed ones."""
 
     number: int
-    time: float  # clock of the core when it was read, seconds
+    time: float  # seconds on the core's clock when it read the message
     refusals: list[Refusal] = []
 
 
 class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
-    """What a utility returned, or why it did not."""
+    """The answer to ``Call``: the utility's return value or its error."""
 
     number: int
     value: Any = None
@@ -120,44 +120,45 @@ class Answer(msgspec.Struct, array_like=True, frozen=True, tag="answer"):
 
 
 class Outputs(msgspec.Struct, array_like=True, frozen=True, tag="outputs"):
-    """What one step brought for this client. Each costs a credit."""
+    """The outputs of one step for this client. Each message uses one credit."""
 
     batch: CoreOutputs
 
 
 class Fault(msgspec.Struct, array_like=True, frozen=True, tag="fault"):
-    """A message could not be read, or was not to be sent then; it did nothing."""
+    """The answer to a message that was invalid or not allowed at that time, and was ignored."""
 
     message: str
 
 
 class Dead(msgspec.Struct, array_like=True, frozen=True, tag="dead"):
-    """The core's last message: why there will be no other."""
+    """The last message of a core that dies, with the reason."""
 
     message: str
     traceback: str = ""
 
 
 class Probe(msgspec.Struct, array_like=True, frozen=True, tag="probe"):
-    """Has no content: whether it can be sent shows the core if the client is still there."""
+    """An empty message, by which the core checks that the client is still connected."""
 
 
 ToClient = Welcome | Submitted | Answer | Outputs | Fault | Dead | Probe
 
 
-# On the control socket, where an answer never waits for a step.
+# On the control socket, where answers never wait for a step.
 
 
 class Ping(msgspec.Struct, array_like=True, frozen=True, tag="ping"):
-    """Ask for the state of the core. Answered by ``Health``."""
+    """Request the state of the core. Answered by ``Health``."""
 
     token: bytes
 
 
 class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
-    """Take nothing new, finish what there is within this many seconds, end. Answered by ``Health``.
+    """Shut down: accept no new requests, finish the others within ``drain_timeout`` seconds.
+    Answered by ``Health``.
 
-    ``None`` is the core's own ``drain_timeout``.
+    ``None`` is the core's own setting.
     """
 
     token: bytes
@@ -170,10 +171,10 @@ CoreState = Literal["ready", "draining"]
 
 
 class Health(msgspec.Struct, array_like=True, frozen=True, tag="health"):
-    """Made from the heartbeat of the step loop: being alive means making progress."""
+    """The state of the core. It is alive if its step loop makes progress."""
 
     state: CoreState
-    seconds_in_step: float  # how long the present step has taken; 0.0 while idle
+    seconds_in_step: float  # duration of the current step so far; 0.0 while idle
     num_steps: int
     num_unfinished: int
     num_clients: int

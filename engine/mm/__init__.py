@@ -1,1 +1,1 @@
-"""Images, sound and the like in prompts."""
+"""Images, sound and other media in prompts."""

@@ -1,12 +1,12 @@
-"""Media in prompts: which are encoded in a step, and whose encoder output is kept. No torch.
+"""Media in prompts: decides which are encoded in a step, and which encoder outputs are kept.
 
-EncoderBudget: a prompt chunk is cut before the first media item that is neither encoded nor can be
-encoded in this step. Encoder output is kept until the tokens that read it are known to be computed,
-and then until its room is needed.
+EncoderBudget: shortens a prompt chunk before the first media item that is not encoded and cannot be
+encoded in this step. Encoder output is kept until all tokens that read it have been computed, and
+then until its space is needed.
 
-EncoderCache: what lies on the device, and for how long.
+EncoderCache: the encoder outputs on the device.
 
-absent ──add──> used ──last user gone──> idle ──room is needed──> evicted (reported once)
+absent ──add──> used ──last user ends──> idle ──space is needed─> evicted (reported once)
                   ^                        │
                   └──────── used again ────┘
 """
@@ -26,7 +26,7 @@ from engine.sched.step_state import Step
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """One request's hold on one entry."""
+    """The use of one entry by one request; the entry cannot be evicted meanwhile."""
 
     item: MediaItem
     is_over: bool = False
@@ -34,20 +34,20 @@ class Use:
 
 @dataclass(slots=True)
 class Entry:
-    """One media item's output, which takes ``num_tokens`` of the cache."""
+    """The encoder output of one media item, of ``num_tokens`` tokens."""
 
     num_tokens: int
     uses: set[Use] = field(default_factory=set)
 
 
 class EncoderCache:
-    """Entries by content hash. Sizes are in tokens; the worker keeps one embedding for each."""
+    """The encoder outputs by content hash. Sizes are in tokens, each with one embedding."""
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
         self.entries: dict[str, Entry] = {}
-        self.idle: dict[str, None] = {}  # entries without a user, longest idle first
-        self.num_used = 0  # tokens of entries with users
+        self.idle: dict[str, None] = {}  # entries without users, longest idle first
+        self.num_used = 0  # tokens in entries with users
         self._num_idle = 0
         self._evicted: list[str] = []
 
@@ -56,15 +56,15 @@ class EncoderCache:
 
     @property
     def num_available(self) -> int:
-        """Room in tokens: what is free or held by idle entries."""
+        """Number of tokens that are free or in idle entries."""
         return self.num_tokens - self.num_used
 
     def is_used(self, key: str) -> bool:
-        """Does a request hold the entry, so that another one can hold it at no cost?"""
+        """True if a request uses the entry, so that another use takes no space."""
         return key in self.entries and key not in self.idle
 
     def use(self, item: MediaItem) -> Use:
-        """Hold the item's entry, which is made if there is none; idle ones make room."""
+        """Start to use the item's entry. A missing one is created, evicting idle ones if needed."""
         entry = self.entries.get(item.hash)
         if entry is None:
             self._make_room(item.length)
@@ -79,7 +79,7 @@ class EncoderCache:
         return use
 
     def end(self, use: Use) -> None:
-        """End the hold; an entry without users stays until its room is needed."""
+        """End a use. An entry without users stays until its space is needed."""
         if use.is_over:
             return
         use.is_over = True
@@ -91,7 +91,7 @@ class EncoderCache:
             self.idle[use.item.hash] = None
 
     def discard(self, key: str) -> None:
-        """The entry is invalid: requests that use it must have the item encoded again."""
+        """Remove an invalid entry. The requests that use it must encode the item again."""
         entry = self.entries.get(key)
         if entry is None:
             return
@@ -100,7 +100,7 @@ class EncoderCache:
         self._evict(key)
 
     def take_evicted(self) -> list[str]:
-        """Entries evicted since the last call. The worker frees them before it encodes anything."""
+        """Take the entries evicted since the last call. The worker frees them before it encodes."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -115,11 +115,11 @@ class EncoderCache:
 
 
 class EncoderBudget(Resource):
-    """At most ``max_encoder_tokens`` of media are encoded in a step, and ``cache_size`` kept.
+    """Limits media to ``max_encoder_tokens`` encoded per step and ``cache_size`` kept tokens.
 
-    ``whole_media``: the tokens of an item are computed in one step, for models that look both ways
-    within it. ``longest_item`` is that of the model, in tokens, 0 if not known. Raises
-    ``ConfigError`` if such an item could never be served.
+    ``whole_media``: all tokens of an item must be computed in one step, for models with
+    bidirectional attention within it. ``longest_item``: the model's longest item in tokens, 0 if
+    unknown. Raises ``ConfigError`` if such an item could never be served.
     """
 
     name = "encoder"
@@ -137,25 +137,25 @@ class EncoderBudget(Resource):
         self.whole_media = whole_media
         self.longest_item = longest_item
         self.cache = EncoderCache(cache_size)
-        self._tokens_left = max_encoder_tokens  # in this step
-        self._uses: dict[str, dict[int, Use]] = {}  # request id -> index of item -> its hold
-        self._last_reads: dict[int, list[Use]] = {}  # step -> holds whose last tokens it computes
+        self._tokens_left = max_encoder_tokens  # that can still be encoded in this step
+        self._uses: dict[str, dict[int, Use]] = {}  # request id -> index of item -> use
+        self._last_reads: dict[int, list[Use]] = {}  # step -> uses whose last tokens it computes
         self._part = MediaPart()
         self._encoded_in: dict[int, list[tuple[int, str]]] = {}  # step -> row and hash
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         self._scheduler = scheduler
         if why := self._impossible(self.longest_item):
-            raise ConfigError(f"a media item of this model may have {self.longest_item} {why}")
+            raise ConfigError(f"media items of this model have up to {self.longest_item} {why}")
 
     def objection(self, add: AddRequest) -> str | None:
         for item in add.media:
             if why := self._impossible(item.length):
-                return f"media item at token {item.offset} has {item.length} {why}"
+                return f"the media item at token {item.offset} has {item.length} {why}"
         return None
 
     def watches(self, req: Request) -> bool:
-        """A request past its media decodes like any other."""
+        """False once all media of the request have been computed."""
         return any(req.num_computed < item.offset + item.length for item in req.media)
 
     def begin_step(self, step: Step) -> None:
@@ -197,7 +197,7 @@ class EncoderBudget(Resource):
             plan.media = part
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Tokens of the step are certain now: holds whose last tokens it computed end."""
+        """End the uses whose last tokens this step has computed."""
         for use in self._last_reads.pop(plan.step, ()):
             self.cache.end(use)
         for row, key in self._encoded_in.pop(plan.step, ()):
@@ -207,7 +207,7 @@ class EncoderBudget(Resource):
     # -- helpers
 
     def _whole(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
-        """The last position that splits no item, if items must be computed whole."""
+        """The last position that splits no item, if items must not be split."""
         for item in media if self.whole_media else ():
             if item.offset < upto < item.offset + item.length:
                 return max(start, item.offset)
@@ -230,7 +230,7 @@ class EncoderBudget(Resource):
         return upto
 
     def _use(self, req: Request, index: int, step: Step) -> Use:
-        """Hold an item's output; this row encodes it if it is not cached."""
+        """Start to use an item's output; this row encodes it if it is not cached."""
         item = req.media[index]
         if item.hash not in self.cache:
             self._tokens_left -= item.length
@@ -239,17 +239,17 @@ class EncoderBudget(Resource):
         return self.cache.use(item)
 
     def _impossible(self, length: int) -> str | None:
-        """Why an item of this many tokens could never be served."""
+        """Why an item of ``length`` tokens could never be served, or None."""
         step_tokens = self._scheduler.config.max_num_batched_tokens
         if length > self.max_encoder_tokens:
             return (
-                f"tokens, but at most {self.max_encoder_tokens} are encoded in a step; raise "
-                "max_encoder_tokens or send it in a lower resolution"
+                f"tokens, but at most {self.max_encoder_tokens} can be encoded in a step; raise "
+                "max_encoder_tokens or send the item in a lower resolution"
             )
         if length > self.cache.num_tokens:
             return (
-                f"tokens, but the encoder cache has room for {self.cache.num_tokens}; raise its "
-                "cache_size or send it in a lower resolution"
+                f"tokens, but the encoder cache holds only {self.cache.num_tokens}; raise "
+                "cache_size or send the item in a lower resolution"
             )
         if self.whole_media and length > step_tokens:
             return (
@@ -260,7 +260,7 @@ class EncoderBudget(Resource):
 
 
 def read_by(media: Sequence[MediaItem], start: int, upto: int) -> Iterator[tuple[int, MediaItem]]:
-    """Index and item of what the tokens at [start, upto) read."""
+    """Index and item of the media that the tokens at [start, upto) read."""
     for index, item in enumerate(media):
         if item.offset < upto and start < item.offset + item.length:
             yield index, item

@@ -1,1 +1,1 @@
-"""Speculative decoding: tokens that are guessed first and verified afterwards."""
+"""Speculative decoding: draft tokens are proposed, and verified by the model afterwards."""

@@ -1,16 +1,15 @@
-"""A draft model: a smaller model guesses tokens, which the next step verifies next to its own.
+"""DraftModel: a smaller model proposes tokens, which the next step of the model verifies.
 
-    begin    new blocks are entered
-    follow   after the draw: the draft model computes the tokens of the step that it lacks and the
-             one that was drawn, then a decode for each further token to propose
-    report   the proposals go to the scheduler with the step's result
+    begin    new KV blocks are registered
+    follow   after sampling: the draft model computes the step's tokens that it lacks and the
+             sampled token, then a decode for each further token to propose
+    report   the proposals are sent to the scheduler with the step's result
 
-Its keys and values lie in blocks of the same numbers as the model's (see `kept`). Its tokens are
-drawn with the request's own parameters, seed and noise, at the position where the model's will
-stand. As both take the largest of the same noise plus their own logits, they agree the more often
-the nearer their distributions are (at least (1 - d) / (1 + d) of the time for a distance d in total
-variation: Daliri, Musco, Suresh 2024, arXiv 2408.07978). And what stands in the end is the model's
-own token, with drafts and without.
+Its keys and values are in blocks with the same numbers as the model's (see `kept`). It samples with
+the request's parameters, seed and noise at the same position as the model. Both take the largest
+sum of the same noise and their own logits, so they agree the more often the closer their
+distributions are (at least (1 - d) / (1 + d) of the time for a total variation distance d: Daliri,
+Musco, Suresh 2024, arXiv 2408.07978). The final tokens are the model's own, with or without drafts.
 """
 
 from __future__ import annotations
@@ -55,26 +54,25 @@ from kernels import slots as on_slots
 from kernels.cpu.recording import Recorder
 from kernels.slots import Rows
 
-FEW = 16  # tokens of a row that was computed a step ago: its pass is like the one before
+FEW = 16  # a row with up to this many tokens was in the step before: its pass is a usual one
 
 
 class DraftModel(Feature):
-    """Proposes tokens with a model of its own; see ``SpeculativeConfig``."""
+    """The worker's half of drafting with a draft model; see ``SpeculativeConfig``."""
 
     part = "proposals"
 
     def __init__(
         self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig, num_drafts: int
     ) -> None:
-        """model, info: the draft model, in a directory. config: the worker's. num_drafts: most
-        drafts of a row."""
+        """model, info: the draft model's. config: the worker's. num_drafts: most per row."""
         self._config = config
         self._info = info
         self._model_config = model
         sched = config.scheduler
         self._limit = min(info.max_position_embeddings, sched.max_model_len)
         self._spare = SpareBlocks(sched.max_num_seqs, num_drafts, config.block_size)
-        self._proposals: deque[_Proposals] = deque()  # of steps that are not collected
+        self._proposals: deque[_Proposals] = deque()  # of steps whose results are not collected yet
         self._has_met_shapes = False
 
     def attach(self, machine: Machine) -> None:
@@ -87,7 +85,7 @@ class DraftModel(Feature):
         self._target = machine
         slots = machine.slots.twin(platform)
         num_seqs, num_tokens = sched.max_num_seqs, sched.max_num_batched_tokens
-        # Two passes are staged for each step.
+        # Each step stages the inputs of two passes.
         staging = Staging(platform, num_seqs, num_tokens, 2 * sched.num_steps_in_flight)
         own = Machine(
             model=model,
@@ -102,7 +100,7 @@ class DraftModel(Feature):
         self._passes = Passes(own, machine, self._limit)
 
     def load(self, machine: Machine) -> Model:
-        """The draft model, for the device of this machine. Raises ``ConfigError``."""
+        """Load the draft model onto the device of this machine. Raises ``ConfigError``."""
         platform, own = machine.platform, self._model_config
         if platform.shares_memory:
             dtype = compute_dtype(own, self._info, "cpu")
@@ -145,13 +143,13 @@ class DraftModel(Feature):
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
         machine = self._passes.machine
-        if machine.platform.compiles and not self._has_met_shapes:  # steps are recorded on trial
+        if machine.platform.compiles and not self._has_met_shapes:  # steps are recorded as a trial
             self._has_met_shapes = True
             run_all_kinds(Runner(machine, self._limit), machine.batches.max_num_tokens, self._limit)
         self._passes.capture(sizes, mixed_sizes)
 
     def begin(self, plan: StepPlan, live: LiveSeqs) -> None:
-        self._proposals.append(_Proposals(plan))  # first: every step is reported, whatever fails
+        self._proposals.append(_Proposals(plan))  # first: failed steps are reported, too
         machine = self._passes.machine
         tables, upload = machine.slots.state.block_tables, machine.platform.upload
         if plan.new:
@@ -164,7 +162,7 @@ class DraftModel(Feature):
         self._kept.begin(plan)
 
     def follow(self, rows: PlanRows) -> None:
-        if not self._proposals or self._proposals[-1].plan.proposals is None:  # made up, or no wish
+        if not self._proposals or self._proposals[-1].plan.proposals is None:  # trial, or no drafts
             return
         wanted = self._proposals[-1].wanted(rows)
         num_drafts = wanted * 0 if rows.drafts is None else rows.drafts.counts
@@ -175,7 +173,7 @@ class DraftModel(Feature):
         if not len(work.slots):
             return
         drafts = self._passes.run(work)
-        self._kept.computed(work)  # and not if it raised
+        self._kept.computed(work)  # only if nothing was raised
         if drafts is not None:
             self._proposals[-1].add(work, self._passes.machine.platform.fetch([drafts]))
 
@@ -187,7 +185,7 @@ class Passes:
     """The forward passes of the draft model after a step."""
 
     def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
-        """machine: the draft model's, with slots of its own; target: the model's. limit: of
+        """machine: the draft model's, with its own slots; target: the model's. limit: number of
         positions."""
         self.machine = machine
         self._target = target
@@ -196,17 +194,18 @@ class Passes:
         self._mixed: BySize[MixedGraph] = BySize()
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
-        """Record passes of this many rows, and first ones of this many tokens."""
+        """Record graphs of decodes of ``sizes`` rows, and of first passes of ``mixed_sizes``
+        tokens."""
         if self.machine.model.can_be_recorded:
             self._graphed = record(self.machine, sizes, self._limit)
             self._mixed = record_mixed(self.machine, mixed_sizes, self._limit)
 
     def run(self, work: DraftWork) -> torch.Tensor | None:
-        """Compute these tokens. Returns the drafts [most wanted, rows that want some] int32 on the
-        device, negative where there is none; ``None`` if none are wanted."""
+        """Compute the tokens of ``work``. Returns drafts [most wanted, rows that want some], int32
+        on the device, negative where there is none; ``None`` if none are wanted."""
         wants = work.wanted > 0
         slots = self.machine.platform.upload(work.slots[wants].astype(np.int32))
-        # Where the token stands that was drawn last; the host knows only how far it may be.
+        # Positions of the last sampled tokens; the host only knows upper bounds of them.
         last = self._target.slots.state.num_computed[slots.long()]
         hidden = self._first(work, last)
         if not wants.any():
@@ -222,8 +221,8 @@ class Passes:
     # -- helpers
 
     def _first(self, work: DraftWork, last: torch.Tensor) -> torch.Tensor:
-        """Compute the tokens. Returns the hidden states [R, H] of the last that stands of each row
-        that wants drafts."""
+        """Compute the tokens. Returns the hidden states [R, H] of the last accepted token of each
+        row that wants drafts."""
         machine, upload = self.machine, self.machine.platform.upload
         seqs = np.flatnonzero(work.wanted)
         rows = PlanRows(work.slots, work.starts, work.counts, work.wanted * 0)
@@ -244,7 +243,7 @@ class Passes:
             return machine.model.forward(batch, machine.kv).last[places]
         if len(seqs):
             batch.wanted = wanted_rows(batch.attn, places, upload(seqs.astype(np.int64)), last + 1)
-        else:  # the last layer must have something to compute
+        else:  # the last layer needs at least one row
             token, seq, length = (upload(column) for column in _last_token(work))
             batch.wanted = wanted_rows(batch.attn, token, seq, length)
         if graph is not None:
@@ -253,7 +252,7 @@ class Passes:
         return machine.model.forward(batch, machine.kv).last
 
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
-        """A decode for each further token. rows: one token each; drafts [R]: the first."""
+        """Decode ``num_more`` further drafts. rows: one token each; drafts [R]: first drafts."""
         machine, target = self.machine, self._target
         graph = self._graphed.smallest(len(drafts))
         padded = len(drafts) if graph is None else graph.num_rows
@@ -274,7 +273,7 @@ class Passes:
         return more
 
     def _decode(self, room: Room, longest: int) -> torch.Tensor:
-        """One decode, launched call by call. longest: most tokens of a sequence after it."""
+        """One decode without a recorded graph. longest: most tokens of a sequence after it."""
         machine, num = self.machine, room.num_seqs
         batch = machine.batches.build(room, Extent(num, max_query_len=1, max_seq_len=longest))
         batch.recorder = machine.recorder
@@ -286,7 +285,7 @@ class Passes:
     def _draw(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """A token for each row [R] int32. positions: where they will stand."""
+        """Sample a token for each row, [R] int32. positions: those of the new tokens."""
         machine, drawn = self.machine, None
         if self._target.sampler.wants_largest_only:
             drawn = machine.model.largest(hidden)
@@ -296,31 +295,31 @@ class Passes:
 
 
 def _last_token(work: DraftWork) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
-    """The last token of the batch: its row, its sequence, and the keys that it sees."""
+    """The last token of the batch: its row, its sequence, and the number of keys it attends to."""
     rows = np.array([int(work.counts.sum()) - 1])
     return rows, np.array([len(work.slots) - 1]), (work.starts + work.counts)[-1:]
 
 
 class _Proposals:
-    """What is proposed in a step."""
+    """The drafts proposed in one step."""
 
     def __init__(self, plan: StepPlan) -> None:
         self.plan = plan
-        self._parts: list[tuple[DraftWork, Fetched]] = []  # rows may be computed in several
+        self._parts: list[tuple[DraftWork, Fetched]] = []  # a step may be computed in several parts
 
     def wanted(self, rows: PlanRows) -> Column:
-        """Drafts wanted after some rows of the step."""
+        """Numbers of drafts wanted after these rows of the step."""
         assert self.plan.proposals is not None
         by_slot: Column = np.zeros(int(self.plan.slots.max()) + 1, dtype=np.int32)
         by_slot[self.plan.slots] = self.plan.proposals
         return by_slot[rows.slots] * rows.samples
 
     def add(self, work: DraftWork, fetched: Fetched) -> None:
-        """Drafts of the rows that want some are on their way."""
+        """Add drafts that are being copied from the device."""
         self._parts.append((work, fetched))
 
     def drafts(self) -> DraftPart | None:
-        """Wait for them; by row of the plan."""
+        """Wait for the drafts of all rows of the plan."""
         by_slot: dict[int, list[int]] = {}
         for work, fetched in self._parts:
             fetched.done.synchronize()
@@ -338,6 +337,6 @@ class _Proposals:
 
 
 def until_none(tokens: list[int]) -> list[int]:
-    """The tokens before one that could not be drawn."""
+    """The tokens before the first negative one, which marks a token that could not be sampled."""
     bad = next((place for place, token in enumerate(tokens) if token < 0), len(tokens))
     return tokens[:bad]

@@ -1,20 +1,20 @@
-"""What followed each context of a text, and how often: a tree of contexts, compiled.
+"""A compiled tree that counts which tokens followed each context of a text.
 
-A context is what stands before a position, read backwards, so that the longest one that was there
-before is found in one descent. Sources: the contexts of PPM (Cleary and Witten 1984) in a
-path-compressed tree over a sliding window (Fiala and Greene 1989, Larsson 1999). An edge is read in
-the text itself, at the newest place of its context: whatever is forgotten, oldest first, no edge
-that remains is written there.
+A context is the sequence of tokens before a position, read backwards, so that the longest context
+that occurred before is found in one descent. Sources: the contexts of PPM (Cleary and Witten 1984)
+in a path-compressed tree over a sliding window (Fiala and Greene 1989, Larsson 1999). The tokens of
+an edge are read from the text, at the newest occurrence of its context. So when the oldest tokens
+are removed from the text, no remaining edge refers to them.
 
-All of a tree is one array of int32: a head, rows, an index of the rows, and the text, a ring. A row
-is known by its index in the array, 0 is none. There are two kinds. A *node* stands for all contexts
-that were in the same places. A *follower* is a token that was after those. Contexts of several
-owners that must not meet have roots of their own.
+A tree is one array of int32: a head, rows, a hash index of the rows, and the text in a ring buffer.
+A row is identified by its index in the array; 0 is no row. There are two kinds of rows. A *node*
+represents all contexts that occurred at the same positions. A *follower* is a token that occurred
+after such a context. Texts that must not share contexts have separate roots.
 
-A token makes two nodes at most and, as a suffix automaton has at most three transitions for each
-token (Blumer et al. 1985), three followers: 5 rows of 32 bytes. Source code takes 3.5 of them,
-random numbers 2.7, random bits 4.8. There is room for 4 a token of the ring, so 164 bytes with the
-index and the text; a tree is full when rows or ring are.
+A token adds at most two nodes and, since a suffix automaton has at most three transitions per
+token (Blumer et al. 1985), three followers: 5 rows of 32 bytes. Source code needs 3.5 rows per
+token, random numbers 2.7, random bits 4.8. A tree has 4 rows per token of the ring, which is 164
+bytes with index and text; it is full when its rows or its ring are.
 """
 
 from __future__ import annotations
@@ -29,40 +29,40 @@ from engine.config.env import kernel_cache
 
 Array = NDArray[np.int32]
 
-# The head: where the index and the text begin and how long they are, the tokens of a context, the
-# place that was entered last, the first row never taken, the first of those that were given back
-# (a list through TOKEN), and how many rows are free.
+# The head: start and length of the index and of the text, most tokens of a context, the position
+# added last, the first row never used, the first freed row (a list linked through TOKEN), and the
+# number of free rows.
 INDEX, SLOTS, TEXT, LENGTH, DEPTH, NEWEST, FRESH, FREE, LEFT, HEAD = 0, 1, 2, 3, 4, 5, 6, 7, 8, 16
-# Of all rows, what the index knows them by. For a node it is the node above and ~ the first token
-# of the edge from there, for a follower its node and its token.
+# Fields of all rows: the key in the index. For a node: its parent and ~ the first token of the edge
+# from there. For a follower: its node and its token.
 OWNER, TOKEN = 0, 1
-# Of a node: the tokens of its longest context, the newest place of the last of them, how often they
-# were there, all nodes below XORed, and of its followers the first and the most frequent (0: to be
-# looked up).
+# Fields of a node: length of its longest context, the newest position of its end, how often it
+# occurred, the XOR of all its children, its first follower and the most frequent one (0: unknown).
 LONG, PLACE, COUNT, BELOW, FIRST, BEST = 2, 3, 4, 5, 6, 7
-# Of a follower: how often it was there, its neighbours among those of the node, its newest place.
+# Fields of a follower: how often it occurred, next and previous follower of the node, newest
+# position.
 TIMES, NEXT, BEFORE, LAST = 2, 3, 4, 5
 ROW = 8
 NO_ROW = np.int64(0)
-GONE = -1  # the owner of a row that is free
+GONE = -1  # the owner of a free row
 
 ROWS_A_TOKEN = 4
 SLOTS_A_TOKEN = 8
-NO_RING = np.int64((1 << 31) - 1)  # the mask of a text that is none
-ROUND = 1e-6  # 0.29 * 100 is less than 29
+NO_RING = np.int64((1 << 31) - 1)  # the mask of a text that is not a ring
+ROUND = 1e-6  # against rounding: 0.29 * 100 is less than 29
 
-# Compiled into those that are called from Python, which alone need a way in from there.
+# For functions that only compiled functions call; those need no wrapper for calls from Python.
 compiled = njit(error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 
 def size(length: int) -> int:
-    """Size of the array of a tree over this many tokens, in int32."""
+    """Number of int32 in the array of a tree over ``length`` tokens."""
     return HEAD + length * (ROWS_A_TOKEN * ROW + SLOTS_A_TOKEN + 1)
 
 
 def make(length: int, depth: int) -> Array:
-    """An empty tree over a ring of this many tokens, a power of two, for contexts of up to
-    ``depth`` tokens. Pages that are not yet used take no memory."""
+    """An empty tree over a ring of ``length`` tokens, a power of two, for contexts of up to
+    ``depth`` tokens. Unused pages of the array take no memory."""
     tree: Array = np.zeros(size(length), dtype=np.int32)
     tree[INDEX] = HEAD + length * ROWS_A_TOKEN * ROW
     tree[SLOTS] = length * SLOTS_A_TOKEN
@@ -73,12 +73,12 @@ def make(length: int, depth: int) -> Array:
 
 
 def text_of(tree: Array) -> Array:
-    """The ring of the text, to be written to."""
+    """The ring of the text, as a view that may be written."""
     return tree[int(tree[TEXT]) :]
 
 
 def grown(tree: Array) -> Array:
-    """A copy with room for twice as much; nothing may ever have been forgotten in it."""
+    """A copy with twice the capacity. No token may have been removed from the tree."""
     larger = make(2 * int(tree[LENGTH]), int(tree[DEPTH]))
     larger[FRESH] = fresh = int(tree[FRESH])
     larger[NEWEST], larger[LEFT] = tree[NEWEST], larger[LEFT] - (fresh - HEAD) // ROW
@@ -88,12 +88,12 @@ def grown(tree: Array) -> Array:
     return larger
 
 
-# -- rows and their index: open addressing; what is after a free place moves up
+# -- rows and their index: open addressing; entries after a freed place move up
 
 
 @compiled  # type: ignore[untyped-decorator]
 def _home(tree: Any, owner: Any, token: Any) -> Any:
-    """Where in the index the row of this owner and token is looked for first."""
+    """The first place in the index to look for the row with this owner and token."""
     code = (np.uint64(owner) << np.uint64(32)) ^ np.uint64(token)
     code = (code ^ (code >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     code = (code ^ (code >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
@@ -102,7 +102,7 @@ def _home(tree: Any, owner: Any, token: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _find(tree: Any, owner: Any, token: Any) -> Any:
-    """Where the index has this row, or would have it: there it is 0."""
+    """The place of this row in the index; 0 is stored there if the row does not exist."""
     index, mask = np.int64(tree[INDEX]), np.int64(tree[SLOTS]) - 1
     at = _home(tree, owner, token)
     while True:
@@ -134,7 +134,7 @@ def _leave_index(tree: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _take(tree: Any, owner: Any, token: Any) -> Any:
-    """A new row, known by these unless it has no owner; all else in it is 0."""
+    """A new row, in the index under this key unless ``owner`` is 0; its other fields are 0."""
     row = np.int64(tree[FREE])
     if row:
         tree[FREE] = tree[row + TOKEN]
@@ -186,7 +186,7 @@ def _drop_follower(tree: Any, node: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _add(tree: Any, node: Any, token: Any, place: Any) -> None:
-    """The context was there once more, before this token."""
+    """Count one more occurrence of this token after the node's context."""
     tree[node + COUNT] += 1
     tree[node + PLACE] = place
     row = _get(tree, node, token)
@@ -212,7 +212,7 @@ def _subtract(tree: Any, node: Any, token: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _best(tree: Any, node: Any) -> Any:
-    """The most frequent follower; of several the one that was there last."""
+    """The most frequent follower; the one that occurred last among equals."""
     best = np.int64(tree[node + BEST])
     if best:
         return best
@@ -235,9 +235,9 @@ def _best(tree: Any, node: Any) -> Any:
 def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
     """Follow the ``length`` tokens of a text that end at index ``last``, from the root ``path[0]``.
 
-    ``text``: the array, the index in it at which the text begins, and the mask of a ring. Returns
-    the number of nodes in ``path``, the number of tokens found, and the node below if that is not
-    the last of the path: these tokens end within the edge to it.
+    ``text``: the array, the index in it at which the text begins, and the mask of its ring. Returns
+    the number of nodes in ``path``, the number of tokens found, and the node in whose edge they
+    end, if they end inside an edge.
     """
     array, base, text_mask = text
     ring, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
@@ -262,7 +262,7 @@ def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _replace(tree: Any, old: Any, new: Any) -> None:
-    """Put a node in the place of another, which hangs nowhere then."""
+    """Replace a node by another one in the tree."""
     above, token = np.int64(tree[old + OWNER]), np.int64(tree[old + TOKEN])
     tree[_find(tree, above, token)] = new
     tree[new + OWNER], tree[new + TOKEN] = above, token
@@ -271,7 +271,7 @@ def _replace(tree: Any, old: Any, new: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _split(tree: Any, below: Any, at: Any) -> Any:
-    """A new node for the first ``at`` tokens of ``below``, which it is put over."""
+    """Insert a new node above ``below``, for the first ``at`` tokens of its edge."""
     place = np.int64(tree[below + PLACE])
     node = _take(tree, NO_ROW, NO_ROW)
     _replace(tree, below, node)
@@ -293,11 +293,11 @@ def _split(tree: Any, below: Any, at: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _join(tree: Any, node: Any) -> None:
-    """Take a node out if it was where the only one below it was, and nowhere else."""
-    below = np.int64(tree[node + BELOW])  # the one, or a number that is no such node
+    """Remove a node if it has a single child that occurred at exactly the same positions."""
+    below = np.int64(tree[node + BELOW])  # the only child, or a number that is not a child
     if not tree[node + LONG] or below < HEAD or below >= tree[FRESH] or (below - HEAD) % ROW:
         return
-    # Only a node has such a token: the followers of a node have it for their owner, too.
+    # Followers of the node have the same owner, but only nodes have a negative token.
     if tree[below + OWNER] != node or tree[below + TOKEN] >= 0:
         return
     if tree[below + COUNT] != tree[node + COUNT]:
@@ -311,7 +311,7 @@ def _join(tree: Any, node: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
-    """Enter the token at index ``position``, after ``length`` others; False if there is no room."""
+    """Add the token at ``position`` with a context of ``length`` tokens; False if it is full."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     place = (position - 1) & mask
     token = np.int64(tree[base + (position & mask)])
@@ -341,7 +341,7 @@ def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
-    """Undo that; of all tokens that are entered it must be the oldest."""
+    """Remove the token at ``position``, which must be the oldest in the tree."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     token = np.int64(tree[base + (position & mask)])
     count = _descend(tree, (tree, base, mask), (position - 1) & mask, length, path)[0]
@@ -359,7 +359,8 @@ def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _draft(tree: Any, query: Any, known: Any, most: Any, limits: Any, path: Any) -> Any:
-    """Drafts after the ``known`` tokens of ``query``: their number and expected right ones."""
+    """Write drafts after the ``known`` tokens of ``query``. Returns their number and how many are
+    expected to be right."""
     num, chance, expected = 0, 1.0, 0.0
     while num < most:
         end = known + num
@@ -380,7 +381,7 @@ def _draft(tree: Any, query: Any, known: Any, most: Any, limits: Any, path: Any)
     return num, expected
 
 
-# -- what is called
+# -- functions called from Python
 
 _ints = types.Array(types.int32, 1, "C")
 _floats = types.Array(types.float64, 1, "C")
@@ -388,13 +389,13 @@ _long = types.int64
 
 
 def _called(*kinds: Any, returns: Any) -> Any:
-    """Compiled for these parameters when the module is imported, or found on disk."""
+    """Decorate a function that is compiled at import for these types, or loaded from the cache."""
 
     def compile_it(function: Any) -> Any:
         before, config.CACHE_DIR = config.CACHE_DIR, kernel_cache() or config.CACHE_DIR
         try:
             return njit(returns(*kinds), cache=True, error_model="numpy")(function)
-        except RuntimeError:  # no place on disk may be written to
+        except RuntimeError:  # no directory for the cache is writable
             return njit(returns(*kinds), error_model="numpy")(function)
         finally:
             config.CACHE_DIR = before
@@ -404,7 +405,7 @@ def _called(*kinds: Any, returns: Any) -> Any:
 
 @_called(_ints, returns=types.void)  # type: ignore[untyped-decorator]
 def enter_rows(tree: Any) -> None:
-    """Fill the empty index of a tree in which no row was ever given back."""
+    """Fill the empty index of a tree in which no row was ever freed."""
     for row in range(HEAD, np.int64(tree[FRESH]), ROW):
         if tree[row + OWNER]:
             at = _find(tree, np.int64(tree[row + OWNER]), np.int64(tree[row + TOKEN]))
@@ -413,8 +414,8 @@ def enter_rows(tree: Any) -> None:
 
 @_called(_ints, _long, returns=_long)  # type: ignore[untyped-decorator]
 def change_roots(tree: Any, root: Any) -> Any:
-    """Give back a root under which everything has been forgotten; or, for 0, a new one, 0 if there
-    is no room."""
+    """Free a root without tokens; or, for ``root`` 0, create a root. Returns 0 if there is no
+    room."""
     if root:
         _give_back(tree, root)
         return 0
@@ -423,11 +424,11 @@ def change_roots(tree: Any, root: Any) -> Any:
 
 @_called(_ints, types.UniTuple(_long, 4), types.boolean, returns=_long)  # type: ignore[untyped-decorator]
 def enter(tree: Any, span: Any, is_new: Any) -> Any:
-    """Enter tokens as far as there is room; or, if they are not new, forget them, the oldest.
+    """Add tokens while there is room or, if ``is_new`` is false, remove them, the oldest ones.
 
-    ``span``: the root, where the text begins, and the first and the end of the tokens. These are
-    indices in the text, of which the ring has each at that index modulo its length; so it must for
-    ``DEPTH`` tokens before the first, too. Returns the first index that is not done.
+    ``span``: the root, the index at which the text begins, and the range [first, end) of tokens.
+    The ring has the token of each index modulo its length, also for ``DEPTH`` tokens before the
+    first. Returns the first index that was not processed.
     """
     root, begin, first, end = span
     depth = np.int64(tree[DEPTH])
@@ -446,11 +447,11 @@ def enter(tree: Any, span: Any, is_new: Any) -> Any:
     _ints, _ints, types.UniTuple(_long, 2), _ints, _long, _long, _floats, returns=_long
 )
 def draft(one: Any, other: Any, roots: Any, query: Any, known: Any, most: Any, limits: Any) -> Any:
-    """At most this many drafts after the ``known`` tokens of ``query``, which are written there.
+    """Write at most ``most`` drafts after the ``known`` tokens of ``query``; returns their number.
 
-    They come from the tree in which more of them are expected to be right, ``one`` if as many are;
-    a root 0 is none. ``limits``: drafts for each token of the context that was found, and the
-    probability that a draft must at least have. Returns their number.
+    They are from the tree in which more drafts are expected to be right, else from ``one``. Root
+    0: that tree is not used. ``limits``: drafts per token of the context that was found, and the
+    least probability of a draft.
     """
     path = np.empty(max(one[DEPTH], other[DEPTH]) + 2, dtype=np.int64)
     kept = np.empty(most, dtype=np.int32)
@@ -463,7 +464,7 @@ def draft(one: Any, other: Any, roots: Any, query: Any, known: Any, most: Any, l
         num_found, num_right = _draft(tree, query, known, most, limits, path)
         if num_right > expected:
             num, expected = num_found, num_right
-            for at in range(num):  # as a slice it would take longer to compile than all the rest
+            for at in range(num):  # a slice would take longer to compile than everything else
                 kept[at] = query[known + at]
     for at in range(num):
         query[known + at] = kept[at]

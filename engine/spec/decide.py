@@ -1,15 +1,15 @@
-"""Drafts: guessed tokens that a decode verifies next to its own.
+"""Drafts: the resource that adds draft tokens to decodes, which the model verifies.
 
-    settle        tokens are known: a proposer may be called again
-    begin_step    the proposer is called; a request with drafts is watched and serial
-    extra         a decode asks for as many places as it has drafts
-    describe      plan.drafts
-    settle        count the accepted drafts; the others are rolled back
+    settle        a request has new tokens: the proposer may be called for it again
+    begin_step    the proposer is called; a request with drafts becomes watched and serial
+    extra         the number of drafts to verify after a decode's token
+    describe      writes ``plan.drafts``
+    settle        counts the accepted drafts; the scheduler rolls the others back
 
-Where a worker proposes (``result.drafts``), it does so for all rows, and none is in two steps at a
-time. A ``Proposer`` sees only tokens that are known: a request without drafts keeps as many steps
-in flight as any other. If it finds drafts while a step of the request is in flight, the request
-waits for that step's token, and the proposer is called again.
+A ``Proposer`` sees only known tokens, so a request without drafts keeps as many steps in flight as
+any other. If it finds drafts while a step of the request is in flight, the request waits for that
+step's token, and the proposer is called again. If the worker proposes (``result.drafts``), a row
+for which drafts are wanted is in only one step at a time.
 """
 
 from __future__ import annotations
@@ -34,53 +34,54 @@ from engine.sched.step_state import Step, num_draft_places
 from engine.spec.payoff import DraftStepKind, Payoff
 from engine.spec.worth import Worth
 
-MOST_TOKEN = 2**31 - 1  # what a column can hold
+MOST_TOKEN = 2**31 - 1  # the largest value of a column
 
 Cut = Callable[[Request, Sequence[int]], int]
 Forced = Callable[[Request, int], Sequence[int]]
-FORCED = 0.8  # of a text without a choice, before any was verified: models may cut it otherwise
+# Assumed share of right forced drafts before any was verified: models may split the text otherwise.
+FORCED = 0.8
 
 
 class Proposer(Protocol):
-    """Guesses what follows the known tokens of a request, from these tokens alone."""
+    """Proposes drafts from the known tokens of a request."""
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """At most this many token ids that may follow ``req.tokens``; empty if it has no guess."""
+        """At most ``num_tokens`` token ids that may follow ``req.tokens``; may be empty."""
         ...
 
     def release(self, req: Request) -> None:
-        """The request has ended: nothing need be kept of it."""
+        """Drop the state of a request that has ended."""
         ...
 
 
 def keep_all(req: Request, drafts: Sequence[int]) -> int:
-    """Every draft may be verified."""
+    """The default of ``cut``: no draft is cut."""
     return len(drafts)
 
 
 def none_forced(req: Request, num_tokens: int) -> Sequence[int]:
-    """Every token has a choice."""
+    """The default of ``forced``: no token is forced."""
     return ()
 
 
 class NoProposer:
-    """Guesses nothing: only what a grammar forces is drafted."""
+    """Proposes nothing, so that only tokens forced by a grammar are drafted."""
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
         return ()
 
     def release(self, req: Request) -> None:
-        """Nothing is kept."""
+        """Nothing to drop."""
 
 
 class WorkersProposals:
-    """What the worker proposed with its last result for a row, while that is one request's."""
+    """The drafts that the worker proposed for each row with its last result."""
 
     def __init__(self) -> None:
-        self._by_row: dict[int, tuple[int, list[int]]] = {}  # generation of the row, tokens
+        self._by_row: dict[int, tuple[int, list[int]]] = {}  # generation of the row, drafts
 
     def take(self, plan: StepPlan, result: StepResult) -> None:
-        """A step has ended."""
+        """Store the drafts of a step's result."""
         if result.drafts is None:
             return
         columns = zip(
@@ -93,12 +94,12 @@ class WorkersProposals:
         return drafts[:num_tokens] if req.table.generation.at[req.row] == generation else []
 
     def release(self, req: Request) -> None:
-        """The request has ended, or lost its place."""
+        """Drop the drafts of a request that has ended or was preempted."""
         self._by_row.pop(req.row, None)
 
 
 class Offer(NamedTuple):
-    """Drafts of a request, the tokens they are expected to bring, and what is wrong with them."""
+    """Drafts of a request, the number of tokens they are expected to yield, and an error text."""
 
     drafts: Sequence[int]
     expected: float = 0.0
@@ -109,12 +110,12 @@ NO_OFFER = Offer(())
 
 
 def is_due(worth: Worth | None, req: Request, tries: bool) -> bool:
-    """Are drafts of the request looked for? tries: also if nothing good is known of them."""
+    """True if drafts of the request are wanted. tries: even if they were not worth it before."""
     return worth is None or not (worth.rests(req) or (worth.has_rested(req) and not tries))
 
 
 def is_token(value: object) -> bool:
-    """Can it be a token id of any vocabulary?"""
+    """True for an integer that can be a token id."""
     if isinstance(value, bool) or not isinstance(value, Integral):
         return False
     return 0 <= int(value) <= MOST_TOKEN
@@ -122,9 +123,9 @@ def is_token(value: object) -> bool:
 
 @dataclass(slots=True)
 class DraftStats:
-    """Statistics of drafting. A row with any drafts in a step counts as one of ``num_drafts``.
+    """Statistics of drafting. ``num_drafts`` counts rows with drafts, over all steps.
 
-    ``num_accepted_tokens_per_pos[i]``: how often the draft at place i was right.
+    ``num_accepted_tokens_per_pos[i]``: how often the draft at position i was accepted.
     """
 
     num_drafts: int = 0
@@ -133,7 +134,7 @@ class DraftStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def add(self, num_proposed: NDArray[np.int32], num_right: NDArray[np.int32]) -> None:
-        """The rows of one step that had drafts."""
+        """Count the rows of one step that had drafts."""
         self.num_drafts += len(num_proposed)
         self.num_draft_tokens += int(num_proposed.sum())
         self.num_accepted_tokens += int(num_right.sum())
@@ -142,14 +143,14 @@ class DraftStats:
 
 
 class Drafts(Resource):
-    """Up to ``num_speculative_tokens`` drafts for each decode.
+    """Adds up to ``num_speculative_tokens`` drafts to each decode.
 
-    What a drafting row will have computed is known when its step is settled, so it is in one step
-    at a time. ``proposer``: makes drafts; ``None``: the worker does. ``cut`` says how many leading
-    drafts of a request may be right: those its grammar allows; ``forced`` which tokens it leaves no
-    choice about, which go before any proposal. ``worth`` chooses how many of a
-    proposer's are verified; ``None``: all. ``payoff`` says whether a step is worth it; ``None``: it
-    is. Raises ``ConfigError`` for a number that cannot be.
+    How many tokens a row with drafts has computed is known when its step is settled, so it is in
+    one step at a time. ``proposer``: proposes drafts. ``cut`` returns how many leading drafts the
+    request's grammar allows; ``forced`` the tokens that the grammar forces, which are drafted
+    before any proposal. ``worth`` chooses how many drafts are verified; ``None``: all. ``payoff``
+    decides whether a step has drafts; ``None``: always. Raises ``ConfigError`` for an invalid
+    number.
     """
 
     name = "drafts"
@@ -166,8 +167,8 @@ class Drafts(Resource):
         check_kind("num_speculative_tokens", num_speculative_tokens, (int,))
         if not 0 <= num_speculative_tokens <= MAX_DRAFTS:
             raise ConfigError(
-                f"num_speculative_tokens is {num_speculative_tokens}, must be in "
-                f"0..{MAX_DRAFTS}; 0 asks for none"
+                f"num_speculative_tokens is {num_speculative_tokens}, must be from 0 (no drafts) "
+                f"to {MAX_DRAFTS}"
             )
         self._workers: WorkersProposals | None = None
         if proposer is None and num_speculative_tokens:
@@ -179,20 +180,20 @@ class Drafts(Resource):
         self.cut = cut
         self.forced: Forced = none_forced
         self._worth_of_forced = None if worth is None else Worth(num_speculative_tokens, FORCED)
-        self._are_forced: set[int] = set()  # rows whose drafts are
+        self._are_forced: set[int] = set()  # rows whose drafts are forced by a grammar
         self._worth = worth
         self._payoff = payoff
         self._running: dict[int, Request] = {}  # by row
-        self._moved: set[int] = set()  # rows whose tokens have grown since the proposer was called
-        self._drafting: set[int] = set()  # rows with drafts, now, for the next step, or requested
+        self._moved: set[int] = set()  # rows with new tokens since the proposer was called
+        self._drafting: set[int] = set()  # rows with drafts in a step, for the next step, or wanted
         self._wishing: set[int] = set()  # rows whose drafts the worker is to make
-        self._proposed: dict[int, Sequence[int]] = {}  # by row, for its next step
-        self._taken: dict[int, list[int]] = {}  # drafts by row, in the step being planned
-        self._price: float | None = None  # of a draft in the step being planned
-        self._has_prefill = False  # the step being planned computes a part of a prompt
+        self._proposed: dict[int, Sequence[int]] = {}  # drafts by row, for its next step
+        self._taken: dict[int, list[int]] = {}  # drafts by row in the step being planned
+        self._price: float | None = None  # price of a draft in the step being planned
+        self._has_prefill = False  # True if the step being planned computes prompt tokens
 
     def follow_grammars(self, cut: Cut, forced: Forced) -> None:
-        """Let grammars decide which drafts may stand, and draft what they force."""
+        """Cut drafts that grammars forbid, and draft the tokens that they force."""
         self.cut, self.forced = cut, forced
 
     def attach(self, scheduler: AttachedScheduler) -> None:
@@ -202,7 +203,7 @@ class Drafts(Resource):
         return req.row in self._drafting
 
     def watches(self, req: Request) -> bool:
-        """True for requests with drafts; the others are planned like any decode."""
+        """True for requests with drafts."""
         return req.row in self._drafting
 
     def begin_step(self, step: Step) -> None:
@@ -295,16 +296,16 @@ class Drafts(Resource):
     # -- helpers
 
     def _propose(self, proposer: Proposer) -> None:
-        """Ask about every request that has new tokens.
+        """Call the proposer for every request that has new tokens.
 
-        One for which the proposer fails has no drafts and is looked at again when it has more.
-        Raises ``ValueError`` for the first of these, when all others have been tried.
+        A request for which it fails gets no drafts until it has further tokens. When all requests
+        have been processed, ``ValueError`` is raised for the first failure.
         """
         failed, expected, offered = "", 0.0, []
         load = None if self._payoff is None else self._payoff.load(len(self._running))
         asks = load is None or load.asks()
         tries = load is None or load.tries()
-        while self._moved:  # removed before the proposer is called
+        while self._moved:  # a row is removed before the proposer is called, which may raise
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
             offer = self._offer_of(proposer, req, tries) if asks else NO_OFFER
@@ -325,8 +326,8 @@ class Drafts(Resource):
             raise ValueError(failed)
 
     def _take_up(self, workers: WorkersProposals) -> None:
-        """Drafts of every request that has new tokens: those that its grammar forces, or that the
-        worker has made already, as many as were requested."""
+        """Take the drafts of every request with new tokens: tokens that its grammar forces, or else
+        those that the worker has proposed."""
         while self._moved:
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
@@ -336,7 +337,7 @@ class Drafts(Resource):
             self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
 
     def _wish(self, plan: StepPlan) -> None:
-        """Ask the worker for drafts. A row that is looked at is in no other step until then."""
+        """Request drafts from the worker. These rows are in no further step until it is settled."""
         plan.proposals = self.wished(plan)
         if plan.proposals is None:
             return
@@ -345,10 +346,10 @@ class Drafts(Resource):
             self._set_drafting(self._running[row], True)
 
     def wished(self, plan: StepPlan) -> Column | None:
-        """How many drafts the worker is to make after each row of this step; ``None``: it need
-        not even compute what its drafts would follow."""
+        """How many drafts the worker shall propose for each row of this step. ``None``: it need
+        not even compute the tokens that its drafts would follow."""
         useful = self._useful(plan)
-        # A long prompt need not be gone through later.
+        # Zeros let the draft model compute a prompt's tokens now, not all of them later.
         nothing = None if plan.samples.all() else useful * 0
         if self._worth is None or self._payoff is None:
             return useful if useful.any() else nothing
@@ -362,24 +363,25 @@ class Drafts(Resource):
             if req is not None and is_due(self._worth, req, tries):
                 wished[index] = self._worth.num_worth(req, range(useful[index]), price)
                 expected += self._worth.expect(req, int(wished[index]))[1]
-        # A try is two dearer steps: one that makes drafts, and one that verifies them.
+        # A try makes two steps more expensive: one proposes drafts, the next verifies them.
         if wished.any() and load.takes(expected, num_steps=2):
             return wished
         return nothing if tries else None
 
     def _useful(self, plan: StepPlan) -> Column:
-        """Drafts that may be verified after each row of this step: none after the last token."""
+        """The most drafts that can be verified after each row: none after a request's last
+        token."""
         useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))
-            # One token more is known after it, if no draft of this step is right.
+            # This step yields at least one token.
             left = 0 if req is None else req.max_total - req.num_tokens - req.num_pending - 1
             useful[index] = max(0, min(useful[index], left))
         return useful
 
     def _offer_of(self, proposer: Proposer, req: Request, tries: bool) -> Offer:
-        """Drafts of a request: what its grammar forces, or a proposal. tries: also of one of whose
-        drafts nothing good is known."""
+        """Drafts of a request: tokens that its grammar forces, else a proposal. tries: see
+        ``is_due``."""
         if (offer := self._forced_of(req, tries=tries)).drafts:
             return offer
         if not is_due(self._worth, req, tries):
@@ -389,7 +391,7 @@ class Drafts(Resource):
         return offer._replace(fault=fault) if fault else offer
 
     def _forced_of(self, req: Request, *, tries: bool) -> Offer:
-        """Drafts that its grammar forces."""
+        """The drafts that the request's grammar forces, as many as are worth it."""
         self._are_forced.discard(req.row)
         if not is_due(self._worth_of_forced, req, tries):
             return NO_OFFER
@@ -400,7 +402,7 @@ class Drafts(Resource):
         return offer
 
     def _judged(self, worth: Worth | None, req: Request, drafts: Sequence[int]) -> Offer:
-        """The drafts that are worth it."""
+        """The leading drafts that are worth verifying."""
         if not drafts:
             return NO_OFFER
         if worth is None:
@@ -425,12 +427,12 @@ class Drafts(Resource):
         payoff.settled(len(plan.rows), now, kind, is_busy=is_busy)
 
     def _forget(self, req: Request) -> None:
-        """It has no drafts now."""
+        """Drop the drafts of the request."""
         self._proposed.pop(req.row, None)
         self._set_drafting(req, False)
 
     def _price_of_a_draft(self) -> float:
-        """Tokens that the running decodes would bring in the time that one draft more takes."""
+        """The tokens that running decodes would yield in the time that one more draft takes."""
         view = self._scheduler.view
         last, cost = view.last, view.cost
         num = max(1, last.num_seqs)
@@ -440,7 +442,8 @@ class Drafts(Resource):
         return num * (more - alone) / alone if alone > 0 else 0.0
 
     def _ask(self, proposer: Proposer, req: Request) -> tuple[list[int], str]:
-        """At most as many tokens as may be verified; or none, and the fault."""
+        """Call the proposer. Returns at most ``num_speculative_tokens`` drafts, and an error
+        text."""
         most = self.num_speculative_tokens
         try:
             answer = proposer.propose(req, most)
@@ -452,8 +455,8 @@ class Drafts(Resource):
         for token in tokens:
             if not is_token(token):
                 return [], (
-                    f"returns {shown(tokens)}, must be token ids, whole numbers from 0 to "
-                    f"{MOST_TOKEN}, which {shown(token)} is not"
+                    f"returns {shown(tokens)}, must be token ids, integers from 0 to "
+                    f"{MOST_TOKEN}, not {shown(token)}"
                 )
         return [int(token) for token in tokens], ""
 
@@ -463,7 +466,7 @@ class Drafts(Resource):
             self._scheduler.watch_again(req)
 
     def _count(self, plan: StepPlan, part: DraftPart, result: StepResult) -> None:
-        """Count accepted drafts. Padding is not a draft, and rows without a result are left out."""
+        """Count accepted drafts. Padding is not a draft; rows without a result are skipped."""
         num_real = np.concatenate([[0], np.cumsum(part.tokens != PADDING)])
         ends = np.cumsum(part.counts)
         proposed = num_real[ends] - num_real[ends - part.counts]

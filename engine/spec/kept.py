@@ -1,8 +1,8 @@
-"""What a draft model keeps of the tokens that its model has computed: by slot and by block.
+"""KeptDrafts: which tokens have KV of the draft model, by slot and by block.
 
-The two share block numbers, so a prefix that is found is found for both. But the draft model
-computes only where drafts are wanted, and then catches up first: with what other requests computed
-while none were, too.
+Model and draft model use the same block numbers, so a prefix hit is valid for both. But the draft
+model computes only rows for which drafts are wanted. Before drafting it first computes the tokens
+that it has skipped, including those of prefix hits.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from engine.messages.step import Column, StepPlan
 
 
 class DraftWork(NamedTuple):
-    """What the draft model computes after a step, by row: tokens [start, start + count)."""
+    """The tokens [start, start + count) of each row that the draft model computes after a step."""
 
     slots: Column
     starts: Column
     counts: Column
-    wanted: Column  # drafts after the last token, 0: none
-    stand: Column  # tokens before this position are certain to stand
+    wanted: Column  # number of drafts after the last token
+    stand: Column  # tokens before this position are final
 
 
 class KeptDrafts:
-    """Which tokens of each sequence, and which blocks, the draft model has computed."""
+    """Records which tokens of each sequence, and which blocks, the draft model has computed."""
 
     def __init__(self, num_slots: int, num_blocks: int, block_size: int, width: int) -> None:
-        """width: of a block table."""
+        """width: entries of a block table."""
         self._block_size = block_size
-        self._upto: Column = np.zeros(num_slots, dtype=np.int32)  # by slot: tokens before this
-        self._noted: Column = np.zeros(num_slots, dtype=np.int32)  # the same, of blocks that know
-        self._num_found: Column = np.zeros(num_slots, dtype=np.int32)  # blocks that it came with
+        self._upto: Column = np.zeros(num_slots, dtype=np.int32)  # computed tokens, by slot
+        self._noted: Column = np.zeros(num_slots, dtype=np.int32)  # of these, those in _has_block
+        self._num_found: Column = np.zeros(num_slots, dtype=np.int32)  # blocks of the prefix hit
         self._tables: NDArray[np.int32] = np.zeros((num_slots, width), dtype=np.int32)
-        self._has_block = np.zeros(num_blocks, dtype=np.bool_)  # all of its tokens
+        self._has_block = np.zeros(num_blocks, dtype=np.bool_)  # all its tokens are computed
 
     def begin(self, plan: StepPlan) -> None:
-        """Blocks that a sequence comes with hold what they held; those that it grows by nothing.
-        From where a row begins other tokens may stand now than drafts that were computed there."""
+        """Register the blocks of a plan. Blocks of a prefix hit keep their content, new blocks are
+        empty. Computed drafts at and after a row's first token are discarded."""
         self._upto[plan.slots] = np.minimum(self._upto[plan.slots], plan.starts)
         if plan.new:
             starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -56,17 +56,17 @@ class KeptDrafts:
             self._upto[seq.slot] = self._noted[seq.slot] = upto
 
     def work(self, rows: DraftWork, limit: int, budget: int) -> DraftWork:
-        """What to compute after a step's rows, which are what the step computed. limit: no token
-        at this position or after it is computed. budget: tokens. Say so once it is ``computed``.
+        """The tokens to compute after a step with these rows. limit: positions from here on are
+        not computed. budget: most tokens. Call ``computed`` afterwards.
 
-        A row of which too much is missing catches up as far as the budget goes, and has no drafts.
+        A row that lacks too many tokens computes as many as the budget allows, and gets no drafts.
         """
         ends = rows.starts + rows.counts
-        # All rows that want some go as far as the one that wants most.
+        # All rows that want drafts get as many as the row that wants most.
         reaches = ends + rows.wanted.max(initial=0) <= limit
         wanted = np.where(reaches, rows.wanted, 0)
         starts = np.minimum(self._upto[rows.slots], rows.starts)
-        # With the token that was drawn.
+        # Including the sampled token.
         counts = np.maximum(np.minimum(ends + (wanted > 0), limit) - starts, 0)
         before = np.cumsum(counts) - counts
         given = np.clip(budget - before, 0, counts)
@@ -76,17 +76,17 @@ class KeptDrafts:
         return DraftWork(*(column[works].astype(np.int32) for column in columns))
 
     def computed(self, work: DraftWork) -> None:
-        """The draft model has computed this."""
+        """Record that the draft model has computed this work."""
         upto = work.starts + work.counts - (work.wanted > 0)
         self._upto[work.slots] = upto
-        # Of drafts it is known a step later that they stand.
+        # Whether drafts are accepted is known a step later.
         first = np.minimum(self._noted[work.slots], work.starts)
         certain = np.minimum(upto, work.stand)
         self._note(work.slots, first, certain)
         self._noted[work.slots] = certain
 
     def _note(self, slots: Column, first: Column, end: Column) -> None:
-        """Tokens [first, end) of these rows are there, and stand."""
+        """Record that the tokens [first, end) of these rows are computed and final."""
         size = self._block_size
         columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())
         for slot, begin, upto in zip(*columns, strict=True):
@@ -95,20 +95,20 @@ class KeptDrafts:
 
 
 class SpareBlocks:
-    """Blocks after those of the pool: drafts reach beyond the blocks of their sequence. What is
-    written there is computed again once it is known to stand."""
+    """Blocks beyond those of the pool, for drafts after the end of a sequence's own blocks. Their
+    content is computed again when the drafts have been accepted."""
 
     def __init__(self, num_slots: int, num_drafts: int, block_size: int) -> None:
         self._num_slots = num_slots
-        self._each = -(-(num_drafts - 1) // block_size) + 1  # they may begin anywhere in a block
+        self._each = -(-(num_drafts - 1) // block_size) + 1  # drafts may begin anywhere in a block
 
     @property
     def num_blocks(self) -> int:
         return self._num_slots * self._each
 
     def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
-        """Block tables [slots, width] of sequences that have no block of a pool of this many: as
-        many neighbours in a table as may be needed at once are different blocks."""
+        """Block tables [slots, width] of spare blocks, numbered after the ``num_blocks`` of the
+        pool. Adjacent entries that may be needed together are different blocks."""
         slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
         turns = np.arange(width, dtype=np.int32) % self._each
         tables: NDArray[np.int32] = num_blocks + slots * self._each + turns

@@ -1,8 +1,8 @@
-"""Drafts from the request's own text: what followed when its last tokens stood there before.
+"""N-gram drafts: the tokens that followed an earlier occurrence of the request's last tokens.
 
-Source: prompt lookup decoding (Saxena 2023). Of several places the one with the longest match is
-taken, and of these the latest. A draft that reaches the end of the text goes on in itself, as a
-copy does in LZ77 (Ziv and Lempel 1977): a loop is continued however short it is.
+Source: prompt lookup decoding (Saxena 2023). The longest match is used, and of equal ones the
+latest. A draft that reaches the end of the text continues with its own tokens, like a copy in LZ77
+(Ziv and Lempel 1977), so a loop of any length is continued.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ import numpy as np
 
 from engine.sched.request import Request
 
-BASE = 0x9E3779B97F4A7C15  # of the polynomial by which an n-gram is known, modulo 2**64
+BASE = 0x9E3779B97F4A7C15  # base of the polynomial hash of an n-gram, modulo 2**64
 MASK = (1 << 64) - 1
-BULK = 64  # tokens from which on an array is quicker than a loop
+BULK = 64  # from this many tokens on numpy is faster than a loop
 
 
 class NgramProposer:
-    """Looks for n-grams of ``max_size`` tokens down to ``min_size``.
+    """Proposes the continuation of n-grams of ``max_size`` down to ``min_size`` tokens.
 
-    The cost of a step grows with the new tokens, not with the length of the text: n-grams are
-    entered in tables as they come. A table takes about 100 bytes for each token of a running
-    request.
+    The cost of a step depends on the number of new tokens, not on the length of the text: n-grams
+    are stored in hash tables, about 100 bytes per token of a running request.
     """
 
     def __init__(self, min_size: int, max_size: int, *, base: int = BASE) -> None:
         self.min_size = min_size
         self.max_size = max_size
         self._base = base
-        self._places: dict[int, NgramPlaces] = {}  # by number of the request
+        self._places: dict[int, NgramPlaces] = {}  # by arrival number of the request
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """What followed the longest n-gram that ends the text now; empty if none was there."""
+        """The tokens after an earlier occurrence of the last tokens; empty if there is none."""
         places = self._places.get(req.arrival)
         if places is None:
             places = self._places[req.arrival] = NgramPlaces(
@@ -46,12 +45,12 @@ class NgramProposer:
         return [] if at is None else copy(tokens, at, num_tokens)
 
     def release(self, req: Request) -> None:
-        """Forget what was entered for it."""
+        """Drop the tables of a request that has ended."""
         self._places.pop(req.arrival, None)
 
 
 class NgramPlaces:
-    """Where the n-grams of one text were last, by the index of the token after them."""
+    """The index of the token after the last occurrence of each n-gram of one text."""
 
     def __init__(self, min_size: int, max_size: int, base: int) -> None:
         self._base = base
@@ -59,10 +58,10 @@ class NgramPlaces:
         self._max_size = max_size
         self._tables: list[dict[int, int]] = [{} for _ in range(min_size, max_size + 1)]
         self._num_entered = 0  # n-grams that end before this index are in the tables
-        self._last: tuple[int, list[int]] = (0, [])  # codes that were looked for, and of which end
+        self._last: tuple[int, list[int]] = (0, [])  # end and hashes of the last lookup
 
     def enter(self, tokens: array[int]) -> None:
-        """Enter all n-grams with a token after them."""
+        """Add all n-grams that are followed by a token."""
         first, end = self._num_entered + 1, len(tokens)
         if end - first > BULK:
             self._enter_many(tokens, first, end)
@@ -76,20 +75,19 @@ class NgramPlaces:
         self._num_entered = max(self._num_entered, end - 1)
 
     def find(self, tokens: array[int]) -> int | None:
-        """The index after the longest n-gram entered that the text ends with."""
+        """The index after an earlier occurrence of the longest n-gram at the end of the text."""
         end = len(tokens)
         codes = self._codes(tokens, end)
         self._last = end, codes
         for index in range(len(codes) - 1, -1, -1):
             position, size = self._tables[index].get(codes[index]), self._min_size + index
-            # Two n-grams may have one code.
+            # Two n-grams may have the same hash.
             if position is not None and tokens[position - size : position] == tokens[end - size :]:
                 return position
         return None
 
     def _codes(self, tokens: array[int], end: int) -> list[int]:
-        """Codes of the n-grams that end before this index, from the smallest on, as far as there
-        are."""
+        """Hashes of the n-grams that end before this index, the shortest first."""
         code, weight, codes = 0, 1, []
         for size in range(1, min(self._max_size, end) + 1):
             code = (code + (tokens[end - size] + 1) * weight) & MASK
@@ -99,12 +97,12 @@ class NgramPlaces:
         return codes
 
     def _enter_many(self, tokens: array[int], first: int, end: int) -> None:
-        """Enter the tokens [first, end) after n-grams: one pass for each size."""
+        """Add the n-grams followed by the tokens [first, end), in one pass per size."""
         start = max(0, first - self._max_size)
         values = np.array(tokens[start : end - 1], dtype=np.uint64) + np.uint64(1)
         codes, weight = np.zeros(len(values), dtype=np.uint64), 1
         for size in range(1, min(self._max_size, len(values)) + 1):
-            # codes[i]: of the n-gram that ends with token start + i
+            # codes[i]: hash of the n-gram that ends with token start + i
             codes[size - 1 :] += values[: len(values) - size + 1] * np.uint64(weight)
             weight = weight * self._base & MASK
             if size >= self._min_size:
@@ -115,8 +113,8 @@ class NgramPlaces:
 
 
 def copy(tokens: array[int], at: int, num_tokens: int) -> list[int]:
-    """This many tokens from index ``at`` on; after the last known one the copy goes on in
-    itself."""
+    """Copy ``num_tokens`` tokens from index ``at`` on; after the end, the copy continues with its
+    own tokens."""
     drafts = tokens[at : at + num_tokens].tolist()
     period = len(tokens) - at
     while len(drafts) < num_tokens:

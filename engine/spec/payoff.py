@@ -1,13 +1,13 @@
-"""What a step loses by having drafts at all, and whether what they may bring is worth that.
+"""Payoff: measures the fixed cost of drafting in a step, and decides whether it is worth it.
 
-What a draft costs at the margin is in the cost model; what drafting costs as such is not. A step
-with drafts waits for the one before it, may not be recorded, is put together by more of the host:
-between 0 and 20 ms, which no line through sizes of steps tells. So it is measured on the engine's
-own clock, from the end of a step to the end of the next, for numbers of running requests apart;
-what was not measured yet is taken to be as for the nearest number that was.
+The cost model covers the marginal cost of a draft, but not the fixed cost of drafting. A step with
+drafts waits for the step before it, may not use a recorded graph, and takes more work on the host:
+between 0 and 20 ms, which a model linear in the sizes of steps cannot express. So it is measured on
+the engine's clock, from the end of a step to the end of the next, separately for classes of numbers
+of running requests. A class without measurements uses those of the nearest class.
 
-Drafts with a lower expectation are still verified within a small budget (one token of each request
-plus 1 % of all tokens), so that a change in acceptance is noticed. All requests that want to try do
+Drafts that are not worth it are still tried within a small budget (one token per request plus 1 %
+of all tokens), so that a change in acceptance is noticed. All requests that want to try drafts do
 so in the same step.
 """
 
@@ -20,54 +20,54 @@ from functools import partial
 from statistics import median
 from typing import NamedTuple
 
-WINDOW = 16  # steps of each kind that count
-ENOUGH = 4  # steps with drafts, before there is a cost
-FIRST_LOOK, LOOK = 8, 256  # steps with drafts in a row, then a few without; nothing known, or known
-FEW = 3  # the first of them cannot overlap with the one before it, so it says too little
-SHARE = 0.01  # of the tokens that may be lost by trying
-UNKNOWN_COST = 1.0  # before any was measured
-MOST_CREDIT = 3.0  # steps; whatever a cost was measured to be, so much buys a try
-MOST_WAIT = 16  # steps in which no drafts are requested, after drafts that were not worth it
+WINDOW = 16  # number of latest steps of each kind from which the cost is computed
+ENOUGH = 4  # steps with drafts before a cost is computed
+FIRST_LOOK, LOOK = 8, 256  # consecutive steps with drafts before some without are measured
+FEW = 3  # such steps without drafts; the first cannot overlap, so one is not enough
+SHARE = 0.01  # share of all tokens that may be lost by trying drafts
+UNKNOWN_COST = 1.0  # the cost before any was measured, as a share of a step
+MOST_CREDIT = 3.0  # in steps: this credit is enough for a try, whatever the measured cost
+MOST_WAIT = 16  # most steps without drafts after drafts that were not worth it
 
 
 class DraftStepKind(NamedTuple):
-    """What a step had to do with drafts."""
+    """Whether a step verified or proposed drafts."""
 
-    has_drafts: bool  # some were verified, or made by the worker
-    num_wished: int = 0  # made after a row by the worker, at most
+    has_drafts: bool  # drafts were verified, or proposed by the worker
+    num_wished: int = 0  # most drafts that the worker proposed for a row
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """The median; of few the least, as the first steps of a kind may compile something."""
+    """The median; the minimum of few values, since the first steps of a kind may compile code."""
     return median(seconds) if len(seconds) >= WINDOW // 2 else min(seconds)
 
 
 @dataclass
 class TrialCredit:
-    """What may be lost by trying, of all loads together."""
+    """The tokens that may be lost by trying drafts, over all loads."""
 
     tokens: float = MOST_CREDIT
 
 
 class DraftLoad:
-    """What steps with about this many requests running take, with drafts and without.
+    """Durations of steps with about the same number of running requests, with and without drafts.
 
-    ``others``: loads of other numbers of requests, the nearest first.
+    ``others``: the loads of other numbers of requests, the nearest first.
     """
 
     def __init__(self, credit: TrialCredit, others: Callable[[], Iterable[DraftLoad]]) -> None:
-        self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds
+        self._drafting: deque[float] = deque(maxlen=WINDOW)  # seconds of steps with drafts
         self._plain: deque[float] = deque(maxlen=WINDOW)
-        self._wished: deque[int] = deque(maxlen=WINDOW)  # drafts that the worker made for a row
-        self._in_a_row = 0  # steps with drafts
-        self._looks = 0  # steps without that are still to be made
+        self._wished: deque[int] = deque(maxlen=WINDOW)  # drafts per row that the worker proposed
+        self._in_a_row = 0  # consecutive steps with drafts
+        self._looks = 0  # steps without drafts that are still to be measured
         self._wait, self._waited = 0, 0
         self._credit = credit
         self._others = others
-        self.num_seqs = 1  # just now
+        self.num_seqs = 1  # number of running requests now
 
     def asks(self) -> bool:
-        """May this step have drafts? To be called once a step."""
+        """True if this step may have drafts. Must be called once per step."""
         if self._looks:
             self._looks -= 1
             return False
@@ -77,12 +77,12 @@ class DraftLoad:
         return True
 
     def tries(self) -> bool:
-        """May it have drafts of which nothing is known?"""
+        """True if the step may have drafts that were not worth it before."""
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
     def takes(self, expected: float, num_steps: int = 1) -> bool:
-        """Are drafts that bring this many tokens worth it? num_steps: that cost more, if only these
-        few are tried."""
+        """True if drafts that bring ``expected`` tokens are worth their cost. num_steps: number of
+        steps that a try makes more expensive."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0
@@ -99,7 +99,7 @@ class DraftLoad:
         return len(self._drafting) >= ENOUGH and len(self._plain) >= FEW
 
     def cost(self) -> float:
-        """Cost of drafts in a step, as a share of a step without."""
+        """The fixed cost of drafts in a step, as a share of a step without drafts."""
         if not self.is_measured:
             known = (other for other in self._others() if other.is_measured)
             nearest = next(known, None)
@@ -108,18 +108,18 @@ class DraftLoad:
         return max(0.0, usual(self._drafting) / plain - 1.0) if plain > 0 else 0.0
 
     def price(self) -> float:
-        """Price of one draft more that the worker makes, by the same measure."""
+        """The cost of one more draft that the worker proposes, as a share of a step."""
         if not self._wished or not self.is_measured:
             return 0.0
         return self.cost() * len(self._wished) / sum(self._wished)
 
     def lend(self, tokens: float) -> None:
-        """This many more may be lost by trying."""
+        """Add tokens to the credit for trying drafts."""
         most = MOST_CREDIT * self.num_seqs
         self._credit.tokens = min(self._credit.tokens + tokens, most)
 
     def add(self, seconds: float, kind: DraftStepKind) -> None:
-        """A step has taken so long."""
+        """Add the duration of a step."""
         self.lend(SHARE * self.num_seqs)
         has_drafts = kind.has_drafts
         if kind.num_wished:
@@ -131,17 +131,16 @@ class DraftLoad:
 
 
 class Payoff:
-    """The loads of an engine, and its clock."""
+    """The loads of an engine by number of running requests, measured with its clock."""
 
     def __init__(self) -> None:
-        self._loads: dict[
-            int, DraftLoad
-        ] = {}  # by the power of two that holds the running requests
+        # By number of running requests, rounded up to a power of two.
+        self._loads: dict[int, DraftLoad] = {}
         self._credit = TrialCredit()
-        self._last: float | None = None  # when a step had ended and others were on their way
+        self._last: float | None = None  # end of the last step, if another one followed at once
 
     def load(self, num_running: int) -> DraftLoad:
-        """The load of this many requests."""
+        """The load for this number of running requests."""
         size = num_running.bit_length()
         if size not in self._loads:
             self._loads[size] = DraftLoad(self._credit, partial(self._others, size))
@@ -150,18 +149,18 @@ class Payoff:
         return load
 
     def settled(self, num_seqs: int, now: float, kind: DraftStepKind, *, is_busy: bool) -> None:
-        """A step of decodes has ended. is_busy: another one follows it."""
+        """Measure a step of decodes that has ended. is_busy: another step follows it."""
         if self._last is not None:
             self.load(num_seqs).add(now - self._last, kind)
         self._last = now if is_busy else None
 
     def interrupted(self, now: float, *, is_busy: bool) -> None:
-        """A step that tells nothing, as it computed prompts, has ended."""
+        """Skip a step that has ended but computed prompts."""
         self._last = now if is_busy else None
 
     # -- helpers
 
     def _others(self, size: int) -> list[DraftLoad]:
-        """The loads of other sizes, the nearest first."""
+        """The loads of other numbers of requests, the nearest first."""
         sizes = sorted(self._loads, key=lambda other: abs(other - size))
         return [self._loads[other] for other in sizes if other != size]

@@ -1,10 +1,10 @@
-"""Drafts from what followed the same tokens before, in this request or in those that have ended.
+"""Suffix drafts: tokens that followed the same context before, in this request or in ended ones.
 
 Source: SuffixDecoding (Oliaro et al. 2024). Each draft is the token that most often followed the
-longest end of the text (drafts included) that was there before. There is a tree (``context_tree``)
-for each running request, over prompt and output, and one for the outputs of those that have ended;
-of the two, that one drafts of which more drafts are expected to be right. Nothing here reads a
-clock or random numbers: the same calls give the same drafts.
+longest suffix of the text (including drafts) that occurred before. Each running request has a tree
+(``context_tree``) over its prompt and output, and there is one tree over the outputs of ended
+requests. The drafts come from the tree in which more of them are expected to be right. No clock and
+no random numbers are used: equal calls give equal drafts.
 """
 
 from __future__ import annotations
@@ -20,30 +20,30 @@ from engine.config.speculative import MAX_DRAFTS
 from engine.sched.request import Request
 from engine.spec import context_tree
 
-SHARED_TOKENS = 1 << 20  # of ended requests, at most
-SMALLEST = 256  # tokens for which a request's tree is made
+SHARED_TOKENS = 1 << 20  # most tokens of ended requests
+SMALLEST = 256  # initial capacity of a request's tree, in tokens
 NO_ROOT = 0
 
-# Tokens entered in a call, that a long text delays no step by much (1.3 us each): of the request's
-# own, and of those that have ended next to twice as many as are new.
+# Most tokens added per call, so that a long text delays no step much (1.3 us each): of the
+# request itself, and of ended requests (in addition to twice the number of new tokens).
 OWN_PIECE, SHARED_PIECE = 2048, 64
-STRIDE = 64  # tokens that are written into the ring, or forgotten, at a time
+STRIDE = 64  # tokens that are written into the ring or removed at a time
 
 
 class SuffixProposer:
-    """Drafts after contexts of up to ``max_depth`` tokens.
+    """Proposes drafts after contexts of up to ``max_depth`` tokens.
 
-    At most ``max_factor`` drafts (rounded down, but one) for each token of the context that is
-    found, and only while the product of their relative frequencies is at least ``min_probability``.
-    What the last ``max_requests`` requests to end have generated is remembered, up to
-    ``num_shared`` tokens (a power of two). Of their prompts only the last ``max_depth`` tokens are,
-    for what followed them. A request has drafts from those of its own cache salt only.
+    At most ``max_factor`` drafts per token of the context that was found (rounded down, at least
+    one), while the product of their relative frequencies is at least ``min_probability``. The
+    outputs of the last ``max_requests`` ended requests are kept, up to ``num_shared`` tokens (a
+    power of two), with the last ``max_depth`` tokens of their prompts as context. A request uses
+    only outputs of requests with the same cache salt.
 
-    The cost of a step grows with its new tokens, not with the length of the texts. A tree takes 164
-    bytes for each token that it has room for. A request's has room for a power of two, 256 at
-    least, and is made anew, twice as large, when it is full (5 ms for 32,768 tokens): mostly 328
-    bytes for a token of its text at most, 410 where these are random bits. That of ended requests
-    has room for ``num_shared``, takes memory as it fills, and forgets when it is full.
+    The cost of a step depends on its new tokens, not on the length of the texts. A tree takes 164
+    bytes per token of its capacity. The capacity of a request's tree is a power of two, at least
+    256, and is doubled when it is full (5 ms for 32,768 tokens): usually at most 328 bytes per
+    token of its text, 410 for random bits. The tree of ended requests has a capacity of
+    ``num_shared``; it takes memory as it fills, and drops the oldest outputs when it is full.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class SuffixProposer:
     ) -> None:
         self._max_depth = max_depth
         self._limits = np.array([max_factor, min_probability], dtype=np.float64)
-        self._texts: dict[int, OwnText] = {}  # by number of the request
+        self._texts: dict[int, OwnText] = {}  # by arrival number of the request
         self._ended = EndedTexts(max_depth, max_requests, num_shared) if max_requests else None
         self._query = np.empty(0, dtype=np.int32)
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """What most often followed the longest context; empty if none was there before."""
+        """The tokens that most often followed the longest known context; empty without one."""
         tokens, ended, depth = req.tokens, self._ended, self._max_depth
         own = self._texts.get(req.arrival)
         if own is None:
@@ -81,7 +81,7 @@ class SuffixProposer:
         return drafts
 
     def release(self, req: Request) -> None:
-        """Forget the text; remember the output among those of ended requests."""
+        """Drop the tree of an ended request, and add its output to the tree of ended requests."""
         self._texts.pop(req.arrival, None)
         if self._ended is not None and len(req.tokens) > req.num_prompt:
             self._ended.add(req)
@@ -89,7 +89,7 @@ class SuffixProposer:
 
 
 class OwnText:
-    """The tree of a running request."""
+    """The tree over the text of a running request."""
 
     def __init__(self, num_tokens: int, depth: int) -> None:
         self.tree = context_tree.make(room_for(max(num_tokens, SMALLEST)), depth)
@@ -97,7 +97,7 @@ class OwnText:
         self._num_entered = 0
 
     def follow(self, tokens: array[int]) -> int:
-        """Enter what is new, or a long piece of it. Returns how many tokens these are."""
+        """Add the new tokens, at most a limited number per call. Returns the number added."""
         first = self._num_entered
         end = min(len(tokens), first + OWN_PIECE)
         while end > self.tree[context_tree.LENGTH]:
@@ -112,10 +112,10 @@ class OwnText:
 
 @dataclass(slots=True)
 class EndedText:
-    """A text that is remembered: where it begins, how much of it is in the ring and entered."""
+    """The output of an ended request: its start, and how much of it is in the ring and the tree."""
 
     salt: str | None
-    tokens: array[int]  # the end of the prompt and the output, until all is in the ring
+    tokens: array[int]  # end of the prompt, and the output, until all of it is in the ring
     num_tokens: int
     num_prompt: int
     begin: int = -1
@@ -124,10 +124,10 @@ class EndedText:
 
 
 class EndedTexts:
-    """A tree over the outputs of ended requests, the oldest of which are forgotten.
+    """A tree over the outputs of ended requests; the oldest are dropped when it is full.
 
-    They are entered and forgotten by ``work``, a few tokens at a time, in the order in which they
-    ended. Each cache salt has a root of its own.
+    ``work`` adds and drops outputs in the order in which the requests ended, a few tokens at a
+    time. Each cache salt has a separate root.
     """
 
     def __init__(self, depth: int, max_requests: int, num_tokens: int) -> None:
@@ -136,24 +136,24 @@ class EndedTexts:
         self._num_tokens = max(num_tokens, room_for(4 * (depth + STRIDE)))
         self.tree = context_tree.make(self._num_tokens, depth)
         self._roots: dict[str | None, tuple[int, int]] = {}  # root and number of texts
-        self._held: deque[EndedText] = deque()  # in the tree, the last one perhaps in part
-        self._waiting: deque[EndedText] = deque()  # to be entered; the first may be held
-        self._oldest = self._next = 0  # indices: what is in the ring
+        self._held: deque[EndedText] = deque()  # texts in the tree, the last one perhaps in part
+        self._waiting: deque[EndedText] = deque()  # texts to add; the first may be in _held, too
+        self._oldest = self._next = 0  # range of indices in the ring
 
     def root_of(self, salt: str | None) -> int:
-        """The root of the texts with this salt."""
+        """The root of texts with this cache salt."""
         return self._roots.get(salt, (NO_ROOT, 0))[0]
 
     def add(self, req: Request) -> None:
-        """An output to be entered; of too many that wait, the oldest never is."""
+        """Queue the output of an ended request; if too many are queued, the oldest is dropped."""
         begin = max(0, req.num_prompt - self._depth)
         tokens = req.tokens[begin:]
         self._waiting.append(EndedText(req.cache_salt, tokens, len(tokens), req.num_prompt - begin))
         if len(self._waiting) > self._max_requests + 1:
-            del self._waiting[1]  # the first may be half entered
+            del self._waiting[1]  # the first may be partly in the tree
 
     def work(self, num_tokens: int) -> None:
-        """Enter what waits: about this many tokens, those counted that are forgotten for it."""
+        """Add queued texts: about ``num_tokens`` tokens, including those dropped for it."""
         while self._waiting and num_tokens > 0:
             text = self._waiting[0]
             if text.begin < 0 and not self._begin(text):
@@ -174,7 +174,7 @@ class EndedTexts:
                 self._waiting.popleft()
 
     def _begin(self, text: EndedText) -> bool:
-        """Give it a root, if there is room for one more text."""
+        """Give the text a root; False if there is no room for another text."""
         if len(self._held) >= self._max_requests:
             return False
         root, num_texts = self._roots.get(text.salt, (NO_ROOT, 0))
@@ -187,7 +187,7 @@ class EndedTexts:
         return True
 
     def _place(self, text: EndedText) -> bool:
-        """Write its next tokens into the ring, if the contexts that are entered stay there."""
+        """Write the text's next tokens into the ring, if they overwrite no tokens in use."""
         tokens = text.tokens[text.num_placed : text.num_placed + STRIDE]
         if self._next + len(tokens) - self._oldest > self._num_tokens - self._depth:
             return False
@@ -200,7 +200,7 @@ class EndedTexts:
         return True
 
     def _forget(self) -> int:
-        """Forget the next piece of the oldest text. Returns its size, or 1."""
+        """Drop the next piece of the oldest text. Returns its size, at least 1."""
         text, first = self._held[0], self._oldest
         self._oldest = end = max(first, min(first + STRIDE, text.begin + text.num_entered))
         first = max(first, text.begin + text.num_prompt)
@@ -223,5 +223,5 @@ class EndedTexts:
 
 
 def room_for(num_tokens: int) -> int:
-    """The power of two from which on there is room for this many."""
+    """The smallest capacity, a power of two, for ``num_tokens`` tokens."""
     return 1 << (num_tokens - 1).bit_length()

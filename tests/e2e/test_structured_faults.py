@@ -96,14 +96,20 @@ def nested(depth: int) -> Any:
 
 
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "half a character in an expression": ({"regex": "a\ud800"}, "no character"),
-    "half a character in a choice": ({"choice": ["a", "\udfff"]}, "no character"),
-    "half a character in a grammar": ({"grammar": 'start: "\ud800"'}, "no character"),
-    "half a character in a schema": ({"json": {"const": "\ud800"}}, "no character"),
-    "half a character in the text of a schema": ({"json": '{"const":"\\ud800"}'}, "no character"),
-    "half a character for whitespace": ({"json": {}, "whitespace_pattern": "\ud800"}, "no char"),
-    "no number": ({"json": {"const": float("nan")}}, "no JSON"),
-    "nested too deeply": ({"json": nested(10_000)}, "no JSON"),
+    "half a character in an expression": ({"regex": "a\ud800"}, "not a valid character"),
+    "half a character in a choice": ({"choice": ["a", "\udfff"]}, "not a valid character"),
+    "half a character in a grammar": ({"grammar": 'start: "\ud800"'}, "not a valid character"),
+    "half a character in a schema": ({"json": {"const": "\ud800"}}, "not a valid character"),
+    "half a character in the text of a schema": (
+        {"json": '{"const":"\\ud800"}'},
+        "not a valid character",
+    ),
+    "half a character for whitespace": (
+        {"json": {}, "whitespace_pattern": "\ud800"},
+        "not a valid",
+    ),
+    "no number": ({"json": {"const": float("nan")}}, "not JSON"),
+    "nested too deeply": ({"json": nested(10_000)}, "not JSON"),
     "a schema that is true": ({"json": "true"}, "an object"),
 }
 

@@ -202,7 +202,7 @@ def test_a_class_is_found_again_by_its_path(tmp_path: Path) -> None:
 )
 def test_what_is_no_data_is_refused_before_it_is_queued(tmp_path: Path, fields: dict) -> None:
     scheduler = recorded(tmp_path / "log", FakeClock())
-    with pytest.raises(RequestError, match=r"'a' cannot be recorded: .*step_log off"):
+    with pytest.raises(RequestError, match=r"'a' cannot be recorded in step_log: .*step_log off"):
         scheduler.add_request(make_request("a", [1], 4, **fields))
     assert not scheduler.has_unfinished_requests()
     scheduler.shutdown()

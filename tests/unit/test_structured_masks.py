@@ -201,7 +201,7 @@ def test_texts_that_are_enums_or_numpys_are_taken_for_what_they_say():
 
 def test_a_schema_that_is_no_json_is_refused_however_it_is_read():
     for value in ({1, 2}, b"x", float("nan"), float("inf"), object()):
-        with pytest.raises(RequestError, match="which is no JSON"):
+        with pytest.raises(RequestError, match="which is not JSON"):
             StructuredOutputsParams(json={"const": value})
     with pytest.raises(RequestError, match=r"^the json of structured_outputs has '\\ud800'"):
         StructuredOutputsParams(json={"const": "\ud800"})
