@@ -96,10 +96,10 @@ def nested(depth: int) -> Any:
 
 
 UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "half a character in an expression": ({"regex": "a\ud800"}, "not a valid character"),
-    "half a character in a choice": ({"choice": ["a", "\udfff"]}, "not a valid character"),
-    "half a character in a grammar": ({"grammar": 'start: "\ud800"'}, "not a valid character"),
-    "half a character in a schema": ({"json": {"const": "\ud800"}}, "not a valid character"),
+    "half a character in an expression": ({"regex": "a\ud800"}, "not a valid"),
+    "half a character in a choice": ({"choice": ["a", "\udfff"]}, "not a valid"),
+    "half a character in a grammar": ({"grammar": 'start: "\ud800"'}, "not a valid"),
+    "half a character in a schema": ({"json": {"const": "\ud800"}}, "not a valid"),
     "half a character in the text of a schema": (
         {"json": '{"const":"\\ud800"}'},
         "not a valid character",
