@@ -251,7 +251,7 @@ def test_a_row_without_a_result_says_nothing_about_its_drafts():
     ("wrong", "why"),
     [
         (-1, r"must be from 0 \(no drafts\) to 256"),
-        (10**6, r"must be in 0\.\.256"),
+        (10**6, r"must be from 0 "),
         (2.0, "must be a whole number"),
         ("3", "must be a whole number"),
         (True, "must be a whole number"),
