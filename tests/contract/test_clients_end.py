@@ -84,7 +84,7 @@ def test_options_that_cannot_travel_are_a_config_error() -> None:
     class Local(FakeBuild):
         pass
 
-    with pytest.raises(ConfigError, match="cannot be handed to the process of the engine core"):
+    with pytest.raises(ConfigError, match="cannot be sent to the process of the engine core"):
         start_core(fake_config(), Local())
 
 

@@ -105,7 +105,7 @@ def test_tcp_works_with_the_shared_secret_alone() -> None:
         ("tcp://x:0", SECRET, "must be tcp://HOST:PORT"),
         ("tcp://x:65535", SECRET, "must be tcp://HOST:PORT"),
         ("udp://x:5000", SECRET, "must begin with ipc:// or tcp://"),
-        ("ipc:///nowhere/core", None, "no core can be reached at"),
+        ("ipc:///nowhere/core", None, "there is no core at"),
     ],
 )
 def test_addresses_that_cannot_work_are_refused(
@@ -155,7 +155,7 @@ def test_where_no_socket_can_be_the_error_says_what_to_set(
     if name != "none":
         (place / name).mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(place / name))
-    with pytest.raises(ConfigError, match=r"no directory for a core's sockets .* set TMPDIR to"):
+    with pytest.raises(ConfigError, match=r"the directory of a core's sockets .* set TMPDIR"):
         Directory.create()
     if name != "none":
         (place / name).rmdir()

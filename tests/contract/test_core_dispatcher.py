@@ -142,7 +142,7 @@ def test_an_answer_that_cannot_travel_is_a_failure(
     assert isinstance(answer, Answer) and answer.number == 7 and answer.failure is not None
     assert answer.failure.kind == "EngineError"
     assert "Call to stats method failed: its answer: " in answer.failure.message
-    assert "cannot travel to another process" in answer.failure.message
+    assert "cannot be sent to another process" in answer.failure.message
 
 
 def test_an_error_that_says_too_much_or_what_is_no_text_is_told_all_the_same(
@@ -190,7 +190,7 @@ def test_an_abort_is_told_whatever_is_to_be_told_of_it() -> None:
         "b": "error",
         "c": "abort",
     }
-    assert "cannot travel" in told["b"].message
+    assert "cannot be sent" in told["b"].message
 
 
 def test_what_waits_for_credits_comes_in_order_whatever_is_asked_meanwhile(

@@ -74,7 +74,7 @@ def test_sigterm_drains_and_leaves_nothing(core: tuple[subprocess.Popen[str], st
     client.shutdown()
     assert running.wait() == 0
     assert not Path(address.removeprefix("ipc://")).parent.exists()
-    with pytest.raises(ConfigError, match="no core can be reached at"):
+    with pytest.raises(ConfigError, match="there is no core at"):
         LLM(core_address=address)
 
 

@@ -152,7 +152,7 @@ def test_the_machine_of_a_core_fetches_weights_and_a_front_end_the_tokenizer(
     hub.asked.clear()
     nameless = programs.metronome(*attached, cache="front")
     assert nameless.status == 2 and hub.asked == []
-    assert "runs org/box, and this engine was given no model: give it the same" in nameless.errors
+    assert "runs org/box, but this engine has no model for the tokenizer: set" in nameless.errors
     named = programs.metronome(*attached, "--model", "org/box", cache="front")
     assert named.output.startswith(PROMPT + text.rstrip("\n")), named.errors
     assert WEIGHTS not in hub.fetched() and "tokenizer.json" in hub.fetched()

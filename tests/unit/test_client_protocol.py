@@ -45,7 +45,7 @@ def test_what_was_never_sent_is_not_waited_for() -> None:
     (later,), _ = link.submit([request("a")])
     link.feed(frames_of([Submitted(later.number, 0.0, [])]))
     assert link.num_unfinished == 1
-    with pytest.raises(WireError, match=r"answers message 0, which was not sent"):
+    with pytest.raises(WireError, match=r"answered message 0, which was not sent"):
         link.feed(frames_of([Submitted(0, 0.0, [])]))
 
 

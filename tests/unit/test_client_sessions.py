@@ -217,7 +217,7 @@ def test_an_end_that_cannot_travel_is_an_error_of_that_request_alone(
     tokens, ends = told_by(router)
     assert tokens == {"good": 1, "bad": 0, "done": 1} and list(peer.live) == ["good"]
     assert {name: end.reason for name, end in ends.items()} == {"done": "length", "bad": "error"}
-    assert "cannot travel to another process" in ends["bad"].message
+    assert "cannot be sent to another process" in ends["bad"].message
 
 
 @pytest.mark.parametrize("credits", [NUM_CREDITS, 0], ids=["of one step", "of a slow reader"])

@@ -139,7 +139,7 @@ def test_a_value_that_cannot_travel_is_named() -> None:
     for wrong in (np.array([5, 6]), ints(5, 6).reshape(1, 2), np.array([0.5])):
         with pytest.raises(TypeError, match=r"token_ids is a column .*, must be of int32 with one"):
             plans.encode(StepResult(1, wrong, ints(1, 1)))
-        with pytest.raises(TypeError, match=r"drafts.tokens is a column of"):
+        with pytest.raises(TypeError, match=r"drafts.tokens is an array of"):
             plans.encode(StepResult(1, ints(5), ints(1), drafts=DraftPart(ints(2), wrong)))
     with pytest.raises(TypeError, match="object"):
         plans.encode(msgspec.structs.replace(full_result(), errors={0: object()}))

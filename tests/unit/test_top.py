@@ -141,7 +141,7 @@ def test_another_core_at_the_same_place_begins_anew() -> None:
     [
         (["--url", "localhost:8000"], 2, "--url is 'localhost:8000', must look like http://127"),
         (["--connect", "127.0.0.1:5"], 2, "core address '127.0.0.1:5' must begin with ipc://"),
-        (["--connect", "ipc:///no/core"], 2, "no core can be reached at 'ipc:///no/core'"),
+        (["--connect", "ipc:///no/core"], 2, "there is no core at 'ipc:///no/core'"),
         (["--connect", "ipc:///c", "--api-key", "k"], 2, "--api-key is given with --connect"),
         (["--url", "http://x", "--interval", "0"], 2, "--interval is 0, must be from 0.1 to 3600"),
     ],
