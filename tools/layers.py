@@ -9,30 +9,30 @@ Imports go to lower layers only; packages of one layer do not import each other.
 from pathlib import Path
 
 LAYERS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("errors", "assets", "moved"), "what all share; the model in the box; former module names"),
-    (("config", "messages"), "options, given and decided; what crosses a border"),
+    (("errors", "assets", "moved"), "exceptions; the built-in model; aliases of former modules"),
+    (("config", "messages"), "options; messages between processes"),
     (
         ("ipc", "text", "hub", "kernels"),
-        "how bytes travel; text <-> tokens; models by name; operations on tensors",
+        "sockets, processes; tokenizers; model downloads; tensor operations",
     ),
-    (("kv", "parallel", "observe"), "who owns which KV block; logs and step logs"),
-    (("sched", "layers"), "who computes how many tokens; the blocks a model is made of"),
-    (("models", "sample"), "the decoder and its families; logits -> tokens"),
-    (("worker",), "one device: plans -> tensors -> tokens"),
+    (("kv", "parallel", "observe"), "KV blocks; logs and step logs"),
+    (("sched", "layers"), "the scheduler; layers of models"),
+    (("models", "sample"), "the decoder and model families; sampling"),
+    (("worker",), "computes plans on one device"),
     (
         ("spec", "structured", "lora", "mm", "kv_transfer", "pooling"),
-        "features: what each asks of the scheduler, what it computes in the worker",
+        "features, each with a scheduler's half and a worker's half",
     ),
-    (("core",), "scheduler + executor = a step; the one place that names concrete classes"),
-    (("rpc",), "a core in another process: its server and its clients"),
-    (("frontend",), "requests and outputs on the user's side of the core"),
-    (("llm_engine", "async_engine"), "step by step, and for tasks"),
-    (("llm",), "the shortest way in: prompts to outputs"),
+    (("core",), "the step loop; builds all parts from a configuration"),
+    (("rpc",), "cores in other processes: server and clients"),
+    (("frontend",), "requests and outputs on the user's side"),
+    (("llm_engine", "async_engine"), "engines for single steps and for asyncio"),
+    (("llm",), "the `LLM` class: prompts to outputs"),
     (("server",), "the APIs of OpenAI and Anthropic"),
     (("cli",), "the `metronome` command"),
-    (("policylab.verify",), "the policy lab: what a scheduler must keep"),
-    (("policylab.sim", "policylab.simulated"), "policies on a virtual clock"),
-    (("policylab.cli",), "the lab's commands"),
+    (("policylab.verify",), "checks of policies and schedulers"),
+    (("policylab.sim", "policylab.simulated"), "simulation on a virtual clock"),
+    (("policylab.cli",), "commands of the policy lab"),
 )
 PACKAGES = ("kernels", "policylab")  # next to `engine`, to which all other names belong
 PLANNED = ("parallel", "pooling")  # places that are kept, with nothing in them yet

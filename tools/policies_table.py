@@ -37,6 +37,7 @@ DECIDED = ("as claimed", "the other way")
 NO_REASON = "The reason is not known"
 HEAD = """# Policies that ship
 
+A scheduling policy decides which requests run first and which are preempted.
 `LLM(scheduling_policy="edf", policy_options={"default_deadline": 5.0})` selects one. Each is one
 file in `engine/sched/policies/`, whose docstring explains its options. Times are in seconds,
 lengths in tokens. `metronome policies --policies fcfs,edf,...` compares them on a virtual clock;

@@ -206,7 +206,7 @@ def test_an_object_that_cannot_even_be_shown_is_a_wire_error() -> None:
         def __repr__(self) -> str:
             raise RuntimeError("no")
 
-    with pytest.raises(WireError, match="is a Shy; only None"):
+    with pytest.raises(WireError, match="is a Shy, must be None"):
         Encoder().encode(Call(1, "echo", [Shy()]))
 
 
