@@ -87,8 +87,8 @@ def _check_hub_options(config: ModelConfig) -> None:
     token = config.hf_token
     if isinstance(token, str) and not re.fullmatch(r"[!-~]+", token.strip()):
         raise ConfigError(
-            f"hf_token is a string of {len(token)} characters (not shown), must only have letters, "
-            "digits and signs, without spaces; leave it out, or set HF_TOKEN"
+            f"hf_token is a string of {len(token)} characters (not shown), must be letters, digits "
+            "and signs without spaces; leave it out, or set HF_TOKEN"
         )
 
 

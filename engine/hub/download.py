@@ -1,9 +1,9 @@
-"""A repository, downloaded into the cache of the Hugging Face ecosystem or found there.
+"""Downloads a repository into the cache of the Hugging Face ecosystem, or finds it there.
 
-One file after another, in the calling thread: an interrupt acts at once, and huggingface_hub
-itself fetches the pieces of a large file side by side. A lock for each file, which the library
-keeps, lets several processes fetch it once. The requested revision is tied to what was
-fetched at the very end, so the cache of an interrupted download does not count as complete.
+Files are fetched one by one in the calling thread, so that an interrupt acts immediately;
+huggingface_hub itself fetches the pieces of a large file in parallel, and its lock per file lets
+several processes share a download. The requested revision is linked to the files at the very end,
+so an interrupted download does not count as complete.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from engine.hub.files import Repository
 
 logger = logging.getLogger("engine.hub")
 
-MAX_MOVES = 3  # of a branch, while it is being fetched
+MAX_MOVES = 3  # changes of a branch during its download
 REQUEST_SECONDS = 10.0
 
 
 def download(repository: Repository) -> Path:
-    """The directory of a repository's files on this machine.
+    """Return the local directory of a repository, fetching it if needed.
 
     Raises ``ModelError`` naming repository, reason and way out.
     """
@@ -35,10 +35,10 @@ def download(repository: Repository) -> Path:
 
 
 class Download:
-    """One repository, as it is fetched."""
+    """The download of one repository."""
 
     def __init__(self, repository: Repository, endpoint: str | None = None) -> None:
-        """endpoint: address of the hub; that of ``HF_ENDPOINT`` if not given."""
+        """endpoint: address of the hub; ``HF_ENDPOINT`` by default."""
         self.repository = repository
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self.cache = Path(repository.cache or constants.HF_HUB_CACHE)
@@ -64,10 +64,10 @@ class Download:
                 raise self._explained(error) from error
             if root.name == commit:
                 return root
-        raise ModelError(f"{self._where()} changed while it was fetched; give a revision")
+        raise ModelError(f"{self._where()} changed while it was fetched; set a revision")
 
     def _token_to_send(self) -> str | bool:
-        """The token itself; False for requests without one."""
+        """Return the token for requests; ``False`` for requests without one."""
         repository = self.repository.token
         if isinstance(repository, str):
             return repository.strip()
@@ -76,13 +76,13 @@ class Download:
         found = get_token()
         if found is None and repository is True:
             raise ModelError(
-                "hf_token is True, and this machine knows none: set HF_TOKEN, run `hf auth login`, "
-                "or give the token itself"
+                "hf_token is True, but this machine has none: set HF_TOKEN, run `hf auth login`, "
+                "or set hf_token to the token itself"
             )
         return found or False
 
     def _listing(self) -> tuple[str, dict[str, int]]:
-        """Commit of the requested revision, and sizes of its files in bytes."""
+        """Return the commit of the requested revision, and its files with sizes in bytes."""
         info = HfApi(endpoint=self.endpoint, token=self._token).model_info(
             self.repository.name,
             revision=self.repository.revision,
@@ -92,7 +92,7 @@ class Download:
         return str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
     def _fetch(self, commit: str, sizes: dict[str, int]) -> Path:
-        """Fetch what is not there yet. The directory is that of another commit if it has moved."""
+        """Fetch missing files. The directory is another commit's if the revision has moved."""
         repository = self.repository
         if repository.has_weights:
             reasons.check_weights(repository, self.endpoint, sizes)
@@ -105,7 +105,7 @@ class Download:
         anchor = next((name for name in files.ANCHORS if name in sizes), None)
         if anchor is None or (repository.option == "model" and anchor != files.ANCHORS[0]):
             raise ModelError(
-                f"{self._where()} has no config.json; is it a model in the layout of transformers?"
+                f"{self._where()} has no config.json; name a model in the layout of transformers"
             )
         todo = [name for name in wanted if name != anchor and self._lookup(name, commit) is None]
         self._announce([*todo, anchor], commit, sizes)
@@ -114,7 +114,7 @@ class Download:
         return Path(self._get(anchor, repository.revision)).parent
 
     def _weights(self, commit: str, sizes: dict[str, int]) -> list[str]:
-        """Files of weights, as the index says, if there is one."""
+        """Return the weight files, from the index if there is one."""
         if not self.repository.has_weights:
             return []
         if files.INDEX not in sizes:
@@ -123,12 +123,12 @@ class Download:
         if absent := [name for name in names if name not in sizes]:
             raise ModelError(
                 f"{self._where()} is incomplete: its {files.INDEX} names {', '.join(absent[:3])}, "
-                "which it does not hold; give another revision"
+                "which is missing; set another revision"
             )
         return names
 
     def _announce(self, names: Iterable[str], commit: str, sizes: dict[str, int]) -> None:
-        """One line of log before files are fetched. Raises ``ModelError`` if they cannot fit."""
+        """Log what will be fetched. Raises ``ModelError`` if it does not fit on the disk."""
         new = [name for name in names if self._lookup(name, commit) is None]
         if not new:
             return
@@ -154,14 +154,14 @@ class Download:
         )
 
     def _lookup(self, name: str, revision: str | None) -> Path | None:
-        """Where a file lies in the cache, if it does."""
+        """Return the path of a file in the cache, ``None`` if it is not there."""
         found = try_to_load_from_cache(
             self.repository.name, name, cache_dir=self.cache, revision=revision
         )
         return Path(found) if isinstance(found, str) else None
 
     def _cached(self, error: Exception | None) -> Path:
-        """What was fetched before, if complete. error: why the hub failed, if it was queried."""
+        """Return the cached directory, if complete. error: why the hub failed, if it was used."""
         places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
         place = next((place for place in places if place is not None), None)
         missing = None if place is None else self._missing(place.parent)
@@ -171,7 +171,7 @@ class Download:
             raise self._explained(error) from error
         if error is not None:
             logger.warning(
-                "%s: taking what was fetched before, since %s",
+                "%s: using what was fetched before, because %s",
                 self.repository.name,
                 reasons.first_line(error, self._token),
             )
@@ -190,7 +190,7 @@ class Download:
         return reasons.explained(error, self.repository, self.endpoint, self.cache, self._token)
 
     def _revisions(self) -> list[str]:
-        """Branches and tags, [] if they cannot be had."""
+        """Return branches and tags, [] if they are unavailable."""
         try:
             refs = HfApi(endpoint=self.endpoint, token=self._token).list_repo_refs(
                 self.repository.name
@@ -201,7 +201,7 @@ class Download:
 
 
 def _free_bytes(directory: Path) -> int:
-    """Free bytes of the disk on which a directory lies, or is going to."""
+    """Return the free bytes of the disk that has a directory, which need not exist yet."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     return shutil.disk_usage(directory).free

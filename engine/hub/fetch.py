@@ -1,7 +1,7 @@
-"""Directories in place of names: what a hub has is fetched into the cache, once.
+"""Replaces names of repositories by local directories, fetching them into the cache if needed.
 
-The process that starts an engine fetches, before anything heavy. The configuration that is passed
-on, also to processes of the engine, has directories in place of names, and no token.
+The process that starts an engine fetches before anything slow. The configuration it passes on, also
+to the engine's processes, has directories instead of names, and no token.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from engine.hub.files import Repository
 
 
 def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConfig:
-    """The model in directories of this machine, fetched where it is not there yet.
+    """Return the configuration with local directories, fetched where they are missing.
 
-    ``for_core``: configuration and weights are wanted here; ``for_text``: the tokenizer, and what
-    the model's makers recommend for texts. Raises ``ConfigError`` naming the value and the way out.
+    for_core: configuration and weights are needed here; for_text: the tokenizer and the recommended
+    sampling values are. Raises ``ConfigError`` naming the value and the way out.
     """
     revision = config.tokenizer_revision
     source = config.tokenizer
     if source is None and revision not in (None, config.revision):
-        source = config.model  # the same repository at another moment
+        source = config.model  # the same repository at another revision
     text_of_model = for_text and source is None
     model, tokenizer = config.model, source
     if is_hub_name(model):
@@ -55,7 +55,7 @@ def _fetch(
     has_weights: bool,
     has_tokenizer: bool,
 ) -> str:
-    # Only here: the library takes a quarter of a second to import, and a directory needs none.
+    # Imported here: the library takes a quarter of a second, and a directory does not need it.
     from engine.hub.download import download
 
     cache = config.download_dir
@@ -78,5 +78,5 @@ def _fetch(
 def _no_revision(option: str, revision: str, what: str, value: str) -> ConfigError:
     return ConfigError(
         f"{option} is {revision!r}, but {what} is {value!r}, a local directory, which has no "
-        f"revisions; leave {option} out, or give the name of a repository"
+        f"revisions; leave {option} out, or name a repository"
     )

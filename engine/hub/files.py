@@ -1,4 +1,4 @@
-"""Which files of a repository are wanted: weights as safetensors, and never a pickle."""
+"""Selects the files of a repository to fetch: weights as safetensors, never a pickle."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TOKENIZER = (
     *("vocab.json", "vocab.txt", "merges.txt"),
 )
 CODE = ("*.py",)
-# Of these the first that a repository has is fetched last: with it, all else is there.
+# The first of these that a repository has is fetched last, so its presence means completeness.
 ANCHORS = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model", "vocab.txt")
 VOCABULARIES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json"),
@@ -30,8 +30,7 @@ VOCABULARIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository that an option names, and what is wanted of it in addition to its
-    configuration."""
+    """A repository that an option names, and what to fetch besides its configuration."""
 
     option: str
     name: str
@@ -44,15 +43,15 @@ class Repository:
 
 
 def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
-    """The names that one of the patterns stands for, in order."""
+    """Return the names that match one of the patterns, sorted."""
     wanted = list(patterns)
     return sorted(name for name in names if any(fnmatchcase(name, each) for each in wanted))
 
 
 def weights_at_top(names: Iterable[str]) -> list[str]:
-    """The files a loader takes where no index names them.
+    """Return the weight files at the top level that a loader uses without an index.
 
-    Mistral's own format (``consolidated``) lies next to the converted one in some repositories.
+    Some repositories also have Mistral's own format (``consolidated``), which is ignored.
     """
     names = set(names)
     if SINGLE in names:
@@ -65,7 +64,7 @@ def weights_at_top(names: Iterable[str]) -> list[str]:
 
 
 def weights_of_index(index: dict[str, Any] | None) -> list[str]:
-    """The files an index names; [] if it is damaged: the loader's error says more."""
+    """Return the files that an index names; [] if it is damaged, which the loader reports."""
     places = None if index is None else index.get("weight_map")
     if not isinstance(places, dict):
         return []
@@ -73,7 +72,7 @@ def weights_of_index(index: dict[str, Any] | None) -> list[str]:
 
 
 def missing_weights(root: Path) -> list[str]:
-    """Files of weights that a directory should have and does not."""
+    """Return the weight files that a directory should have and lacks."""
     index = root / INDEX
     if index.is_file():
         return [name for name in weights_of_index(read_json(index)) if not (root / name).is_file()]
@@ -85,5 +84,5 @@ def missing_tokenizer(root: Path) -> list[str]:
 
 
 def of_kind(names: Collection[str], *suffixes: str) -> list[str]:
-    """The names that end so, in order."""
+    """Return the names with one of these suffixes, sorted."""
     return sorted(name for name in names if PurePosixPath(name).suffix in suffixes)

@@ -1,4 +1,4 @@
-"""Why a repository cannot be had, with the value and the way out. No message shows a token."""
+"""Errors about repositories on a hub, with the value and the way out. No message shows a token."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MAX_LINE = 200
 
 
 def spelled(repository: Repository) -> str:
-    """The option and its value, with the revision if there is one."""
+    """Return the option with its value and revision, for errors."""
     of_revision = "" if repository.revision is None else f" at revision {repository.revision!r}"
     return f"{repository.option} {repository.name!r}{of_revision}"
 
 
 def is_final(error: Exception) -> bool:
-    """Whether a cache must not stand in for this answer of the hub."""
+    """Whether an answer of the hub must not be replaced by a cached repository."""
     return isinstance(error, RevisionNotFoundError | HFValidationError)
 
 
@@ -51,7 +51,7 @@ def unknown_revision(repository: Repository, endpoint: str, known: Collection[st
 def explained(
     error: Exception, repository: Repository, endpoint: str, cache: Path, token: str | bool
 ) -> ModelError:
-    """The ``ModelError`` for an error of the library or the system, with the way out."""
+    """Convert an error of the library or the system to a ``ModelError`` with the way out."""
     where, page = spelled(repository), f"{endpoint}/{repository.name}"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     message = first_line(error, token)
@@ -60,38 +60,38 @@ def explained(
     if isinstance(error, RepositoryNotFoundError):
         shown = "to this token" if isinstance(token, str) else "without a token"
         return ModelError(
-            f"{where} is neither a directory of {Path.cwd()} nor a repository that {endpoint} "
-            f"shows {shown}: check the spelling; for a private one give a token that may read it "
+            f"{where} is neither a directory in {Path.cwd()} nor a repository that {endpoint} "
+            f"shows {shown}: check the spelling; for a private one set a token that may read it "
             f"({LOGIN})"
         )
     if status == 401:
         return ModelError(
-            f"{where}: {endpoint} does not know the token it was sent: make a new one at "
-            f"{endpoint}/settings/tokens ({LOGIN}), or give hf_token=False for a public model"
+            f"{where}: {endpoint} does not accept the token: make a new one at "
+            f"{endpoint}/settings/tokens ({LOGIN}), or set hf_token=False for a public model"
         )
     if status is not None:
         return ModelError(
-            f"{where}: {endpoint} answers with status {status} ({message}); try again later. What "
-            "was fetched before is used without asking when HF_HUB_OFFLINE=1 is set"
+            f"{where}: {endpoint} answers with status {status} ({message}); try again later, or "
+            "set HF_HUB_OFFLINE=1 to use what was fetched before"
         )
     if isinstance(error, OSError) and not isinstance(error, LocalEntryNotFoundError):
         return _of_system(error, where, cache, message)
     return ModelError(
         f"{where} could not be fetched from {endpoint} ({message}): check the connection, proxies "
-        f"and HF_ENDPOINT, then try again; files that were fetched whole are kept in {cache}. "
-        "Without a network give the path of a local directory"
+        f"and HF_ENDPOINT, then try again; complete files are kept in {cache}. Without a network "
+        "give the path of a local directory"
     )
 
 
 def _gated(where: str, page: str, has_token: bool) -> str:
     if has_token:
         return (
-            f"{where} is gated, and the account of the token that was sent may not read it: ask "
-            f"for access at {page} (and let the token read gated repositories), or give a token of "
-            f"another account ({LOGIN})"
+            f"{where} is gated, and the account of the token may not read it: ask for access at "
+            f"{page} (and let the token read gated repositories), or set a token of another "
+            f"account ({LOGIN})"
         )
     return (
-        f"{where} is gated: accept its licence at {page}, then give a token of that account "
+        f"{where} is gated: accept its licence at {page}, then set a token of that account "
         f"({LOGIN})"
     )
 
@@ -99,32 +99,31 @@ def _gated(where: str, page: str, has_token: bool) -> str:
 def _of_system(error: OSError, where: str, cache: Path, message: str) -> ModelError:
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return ModelError(
-            f"{where}: the disk of {cache} is full; make room, or give download_dir on another disk"
+            f"{where}: the disk of {cache} is full; make room, or set download_dir on another disk"
         )
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST):
         return ModelError(
-            f"{where}: {cache} cannot be written ({message}); give download_dir, or set HF_HOME, "
-            "to a directory that can"
+            f"{where}: {cache} cannot be written ({message}); set download_dir or HF_HOME to a "
+            "writable directory"
         )
     return ModelError(
-        f"{where}: fetching it broke off ({message}); try again: files that were fetched whole are "
-        f"kept in {cache}"
+        f"{where}: the download failed ({message}); try again: complete files are kept in {cache}"
     )
 
 
 def not_cached(where: str, cache: Path, missing: list[str] | None) -> ModelError:
-    """Offline, and files are missing. missing: their names; ``None`` if all are."""
+    """Make the error for files missing offline. missing: their names; ``None`` if all are."""
     if missing is None:
-        has = f"{cache} does not have it: unset it for one start, which fetches it"
+        has = f"{cache} does not have it: unset HF_HUB_OFFLINE for one start, which fetches it"
     else:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         has = (
-            f"{cache} has only a part of it (not {', '.join(missing[:3])}{more}): unset it for one "
-            "start, which fetches the rest"
+            f"{cache} lacks {', '.join(missing[:3])}{more}: unset HF_HUB_OFFLINE for one start, "
+            "which fetches the rest"
         )
     return ModelError(
-        f"{where}: HF_HUB_OFFLINE is set, and {has}, or give download_dir or the path of a "
-        "local directory"
+        f"{where}: HF_HUB_OFFLINE is set, and {has}, or set download_dir, or give the "
+        "path of a local directory"
     )
 
 
@@ -135,29 +134,29 @@ def check_weights(repository: Repository, endpoint: str, names: Collection[str])
     where = spelled(repository)
     if pickles := files.of_kind(names, ".bin", ".pt", ".pth", ".ckpt"):
         raise ModelError(
-            f"{where} holds weights only as pickles ({pickles[0]}), which can run code when read "
-            "and are never fetched: give a repository with safetensors, or the revision of a "
+            f"{where} has weights only as pickles ({pickles[0]}), which can run code when they are "
+            "read and are never fetched: use a repository with safetensors, or the revision of a "
             f'conversion ("refs/pr/N", listed at {endpoint}/{repository.name}/discussions), or '
             "convert it yourself with transformers: AutoModelForCausalLM.from_pretrained(name)"
             ".save_pretrained(path)"
         )
     if ggufs := files.of_kind(names, ".gguf"):
         raise ModelError(
-            f"{where} holds weights only as GGUF ({ggufs[0]}), which is not read; give the "
+            f"{where} has weights only as GGUF ({ggufs[0]}), which is not supported; use the "
             "repository of the original model"
         )
     raise ModelError(
-        f"{where} holds no *.safetensors weights; give a repository that does, or "
+        f"{where} has no *.safetensors weights; use a repository that has some, or "
         'load_format="dummy" for random weights'
     )
 
 
 def check_room(where: str, cache: Path, num_bytes: int, num_free: int) -> None:
-    """Raise ``ModelError`` if so much does not fit on the disk of the cache."""
+    """Raise ``ModelError`` if these bytes do not fit on the disk of the cache."""
     if num_bytes > num_free:
         raise ModelError(
             f"{where} needs {readable(num_bytes)} more, and the disk of {cache} has "
-            f"{readable(num_free)} free; make room, or give download_dir on another disk"
+            f"{readable(num_free)} free; make room, or set download_dir on another disk"
         )
 
 
@@ -170,7 +169,7 @@ def readable(num_bytes: int) -> str:
 
 
 def first_line(error: Exception, token: str | bool) -> str:
-    """What an error says, short, and without the token, whatever a library made of it."""
+    """Return the first line of an error, shortened and without the token."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     text = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
     if isinstance(token, str) and token:

@@ -1,7 +1,8 @@
-"""Chat templates: Jinja in a sandbox, with the filters and names that templates expect.
+"""Renders chat templates: Jinja in a sandbox, with the filters and names that templates expect.
 
-Renders what transformers' ``apply_chat_template`` renders. Templates are third-party code: they see
-plain data only, cannot reach Python beyond it, and have bounds on time and size (``sandbox``).
+The result equals that of transformers' ``apply_chat_template``. Templates are third-party code:
+they see only plain data, cannot reach other Python objects, and are limited in time and size
+(``sandbox``).
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ from engine.errors import ModelError, RequestError, RequestTypeError
 from engine.text.sandbox import BUDGET, MAX_SECONDS, BoundedEnvironment, Budget, bounded_filter
 
 Messages = Sequence[Mapping[str, Any]]
-"""One conversation: ``{"role": ..., "content": ...}`` and whatever else the template reads."""
+"""One conversation: ``{"role": ..., "content": ...}`` and any other keys the template reads."""
 
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 
 
 def read_templates(root: Path, options: dict[str, Any]) -> dict[str, str]:
-    """The chat templates of a model directory by name; ``"default"`` is the one used unasked.
+    """Read the chat templates of a model directory by name; ``"default"`` is used by default.
 
-    Files win over ``chat_template`` in tokenizer_config.json.
+    Files override ``chat_template`` in tokenizer_config.json.
     """
     files = {
         path.stem: path for path in sorted((root / "additional_chat_templates").glob("*.jinja"))
@@ -63,12 +64,12 @@ def _templates_in(value: Any, root: Path) -> dict[str, str]:
 
 
 def render_chat(template: str, messages: Messages, values: dict[str, Any]) -> str:
-    """The text ``template`` makes of ``messages``. Raises ``RequestError`` if it refuses them."""
+    """Render a conversation. Raises ``RequestError`` if the template refuses it."""
     return fill_template(template, chat_values(messages, values))
 
 
 def chat_values(messages: Messages, values: dict[str, Any]) -> dict[str, Any]:
-    """All that a template sees, as plain data. Raises ``RequestError`` for an invalid chat."""
+    """Return all variables of a template as plain data. Raises ``RequestError`` if invalid."""
     if not isinstance(messages, Sequence) or isinstance(messages, str | bytes):
         message = f"a conversation must be a list of messages, got {messages!r:.100}"
         raise RequestTypeError(message, param="messages")
@@ -80,18 +81,18 @@ def chat_values(messages: Messages, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def fill_template(template: str, values: dict[str, Any], seconds: float = MAX_SECONDS) -> str:
-    """The text of a template. Raises ``RequestError`` if it refuses these values, or takes longer
-    than that many seconds."""
+    """Render a template. Raises ``RequestError`` if it refuses these values, or takes longer than
+    ``seconds``."""
     try:
         return str(compile_template(template).render({**values, BUDGET: Budget(seconds)}))
-    except Exception as error:  # third-party code: it may add None to a string, and the like
+    except Exception as error:  # third-party code may raise anything
         raise _refusal(error) from error
 
 
 def _refusal(error: Exception) -> RequestError:
-    # Which error Python raises depends on how deep the recursion was.
+    # The error that Python raises depends on the depth of the recursion.
     is_endless = isinstance(error, RecursionError)
-    why = "nested too deeply, or calling itself for ever" if is_endless else str(error)
+    why = "it is nested too deeply, or calls itself without end" if is_endless else str(error)
     return RequestError(f"the chat template refuses this conversation: {why}", param="messages")
 
 
@@ -103,13 +104,13 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
         )
     copy: dict[str, Any] = plain(message)
     reasoning = next((copy[n] for n in REASONING_NAMES if copy.get(n) is not None), None)
-    if reasoning is not None:  # templates read one of two names
+    if reasoning is not None:  # templates read either of two names
         copy = {"thinking": reasoning, **copy, "reasoning_content": reasoning}
     return copy
 
 
 def plain(value: Any) -> Any:
-    """``value`` rebuilt of JSON's types, so that a template meets no method of ours."""
+    """Copy a value as JSON types, so that a template reaches no method of ours."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, str):
@@ -125,7 +126,7 @@ def plain(value: Any) -> Any:
 
 @lru_cache(maxsize=16)
 def compile_template(source: str) -> Any:
-    """A compiled chat template. Raises ``TemplateError`` if it is no valid Jinja."""
+    """Compile a chat template. Raises ``TemplateError`` if it is not valid Jinja."""
     environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, loopcontrols]
     )
@@ -136,9 +137,9 @@ def compile_template(source: str) -> Any:
 
 
 class Generation(Extension):
-    """``{% generation %}`` marks the model's own words for training; here it changes nothing."""
+    """Accepts ``{% generation %}``, which marks the model's text for training; has no effect."""
 
-    tags = {"generation"}  # noqa: RUF012  (declared so by Jinja)
+    tags = {"generation"}  # noqa: RUF012  (Jinja declares it so)
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -152,7 +153,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape HTML."""
+    """Convert to JSON; Jinja's own filter would escape HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -1,4 +1,4 @@
-"""Text of a growing sequence, a microsecond or two a token; stop strings in it."""
+"""Decodes growing sequences in one or two microseconds per token, and finds stop strings."""
 
 from __future__ import annotations
 
@@ -9,16 +9,15 @@ from engine.messages.text import TextDelta, TextWish
 from engine.text.token_texts import REPLACEMENT, TokenTexts
 from engine.text.tokenizer import Backend, Step
 
-CONTEXT_LENGTHS = (8, 64)  # ids of the prompt that give the first output ids their context
-MAX_DANGLING = 4  # a character has at most four bytes
+CONTEXT_LENGTHS = (8, 64)  # last prompt ids that are tried as context for the output
+MAX_DANGLING = 4  # bytes of a character
 
 
 class Detokenizer:
-    """Incremental text of one sequence after its prompt.
+    """Decodes one sequence incrementally, in the context of its prompt.
 
-    The pieces joined are the decoded output in the context of the prompt: a word after the prompt
-    keeps its space, a character begun in the prompt appears whole. Half a character is withheld
-    until it is resolved or ``flush`` says that nothing follows.
+    A word after the prompt keeps its space, and a character that begins in the prompt appears
+    complete. An incomplete character is withheld until it is complete or ``flush`` is called.
     """
 
     __slots__ = (
@@ -36,12 +35,12 @@ class Detokenizer:
         if self._pending:
             self._step(list(self._pending))
         self._texts = backend.token_texts(skip_special_tokens)
-        # While all text so far is out, these may follow it, and the stream rests.
+        # Used while no text is withheld; the stream is then dropped.
         self._joining: TokenTexts | None = None
         self._last_joined: int | None = None
 
     def feed(self, token_ids: list[int]) -> str:
-        """The text these next ids complete, often none."""
+        """Return the text that these next ids complete, often none."""
         if not token_ids:
             return ""
         joining = self._joining
@@ -65,7 +64,7 @@ class Detokenizer:
             self._step = self._backend.stream(self._context, self._skip)
         try:
             added = self._step(token_ids)
-        except Exception:  # the library names no type for "text given out has changed"
+        except Exception:  # the library raises no specific type for "returned text has changed"
             return self._restart(token_ids)
         if added is None:
             self._pending += token_ids
@@ -78,7 +77,7 @@ class Detokenizer:
         return added
 
     def flush(self) -> str:
-        """What is withheld, with U+FFFD for incomplete bytes. Nothing may be fed after it."""
+        """Return the withheld text, with U+FFFD for incomplete bytes. Feed nothing afterwards."""
         if not self._pending:
             return ""
         before = self._decode(self._context)
@@ -86,7 +85,7 @@ class Detokenizer:
         return text[len(before) :] if text.startswith(before) else self._decode(self._pending)
 
     def _restart(self, token_ids: list[int]) -> str:
-        """Text that is out would change (its bytes turned out to be no text): go on after it."""
+        """Start a new stream after returned text would have changed, its bytes being invalid."""
         self._pending += token_ids
         text = self.flush()
         context = self._pending
@@ -102,7 +101,7 @@ class Detokenizer:
 
 
 class Context(NamedTuple):
-    """The end of a prompt: ids whose text is complete, and ids that begin a character."""
+    """The end of a prompt: ids with complete text, then ids that begin a character."""
 
     complete: list[int]
     dangling: list[int]
@@ -116,7 +115,7 @@ def split_context(
         tail = prompt_token_ids[max(0, length - size) :]
         text = backend.decode(tail, skip_special_tokens)
         if text:
-            break  # special tokens alone give no context
+            break  # special tokens alone provide no context
     if not text.endswith(REPLACEMENT):
         return Context(tail, [])
     for cut in range(1, min(MAX_DANGLING, len(tail)) + 1):
@@ -126,23 +125,23 @@ def split_context(
 
 
 class StopMatch(NamedTuple):
-    """A stop string in the text, and the length the text keeps."""
+    """A stop string that was found, and how many characters of the text are kept."""
 
     string: str
     keep: int
 
 
 class StopStrings:
-    """Looks for stop strings in text that grows."""
+    """Searches growing text for stop strings."""
 
     def __init__(self, strings: list[str], include_in_output: bool) -> None:
         self.strings = strings
         self._include = include_in_output
-        # What may turn out to be the beginning of a stop string is not shown yet.
+        # Text that may be the start of a stop string is held back.
         self.num_held_back = 0 if include_in_output else max(map(len, strings)) - 1
 
     def find(self, text: str, num_new: int) -> StopMatch | None:
-        """The first match that ends in the last ``num_new`` characters of ``text``."""
+        """Return the first match that ends in the last ``num_new`` characters of ``text``."""
         best: tuple[int, str] | None = None
         for string in self.strings:
             at = text.find(string, max(0, len(text) - num_new - len(string) + 1))
@@ -155,7 +154,7 @@ class StopStrings:
 
 
 def wish_of(params: SamplingParams) -> TextWish:
-    """The parameters of a request that concern its text."""
+    """Return the parameters of a request that concern its text."""
     return TextWish(
         params.skip_special_tokens,
         params.stop,
@@ -165,7 +164,7 @@ def wish_of(params: SamplingParams) -> TextWish:
 
 
 class TextReader:
-    """Turns tokens into text until a stop string is found or ``is_last`` is given."""
+    """Converts tokens to text until a stop string is found or ``is_last`` is given."""
 
     __slots__ = (
         "_backend", "_detokenizer", "_longest", "_min_tokens", "_num_read", "_prompt_token_ids",
@@ -183,10 +182,10 @@ class TextReader:
             self._longest = max(map(len, wish.stop))
         self._min_tokens = wish.min_tokens
         self._num_read = 0
-        self._tail = ""  # of the text, as long as the longest: where a stop string may have begun
+        self._tail = ""  # end of the text, in which a stop string may have begun
 
     def read(self, token_ids: list[int], is_last: bool) -> TextDelta:
-        """What these tokens add. One that cannot be read is an error in the answer."""
+        """Return what these tokens add. A tokenizer's failure becomes an error in the result."""
         new_text = self.next_text(token_ids)
         if isinstance(new_text, TextDelta):
             return new_text
@@ -201,11 +200,11 @@ class TextReader:
             return _no_text(error)
 
     def next_text(self, token_ids: list[int]) -> str | TextDelta:
-        """``read`` of tokens that are not the last, in short: their text, if that is all there is
-        to say."""
+        """Read tokens that are not the last. Returns only their text if there is nothing else to
+        report."""
         detokenizer = self._detokenizer
         try:
-            if detokenizer is None:  # a prompt it cannot take is an error in the answer as well
+            if detokenizer is None:  # a prompt that cannot be decoded is an error in the result too
                 detokenizer = self._detokenizer = Detokenizer(
                     self._backend, self._prompt_token_ids, self._skip_special_tokens
                 )
@@ -214,13 +213,13 @@ class TextReader:
             return self._read_for_stops(detokenizer, self._stops, token_ids)
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # faults of a tokenizer library too: only this request fails
+        except BaseException as error:  # faults of a tokenizer library only fail this request
             return _no_text(error)
 
     def _read_for_stops(
         self, detokenizer: Detokenizer, stops: StopStrings, token_ids: list[int]
     ) -> str | TextDelta:
-        """Token by token, since the one that completes a stop string is the last that counts."""
+        """Read token by token: the one that completes a stop string is the last that counts."""
         pieces = ""
         for token_id in token_ids:
             new = detokenizer.feed([token_id])
@@ -242,4 +241,4 @@ class TextReader:
 
 
 def _no_text(error: BaseException) -> TextDelta:
-    return TextDelta(error=f"its tokens are no text: {type(error).__name__}: {error}")
+    return TextDelta(error=f"its tokens cannot be decoded: {type(error).__name__}: {error}")

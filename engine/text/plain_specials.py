@@ -1,9 +1,9 @@
-"""Special tokens inside what users wrote, kept as plain text.
+"""Keeps special tokens in what users wrote as plain text.
 
-A chat template writes special tokens around messages. The same letters inside a message are no
-such token: who could write one would speak as the system. In messages they are broken up by a
-guard, a character that no message has, before the template is filled in; after it the guards are
-taken out and what had one is tokenised as plain text.
+A chat template writes special tokens around messages. The same letters in a message must not become
+such a token, or a user could write a system message. So a guard, a character that no message has,
+is inserted into them before the template is rendered; afterwards the guards are removed, and the
+texts that had one are tokenised as plain text.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from engine.text.chat import Messages, plain
 from engine.text.tokenizer import Tokenizer
 
 NOTHING = re.compile(r"(?!)")
-GUARDS = [chr(number) for number in range(0xE000, 0xF8FF)]  # private use: no text has them all
+GUARDS = [chr(number) for number in range(0xE000, 0xF8FF)]  # private use: no text has all of them
 
 
 def has_special_tokens(tokenizer: Tokenizer, messages: Messages, tools: Any = None) -> bool:
-    """Whether some text in the messages or tools looks like a special token."""
+    """Whether the messages or tools contain the text of a special token."""
     pattern = _pattern(tokenizer)
     if pattern is None:
         return False
@@ -33,10 +33,10 @@ def has_special_tokens(tokenizer: Tokenizer, messages: Messages, tools: Any = No
 def render_plainly(
     tokenizer: Tokenizer, messages: Messages, options: dict[str, Any], *, continues: bool = False
 ) -> Any:
-    """``prompt`` and ``prompt_token_ids`` of a conversation whose texts are nothing but text.
+    """Return ``prompt`` and ``prompt_token_ids`` of a conversation without special tokens in it.
 
-    ``options`` are those of ``Tokenizer.apply_chat_template``, whose errors it raises. continues:
-    the prompt ends with the content of the last message, which the model is to go on with.
+    options: those of ``Tokenizer.apply_chat_template``, whose errors this raises. continues: end
+    the prompt with the content of the last message, for the model to continue.
     """
     pattern = _pattern(tokenizer) or NOTHING
     given: dict[str, Any] = {"messages": list(messages), "tools": options.get("tools")}
@@ -51,7 +51,8 @@ def render_plainly(
         text, found, _ = text.rpartition(end)
         if not found:
             raise RequestError(
-                "the chat template leaves the last message out, so it cannot be continued",
+                "the chat template drops the last message, so the answer cannot continue it: set "
+                "continue_final_message to false",
                 param="messages",
             )
     token_ids: list[int] = []
@@ -75,7 +76,7 @@ def _pattern(tokenizer: Tokenizer) -> re.Pattern[str] | None:
 
 
 def _split(pattern: re.Pattern[str], text: str) -> Iterator[str]:
-    """Special tokens, and the texts between them."""
+    """Yield special tokens, and the texts between them."""
     at = 0
     for match in pattern.finditer(text):
         if match.start() > at:

@@ -1,8 +1,7 @@
-"""Jinja's sandbox with bounds on time and size: a template may be a stranger's, and so is what it
-makes of a conversation.
+"""Jinja's sandbox with limits on time and size, for untrusted templates and conversations.
 
-Every turn of a loop and every call of a macro looks at the clock. What would be larger than any
-prompt is refused before it is made.
+Every iteration of a loop and every call of a macro checks the clock. A value larger than any prompt
+is refused before it is created.
 """
 
 from __future__ import annotations
@@ -20,23 +19,23 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 MAX_SECONDS = 5.0
-MAX_CHARS = 1 << 26  # of a text
-MAX_ENTRIES = 1 << 22  # of a list
-MAX_NUMBER = 1 << 20  # that a function is given: a width, say
-MAX_BITS = 1 << 14  # of a whole number
-TICKS = 256  # between two looks at the clock
-# No template can name these: a variable of its own, and two filters.
+MAX_CHARS = 1 << 26  # in a text
+MAX_ENTRIES = 1 << 22  # in a list
+MAX_NUMBER = 1 << 20  # as an argument of a function, for example a width
+MAX_BITS = 1 << 14  # of an integer
+TICKS = 256  # iterations between two checks of the clock
+# Names that no template can use: one variable and two filters.
 BUDGET, BOUNDED, TICK = " budget", " bounded", " tick"
-WIDE = re.compile(r"%[-+ #0]*[\d.]*(?:\d{7}|\*)|:[^{}]*\d{7}")  # in a format
-NESTED_WIDTH = re.compile(r":[^{}]*\{")  # a format whose width is another value
+WIDE = re.compile(r"%[-+ #0]*[\d.]*(?:\d{7}|\*)|:[^{}]*\d{7}")  # a format with a large width
+NESTED_WIDTH = re.compile(r":[^{}]*\{")  # a format whose width comes from another value
 SIZED = (
     "batch", "center", "indent", "pprint", "round", "slice", "tojson", "truncate", "wordwrap",
 )  # fmt: skip
-"""Filters whose numbers are widths."""
+"""Filters whose numeric arguments are widths."""
 
 
 class Budget:
-    """What is left to one rendering."""
+    """The time left for one rendering."""
 
     def __init__(self, seconds: float = MAX_SECONDS) -> None:
         self._seconds = seconds
@@ -44,13 +43,13 @@ class Budget:
         self._ticks = count(1)
 
     def tick(self) -> None:
-        """Raises ``TemplateError`` when the time is over."""
+        """Check the time now and then. Raises ``TemplateError`` when it is over."""
         if next(self._ticks) % TICKS == 0 and time.monotonic() > self._end:
-            raise TemplateError(f"it takes over {self._seconds:g} s, the limit")
+            raise TemplateError(f"it runs longer than {self._seconds:g} s, the limit")
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Templates of it are rendered with a ``Budget`` among their variables."""
+    """A sandbox whose templates are rendered with a ``Budget`` among their variables."""
 
     intercepted_binops = frozenset(["*", "**", "%"])
 
@@ -96,7 +95,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
 
 class Ticking(NodeTransformer):
-    """Puts a tick into every loop and macro, and a bound around every sum and what ``~`` joins."""
+    """Adds a clock check to every loop and macro, and a size check to every sum and ``~``."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         return self._with_tick(node)
@@ -112,7 +111,7 @@ class Ticking(NodeTransformer):
         return _filtered(node, BOUNDED)
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
-        """One bound for a sum of many."""
+        """Check a sum of many terms once."""
         last = node
         while isinstance(last.left, nodes.Add):
             last.right = self.visit(last.right)
@@ -138,12 +137,12 @@ def _tick(context: Context, value: Any) -> Any:
 
 def check_size(size: int, most: int = MAX_CHARS) -> None:
     if size > most:
-        raise TemplateError(f"it makes something of size {size:.3g}, the limit is {most}")
+        raise TemplateError(f"it makes a value of size {size:.3g}, the limit is {most}")
 
 
 def bounded(value: Any) -> Any:
-    """The value, if it is not too large."""
-    if type(value) is str and len(value) < MAX_CHARS:  # nearly always
+    """Return the value. Raises ``TemplateError`` if it is too large."""
+    if type(value) is str and len(value) < MAX_CHARS:  # the usual case
         return value
     if isinstance(value, str):
         check_size(len(value))
@@ -155,18 +154,18 @@ def bounded(value: Any) -> Any:
 
 
 def check_numbers(values: Iterable[Any]) -> None:
-    """Numbers that a function is given."""
+    """Raise ``TemplateError`` for a large number among a function's arguments."""
     for value in values:
         if isinstance(value, int):
             check_size(abs(value), MAX_NUMBER)
 
 
 def check_format(layout: Any, values: Iterable[Any] = ()) -> None:
-    """Formats may ask for widths, and may take them from values."""
+    """Raise ``TemplateError`` for a format with a large width, also one taken from ``values``."""
     if not isinstance(layout, str):
         return
     if WIDE.search(layout):
-        raise TemplateError(f"it has a format of a width over {MAX_NUMBER}, the limit")
+        raise TemplateError(f"it has a format wider than {MAX_NUMBER}, the limit")
     if NESTED_WIDTH.search(layout):
         check_numbers(values)
 
@@ -183,7 +182,7 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def bounded_join(pieces: Iterable[str]) -> str:
-    """All of them, one after the other."""
+    """Join the pieces. Raises ``TemplateError`` if the result is too large."""
     kept, size = [], 0
     for piece in pieces:
         size += len(piece)
@@ -193,7 +192,7 @@ def bounded_join(pieces: Iterable[str]) -> str:
 
 
 def bounded_replace(text: Any, old: Any, new: Any, num: int | None = None) -> str:
-    """``str.replace``, of values as text."""
+    """Replace like ``str.replace``, after converting the arguments to text."""
     whole, before, after = str(text), str(old), str(new)
     num = -1 if num is None else num
     times = whole.count(before) if num < 0 else min(num, whole.count(before))
@@ -202,14 +201,14 @@ def bounded_replace(text: Any, old: Any, new: Any, num: int | None = None) -> st
 
 
 def bounded_filter(function: Any, *, is_sized: bool) -> Any:
-    """The filter, with a bound on what it makes and, if they are sizes, on its numbers."""
+    """Wrap a filter to check its result and, if its arguments are sizes, these too."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if is_sized:
             check_numbers((*args[1:], *kwargs.values()))
         return bounded(function(*args, **kwargs))
 
-    kind = getattr(function, "jinja_pass_arg", None)  # what Jinja hands it first
+    kind = getattr(function, "jinja_pass_arg", None)  # the first argument that Jinja adds
     if kind is not None:
         checked.jinja_pass_arg = kind  # type: ignore[attr-defined]
     return checked

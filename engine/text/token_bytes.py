@@ -1,4 +1,4 @@
-"""The bytes of each token. Those of a text's tokens are the text."""
+"""The bytes of each token; those of a text's tokens, joined, are the text."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from tokenizers import Tokenizer
 
 from engine.text.token_texts import REPLACEMENT, flat_parts
 
-SPACE = "\u2581"  # which stands for a space in tokens of sentencepiece
+SPACE = "\u2581"  # stands for a space in tokens of SentencePiece
 
 
 class TokenBytes(dict[int, bytes | None]):
-    """The bytes of a token by its id, made at first use; special tokens by name.
+    """The bytes of a token by id, computed at first use; special tokens by name.
 
-    ``None`` where the tokenizer does not show a part of a character.
+    ``None`` for a part of a character that the tokenizer does not reveal.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -56,8 +56,8 @@ class TokenBytes(dict[int, bytes | None]):
 
 
 def byte_letters() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for: printable ones for
-    themselves, the others for letters from 256 on, in order."""
+    """Return the byte of each letter in a byte-level vocabulary: printable bytes are the letter
+    itself, all others are letters from 256 on, in order."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in set(printable)]
     letters = {chr(byte): byte for byte in printable}

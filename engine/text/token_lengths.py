@@ -1,8 +1,8 @@
-"""How many characters one token can stand for: a text longer than all tokens together is refused
-without being tokenised.
+"""Bounds the characters that one token can stand for: a text longer than the token limit times this
+bound is refused without being tokenised.
 
-The bound must be certain. Some tokenizers drop characters, or make one token of many unknown ones;
-for these there is no bound.
+The bound must be certain. Some tokenizers drop characters, or merge many unknown characters into
+one token; they have no bound.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from tokenizers import Tokenizer
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 
-MOST_COMPOSED = 4  # characters that normal form C makes one of, at most
+MOST_COMPOSED = 4  # characters that NFC merges into one, at most
 COMPOSING = frozenset({"NFC", "NFKC"})
 KEEPING = frozenset({"ByteLevel", "Digits", "Metaspace", "NFD", "NFKD", "Prepend"})
-"""Parts of a tokenizer that take no character away."""
+"""Normalizers and pre-tokenizers that remove no characters."""
 
 
 def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
-    """Characters of a text for each of its tokens, at most; ``None`` if there is no bound."""
+    """Return the most characters of a text per token; ``None`` if there is no bound."""
     parts = [*_parts(tokenizer.normalizer), *_parts(tokenizer.pre_tokenizer)]
     added = tokenizer.get_added_tokens_decoder().values()
     is_certain = (
         all(map(_keeps_all, parts))
-        and not any(token.lstrip or token.rstrip for token in added)  # they swallow spaces
+        and not any(token.lstrip or token.rstrip for token in added)  # these remove spaces
         and _knows_all(tokenizer, parts)
     )
     if not is_certain:
@@ -38,8 +38,8 @@ def max_chars_per_token(tokenizer: Tokenizer) -> int | None:
 
 
 def _names(tokenizer: Tokenizer) -> list[str]:
-    """All tokens, read one by one: a large vocabulary in one go takes four times as long, and
-    lets no other thread run meanwhile."""
+    """Return all tokens. They are read one by one: one call for a large vocabulary takes four times
+    as long and blocks other threads."""
     num = tokenizer.get_vocab_size(with_added_tokens=False)
     names = list(filter(None, map(tokenizer.model.id_to_token, range(num))))
     if len(names) < num:  # its ids have gaps
@@ -48,7 +48,7 @@ def _names(tokenizer: Tokenizer) -> list[str]:
 
 
 def _parts(component: Any) -> Iterator[dict[str, Any]]:
-    """A normaliser or pre-tokeniser as data, part by part."""
+    """Yield the settings of a normalizer or pre-tokenizer, one part at a time."""
     if component is not None:
         yield from _flatten(json.loads(component.__getstate__()))
 
@@ -72,7 +72,7 @@ def _keeps_all(part: dict[str, Any]) -> bool:
 
 
 def _knows_all(tokenizer: Tokenizer, parts: list[dict[str, Any]]) -> bool:
-    """Whether every character becomes a token, or several, and is no part of another unknown."""
+    """Whether every character becomes its own token or tokens, also an unknown one."""
     model = tokenizer.model
     if not isinstance(model, BPE):
         return False

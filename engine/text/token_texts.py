@@ -1,8 +1,8 @@
-"""The text of each token, for tokenizers whose text is that of their tokens one after the other.
+"""The text of each token, for tokenizers whose decoded text is that of their tokens joined.
 
-Text that grows by a token then grows by an entry of a table, instead of by the difference of two
-texts. Most tokenizers of language models are of this kind: those whose tokens are bytes shown as
-letters, and those with a mark for the space; at the beginning of a text some of them drop a space.
+Each new token then adds a table entry, instead of the difference of two decoded texts. This works
+for most tokenizers of language models: those whose tokens are bytes shown as letters, and those
+with a mark for the space, some of which drop one space at the start of a text.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-REPLACEMENT = "\ufffd"  # stands for bytes that are not a whole character
+REPLACEMENT = "\ufffd"  # replaces bytes of an incomplete character
 
 
 class TokenTexts(dict[int, str | None]):
-    """The text a token adds after text that is out, by its id; made at first use.
+    """The text that a token adds to earlier text, by id; computed at first use.
 
-    ``None`` where that takes more than the token to say: a byte. Empty where the token adds nothing
-    wherever it stands: special and skipped, or beyond the tokenizer's own (rows that fill a model's
-    table up).
+    ``None`` for a byte, whose text depends on its neighbours. Empty for a token that never adds
+    text: a skipped special token, or an id beyond the tokenizer's own, which pads a model's
+    embedding table.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
@@ -36,7 +36,7 @@ class TokenTexts(dict[int, str | None]):
         name = self._tokenizer.id_to_token(token_id)
         if name is None:
             return ""
-        if name.startswith("<0x"):  # bytes are text together with their neighbours
+        if name.startswith("<0x"):  # a byte is text only together with its neighbours
             return None
         alone, twice = (
             self._tokenizer.decode([token_id] * num, skip_special_tokens=self._skip)
@@ -46,25 +46,25 @@ class TokenTexts(dict[int, str | None]):
 
 
 def joins_texts(tokenizer: Tokenizer) -> bool:
-    """Whether a text is that of its tokens joined, but for bytes and the very first token."""
+    """Whether a text is that of its tokens joined, except for bytes and the first token."""
     if tokenizer.decoder is None:
         return False
     parts = flat_parts(tokenizer.decoder)
     kinds = [part["type"] for part in parts]
     if kinds in (["ByteLevel"], ["Metaspace"]):
         return True
-    while kinds and kinds[0] == "Replace":  # in each token by itself
+    while kinds and kinds[0] == "Replace":  # applies to each token by itself
         del kinds[0]
     if kinds == ["ByteFallback", "Fuse"]:
         return True
     if kinds != ["ByteFallback", "Fuse", "Strip"]:
         return False
-    # Of one space the text begins with: with two, more than the first token would be concerned.
+    # It may strip one space at the start; with two, it would change more than the first token.
     return bool(parts[-1]["start"] <= 1 and parts[-1]["stop"] == 0)
 
 
 def flat_parts(decoder: Any) -> list[dict[str, Any]]:
-    """A decoder as data, part by part."""
+    """Return the settings of a decoder, one dict per part."""
     return _flatten(json.loads(decoder.__getstate__()))
 
 

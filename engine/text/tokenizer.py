@@ -1,8 +1,9 @@
-"""The tokenizer of a model directory, without transformers unless there is no other way.
+"""Loads the tokenizer of a model directory, without transformers if possible.
 
-Reads tokenizer.json with ``tokenizers``; it says what is put around a prompt, too. Special tokens
-and chat templates come from tokenizer_config.json, special_tokens_map.json, chat_template.jinja and
-additional_chat_templates/. Ids and rendered chats equal those of transformers' ``AutoTokenizer``.
+Reads tokenizer.json with the ``tokenizers`` library, including the special tokens around a prompt.
+Named special tokens and chat templates come from tokenizer_config.json, special_tokens_map.json,
+chat_template.jinja and additional_chat_templates/. Ids and rendered chats equal those of
+transformers' ``AutoTokenizer``.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from engine.text.token_lengths import max_chars_per_token
 from engine.text.token_texts import REPLACEMENT, TokenTexts, joins_texts
 
 logger = logging.getLogger(__name__)
-# Files from which transformers can build a tokenizer when there is no tokenizer.json.
+# Files from which transformers can make a tokenizer without tokenizer.json.
 OTHER_FILES = ("tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 Step = Callable[[list[int]], str | None]
-"""Takes the next ids of a growing sequence, gives the text they complete or ``None``."""
+"""Takes the next ids of a sequence; returns the text they complete, or ``None``."""
 
 
 class ChatInputs(NamedTuple):
-    """A conversation, the source of its template and what else that sees."""
+    """A conversation, its template, and the template's other variables."""
 
     template: str
     messages: Messages
@@ -41,14 +42,14 @@ class ChatInputs(NamedTuple):
 
 
 class AddedId(NamedTuple):
-    """A token that was added to the vocabulary; a special one is no text of its own."""
+    """The id of a token added to the vocabulary; a special one is not text."""
 
     token_id: int
     special: bool
 
 
 class Tokenizer:
-    """Text to token ids and back, and chats to prompts."""
+    """Converts text to token ids and back, and conversations to prompts."""
 
     def __init__(
         self,
@@ -59,15 +60,15 @@ class Tokenizer:
     ) -> None:
         self.backend = backend
         self.special_tokens = special_tokens
-        """Named tokens, ``"bos_token"`` and the like, as chat templates see them."""
+        """Named tokens such as ``"bos_token"``, as chat templates refer to them."""
         self.templates = templates
         self.response_template = response_template
-        """How the model's answers are read, as tokenizer_config.json says."""
+        """The format of the model's answers, from tokenizer_config.json."""
         self._texts: dict[int, str] = {}
 
     @property
     def vocab_size(self) -> int:
-        """Ids the tokenizer knows, added tokens included."""
+        """The number of ids, added tokens included."""
         return self.backend.vocab_size
 
     @cached_property
@@ -80,55 +81,55 @@ class Tokenizer:
 
     @cached_property
     def added_tokens(self) -> dict[str, AddedId]:
-        """Tokens that were added to the vocabulary, by their texts."""
+        """Tokens added to the vocabulary, by text."""
         return self.backend.added_tokens()
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
-        """A text of n characters has n / this many tokens or more; ``None``: unknown."""
+        """The most characters per token, a bound; ``None`` if unknown."""
         return self.backend.max_chars_per_token()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of ``text``, with the special tokens that the model expects unless turned off.
+        """Return the token ids of a text, by default with the special tokens the model expects.
 
-        Raises ``RequestTypeError`` for what is not a str, or has half a character, and
+        Raises ``RequestTypeError`` for a value that is not a str or has lone surrogates, and
         ``RequestError`` for a text that the tokenizer refuses.
         """
         try:
-            if not isinstance(text, str):  # a pair of texts would be tokenised as one prompt
+            if not isinstance(text, str):  # the library would encode a pair of texts as one
                 raise TypeError(type(text).__name__)
             return self.backend.encode([text], add_special_tokens)[0]
         except (TypeError, UnicodeError) as error:
             raise RequestTypeError(
-                f"{text!r:.80} is no text that can be tokenised: it must be a str without lone "
-                "surrogates (half a character, as a wrongly decoded file has)",
+                f"{text!r:.80} cannot be tokenised: it must be a str without lone surrogates "
+                "(a wrongly decoded file may have some)",
                 param="prompt",
             ) from error
         except (KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library raises plain Exception, or worse
+        except BaseException as error:  # the library raises plain Exception, or panics
             message = f"{text!r:.80} cannot be tokenised: {error}"
             raise RequestError(message, param="prompt") from error
 
     def encode_all(self, texts: list[str]) -> list[list[int]]:
-        """``encode`` of each, on all processors. Raises anything if one of them is wrong."""
+        """Encode several texts, on all processors. Raises any error if one of them is invalid."""
         return self.backend.encode(texts, True)
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``token_ids``; bytes that are no whole character become U+FFFD."""
+        """Return the text of ``token_ids``; incomplete characters become U+FFFD."""
         return self.backend.decode(token_ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Text of one token on its own, special tokens by name."""
+        """Return the text of one token by itself, special tokens by name."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.backend.decode([token_id], False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes that one token adds to a text, special tokens by name: those of a text's tokens,
-        one after the other, are the text. ``None`` if they are a part of a character, and the
-        tokenizer does not tell which."""
+        """Return the bytes that one token adds to a text, special tokens by name; the bytes of all
+        tokens joined are the text. ``None`` for a part of a character that the tokenizer does not
+        reveal."""
         return self.backend.token_bytes(token_id)
 
     def apply_chat_template(
@@ -140,10 +141,10 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The prompt text of a conversation.
+        """Render the prompt of a conversation.
 
-        ``chat_template`` is a template or the name of one; ``variables`` reach it untouched. Raises
-        ``RequestError`` if there is none or the template refuses the conversation.
+        chat_template: a template or the name of one; variables: passed to it unchanged. Raises
+        ``RequestError`` if there is no template, or it refuses the conversation.
         """
         return render_chat(
             *self.chat_inputs(
@@ -164,7 +165,7 @@ class Tokenizer:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> ChatInputs:
-        """The template and values of ``apply_chat_template``. Raises the same errors."""
+        """Return the template and variables of ``apply_chat_template``. Raises the same errors."""
         template = self._template(chat_template, has_tools=tools is not None)
         values = {
             **self.special_tokens,
@@ -185,8 +186,8 @@ class Tokenizer:
         if name not in self.templates:
             known = f" (it has: {', '.join(self.templates)})" if self.templates else ""
             raise RequestError(
-                f"the model has no default chat template{known}; pass chat_template=..., or use "
-                "generate() with the whole prompt"
+                f"the model has no default chat template{known}; set chat_template, or use "
+                "generate() with the complete prompt"
             )
         return self.templates[name]
 
@@ -196,10 +197,10 @@ class Tokenizer:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """The tokenizer that belongs to a model. Raises ``ModelError`` if there is none."""
+    """Load the tokenizer of a model. Raises ``ModelError`` if there is none."""
     root = Path(config.tokenizer or config.model).expanduser()
     if config.tokenizer is None:
-        read_model_info(root)  # says what is wrong with a directory that is no model's
+        read_model_info(root)  # raises for a directory without a model
     elif not root.is_dir():
         raise ModelError(
             f"tokenizer directory {str(root)!r} does not exist; give the path of a local "
@@ -209,7 +210,7 @@ def load_tokenizer(config: ModelConfig) -> Tokenizer:
         return _read_tokenizer(root)
     if not any((root / name).is_file() for name in OTHER_FILES):
         raise ModelError(
-            f"{root} has no tokenizer.json; pass tokenizer=<directory of the tokenizer>, or "
+            f"{root} has no tokenizer.json; set tokenizer to the directory of the tokenizer, or "
             "skip_tokenizer_init=True to work with token ids only"
         )
     return _convert_tokenizer(root, config.trust_remote_code)
@@ -227,8 +228,8 @@ def _read_tokenizer(root: Path) -> Tokenizer:
         _add_special_tokens(tokenizer, options, named)
     except (TypeError, ValueError, KeyError, AttributeError) as error:  # fields of wrong types
         raise ModelError(
-            f"{root / 'tokenizer_config.json'} is damaged: its special tokens are not as they "
-            f"should be ({type(error).__name__}: {error})"
+            f"{root / 'tokenizer_config.json'} is damaged: its special tokens cannot be read "
+            f"({type(error).__name__}: {error})"
         ) from error
     tokenizer.encode_special_tokens = bool(options.get("split_special_tokens", False))
     templates = read_templates(root, options)
@@ -237,13 +238,13 @@ def _read_tokenizer(root: Path) -> Tokenizer:
 
 def _tokenizer_options(root: Path) -> dict[str, Any]:
     options = read_json(root / "tokenizer_config.json") or {}
-    if "added_tokens_decoder" not in options:  # written before it named all tokens itself
+    if "added_tokens_decoder" not in options:  # older files do not list all tokens themselves
         options.update(read_json(root / "special_tokens_map.json") or {})
     return options
 
 
 def _named_tokens(options: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the like, tokens a model family has names of its own for too."""
+    """Return bos_token, eos_token and the like, including names that a model family adds."""
     named = {}
     for name, value in options.items():
         content = value.get("content") if isinstance(value, dict) else value
@@ -258,7 +259,7 @@ def _named_tokens(options: dict[str, Any]) -> dict[str, str]:
 def _add_special_tokens(
     tokenizer: RustTokenizer, options: dict[str, Any], named: dict[str, str]
 ) -> None:
-    """Tokens the configuration names and tokenizer.json does not mark as special."""
+    """Add the tokens that the configuration names and tokenizer.json does not mark as special."""
     known = tokenizer.get_added_tokens_decoder()
     added = {token.content: token for token in known.values()}
     for index, fields in sorted(
@@ -282,15 +283,15 @@ def _content(token: str | dict[str, Any]) -> str:
 
 def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
     logger.info("%s has no tokenizer.json: transformers converts what is there", root)
-    transformers = importlib.import_module("transformers")  # seconds of start-up, so only here
+    transformers = importlib.import_module("transformers")  # takes seconds, so only here
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(
             str(root), local_files_only=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # third-party files may make it raise anything
+    except Exception as error:  # third-party files may raise anything
         raise ModelError(
-            f"no tokenizer could be made of the files in {root}: {error}; convert it to "
-            "tokenizer.json, or pass skip_tokenizer_init=True to work with token ids only"
+            f"no tokenizer can be made from the files in {root}: {error}; convert it to "
+            "tokenizer.json, or set skip_tokenizer_init=True to work with token ids only"
         ) from error
     rust = getattr(loaded, "backend_tokenizer", None)
     backend: Backend = PythonBackend(loaded) if rust is None else RustBackend(rust)
@@ -301,37 +302,37 @@ def _convert_tokenizer(root: Path, trust_remote_code: bool) -> Tokenizer:
 
 
 class Backend(Protocol):
-    """Text to ids and back. Methods raise nothing for ids below ``vocab_size``."""
+    """Encodes and decodes text. Methods raise nothing for ids below ``vocab_size``."""
 
     @property
     def vocab_size(self) -> int: ...
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        """Ids of each text. Lets other threads run where it can."""
+        """Return the ids of each text. Does not block other threads if possible."""
 
     def encode_plain(self, text: str) -> list[int]:
-        """Ids of a text in which special tokens are nothing but their letters."""
+        """Return the ids of a text, in which special tokens count as plain letters."""
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str: ...
     def token_id(self, token: str) -> int | None: ...
     def added_tokens(self) -> dict[str, AddedId]: ...
     def max_chars_per_token(self) -> int | None:
-        """Characters of a text for each of its tokens, at most; ``None`` if there is no bound."""
+        """Return the most characters of a text per token; ``None`` if there is no bound."""
 
     def stream(self, context: list[int], skip_special_tokens: bool) -> Step:
-        """Decode what follows ``context``, whose own text is not repeated.
+        """Return a function that decodes what follows ``context``, whose text is not repeated.
 
-        A step raises if the text it already gave out turns out to be wrong.
+        The function raises if text that it returned earlier turns out to be wrong.
         """
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
-        """The texts token by token, if that is enough to know."""
+        """Return the text of each token, if the text of a sequence is theirs joined."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Bytes of one token; ``None`` if they are not known."""
+        """Return the bytes of one token; ``None`` if they are unknown."""
 
     def as_json(self) -> str | None:
-        """The tokenizer as tokenizer.json has it, added tokens included; ``None`` for one in
-        Python."""
+        """Return the tokenizer in the format of tokenizer.json, with added tokens; ``None`` if it
+        is written in Python."""
 
 
 class RustBackend:
@@ -351,7 +352,7 @@ class RustBackend:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
 
     def encode(self, texts: list[str], add_special_tokens: bool) -> list[list[int]]:
-        # Of one text too: ``encode`` lets no other thread run meanwhile, and takes longer.
+        # For one text too: ``encode`` blocks other threads meanwhile, and takes longer.
         return [
             encoding.ids
             for encoding in self._tokenizer.encode_batch_fast(
@@ -446,15 +447,15 @@ class PythonBackend:
 
 
 class WindowStream:
-    """Decodes a short window twice per step: ids whose text is out, and these with the new ones.
+    """Decodes a short window twice per step: the ids whose text is out, and these with the new ids.
 
-    The difference is the new text. It is withheld while it ends in the middle of a character.
+    The difference is the new text. It is withheld while it ends in an incomplete character.
     """
 
     def __init__(self, backend: Backend, context: list[int], skip_special_tokens: bool) -> None:
         self._decode = partial(backend.decode, skip_special_tokens=skip_special_tokens)
         self._window = list(context)
-        self._num_out = len(context)  # ids of the window whose text is out
+        self._num_out = len(context)  # ids of the window whose text was returned
 
     def __call__(self, token_ids: list[int]) -> str | None:
         self._window += token_ids
@@ -463,7 +464,7 @@ class WindowStream:
         if len(text) <= len(before) or text.endswith(REPLACEMENT):
             return None
         if not text.startswith(before):
-            raise ValueError("the text already given out has changed")
+            raise ValueError("the text that was already returned has changed")
         del self._window[: self._num_out]
         self._num_out = len(self._window)
         return text[len(before) :]

@@ -190,7 +190,7 @@ def test_a_hub_that_is_down_is_done_without(
     root = fetch()
     hub.down_with = status
     assert fetch() == root
-    assert "taking what was fetched before" in caplog.text and str(status) in caplog.text
+    assert "using what was fetched before" in caplog.text and str(status) in caplog.text
 
 
 def test_what_is_fetched_is_said_in_one_line(
@@ -259,7 +259,7 @@ def test_a_cache_that_lacks_a_file_is_told_without_a_network_and_mended_with_one
     hub.add("org/tiny", files)
     root = fetch()
     (root / gone).unlink()
-    with pytest.raises(ConfigError, match=rf"has only a part of it \(not {gone}\): unset it"):
+    with pytest.raises(ConfigError, match=rf"lacks {gone}: unset HF_HUB_OFFLINE"):
         fetch(is_offline=True)
     hub.down_with = 500
     with pytest.raises(ConfigError, match="status 500"):
@@ -293,7 +293,7 @@ def test_a_repository_that_is_missing_or_private(
     for name in ("org/tiny", "org/none"):
         with pytest.raises(ConfigError) as caught:
             fetch(name=name, token=token)
-        assert f"model {name!r} is neither a directory of" in str(caught.value)
+        assert f"model {name!r} is neither a directory in" in str(caught.value)
         assert f"shows {shown}: check the spelling" in str(caught.value)
         assert TOKEN not in told(caught.value)
 
@@ -315,7 +315,7 @@ def test_a_token_that_this_machine_should_know_and_does_not(
     hub: FakeHub, fetch: Fetch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.hub.download.get_token", lambda: None)
-    with pytest.raises(ConfigError, match=r"hf_token is True, and this machine knows none: set HF"):
+    with pytest.raises(ConfigError, match=r"hf_token is True, but this machine has none: set HF"):
         fetch(token=True)
 
 
@@ -335,22 +335,22 @@ def test_a_missing_revision_names_those_there_are(hub: FakeHub, fetch: Fetch) ->
         ({"pytorch_model.bin": b"p"}, r"only as pickles \(pytorch_model.bin\).*refs/pr/N"),
         ({"consolidated.00.pth": b"p"}, r"only as pickles \(consolidated.00.pth\)"),
         ({"model-q4.gguf": b"g"}, r"only as GGUF \(model-q4.gguf\).*the original model"),
-        ({}, r"no \*.safetensors files"),
-        ({"consolidated.safetensors": b"w"}, r"no \*.safetensors files"),
+        ({}, r"no \*.safetensors weights"),
+        ({"consolidated.safetensors": b"w"}, r"no \*.safetensors weights"),
     ],
 )
 def test_weights_that_are_not_read_are_refused_before_anything_is_fetched(
     hub: FakeHub, fetch: Fetch, files: dict[str, bytes], message: str
 ) -> None:
     hub.add("org/tiny", {**SMALL, **files})
-    with pytest.raises(ModelError, match=rf"model 'org/tiny' holds .*{message}"):
+    with pytest.raises(ModelError, match=rf"model 'org/tiny' has .*{message}"):
         fetch()
     assert hub.fetched() == []
 
 
 def test_a_repository_that_is_no_model(hub: FakeHub, fetch: Fetch) -> None:
     hub.add("org/tiny", {"model.safetensors": b"w", "README.md": b"r"})
-    with pytest.raises(ModelError, match=r"'org/tiny' has no config.json; is it a model"):
+    with pytest.raises(ModelError, match=r"'org/tiny' has no config.json; name a model"):
         fetch()
 
 
@@ -358,7 +358,7 @@ def test_an_index_that_names_what_is_not_there(hub: FakeHub, fetch: Fetch) -> No
     files = {**SPLIT}
     del files["model-00002-of-00002.safetensors"]
     hub.add("org/tiny", files)
-    with pytest.raises(ModelError, match=r"index.json names model-00002.* which it does not hold"):
+    with pytest.raises(ModelError, match=r"index.json names model-00002.* which is missing"):
         fetch()
 
 
@@ -384,7 +384,7 @@ def test_a_hub_that_cannot_be_reached(asked: Repository, hub: FakeHub) -> None:
 def test_a_cache_that_cannot_be_written(hub: FakeHub, fetch: Fetch, tmp_path: Path) -> None:
     hub.add("org/tiny", WHOLE)
     (tmp_path / "file").write_text("no directory")
-    with pytest.raises(ConfigError, match=r"cannot be written.*give download_dir, or set HF_HOME"):
+    with pytest.raises(ConfigError, match=r"cannot be written.*set download_dir or HF_HOME"):
         fetch(cache=str(tmp_path / "file" / "cache"))
 
 
@@ -396,8 +396,11 @@ def test_a_cache_that_cannot_be_written(hub: FakeHub, fetch: Fetch, tmp_path: Pa
             "the disk of /c is full; .*download_dir",
         ),
         (PermissionError(errno.EACCES, "Permission denied"), "/c cannot be written.*download_dir"),
-        (OSError("Consistency check failed: 4 bytes"), "broke off .*Consistency.*try again"),
-        (TimeoutError("timed out"), "broke off .*try again"),
+        (
+            OSError("Consistency check failed: 4 bytes"),
+            "the download failed .*Consistency.*try again",
+        ),
+        (TimeoutError("timed out"), "the download failed .*try again"),
         (RuntimeError(f"Bearer {TOKEN} is illegal\nand more"), r"RuntimeError: Bearer \*\*\* is"),
     ],
 )
@@ -420,6 +423,6 @@ def told(error: BaseException) -> str:
 def test_a_refused_token_is_told_without_it(hub: FakeHub, fetch: Fetch) -> None:
     hub.add("org/tiny", WHOLE)
     hub.down_with, hub.says_when_down = 401, "Invalid credentials in Authorization header"
-    with pytest.raises(ConfigError, match=r"does not know the token.*/settings/tokens") as caught:
+    with pytest.raises(ConfigError, match=r"does not accept the token.*/settings/tokens") as caught:
         fetch(token=TOKEN)
     assert TOKEN not in told(caught.value)

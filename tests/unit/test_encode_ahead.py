@@ -189,7 +189,7 @@ def test_many_prompts_are_tokenised_together(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("wrong", "error", "told"),
     [
-        ("half \ud800", RequestTypeError, "half .* is no text that can be tokenised"),
+        ("half \ud800", RequestTypeError, "half .* cannot be tokenised"),
         (7, RequestTypeError, "prompt must be a str, a list of token ids, or a dict"),
         ({"prompt": 7}, RequestTypeError, "prompt must be a str"),
         (
