@@ -22,7 +22,7 @@ from engine.server.errors import ApiError
 from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.events import Event
 from engine.server.speech.forms import form_of_answer
-from engine.server.speech.generic import in_words
+from engine.server.speech.generic import as_text
 from engine.server.speech.tools import tools_of
 from engine.server.speech.turns import ChatFormat
 from engine.text.plain_specials import has_special_tokens, render_plainly
@@ -70,7 +70,7 @@ class ChatModel:
         if self.chat_template is not None:
             options["chat_template"] = self.chat_template
         if (await self.loaded()).chat_format.is_generic:
-            messages = in_words(messages, options.pop("tools", None) or [])
+            messages = as_text(messages, options.pop("tools", None) or [])
         tokenizer = self.engine.get_tokenizer()
         adapter = adapter_of(tokenizer, self.chat_template, bool(options.get("tools")))
         adapted = adapter.adapt(messages)
@@ -151,7 +151,7 @@ class ChatGeneration:
         prompt = await self.prompt()
         self._prompt = self._as_read(prompt)
         changes: dict[str, Any] = {"structured_outputs": await self._form(self._prompt["prompt"])}
-        if self._loaded.chat_format.reader(has_tools=self._tools is not None) is not None:
+        if self._loaded.chat_format.parser_factory(has_tools=self._tools is not None) is not None:
             # The markers that the parser looks for may be special tokens.
             changes |= {"skip_special_tokens": False, "output_kind": "delta"}
         params = msgspec.structs.replace(self._params, **changes)

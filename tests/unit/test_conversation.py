@@ -20,7 +20,7 @@ from engine.server.errors import ApiError
 from engine.server.messages_body import MessagesRequest
 from engine.server.messages_body import messages_of as messages_of_claude
 from engine.server.responses_body import messages_of as messages_of_items
-from engine.server.speech.generic import in_words
+from engine.server.speech.generic import as_text
 from engine.text.tokenizer import RustBackend, Tokenizer
 
 U = {"role": "user", "content": "task"}
@@ -64,7 +64,7 @@ class Template:
     def prompt(self, given: list[dict[str, Any]]) -> str:
         messages = plain_messages(given)
         if self._is_generic:
-            messages = in_words(messages, [])
+            messages = as_text(messages, [])
         adapted = self.adapter.adapt(messages)
         assert adapted is not None
         try:

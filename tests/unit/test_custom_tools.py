@@ -102,10 +102,10 @@ def test_a_rule_in_itself_is_unrolled_a_few_times() -> None:
         ('a: "b"', "no rule named start"),
         ("start: other", "'other' is not defined"),
         ('start: ("a"', "missing"),
-        ("start: start", "no text that ends"),
+        ("start: start", "recursive without an end"),
         ("start: /a/u", "flags"),
         ("%import python.NAME\nstart: NAME", "not supported"),
-        ('start{x}: "a"', "no rule"),
+        ('start{x}: "a"', "is not a rule"),
         (LARGE, "too large"),
     ],
 )
@@ -143,7 +143,7 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     ],
 )
 def test_a_format_that_is_none_is_named(form: Any) -> None:
-    with pytest.raises(ApiError, match="of the tool 'patch'") as refused:
+    with pytest.raises(ApiError, match="tools has 'patch' with") as refused:
         tools_of([custom(format=form)], None, None)
     assert refused.value.param == "tools"
 

@@ -274,9 +274,13 @@ def test_a_tokenizer_that_describes_no_calls(size: int) -> None:
         ([{"type": "web_search"}], None, "must have type function"),
         ([{"type": "function", "function": {"name": "a b"}}], None, "named 'a b'"),
         ([{"type": "function", "function": {}}], None, "named None"),
-        ([*TOOLS, *TOOLS], None, "'weather' twice"),
+        ([*TOOLS, *TOOLS], None, "two tools named 'weather'"),
         (TOOLS, "any", "tool_choice is 'any'"),
-        (TOOLS, {"type": "function", "function": {"name": "other"}}, "tools are: weather"),
+        (
+            TOOLS,
+            {"type": "function", "function": {"name": "other"}},
+            "must name one of tools: weather",
+        ),
         (None, "required", "without tools"),
     ],
 )

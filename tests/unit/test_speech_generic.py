@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers import models
 
 from engine.server.adapt import adapter_of
-from engine.server.speech.generic import call_text, in_words
+from engine.server.speech.generic import as_text, call_text
 from engine.text.tokenizer import RustBackend, Tokenizer
 
 TURN = "<|{{ m.role }}|>{{ m.content }}\n"
@@ -52,7 +52,7 @@ def rendered(name: str, messages: list[dict[str, Any]], tools: list[dict[str, An
     )
     adapter = adapter_of(tokenizer, None, False)
     adapter.learn()
-    adapted = adapter.adapt(in_words(messages, tools))
+    adapted = adapter.adapt(as_text(messages, tools))
     assert adapted is not None
     return tokenizer.apply_chat_template(adapted)
 
@@ -78,4 +78,4 @@ def test_a_conversation_with_calls_goes_on_without_tools(name: str) -> None:
 
 def test_words_alone_stay_as_they_are() -> None:
     messages = [SYSTEM, {"role": "user", "content": "Hi"}, {"role": "assistant", "content": ""}]
-    assert in_words(messages, []) == messages
+    assert as_text(messages, []) == messages

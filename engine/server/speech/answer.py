@@ -1,8 +1,8 @@
-"""The answer of one sequence, read as events: thinking, text, tool calls.
+"""Parse the answer of one sequence into events: thinking, text, tool calls.
 
-    text of the engine ──> MarkedText ──> a family's reader ──> events of an ParsedAnswer
+    text of the engine ──> MarkedText ──> AnswerParser ──> events of a ParsedAnswer
 
-All answers are made of these events, whole ones too, so that a stream and its end are the same.
+Complete and streamed answers are made from the same events, so that both have the same content.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from engine.server.speech.text_reading import TextParser
 
 
 class AnswerParser(Protocol):
-    """Reads the text of one answer, in which markers are characters of their own."""
+    """Parses the text of one answer, in which each marker is one character (see ``markers``)."""
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next is thinking, as far as one can know."""
+        """Whether the next text is thinking, judged by the text so far."""
 
     def read(self, text: str) -> Iterable[Event | PartEnd]:
-        """What is new with the next piece."""
+        """Parse the next piece of text and return its events."""
 
     def end(self, *, is_cut: bool) -> Iterable[Event | PartEnd]:
-        """What is left when nothing follows; is_cut: the model had more to write."""
+        """Return the last events; is_cut: the answer ended before the model finished it."""
 
 
 class FamilyParser:
-    """Read as a family writes."""
+    """Parses answers in the format of a model family."""
 
     def __init__(self, source: TextSource, reading: TextParser | HarmonyParser) -> None:
         self._source = source
@@ -71,7 +71,7 @@ class FamilyParser:
 
 
 class ThinkingCounter:
-    """Counts tokens between two markers."""
+    """Counts the tokens between the markers of thinking."""
 
     def __init__(self, begin: int, end: int, is_thinking: bool) -> None:
         self._begin, self._end, self._is_thinking = begin, end, is_thinking
@@ -87,14 +87,14 @@ class ThinkingCounter:
 
 
 class ParsedAnswer(ABC):
-    """What one sequence has written so far."""
+    """The answer of one sequence as far as it was generated: text, thinking and calls."""
 
     def __init__(self) -> None:
-        # In parts: a text that grows by a token would be copied for each.
+        # Lists of pieces: appending to one long text would copy it for each token.
         self._content: list[str] = []
         self._thinking: list[str] = []
         self.calls: list[ToolCall] = []
-        self._is_left_out = False  # the call that is open
+        self._is_left_out = False  # whether the current call is over the limit
         self.num_thinking: int | None = 0
         """Tokens of thinking; ``None`` if they cannot be counted."""
 
@@ -108,11 +108,11 @@ class ParsedAnswer(ABC):
 
     @property
     def is_thinking(self) -> bool:
-        """Whether what comes next is thinking, as far as one can know."""
+        """Whether the next text is thinking, judged by the text so far."""
         return False
 
     def read(self, completion: CompletionOutput, max_calls: int | None = None) -> list[Event]:
-        """What is new; calls beyond the limit are left out."""
+        """Add an output and return its events, without calls beyond the first ``max_calls``."""
         events: list[Event] = []
         for event in _joined(self._read(completion)):
             if isinstance(event, Text):
@@ -125,7 +125,7 @@ class ParsedAnswer(ABC):
         return events
 
     def _keep(self, event: CallBegin | CallArguments | CallEnd, max_calls: int | None) -> bool:
-        """Whether it belongs to a call that is within the limit."""
+        """Record an event of a call; False if the call is over the limit."""
         if isinstance(event, CallBegin):
             self._is_left_out = max_calls is not None and len(self.calls) >= max_calls
             if not self._is_left_out:
@@ -136,11 +136,11 @@ class ParsedAnswer(ABC):
 
     @abstractmethod
     def _read(self, completion: CompletionOutput) -> Iterator[Event]:
-        """What is new."""
+        """Parse an output into events."""
 
 
 class PlainAnswer(ParsedAnswer):
-    """All of it is text."""
+    """An answer that is text only."""
 
     def _read(self, completion: CompletionOutput) -> Iterator[Event]:
         if completion.text:
@@ -148,7 +148,7 @@ class PlainAnswer(ParsedAnswer):
 
 
 class StructuredAnswer(ParsedAnswer):
-    """Taken apart; without the white space between the parts of an answer."""
+    """An answer with thinking and calls; white space between its parts is dropped."""
 
     def __init__(
         self,
@@ -164,12 +164,12 @@ class StructuredAnswer(ParsedAnswer):
         self._counter = counter
         if counter is None:
             self.num_thinking = None
-        self._part: type | None = Text  # the kind of event that goes on
-        self._is_first = True  # part
-        self._has_begun = False  # the part has more than white space
-        self._spaces: list[str] = []  # of the part so far: left out if nothing of it follows
-        self._is_closed = False  # what follows is another part, of the same kind too
-        self._kinds: set[type] = set()  # those of which there is some
+        self._part: type | None = Text  # event type of the current part
+        self._is_first = True  # whether the current part is the first
+        self._has_begun = False  # whether the current part has more than white space
+        self._spaces: list[str] = []  # white space at its end, dropped if no text follows
+        self._is_closed = False  # whether the next text begins a new part
+        self._kinds: set[type] = set()  # event types of all parts so far
 
     @property
     def is_thinking(self) -> bool:
@@ -221,7 +221,7 @@ class StructuredAnswer(ParsedAnswer):
         self._part, self._has_begun, self._spaces, self._is_closed = kind, False, [], False
 
     def _beginning(self, kind: type, text: str) -> str:
-        """What a part begins with; nothing before it has more than white space."""
+        """Trim the beginning of a part, whose text so far is white space; "" while it still is."""
         if not text.strip():
             self._spaces.append(text)
             return ""
@@ -238,7 +238,7 @@ class StructuredAnswer(ParsedAnswer):
 
 
 def _joined(events: Iterable[Event]) -> Iterator[Event]:
-    """Pieces of one kind as one event."""
+    """Join consecutive pieces of one event type."""
     for kind, group in groupby(events, type):
         if kind is CallBegin or kind is CallEnd:
             yield from group

@@ -1,4 +1,4 @@
-"""What readers of calls share: the tools of the request, and arguments that are JSON."""
+"""Base class of the parsers of tool calls: names of tools, and arguments that are JSON."""
 
 from __future__ import annotations
 
@@ -13,30 +13,31 @@ from engine.server.speech.markers import Markers
 from engine.server.speech.source import Steps, TextSource, Waits
 
 NAME = re.compile(r"[\w.-]+")
-PREFIX = "functions."  # of a name, as models of several families write it
+PREFIX = "functions."  # models of several families write it before names of tools
 Types = Mapping[str, list[str]]
-"""The types of each argument, by its name; none of them: any."""
+"""JSON schema types of a tool's arguments, by name; an empty list: any type."""
 
 
 class CallSyntax(NamedTuple):
-    """The markers around calls."""
+    """The markers of a family's tool calls."""
 
     openers: tuple[str, ...] = ()
+    """Markers that begin a call."""
     closers: tuple[str, ...] = ()
-    """What may stand after a call, and belongs to it."""
+    """Markers that end a call."""
     inner: tuple[str, ...] = ()
-    """What may stand inside a call."""
+    """Markers inside a call."""
     bare: Literal["never", "start", "line"] = "never"
-    """Where an object is a call without a marker: nowhere, at the start of the answer, at the start
-    of a line."""
+    """Where a JSON object without a marker is a call: nowhere, at the start of the answer, or at
+    the start of a line."""
 
 
 class CallReader(ABC):
-    """Reads the calls of one answer."""
+    """Parses the tool calls of one answer."""
 
-    fences: tuple[str, ...] = ()  # around JSON
+    fences: tuple[str, ...] = ()  # code fences around JSON
     trailing: tuple[str, ...] = ()
-    """What may be left of a call after its arguments, next to its closing markers."""
+    """Texts that may follow the arguments, besides the closers, and are dropped."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class CallReader(ABC):
         *,
         short_ids: bool,
     ) -> None:
-        """tools: those of the request, by name."""
+        """tools: argument types of the request's tools, by name."""
         self.source = source
         self.tools = tools
         self.markers = markers
@@ -58,23 +59,23 @@ class CallReader(ABC):
 
     @abstractmethod
     def attempt(self) -> Steps[bool]:
-        """Read the call at an opener; returns whether it is one. What was read, if it is none, is
-        given back by the caller."""
+        """Try to parse a call at an opener, and return whether there is one. If there is none, the
+        caller rewinds the source."""
 
     def following(self) -> Steps[bool]:
-        """Read a call right after another one, without an opener of its own."""
+        """Try to parse a call that follows another one without an opener of its own."""
         return False
         yield
 
     def name(self, text: str) -> str | None:
-        """The tool of the request that a model calls so."""
+        """The name of the request's tool that the model means by ``text``."""
         name = text.strip()
         if name not in self.tools:
             name = name.removeprefix(PREFIX)
         return name if name in self.tools else None
 
     def accept_openers(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Whether an opener stands here. A model may write it twice."""
+        """Skip openers, of which a model may write several; return whether there was one."""
         found = False
         while (yield from self.source.accept(*openers)):
             found = True
@@ -82,7 +83,8 @@ class CallReader(ABC):
         return found
 
     def read_name(self) -> Waits[str | None]:
-        """The tool of the request whose name stands here, in quotes or not."""
+        """Parse the name of a tool, which may be in quotes; ``None`` if the request has no such
+        tool."""
         source = self.source
         yield from source.skip_space()
         quote = yield from source.accept('"', "'")
@@ -96,7 +98,7 @@ class CallReader(ABC):
         return JsonText(self.source, self.markers.plain, self.closers + self.fences)
 
     def begin(self, name: str) -> CallBegin:
-        """From here on it is a call, whatever follows."""
+        """Begin a call: what was parsed of it is not rewound any more."""
         self.source.mark = None
         return CallBegin(new_call_id(is_short=self._short_ids), name)
 
@@ -106,8 +108,8 @@ class CallReader(ABC):
         yield CallEnd()
 
     def arguments(self, name: str) -> Steps[bool]:
-        """A call with the arguments that stand here: an object, the text of one, or null. Returns
-        whether they are that."""
+        """Parse the arguments of a call: a JSON object, a string that has one, or null. Returns
+        whether there is one of them."""
         char = yield from self.source.peek()
         if char == "{":
             yield self.begin(name)
@@ -124,7 +126,7 @@ class CallReader(ABC):
         return False
 
     def held(self) -> Waits[str | None]:
-        """The arguments, all of them at once; ``None`` if they are none, or break off."""
+        """Parse the arguments into one text; ``None`` if they are malformed or cut off."""
         value = self.json()
         parts: list[str] = []
         for piece in value.read():
@@ -143,13 +145,13 @@ class CallReader(ABC):
         return "{}" if text == "null" else None
 
     def is_over(self) -> Waits[bool]:
-        """Whether no more of a call can come here."""
+        """Whether the call ends here: at a marker, or at the end of an answer that is not cut."""
         if not (yield from self.source.skip_space()):
             return not self.source.is_cut
         return bool((yield from self.source.standing(0, self.closers + self.openers)))
 
     def _quoted(self, name: str) -> Steps[bool]:
-        """Arguments as a JSON string that is JSON."""
+        """Parse arguments that are a JSON string with JSON inside."""
         outer, inner = self.json(), TextSource()
         reading = self._streamed_inside(name, inner)
         has_begun = False

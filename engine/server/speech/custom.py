@@ -1,7 +1,7 @@
-"""Custom tools: their input is one text, which may follow a grammar.
+"""Custom tools, whose input is one plain text that may have to match a grammar.
 
-To the model such a tool is a function with one argument, ``input``; a call's arguments become the
-text again for the client.
+The model sees a custom tool as a function with one argument, ``input``. For the client the
+arguments of a call are converted back to the text.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ PLAIN = re.compile(
     r'(?:[^"\\\ud800-\udfff]|\\(?:["\\/bfnrt]|u(?![dD][89a-fA-F])[0-9a-fA-F]{4}'
     r"|u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}))*"
 )
-"""The inside of a JSON string up to its end or to an escape that is not all there."""
+"""The inside of a JSON string up to its end or to an incomplete escape."""
 
 
 class CustomFunction(NamedTuple):
-    """A custom tool as a function."""
+    """A custom tool converted to a function."""
 
     function: dict[str, Any]
-    """The tool as chat templates read it."""
+    """The function's description for the chat template."""
     pattern: str | None
-    """An expression that the input follows; ``None``: any text."""
+    """Regular expression that the input must match; ``None``: any text."""
 
 
 def function_of(given: dict[str, Any]) -> CustomFunction:
-    """The function that stands for a custom tool of chat completions. Raises ``ApiError``."""
+    """Convert a custom tool of chat completions to a function. Raises ``ApiError``."""
     about = given.get("custom")
     if not isinstance(about, dict):
-        raise ApiError(400, f"tools has {given!r:.80}, must have custom", param="tools")
+        raise ApiError(
+            400, f"tools has {given!r:.80}, must have an object in custom", param="tools"
+        )
     name, form = about.get("name"), about.get("format") or {}
     description = about.get("description") or ""
     grammar = _grammar_of(name, form)
@@ -62,7 +64,8 @@ def schema_of_input(pattern: str | None) -> dict[str, Any]:
 
 
 def _grammar_of(name: Any, form: Any) -> tuple[str, str] | None:
-    """Syntax and definition; the newer API has them without another object around."""
+    """Syntax and definition of a tool's grammar. The responses API has them in ``format`` itself,
+    chat completions in ``format.grammar``. Raises ``ApiError``."""
     kind = form.get("type") if isinstance(form, dict) else form
     if isinstance(form, dict) and kind in (None, "text"):
         return None
@@ -73,8 +76,8 @@ def _grammar_of(name: Any, form: Any) -> tuple[str, str] | None:
             return syntax, definition
     raise ApiError(
         400,
-        f"format of the tool {name!r:.80} is {form!r:.80}, must have type text, or grammar with "
-        "syntax lark or regex and a definition",
+        f"tools has {name!r:.80} with format {form!r:.80}, must have type text, or type grammar "
+        "with syntax lark or regex and a definition",
         param="tools",
     )
 
@@ -89,12 +92,15 @@ def _pattern_of(name: Any, syntax: str, definition: str) -> str:
         return f"^(?:{regex_of_lark(definition)})$"
     except LarkError as error:
         raise ApiError(
-            400, f"the grammar of the tool {name!r:.80} cannot be enforced: {error}", param="tools"
+            400,
+            f"tools has {name!r:.80} with a grammar that cannot be enforced: {error}; change it, "
+            "or use type text",
+            param="tools",
         ) from error
 
 
 def input_of(arguments: str) -> str:
-    """The text in the arguments of a call; all of them where they are something else."""
+    """The input text in the arguments of a call; the arguments themselves if they have none."""
     try:
         found = json.loads(arguments)
     except ValueError:
@@ -105,15 +111,15 @@ def input_of(arguments: str) -> str:
 
 
 class InputReader:
-    """The text in the arguments of a call as they come."""
+    """Decodes the input text from the arguments of a call while they are streamed."""
 
     def __init__(self) -> None:
         self.arguments = ""
-        self._at = -1  # in the arguments, of what was not read yet; -1: it has not begun
+        self._at = -1  # where the undecoded rest of the arguments begins; -1: before the text
         self._num_sent = 0
 
     def feed(self, piece: str) -> str:
-        """What is new of the text."""
+        """Add a piece of the arguments and return the new part of the text."""
         self.arguments += piece
         if self._at < 0:
             begun = BEGIN.match(self.arguments)
@@ -128,5 +134,5 @@ class InputReader:
         return text
 
     def end(self) -> str:
-        """The rest of it."""
+        """Return the rest of the text."""
         return input_of(self.arguments)[self._num_sent :]

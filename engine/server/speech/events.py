@@ -1,9 +1,9 @@
-"""What a reader of an answer reports: thinking, text, and tool calls as they come.
+"""The events of a parsed answer: pieces of thinking, text and tool calls in their order.
 
     Text("Let me see.")
     CallBegin("call_1f", "weather")  CallArguments('{"city": "Ro')  CallArguments('me"}')  CallEnd()
 
-Arguments are valid JSON text once they are joined, unless the answer was cut inside them.
+The joined arguments are valid JSON, unless the answer was cut off inside of them.
 """
 
 from __future__ import annotations
@@ -20,37 +20,38 @@ class Text(NamedTuple):
 
 
 class Thinking(NamedTuple):
-    """A piece of what the model thinks before it answers."""
+    """A piece of the model's thinking before its answer."""
 
     text: str
 
 
 class CallBegin(NamedTuple):
-    """The model calls a tool; its arguments follow."""
+    """A tool call begins; its arguments follow."""
 
     id: str
     name: str
 
 
 class CallArguments(NamedTuple):
-    """A piece of the JSON text of the arguments of the call that is open."""
+    """A piece of the JSON text of the current call's arguments."""
 
     text: str
 
 
 class CallEnd(NamedTuple):
-    """The call that is open has all its arguments; one that the answer breaks off has no end."""
+    """The current call is complete. A call that is cut off with the answer has no such event."""
 
 
 class PartEnd(NamedTuple):
-    """Between readers alone: a message ends, and what follows stands on a line of its own."""
+    """A message of the answer ends, so that the next text begins on a new line. Parsers use it
+    among themselves; it is no ``Event``."""
 
 
 Event = Text | Thinking | CallBegin | CallArguments | CallEnd
 
 
 class ToolCall:
-    """A call as far as it was read."""
+    """A tool call as far as it was parsed."""
 
     def __init__(self, call_id: str, name: str) -> None:
         self.id = call_id
@@ -64,7 +65,7 @@ class ToolCall:
 
 
 def new_call_id(*, is_short: bool) -> str:
-    """is_short: nine letters and digits, all that Mistral's chat templates take."""
+    """A random id of a call; is_short: nine letters and digits, as Mistral's templates require."""
     if is_short:
         letters = string.ascii_letters + string.digits
         return "".join(secrets.choice(letters) for _ in range(9))

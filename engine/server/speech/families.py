@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001  (DeepSeek's markers have a vertical line of their own)
-"""How families of models write thinking and tool calls.
+"""Model families, and how they write thinking and tool calls.
 
-A family is known by what its chat template writes. Each names the reader of its calls and the
-markers that this reader knows, and the form in which calls are written when they are forced.
+A family is recognised by texts in the chat template. It names the parser of its calls, the markers
+that this parser uses, and the format of calls in grammars that enforce them.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ from engine.server.speech.tagged_calls import GlmCalls, QwenCoderCalls
 
 @dataclass(frozen=True)
 class Calls:
-    """How tool calls are written when they are forced: ``begin`` call ``end``, with ``between`` two
-    of them, all of it inside ``before`` and ``after``. ``{name}`` stands for the tool's name."""
+    """The format of enforced tool calls: ``begin`` arguments ``end`` for each call, ``between`` two
+    calls, and ``before`` and ``after`` all of them. ``{name}`` stands for the tool's name."""
 
     begin: str
     end: str
     form: Literal["object", "arguments", "xml", "pairs"] = "object"
-    """``object``: JSON with the name and, under ``key``, the arguments; ``arguments``: these alone
-    as JSON; ``xml``, ``pairs``: each of them between tags."""
+    """``object``: a JSON object with the name and, under ``key``, the arguments; ``arguments``: the
+    arguments as JSON; ``xml``, ``pairs``: each argument between tags."""
     key: str = "arguments"
     before: str = ""
     between: str | None = "\n"  # None: there is one call in an answer
     after: str = ""
     before_text: tuple[str, ...] = ()
-    """What begins messages that may stand before a call or a text, where these are messages too;
-    ``message_end`` ends them, and ``text`` begins a text."""
+    """Only for gpt-oss: beginnings of messages that may precede a call or the final text."""
     message_end: str = ""
+    """The end of such a message."""
     text: str = ""
+    """The beginning of the final text."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models that write alike."""
+    """Models that write thinking and calls in the same format."""
 
     name: str
-    signs: tuple[str, ...]  # all of them are in the chat template
+    signs: tuple[str, ...]  # texts that the chat templates of this family contain
     reader: type[CallReader]
     syntax: CallSyntax
     calls: Calls
     thinking: tuple[str, str] | None = None
-    short_ids: bool = False  # nine letters and digits is all that their templates take
+    short_ids: bool = False  # whether their templates require call ids of nine characters
 
     @property
     def markers(self) -> tuple[str, ...]:
-        """All that their answers have."""
+        """All markers of tool calls."""
         return (*self.syntax.openers, *self.syntax.closers, *self.syntax.inner)
 
 
 THINK = ("<think>", "</think>")
 GENERIC = "generic"
-"""The family of a chat template that writes no calls that are known here: the tools are listed in
-the system's text, and calls are plain text in the form that is shown there (``generic.py``)."""
+"""The family of chat templates without a known format of calls. Tools are listed in the system
+text, and calls are plain text in the format that is described there (``generic.py``)."""
 GENERIC_CALLS = Calls("<tool_call>\n", "\n</tool_call>")
 OBJECTS = CallSyntax(("<tool_call>",), ("</tool_call>",), bare="start")
 DEEPSEEK = CallSyntax(
@@ -182,5 +183,5 @@ TOOL_FAMILIES = tuple(dict.fromkeys(family.name for family in FAMILIES))
 
 
 def family_of(chat_template: str) -> Family:
-    """The first family whose signs are in the chat template; the last one has none."""
+    """The first family whose signs are all in the chat template; the last family has none."""
     return next(f for f in FAMILIES if all(sign in chat_template for sign in f.signs))

@@ -1,5 +1,5 @@
-"""Grammars that make a model write what a request demands: a tool call, strict arguments, or a
-form of the answer after free thinking. In the notation of Lark that llguidance reads."""
+"""Build the grammars that enforce tool calls, strict arguments, and formats of the answer after
+free thinking, in llguidance's dialect of Lark."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from engine.server.speech.object_calls import NESTED
 from engine.server.speech.tools import Tool, Tools, kinds_of
 from engine.server.speech.turns import ChatFormat
 
-VALUES = ("enum", "const", "default", "examples")  # keywords with values, which are no schemas
+VALUES = ("enum", "const", "default", "examples")  # keywords whose values are no schemas
 ANY = "/(?s:.*)/"
-OPENER = re.compile(r"<[^>]*>|\[[A-Z_]+\]")  # the marker at the beginning of a text
+OPENER = re.compile(r"<[^>]*>|\[[A-Z_]+\]")  # a marker at the beginning of a text
 NAMED = "|".join(("name", *NESTED))
 JSON_FIRST = "/\\s*\\{(?s:.*)/"
 ANY_OBJECT = {"type": "object"}
@@ -39,10 +39,10 @@ ANY_OBJECT = {"type": "object"}
 def form_of_answer(
     chat_format: ChatFormat, tools: Tools | None, text: StructuredOutputsParams | None, prompt: str
 ) -> StructuredOutputsParams | None:
-    """What an answer must be: calls, text in a form, or one of both; ``None``: anything.
+    """The grammar of an answer that may have calls and text; ``None``: any text is allowed.
 
-    tools: those that may be called; text: the form of an answer in words. Raises ``ApiError`` if
-    the schema of a strict tool cannot be enforced.
+    tools: the tools that may be called; text: the format of an answer without calls. Raises
+    ``ApiError`` if the schema of a strict tool cannot be enforced.
     """
     if tools is None or (tools.choice == "auto" and text is None and not tools.has_strict):
         return None if text is None else _after_thinking(chat_format, text, prompt)
@@ -58,9 +58,9 @@ def form_of_answer(
 def _with_calls(
     chat_format: ChatFormat, tools: Tools, text: StructuredOutputsParams | None, prompt: str
 ) -> ComposedForm:
-    reader, calls = chat_format.reader(has_tools=True), chat_format.calls
-    assert reader is not None
-    rules = Rules(reader.markers)
+    factory, calls = chat_format.parser_factory(has_tools=True), chat_format.calls
+    assert factory is not None
+    rules = Rules(factory.markers)
     bodies = {tool.name: rules.add("body", _body(rules, calls, tool)) for tool in tools.all}
     if tools.choice == "auto" and text is None:
         return rules.form(_strict(rules, chat_format, bodies, prompt, is_single=tools.is_single))
@@ -75,18 +75,18 @@ def _with_calls(
 def _after_thinking(
     chat_format: ChatFormat, text: StructuredOutputsParams, prompt: str
 ) -> StructuredOutputsParams:
-    """This form of a text before which the model may think, if it is a model that thinks."""
-    reader = chat_format.reader(has_tools=False)
+    """A format of the answer, preceded by free thinking if the model thinks."""
+    factory = chat_format.parser_factory(has_tools=False)
     thinks = chat_format.thinking is not None or bool(chat_format.calls.before_text)
-    if reader is None or not thinks or chat_format.has_thought(prompt):
+    if factory is None or not thinks or chat_format.has_thought(prompt):
         return text
-    rules = Rules(reader.markers)
+    rules = Rules(factory.markers)
     answer = rules.answer(chat_format, form_of(text), prompt)
     return rules.form([*rules.thinking(chat_format, prompt), answer])
 
 
 class Rules:
-    """A grammar that grows."""
+    """Collects the rules and parts of one grammar."""
 
     def __init__(self, markers: Markers) -> None:
         self._markers = markers
@@ -96,7 +96,7 @@ class Rules:
         self._num_calls = 0
 
     def add(self, name: str, body: str, attribute: str = "") -> str:
-        """The name of a new rule."""
+        """Add a rule and return its name."""
         name = f"{name}_{len(self._rules)}"
         self._rules.append(f"{name}{attribute}: {body}")
         return name
@@ -105,30 +105,30 @@ class Rules:
         return self._markers.in_grammar(text)
 
     def is_special(self, text: str) -> bool:
-        """Whether it is a token that no text has."""
+        """Whether a text is a special token, which ordinary text cannot contain."""
         added = self._markers.tokenizer.added_tokens
         return text in added and added[text].special
 
     def letters(self, markers: Sequence[str]) -> list[str]:
-        """Expressions for these, without those that no text has."""
+        """Regular expressions for markers that are no special tokens."""
         return [in_regex(each) for each in markers if not self.is_special(each)]
 
     def part(self, form: Grammar) -> str:
-        """The name of a form of its own."""
+        """Add a grammar that is compiled on its own, and return its name."""
         self._parts.append(form)
         return f"@part_{len(self._parts) - 1}"
 
     def json(self, schema: Any, *, is_strict: bool) -> str:
-        """is_strict: a keyword that cannot be enforced is an error."""
+        """Add a JSON schema; is_strict: a keyword that cannot be enforced is an error."""
         return self.part(schema_of_arguments(schema, is_strict=is_strict))
 
     def opens(self, text: str, *, scope: str = "", follows: bool = False) -> None:
-        """This text is written before the last part. scope: and this before, as the last of its
-        kind; follows: right after another part."""
+        """Record that ``text`` precedes the last part. scope: text that must have been written
+        before it, as the last of its kind; follows: the text directly follows another part."""
         self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
 
     def answer(self, chat_format: ChatFormat, form: Grammar, prompt: str) -> str:
-        """A form of the answer in words, which thinking may come before."""
+        """Add the format of an answer's text, which thinking may precede."""
         part, calls = self.part(form), chat_format.calls
         ends = [calls.text, calls.message_end if calls.before_text else ""]
         if chat_format.thinking is not None and not calls.before_text:
@@ -140,7 +140,8 @@ class Rules:
         return self.begun(calls, part)
 
     def thinking(self, chat_format: ChatFormat, prompt: str) -> list[str]:
-        """Free text until thinking ends: if it has begun, and else if the model wants to."""
+        """Rules for free text up to the end of thinking: required if the prompt has begun it,
+        otherwise optional."""
         if chat_format.calls.before_text:
             end = chat_format.calls.message_end
             begins = map(self.text, chat_format.calls.before_text)
@@ -154,22 +155,23 @@ class Rules:
         return [self.add("thinking", f"{self.text(begin)} {rest}") + "?"]
 
     def _up_to(self, end: str) -> str:
-        """Free text and what ends it."""
+        """Free text and the marker that ends it."""
         marker = OPENER.match(end)
         if marker is not None and self.is_special(marker[0]):
             return f"{ANY} {self.text(end)}"
         return self.until(end)
 
     def until(self, text: str, but: str = "") -> str:
-        """The name of a rule for all up to the next such text, with it; but: what it is not."""
+        """Add a rule for any text up to and including the next ``text``; but: a regular expression
+        operator that excludes some texts."""
         return self.add("until", f"/(?s:.*){in_regex(text)}/{but}", "[lazy]")
 
     def begun(self, calls: Calls, text: str) -> str:
-        """A text, and what begins it, if the model writes that."""
+        """A text with its optional beginning (see ``Calls.text``)."""
         return f"({self.text(calls.text)})? {text}" if calls.text else text
 
     def calls(self, begin: str, bodies: dict[str, str]) -> str:
-        """The name of a rule for one call: begin, with a name for ``{name}``, and its body."""
+        """Add a rule for one call of any tool: ``begin`` with the tool's name, and its body."""
         self._num_calls = len(bodies)
         each = (
             f"{self.text(begin.replace('{name}', name))} {body}" for name, body in bodies.items()
@@ -177,13 +179,13 @@ class Rules:
         return self.add("call", " | ".join(each))
 
     def many(self, first: str, call: str, calls: Calls, *, is_single: bool) -> str:
-        """One call, or several; first: the first of them, with what comes before it."""
+        """One call or several; first: the first call with the text before it."""
         more = "" if calls.between is None or is_single else self.text(calls.between)
         parts = [first, f"({more} {call})*" if calls.between is not None and not is_single else ""]
         return " ".join(part for part in [*parts, self.text(calls.after)] if part)
 
     def form(self, start: list[str]) -> ComposedForm:
-        """start: the parts of the answer, in their order."""
+        """The complete grammar; start: the parts of the answer in their order."""
         grammar = "\n".join([f"start: {' '.join(start)}", *self._rules]) + "\n"
         return ComposedForm(
             grammar=grammar,
@@ -195,7 +197,7 @@ class Rules:
 
 
 def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
-    """What follows the beginning of a call of this tool."""
+    """The rest of a call of this tool after its beginning."""
     if calls.form not in ("arguments", "object"):
         return " ".join([*_tagged(rules, calls, tool), rules.text(calls.end)])
     schema = tool.parameters if tool.is_enforced else ANY_OBJECT
@@ -209,7 +211,8 @@ def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
 
 
 def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
-    """References inside the tool's schema point to its root, which moves."""
+    """The schema of a call as a JSON object. References in the tool's schema are moved with its
+    root."""
     arguments = _moved(tool.parameters, f"#/properties/{calls.key}")
     return {
         "type": "object",
@@ -223,8 +226,8 @@ def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """The schema with references to where its root is now; one that has a name of its own keeps
-    them, since they start there."""
+    """The schema with references to its new root. References in a schema with ``$id`` stay, since
+    they are relative to that schema."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):
@@ -237,7 +240,7 @@ def _moved(schema: Any, root: str) -> Any:
 
 
 def _tagged(rules: Rules, calls: Calls, tool: Tool) -> Iterator[str]:
-    """Arguments between tags, those that are required always, in the order of the schema."""
+    """Rules for arguments between tags in the schema's order; those not required are optional."""
     required = tool.parameters.get("required", [])
     for name in tool.parameters["properties"]:
         if calls.form == "xml":
@@ -252,7 +255,7 @@ def _tagged(rules: Rules, calls: Calls, tool: Tool) -> Iterator[str]:
 
 
 def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
-    """Texts stand there as they are, all else as JSON."""
+    """A rule for the value of an argument between tags: plain text, or JSON for other types."""
     found = kinds_of(tool.parameters["properties"][name], tool.parameters)
     if found.values:
         spelled = [each if isinstance(each, str) else json.dumps(each) for each in found.values]
@@ -274,7 +277,7 @@ def _value(rules: Rules, tool: Tool, name: str, end: str) -> str:
 def _strict(
     rules: Rules, chat_format: ChatFormat, bodies: dict[str, str], prompt: str, *, is_single: bool
 ) -> list[str]:
-    """Free text in which nothing is read as a call, and calls."""
+    """Rules for free text that cannot be parsed as a call, and for calls that match the schemas."""
     calls = chat_format.calls
     call = rules.calls(calls.begin, bodies)
     whole = " ".join(filter(None, [rules.text(calls.before), call]))
@@ -286,13 +289,13 @@ def _strict(
     if calls.before_text:
         free = rules.add("FREE", f"{ANY}{without_opener}")
         return [*rules.thinking(chat_format, prompt), f"({many} | {rules.begun(calls, free)})"]
-    if not opener:  # a call begins as any JSON, and stands alone
+    if not opener:  # a call begins like any JSON, so that text and calls exclude each other
         return [f"({many} | {rules.add('FREE', f'{ANY}{without} & ~{JSON_FIRST}')})"]
     if rules.is_special(opener):
         free = rules.add("FREE", f"{ANY}{without}")
         thinking = rules.thinking(chat_format, prompt)
         return [*thinking, free, f"({many} {free})" + ("?" if is_single else "*")]
-    # Letters: as soon as they are written, the text goes on as a call.
+    # The opener is plain letters: once they are written, a call must follow.
     free = rules.add("FREE", f"{ANY}{without_opener}")
     before, begin = calls.before.removeprefix(opener), calls.begin
     if not calls.before:
@@ -305,8 +308,8 @@ def _strict(
 def _like_calls(
     rules: Rules, chat_format: ChatFormat, names: Iterable[str], opener: str
 ) -> list[str]:
-    """Expressions for what may be read as a call, besides what the opener begins: other markers of
-    the family, and the name of a tool in an object."""
+    """Regular expressions for text that would be parsed as a call without the opener: other markers
+    of the family, and an object with the name of a tool."""
     syntax = (chat_format.family or FAMILIES[-1]).syntax
     others = [text for text in (*syntax.openers, *syntax.inner) if text != opener]
     called = f"({re.escape(PREFIX)})?({'|'.join(map(in_regex, names))})"
@@ -314,13 +317,13 @@ def _like_calls(
 
 
 def _without(expressions: Sequence[str]) -> str:
-    """The end of an expression for texts in which none of these is found."""
+    """A suffix of a Lark expression that excludes texts which contain one of ``expressions``."""
     return f" & ~/(?s:.*)({'|'.join(expressions)})(?s:.*)/"
 
 
 def whole_expression(pattern: str) -> str:
-    """A pattern of a schema, which may stand anywhere in a text, as one of the whole text, to be
-    written between slashes."""
+    """Convert a schema's pattern, which may match anywhere in a text, to one for the whole text;
+    slashes are escaped."""
     begins, ends = pattern.startswith("^"), re.search(r"(?<!\\)(?:\\\\)*\$$", pattern)
     inner = pattern[1 if begins else 0 : -1 if ends else None]
     whole = f"{'' if begins else '(?s:.*)'}(?:{inner}){'' if ends else '(?s:.*)'}"
@@ -328,6 +331,6 @@ def whole_expression(pattern: str) -> str:
 
 
 def in_regex(text: str) -> str:
-    """The text inside an expression between slashes."""
+    """Escape a text for a regular expression between slashes."""
     special = {"\n": "\\n", "/": "\\/"}
     return "".join(special.get(char) or re.escape(char) for char in text)

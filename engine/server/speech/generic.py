@@ -1,10 +1,10 @@
-"""Tools for chat templates that know none: listed in the system's text, calls and results as texts.
+"""Describe tools as text for chat templates without tools; calls and results are text, too.
 
-A template of no known family (``families.py``) has no variable for tools, or writes calls in a form
-that nobody here reads, and some have no role for results. So all of it becomes words in turns of
-three roles; where a template takes no system either, ``adapt`` finds another place for its words:
+A template of no known family (``families.py``) has no variable for tools, or writes calls in an
+unknown format, and some have no role for results. So the conversation is written as text in three
+roles (``adapt`` handles templates without a system role):
 
-    system      its own words, and the tools with the form in which they are called
+    system      the system text, the tools, and the format in which to call them
     assistant   "Let me see.\\n<tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call>"
     user        "<tool_response>\\n...\\n</tool_response>"
 """
@@ -30,8 +30,8 @@ To call several, write one after the other. Then stop: the results come in the n
 between <tool_response> and </tool_response>. Where no tool helps, answer without."""
 
 
-def in_words(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
-    """The conversation in turns of text alone."""
+def as_text(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> list[Message]:
+    """Convert a conversation to messages that have only text, with a description of the tools."""
     found = joined_turns(_turn(message) for message in messages)
     if not tools:
         return found
@@ -42,20 +42,20 @@ def in_words(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> li
 
 
 def introduction(tools: Sequence[dict[str, Any]]) -> str:
-    """What the tools are and how they are called."""
+    """The description of the tools, and of how to call them."""
     lines = "\n".join(_json(tool["function"]) for tool in tools)
     form = call_text("NAME", {"ARGUMENT": "VALUE"})
     return INTRODUCTION.format(tools=lines, form=form)
 
 
 def call_text(name: str, arguments: Any) -> str:
-    """A call as the model writes it."""
+    """A call in the format that the description asks for."""
     call = _json({"name": name, GENERIC_CALLS.key: arguments})
     return f"{GENERIC_CALLS.begin}{call}{GENERIC_CALLS.end}"
 
 
 def _turn(message: Message) -> Message:
-    """The message without what only some templates know."""
+    """Convert one message: calls and results become text."""
     content = message.get("content") or ""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}

@@ -1,4 +1,4 @@
-"""Answers of gpt-oss: messages, each with a header that says whom it is for.
+"""Parser of gpt-oss's answers: messages with headers that name a channel and a recipient.
 
 <|channel|>analysis<|message|>Let me see.<|end|><|start|>assistant<|channel|>commentary
 to=functions.weather <|constrain|>json<|message|>{"city": "Rome"}<|call|>
@@ -26,14 +26,14 @@ MAX_HEADER = 1000  # characters
 
 
 class HarmonyHeader(NamedTuple):
-    """What a header says, with its markers; not whole: what follows is no message."""
+    """The text of a header with its markers; not ``is_whole``: no message follows it."""
 
     text: str
     is_whole: bool
 
 
 class HarmonyCalls(ObjectCalls):
-    """Their arguments; the header has named the tool."""
+    """Parses the arguments of calls, whose tool the header names."""
 
     trailing = ()
 
@@ -57,7 +57,7 @@ class HarmonyCalls(ObjectCalls):
 
 
 class HarmonyParser:
-    """Reads one answer."""
+    """Parses one answer."""
 
     def __init__(self, calls: HarmonyCalls) -> None:
         self.is_thinking = False
@@ -84,8 +84,8 @@ class HarmonyParser:
                 is_header = yield from self._is_header()
 
     def _is_header(self) -> Waits[bool]:
-        """Whether a header goes on without its beginning: at the start of an answer the prompt has
-        that."""
+        """Whether the text continues a header. At the start of an answer the prompt ends with the
+        beginning of one."""
         source = self._source
         source.hold()
         yield from source.skip_space()
@@ -100,7 +100,7 @@ class HarmonyParser:
         return bool(found)
 
     def _text(self, *, is_thinking: bool) -> Steps[str]:
-        """Text up to a marker, which is returned; nothing at the end."""
+        """Yield text up to a marker, and return the marker; "" at the end of the answer."""
         source = self._source
         while True:
             match = self._all.search(source)
@@ -139,18 +139,18 @@ class HarmonyParser:
         yield PartEnd()
 
     def _recipient(self, header: str) -> re.Match[str] | None:
-        """Whom a header names; a function may be named after its channel without ``to=``."""
+        """The recipient in a header. A function may follow the channel without ``to=``."""
         found = RECIPIENT.search(header)
         return found or FUNCTION.search(header.partition(self._channel)[2])
 
     def _is_message(self, header: str, recipient: re.Match[str] | None) -> bool:
-        """Whether it is for the user, or for the model itself."""
+        """Whether a header begins a message for the user or the model, and not for a tool."""
         if not header.lstrip().removeprefix(WRITER).lstrip().startswith(self._begins):
             return False
         return recipient is None or recipient[1] in ROLES
 
     def _header(self) -> Waits[HarmonyHeader]:
-        """Read the header that begins here."""
+        """Parse the header that begins here."""
         source = self._source
         begin = source.at
         yield from source.accept(self._start)
@@ -170,7 +170,7 @@ class HarmonyParser:
                 return HarmonyHeader(source.text[begin : source.at], is_whole=False)
 
     def _body(self, *, is_thinking: bool) -> Steps[None]:
-        """The rest of a message."""
+        """Parse the text of a message after its header."""
         self.is_thinking = is_thinking
         found = yield from self._text(is_thinking=is_thinking)
         if found in self._ends:
@@ -182,7 +182,7 @@ class HarmonyParser:
         return "" if channel is None else channel[1]
 
     def _is_known(self, header: str) -> bool:
-        """Whether the header is as it should be, as far as it goes."""
+        """Whether an incomplete header is the beginning of a well-formed one."""
         words = header.removeprefix(self._start).strip().removeprefix(WRITER).strip()
         channel = words.removeprefix(self._channel).strip()
         return not words or any(each.startswith(channel) for each in CHANNELS)

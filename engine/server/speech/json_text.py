@@ -1,8 +1,8 @@
-"""JSON as models write it, read as it comes and given on as valid JSON text.
+"""Repair the JSON that models write while it is streamed.
 
-What is valid goes through as it is. Mended are: control characters and unescaped quotes inside
-strings, escapes that JSON lacks, halves of characters, single quotes, bare words, Python's
-literals, commas that are missing or too many, brackets that are missing at the end.
+Valid JSON is not changed. Repaired are: control characters and unescaped quotes inside strings,
+escapes that JSON does not have, lone surrogates, single quotes, words without quotes, Python's
+literals, missing or additional commas, and missing brackets at the end.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from typing import Any, Literal
 from engine.server.speech.source import TextSource, Waits
 
 Pieces = Generator[str | None, None, None]
-"""Pieces of JSON text; ``None``: more is needed."""
+"""Yields pieces of JSON text, and ``None`` where more input is needed."""
 
 OPENERS = {"}": "{", "]": "["}
 CLOSERS = {"{": "}", "[": "]"}
-RUN = re.compile("[^\"'\\\\\x00-\x1f\ud800-\udfff]+")  # of a string, goes through
+RUN = re.compile("[^\"'\\\\\x00-\x1f\ud800-\udfff]+")  # characters of a string to copy unchanged
 HALVES = re.compile("[\ud800-\udfff]")
 BARE = re.compile('[^,\\[\\]{}"<`\n\ud800-\udfff]+')  # numbers, literals, words without quotes
 BARE_KEY = re.compile(r"[\w$-]+")
@@ -40,27 +40,29 @@ WORDS |= dict.fromkeys(NO_NUMBERS, "null")
 VALUE_BEGINS = "\"'[{-0123456789tfnTFN"
 
 
-def as_it_is(text: str) -> str:
+def unchanged(text: str) -> str:
     return text
 
 
 class JsonText:
-    """Reads one value."""
+    """Parses and repairs one JSON value."""
 
     def __init__(
         self,
         source: TextSource,
-        plain: Callable[[str], str] = as_it_is,
+        plain: Callable[[str], str] = unchanged,
         ends: tuple[str, ...] = (),
     ) -> None:
-        """plain: how markers look; ends: what may stand after the value."""
+        """plain: replaces marker characters by the markers' texts; ends: texts that may follow the
+        value."""
         self.end: Literal["whole", "mended", "cut"] = "whole"
-        """``mended``: it breaks off, and was closed; ``cut``: it breaks off as it is."""
+        """``mended``: the value was incomplete and its brackets were closed; ``cut``: it is
+        incomplete."""
         self._source = source
         self._plain = plain
         self._ends = ends
         self._stack: list[str] = []
-        self._held = ""  # a comma, a key, white space: given on with what follows
+        self._held = ""  # a comma, a key, white space: output together with the next value
         self._is_after_value = False
         self._has_comma = False
         self._is_in_string = self._is_in_key = False
@@ -69,11 +71,11 @@ class JsonText:
 
     @property
     def is_open(self) -> bool:
-        """Whether a string has no end."""
+        """Whether the text ended inside a string."""
         return self._is_in_string
 
     def read(self) -> Pieces:
-        """The value that stands here."""
+        """Parse the value at the source's position and yield its pieces."""
         yield from self._value()
         while self._stack and not self._is_broken:
             yield from self._next()
@@ -87,7 +89,7 @@ class JsonText:
             yield "".join(CLOSERS[each] for each in reversed(self._stack))
 
     def string(self, *, is_key: bool) -> Pieces:
-        """The string that stands here, with its quotes."""
+        """Parse a string and yield its pieces, with its quotes."""
         source = self._source
         quote = source.text[source.at]
         source.at += 1
@@ -114,7 +116,7 @@ class JsonText:
         yield '"'
 
     def text(self, *, is_key: bool) -> Generator[None, None, str | None]:
-        """The string at this place, with its escapes resolved; ``None`` if it has no end."""
+        """Parse a string and return it without quotes and escapes; ``None`` if it has no end."""
         parts = []
         for piece in self.string(is_key=is_key):
             if piece is None:
@@ -141,7 +143,7 @@ class JsonText:
         self._is_after_value = True
 
     def _word(self) -> Pieces:
-        """A number, a literal, or what should have been a string."""
+        """Parse a number, a literal, or a word without quotes."""
         source, size = self._source, 0
         while True:
             match = BARE.match(source.text, source.at + size)
@@ -163,7 +165,7 @@ class JsonText:
         yield self._take_held() + spelled
 
     def _next(self) -> Pieces:
-        """What follows in the innermost array or object."""
+        """Parse the next element, member, comma or bracket of the innermost array or object."""
         char = yield from self._space()
         if char and char in "}]":
             yield from self._close(char)
@@ -180,7 +182,7 @@ class JsonText:
             yield from self._member(char)
 
     def _begins(self, char: str) -> Waits[bool]:
-        """Whether an element or a member begins here; with the comma before it."""
+        """Whether an element or a member begins here. A missing comma before it is added."""
         is_array = self._stack[-1] == "["
         if self._is_after_value and not self._has_comma:
             if char not in (VALUE_BEGINS if is_array else "\"'"):
@@ -213,7 +215,7 @@ class JsonText:
         yield from self._value()
 
     def _close(self, char: str) -> Pieces:
-        """Brackets that were forgotten inside of this one are closed too."""
+        """Close the innermost bracket of this kind, and before it all brackets inside of it."""
         if OPENERS[char] not in self._stack:
             self._is_broken = True
             return
@@ -229,7 +231,7 @@ class JsonText:
         yield closed
 
     def _space(self) -> Waits[str]:
-        """White space is held; the character after it."""
+        """Hold white space back, and return the character after it."""
         source = self._source
         while True:
             char = yield from source.peek()
@@ -248,7 +250,8 @@ class JsonText:
         return held
 
     def _closes(self, is_key: bool) -> Waits[bool]:
-        """Whether the quote that stands here ends the string: what follows says so."""
+        """Whether the quote at the source's position ends the string, judged by the text after
+        it."""
         source = self._source
         char, offset = yield from source.look(1)
         if not char:
@@ -261,11 +264,11 @@ class JsonText:
             return True
         if char == ",":
             return (yield from self._more_follows(offset + 1))
-        # A comma was forgotten, or this is no end.
+        # Either a comma is missing here, or the quote is inside of the string.
         return char == '"' and (yield from self._key_follows(offset, is_due=False))
 
     def _more_follows(self, offset: int) -> Waits[bool]:
-        """Whether an element, a member or an end stands there after white space."""
+        """Whether an element, a member or a closing bracket follows the comma at ``offset``."""
         char, offset = yield from self._source.look(offset)
         if not char or char in "]},":
             return True
@@ -276,7 +279,7 @@ class JsonText:
         return (yield from self._key_follows(offset, is_due=True))
 
     def _key_follows(self, offset: int, *, is_due: bool) -> Waits[bool]:
-        """Whether a key and a colon stand there; is_due: if one cannot tell, they do."""
+        """Whether a key and a colon follow; is_due: the result if the text is too short to tell."""
         source = self._source
         while True:
             begin = source.at + offset
@@ -309,7 +312,7 @@ class JsonText:
             yield "\\\\"
 
     def _unicode(self) -> str:
-        """Halves of characters become U+FFFD."""
+        """Copy a ``\\u`` escape; a lone surrogate becomes U+FFFD."""
         source = self._source
         first = UNICODE.match(source.text, source.at)
         if first is None:
@@ -329,13 +332,13 @@ class JsonText:
 
 
 def decoded(text: str) -> str:
-    """The inside of a JSON string, with its escapes resolved."""
+    """Decode the inside of a JSON string."""
     return str(json.loads(f'"{text}"'))
 
 
 def mended(text: str, *, is_cut: bool = False) -> str | None:
-    """A whole text as one JSON value; ``None`` if it is none, or more follows. is_cut: it may break
-    off, but not inside a string."""
+    """Repair a complete text that is one JSON value; ``None`` if that fails, or if more text
+    follows. is_cut: the value may be incomplete, but not inside a string."""
     source = TextSource()
     source.feed(text)
     source.end(is_cut=False)
@@ -351,7 +354,7 @@ def mended(text: str, *, is_cut: bool = False) -> str | None:
 
 
 def object_in(text: str) -> dict[str, Any]:
-    """The object that this text is, or what is whole of it where it breaks off."""
+    """The object that a JSON text has; of an incomplete text, its complete members."""
     begin = BREAKS_OFF.fullmatch(text)
     for part in (text, mended(text if begin is None else begin[1], is_cut=True) or ""):
         try:

@@ -1,8 +1,7 @@
-"""Grammars in the notation of Lark as one regular expression.
+"""Convert a Lark grammar to one regular expression.
 
-A text that a model writes inside JSON can follow an expression, but no grammar. Rules that call
-themselves are unrolled a few times, so that the expression admits a part of what the grammar does,
-and nothing else.
+A string inside of JSON can be constrained by a regular expression, but not by a grammar. Recursive
+rules are unrolled a few times, so that the expression matches a subset of the grammar's texts.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple, cast
 
-MAX_NESTING = 2  # of a rule in itself
-MAX_CHARS = 200_000  # of the expression
+MAX_NESTING = 2  # how often a recursive rule is unrolled
+MAX_CHARS = 200_000  # characters of the expression
 LINE = re.compile(r"(?P<name>[!?]*[A-Za-z_]\w*)(?:\.-?\d+)?\s*:(?!:)")
 TOKEN = re.compile(
     r"""\s+|(?P<string>"(?:\\.|[^"\\])*"i?)|(?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[a-z]*)"""
@@ -40,23 +39,23 @@ COMMON = {
     "WS": r"[ \t\f\r\n]+",
     "WS_INLINE": r"[ \t]+",
 }
-"""What ``%import common.NAME`` stands for."""
+"""Expressions for ``%import common.NAME``."""
 FLAGS = frozenset("ims")
 
 
 class LarkError(ValueError):
-    """A malformed grammar, or one with features that are not supported here."""
+    """A malformed grammar, or one with unsupported features."""
 
 
 class Token(NamedTuple):
-    """A word of the notation."""
+    """A token of the grammar's text; ``kind``: the name of its group in ``TOKEN``."""
 
     kind: str
     text: str
 
 
 def regex_of_lark(grammar: str) -> str:
-    """Raises ``LarkError`` that says what is wrong."""
+    """The regular expression for a grammar. Raises ``LarkError`` with the reason."""
     rules, ignored = _rules_of(grammar)
     if "start" not in rules:
         raise LarkError("it has no rule named start")
@@ -64,7 +63,7 @@ def regex_of_lark(grammar: str) -> str:
     space = f"(?:{space})*" if space else ""
     whole = _expand(rules, "start", space, {})
     if whole is None:
-        raise LarkError("no text that ends follows it")
+        raise LarkError("its rules are recursive without an end")
     return whole + space
 
 
@@ -72,7 +71,7 @@ Node = tuple[str, "str | list[Node] | tuple[Node, str]"]
 
 
 def _rules_of(grammar: str) -> tuple[dict[str, Node], list[str]]:
-    """The rules and terminals by name, and the names of what is ignored between terminals."""
+    """The rules and terminals by name, and the names of the ``%ignore`` expressions."""
     rules: dict[str, Node] = {}
     ignored: list[str] = []
     for line in _whole_lines(grammar):
@@ -84,12 +83,12 @@ def _rules_of(grammar: str) -> tuple[dict[str, Node], list[str]]:
         elif found := LINE.match(line):
             rules[found["name"].lstrip("!?")] = RegexParser(line[found.end() :]).whole()
         else:
-            raise LarkError(f"{line!r:.60} is no rule")
+            raise LarkError(f"{line!r:.60} is not a rule")
     return rules, ignored
 
 
 def _whole_lines(grammar: str) -> Iterator[str]:
-    """Without comments; what goes on with a rule is on its line."""
+    """The rules and directives of a grammar, each in one line, without comments."""
     whole = ""
     for line in grammar.splitlines():
         line = re.sub(r"""^\s*(//|#).*""", "", line).rstrip()
@@ -116,13 +115,14 @@ def _imported(line: str) -> dict[str, Node]:
 
 
 class RegexParser:
-    """What stands after the colon of a rule."""
+    """Parses the part of a rule after its colon."""
 
     def __init__(self, text: str) -> None:
         self._tokens = list(_tokens_of(text))
         self._at = 0
 
     def whole(self) -> Node:
+        """Parse all tokens. Raises ``LarkError``."""
         node = self._any_of()
         if self._at < len(self._tokens):
             raise LarkError(f"{self._tokens[self._at].text!r:.40} is not expected")
@@ -168,7 +168,7 @@ class RegexParser:
     def _number(self) -> str:
         text = self._next()
         if not text.isdecimal():
-            raise LarkError(f"{text!r:.40} is no number")
+            raise LarkError(f"{text!r:.40} is not a number")
         self._at += 1
         return text
 
@@ -229,8 +229,8 @@ def _regex_in(written: str) -> str:
 
 
 def _expand(rules: dict[str, Node], name: str, space: str, inside: dict[str, int]) -> str | None:
-    """The expression of a rule; ``None`` where it is too deep in itself; space: what may stand
-    before each terminal."""
+    """The expression of a rule; ``None`` if it is recursive beyond ``MAX_NESTING``. space: an
+    expression that may match before each terminal; inside: how often each rule is open."""
     if name not in rules:
         raise LarkError(f"{name!r:.40} is not defined")
     if inside.get(name, 0) > MAX_NESTING:

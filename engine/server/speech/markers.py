@@ -1,8 +1,8 @@
-"""Markers known by their tokens.
+"""Distinguish marker tokens from text that looks like them.
 
-``<tool_call>`` is a token in most vocabularies, and a model may also spell the same letters with
-others, as when it writes about tool calls. So in the text that a parser reads each marker which is
-a token is one character that no text has (half of a surrogate pair); letters stay letters.
+``<tool_call>`` is one token in most vocabularies, but a model may also write the same letters with
+other tokens, for example in a text about tool calls. So each marker token is one character in the
+text for the parsers, a lone surrogate that no text contains; the letters stay unchanged.
 
     token ids   9906  151657            27  14172  13429  29
     text        "Hi"  "<tool_call>"     "<" "tool" "_call" ">"
@@ -24,43 +24,43 @@ FIRST = 0xD800
 
 
 class Markers:
-    """The markers of a family's answers, as one tokenizer has them."""
+    """The markers of a family that are tokens of one tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-        """texts: the markers, those too that are no tokens."""
+        """texts: all markers of the family, also those that are no tokens."""
         self.tokenizer = tokenizer
         added = tokenizer.added_tokens
-        # The longest first: one marker may begin another.
+        # The longest first: one marker may be the beginning of another.
         known = sorted({*texts} & added.keys(), key=len, reverse=True)
         self._signs = {text: chr(FIRST + n) for n, text in enumerate(known)}
         self._texts = {ord(sign): text for text, sign in self._signs.items()}
         self.signs = {added[text].token_id: sign for text, sign in self._signs.items()}
-        """What stands for a token in texts that are read."""
+        """The character that stands for a marker in texts for the parsers, by token id."""
         self.special = {t.token_id for t in added.values() if t.special} - self.signs.keys()
-        """Other tokens that are no text."""
+        """Ids of the other special tokens."""
         self.names = {token.token_id: text for text, token in added.items()}
 
     def in_template(self, template: dict[str, Any]) -> dict[str, Any]:
-        """A response template with its markers as they are read."""
+        """A response template whose markers are replaced by their characters."""
         replaced: dict[str, Any] = _replaced(template, self._signs)
         return replaced
 
     def has(self, text: str) -> bool:
-        """Whether this marker is a token."""
+        """Whether a marker is a token."""
         return text in self._signs
 
     def read(self, text: str) -> str:
-        """A chat template's text, where whatever looks like a marker is one."""
+        """Replace all markers in a text by their characters."""
         for marker, sign in self._signs.items():
             text = text.replace(marker, sign)
         return text
 
     def plain(self, text: str) -> str:
-        """The text with markers as they look."""
+        """Replace the characters of markers by the markers' texts."""
         return text.translate(self._texts) if self._texts else text
 
     def in_grammar(self, text: str) -> str:
-        """This text in a grammar in Lark's notation, its markers as tokens."""
+        """The text in llguidance's Lark notation, with markers as tokens."""
         added, parts = self.tokenizer.added_tokens, []
         for part in re.split(f"([{chr(FIRST)}-\udfff])", self.read(text)):
             marker = self.plain(part)
@@ -72,7 +72,7 @@ class Markers:
 
 
 class TokenSpan(NamedTuple):
-    """Where the text of a token lies, and what stands in its place."""
+    """The place of a token in the text, and the character that replaces it."""
 
     begin: int
     end: int
@@ -80,24 +80,25 @@ class TokenSpan(NamedTuple):
 
 
 class MarkedText:
-    """The text of one sequence as it comes, with its markers as characters of their own."""
+    """Replaces the markers in the streamed text of one sequence by their characters."""
 
     def __init__(
         self, markers: Markers, prompt_token_ids: list[int], *, skip_special: bool
     ) -> None:
-        """skip_special: leave out special tokens that are no markers."""
+        """skip_special: remove special tokens that are no markers."""
         self._markers = markers
         self._cut = dict(markers.signs)
         if skip_special:
             self._cut |= dict.fromkeys(markers.special, "")
         self._decoder = Detokenizer(markers.tokenizer.backend, prompt_token_ids, False)
-        self._decoded = 0  # characters of all tokens
+        self._decoded = 0  # characters of all tokens so far
         self._cuts: deque[TokenSpan] = deque()
-        self._at = 0  # characters that were read
-        self._held = ""  # a marker of which a part is there
+        self._at = 0  # characters of the text that were returned or replaced
+        self._held = ""  # the beginning of a marker whose end has not arrived
 
     def read(self, token_ids: list[int], text: str) -> str:
-        """What is new, in tokens and in text; text may come later than its tokens."""
+        """Add new tokens and new text, which may arrive later than its tokens; return the text for
+        the parser."""
         for token in token_ids:
             self._decoded += len(self._decoder.feed([token]))
             if token in self._cut:
@@ -110,7 +111,7 @@ class MarkedText:
         return self._without_markers(text)
 
     def flush(self) -> str:
-        """A part of a marker at the end of the text."""
+        """Return the incomplete marker at the end of the text."""
         held, self._held = self._held, ""
         return held
 
@@ -132,7 +133,7 @@ class MarkedText:
 
 
 def markers_in(tokenizer: Tokenizer, template: dict[str, Any]) -> list[str]:
-    """Tokens that a response template names, as they are or in a pattern."""
+    """The added tokens that a response template contains, also escaped in its patterns."""
     texts = list(_strings(template["fields"]))
     return [each for each in tokenizer.added_tokens if any(_is_in(each, text) for text in texts)]
 
@@ -153,7 +154,7 @@ def _is_in(marker: str, text: str) -> bool:
 
 
 def _replaced(value: Any, signs: dict[str, str]) -> Any:
-    """In patterns markers may be escaped."""
+    """Replace markers, also escaped ones, in all texts of a template."""
     if isinstance(value, str):
         for marker, sign in signs.items():
             value = value.replace(re.escape(marker), sign).replace(marker, sign)

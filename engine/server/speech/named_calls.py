@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, RUF002  (DeepSeek's markers have a vertical line of their own)
-"""Calls whose tool is named before arguments that are JSON: those of Mistral and DeepSeek."""
+"""Parse calls of Mistral and DeepSeek: the tool's name, then its arguments as JSON."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 
 class MistralCalls(ObjectCalls):
-    """``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``, of older models a list of objects."""
+    """``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``; older models write a list of objects."""
 
     def attempt(self) -> Steps[bool]:
         if not (yield from self.accept_openers(self.openers)):
@@ -59,8 +59,8 @@ class MistralCalls(ObjectCalls):
 
 
 class DeepSeekCalls(ObjectCalls):
-    """``<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>``; of older
-    models ``function``, the separator, the name and a code fence around the arguments."""
+    """``<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>``; older
+    models write ``function``, the separator, the name, and the arguments in a code fence."""
 
     def attempt(self) -> Steps[bool]:
         source, read = self.source, self.markers.read

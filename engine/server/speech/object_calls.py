@@ -1,4 +1,4 @@
-"""Calls as JSON objects that have the tool's name and its arguments."""
+"""Parse calls that are JSON objects with the tool's name and its arguments."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from engine.server.speech.calls import CallReader
 from engine.server.speech.events import CallBegin
 from engine.server.speech.source import Steps, Waits
 
-NESTED = ("function", "tool", "tool_call")  # a name, or an object that has it
-LISTS = ("tool_calls", "calls")  # of such objects
+NESTED = ("function", "tool", "tool_call")  # members with the name, or with an object that has it
+LISTS = ("tool_calls", "calls")  # members with a list of such objects
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 OTHERS = ("type", "id")
 FENCE = "```"
@@ -19,19 +19,19 @@ SPACE_OR_SEPARATOR = re.compile(r"[\s;,]*")
 
 
 class ObjectCalls(CallReader):
-    """``{"name": ..., "arguments": {...}}``, one or a list of them, in a code fence or not."""
+    """``{"name": ..., "arguments": {...}}`` or a list of such objects, perhaps in a code fence."""
 
     fences: tuple[str, ...] = (FENCE,)
     trailing: tuple[str, ...] = ("}", "]", FENCE)
 
     def attempt(self) -> Steps[bool]:
-        """A call at an opening marker, a fence, a bracket or a brace."""
+        """Try to parse a call at an opener, a code fence, a bracket or a brace."""
         is_marked = yield from self.accept_openers(self.openers)
         return (yield from self.value(is_marked=is_marked))
 
     def value(self, *, is_marked: bool) -> Steps[bool]:
-        """The call that stands here; is_marked: something before it says that it is one.
-        Without, an object whose members are those of a call alone is."""
+        """Try to parse an object as a call; is_marked: an opener precedes it. Without an opener the
+        object must have no members besides those of a call."""
         source = self.source
         char = yield from source.skip_space()
         if char == "`" and not (yield from self.fence()):
@@ -45,7 +45,7 @@ class ObjectCalls(CallReader):
         return (yield from ObjectCall(self, is_marked=is_marked).read())
 
     def following(self) -> Steps[bool]:
-        """After a call, another one without a marker of its own."""
+        """Try to parse a call that follows another one without an opener of its own."""
         yield from self.source.match(SPACE_OR_SEPARATOR)
         char = yield from self.source.peek()
         if not char or char not in "{[`":
@@ -53,7 +53,7 @@ class ObjectCalls(CallReader):
         return (yield from self.value(is_marked=False))
 
     def fence(self) -> Waits[bool]:
-        """Whether a code fence begins here that calls stand in."""
+        """Skip the beginning of a code fence; return whether it is one that may have calls."""
         if not (yield from self.source.accept(FENCE)):
             return False
         language = yield from self.source.match(LANGUAGE)
@@ -61,17 +61,18 @@ class ObjectCalls(CallReader):
 
 
 class ObjectCall:
-    """One object; it is a call once a tool of the request and the start of arguments are read."""
+    """Parses one object. It is a call as soon as its name is a tool of the request and its
+    arguments have begun."""
 
     def __init__(self, calls: CallReader, *, is_marked: bool) -> None:
         self._calls = calls
         self._source = calls.source
         self._is_marked = is_marked
         self._name: str | None = None
-        self._held: str | None = None  # arguments that came before the name
+        self._held: str | None = None  # arguments that precede the name
         self._has_begun = False
-        self._has_others = False  # members that no call has
-        self._is_between = False  # two members, where it broke off
+        self._has_others = False  # whether it has members that are unusual in a call
+        self._is_between = False  # whether it was cut off between two members
 
     def read(self) -> Steps[bool]:
         is_whole = yield from self._members()
@@ -79,7 +80,7 @@ class ObjectCall:
             return True
         if self._name is None or not (is_whole or self._is_between):
             return False
-        if self._held is None and self._has_others:  # arguments, perhaps: nothing may be lost
+        if self._held is None and self._has_others:  # these may be the arguments: keep the text
             return False
         if not is_whole and not (yield from self._calls.is_over()):
             return False
@@ -87,7 +88,7 @@ class ObjectCall:
         return True
 
     def _members(self) -> Steps[bool]:
-        """Read the members of the object that begins here; returns whether it is whole."""
+        """Parse the members of an object, and return whether it is complete."""
         source = self._source
         source.at += 1
         while True:
@@ -110,7 +111,7 @@ class ObjectCall:
                 return False
 
     def _member(self, key: str) -> Steps[bool]:
-        """Returns whether it may go on."""
+        """Parse the value of a member, and return whether the object may still be a call."""
         char = yield from self._source.peek()
         if key in LISTS and char == "[":
             self._source.at += 1

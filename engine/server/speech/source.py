@@ -1,7 +1,7 @@
-"""Text that comes in pieces, for readers that are generators.
+"""Streamed text for parsers that are generators.
 
-A reader yields events, and ``None`` where it cannot go on before more text has come. What it may
-yet have to give back lies after ``mark``: the text from there on is kept.
+A parser yields events, and ``None`` where it needs more text. It can set ``mark`` to rewind to that
+place later: the text from there on is kept.
 """
 
 from __future__ import annotations
@@ -14,26 +14,27 @@ from engine.server.speech.events import Event, PartEnd
 
 Result = TypeVar("Result")
 Steps = Generator[Event | PartEnd | None, None, Result]
-"""What a reader yields; ``None``: it waits for more text."""
+"""A parser that yields events, and ``None`` where it needs more text."""
 Waits = Generator[None, None, Result]
+"""A parser that yields no events, and ``None`` where it needs more text."""
 
 SPACE = re.compile(r"\s*")
-MAX_LOOK = 256  # characters of white space after which nothing more is expected
+MAX_LOOK = 256  # characters of white space to look beyond
 END = "\0end"
-"""What ``follows`` returns where the answer has ended."""
+"""The result of ``follows`` at the end of the answer."""
 
 
 class TextSource:
-    """The text of one answer, and how far it was read."""
+    """The text of one answer, with the position ``at`` up to which it was parsed."""
 
     def __init__(self) -> None:
         self.text = ""
         self.at = 0
         self.mark: int | None = None
-        """Where what is held begins; ``None``: nothing is."""
+        """The position to rewind to; ``None``: none is set."""
         self.is_ended = False
         self.is_cut = False
-        """Whether the answer has ended before the model meant it to."""
+        """Whether the answer ended before the model finished it."""
 
     def feed(self, text: str) -> None:
         if self.mark is None:
@@ -48,19 +49,19 @@ class TextSource:
         self.mark = self.at
 
     def give_back(self) -> int:
-        """What is held is to be read again; returns how many characters that are."""
+        """Rewind to the mark; return the number of characters."""
         assert self.mark is not None
         num = self.at - self.mark
         self.at, self.mark = self.mark, None
         return num
 
     def take(self, end: int) -> str:
-        """The text up to here, which is read now."""
+        """Return the text up to ``end``, and move the position there."""
         text, self.at = self.text[self.at : end], end
         return text
 
     def peek(self) -> Waits[str]:
-        """The next character; none at the end."""
+        """The next character; "" at the end of the answer."""
         while self.at >= len(self.text):
             if self.is_ended:
                 return ""
@@ -68,7 +69,7 @@ class TextSource:
         return self.text[self.at]
 
     def skip_space(self) -> Waits[str]:
-        """Skip white space and return the character after it; none at the end."""
+        """Skip white space and return the character after it; "" at the end of the answer."""
         while True:
             match = SPACE.match(self.text, self.at)
             assert match is not None
@@ -80,14 +81,14 @@ class TextSource:
             yield None
 
     def accept(self, *literals: str) -> Waits[str]:
-        """Read the first of these that stands here; none of them: an empty text."""
+        """Skip and return the first of ``literals`` that follows; "" if none does."""
         found = yield from self.standing(0, literals)
         self.at += len(found)
         return found
 
     def match(self, pattern: re.Pattern[str]) -> Waits[re.Match[str] | None]:
-        """Read what matches, as far as it can go on. The pattern matches one character after the
-        other: what begins with a match is a match."""
+        """Skip and return the longest match of a pattern of which every prefix of a match matches,
+        too."""
         yield from self.peek()
         while True:
             match = pattern.match(self.text, self.at)
@@ -99,7 +100,7 @@ class TextSource:
         return match
 
     def standing(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """The first of these that stands so far ahead; none of them: an empty text."""
+        """The first of ``literals`` at ``offset`` from the position; "" if there is none."""
         while True:
             rest = None
             for literal in literals:
@@ -111,8 +112,8 @@ class TextSource:
             yield None
 
     def look(self, offset: int) -> Waits[tuple[str, int]]:
-        """The first character from there on that is not white space, and its place; none if the
-        answer ends first, or if it is too far away."""
+        """The first character after ``offset`` that is not white space, and its offset; "" if the
+        answer ends before it, or after ``MAX_LOOK`` characters."""
         while True:
             match = SPACE.match(self.text, self.at + offset)
             assert match is not None
@@ -124,7 +125,8 @@ class TextSource:
             yield None
 
     def follows(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """What comes next after white space: one of these, ``END``, or an empty text."""
+        """The first of ``literals`` after white space; ``END`` at the end of the answer, "" if
+        other text follows."""
         char, offset = yield from self.look(offset)
         if not char:
             return END
@@ -132,7 +134,7 @@ class TextSource:
 
 
 class Literals:
-    """Texts that are looked for together."""
+    """Searches for several texts together."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self.texts = tuple(sorted({*texts} - {""}, key=len, reverse=True))
@@ -140,7 +142,8 @@ class Literals:
         self._longest = max(map(len, self.texts), default=1)
 
     def search(self, source: TextSource) -> re.Match[str] | None:
-        """The next of them, the longest that stands there; ``None`` if more of it may come."""
+        """The next occurrence, of the longest text if several begin there; ``None`` if there is
+        none, or if more text is needed to decide."""
         match = self._pattern.search(source.text, source.at)
         if match is None or source.is_ended:
             return match
@@ -152,7 +155,7 @@ class Literals:
         return match
 
     def safe_end(self, source: TextSource) -> int:
-        """Before which none of them begins, if none was found."""
+        """The position up to which none of the texts can begin, after ``search`` found none."""
         end = len(source.text)
         if source.is_ended:
             return end

@@ -1,4 +1,4 @@
-"""Calls whose arguments stand between tags, one by one: those of Qwen-Coder and GLM."""
+"""Parse calls of Qwen-Coder and GLM, in which each argument stands between tags."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ NOT_A_KEY = re.compile("[^<\n\ud800-\udfff]*")
 
 
 class TaggedCalls(ObjectCalls):
-    """What both have in common. A value is a text where the tool's schema has one, and JSON
-    elsewhere if it can be read so. An end tag inside a value ends it only where another tag, or
-    nothing, follows."""
+    """Base class of both formats. A value is text if the tool's schema says so, otherwise JSON if
+    it is valid. An end tag ends a value only if another tag or the end of the answer follows."""
 
     trailing = ()
 
@@ -38,18 +37,18 @@ class TaggedCalls(ObjectCalls):
 
     @abstractmethod
     def _made_tags(self) -> ValueTags:
-        """The tags around values."""
+        """The tags that may end a value."""
 
     @abstractmethod
     def _key(self) -> Waits[str | None]:
-        """Read the name of the next argument, up to its value; ``None`` if there is none."""
+        """Parse the name of the next argument, up to its value; ``None`` if there is none."""
 
     @abstractmethod
     def _next_keys(self, names: Iterable[str]) -> Iterable[str]:
-        """What follows the tag of another argument that has one of these names."""
+        """For each name, the text that follows the tag of an argument with that name."""
 
     def tagged(self, name: str) -> Steps[None]:
-        """A call with the arguments that stand here."""
+        """Parse the arguments of a call of ``name`` and yield its events."""
         types, before = self.tools[name], "{"
         yield self.begin(name)
         while (key := (yield from self._key())) is not None:
@@ -70,7 +69,7 @@ class TaggedCalls(ObjectCalls):
         yield CallEnd()
 
     def _any_arguments(self, name: str, first: tuple[str, ...], *, is_marked: bool) -> Steps[bool]:
-        """The call, if its arguments begin here; first: what they may begin with."""
+        """Try to parse the arguments of a call; first: the tags that they may begin with."""
         char = yield from self.source.skip_space()
         if (yield from self.source.standing(0, (*first, *self.closers))):
             yield from self.tagged(name)
@@ -84,8 +83,8 @@ class TaggedCalls(ObjectCalls):
 
 
 class QwenCoderCalls(TaggedCalls):
-    """``<tool_call><function=weather><parameter=city>Rome</parameter></function></tool_call>``;
-    without ``<tool_call>`` too."""
+    """``<tool_call><function=weather><parameter=city>Rome</parameter></function></tool_call>``,
+    also without ``<tool_call>``."""
 
     def attempt(self) -> Steps[bool]:
         source, read = self.source, self.markers.read

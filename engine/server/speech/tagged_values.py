@@ -1,4 +1,4 @@
-"""Values between tags, as JSON."""
+"""Convert the values of arguments between tags to JSON."""
 
 from __future__ import annotations
 
@@ -15,15 +15,17 @@ TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 
 
 class EndTag(NamedTuple):
-    """A tag that ends a value as well."""
+    """A tag other than the value's own end tag that ends a value, because a model left that out."""
 
     follow: tuple[str, ...] = ()
-    """What must follow it, if anything does; none: the name of another argument."""
+    """Texts one of which must follow the tag, unless the answer ends; empty: the name of another
+    argument must follow."""
     on_own_line: bool = False
+    """Whether the tag must be at the beginning of a line."""
 
 
 class ValueTags:
-    """The tags around values, as they stand in the text."""
+    """The tags that may end a value, in the text for parsers."""
 
     def __init__(
         self,
@@ -33,8 +35,8 @@ class ValueTags:
         *,
         has_lines: bool,
     ) -> None:
-        """end: the tag that ends a value, if one of ``follow`` or nothing comes after it; others:
-        what ends a value too; has_lines: a value stands on lines of its own."""
+        """end: the end tag, which ends a value if one of ``follow`` or the end of the answer comes
+        after it; others: other tags that end a value; has_lines: values have lines of their own."""
         self.end = end
         self.follow = follow
         self.others = others
@@ -43,7 +45,7 @@ class ValueTags:
 
 
 class TaggedValue:
-    """Reads the text of one value."""
+    """Parses the text of one value."""
 
     def __init__(
         self,
@@ -52,16 +54,16 @@ class TaggedValue:
         plain: Callable[[str], str],
         next_keys: Iterable[str],
     ) -> None:
-        """next_keys: what names another argument, after its tag."""
+        """next_keys: texts that follow the tag of another argument."""
         self.is_cut = False
         self._source = source
         self._tags = tags
         self._plain = plain
         self._next_keys = tuple(next_keys)
-        self._newline = ""  # at the end of what was read; the last is left out
+        self._newline = ""  # a line end that is held back, since the value's last one is dropped
 
     def read(self) -> Pieces:
-        """Pieces of the text, markers as they look."""
+        """Yield pieces of the value's text, with the texts of markers."""
         source, literals = self._source, self._tags.literals
         if self._tags.has_lines and (yield from source.peek()) == "\n":
             source.at += 1
@@ -89,7 +91,7 @@ class TaggedValue:
         return self._plain(text)
 
     def _ends(self, tag: str) -> Waits[bool]:
-        """Whether the tag that stands here ends the value."""
+        """Whether the tag at the source's position ends the value."""
         source, tags = self._source, self._tags
         if tag == tags.end:
             if not (yield from source.follows(len(tag), tags.follow)):
@@ -105,7 +107,7 @@ class TaggedValue:
 
 
 def json_of(value: TaggedValue, types: list[str]) -> Pieces:
-    """The value as JSON text; types: those that the tool's schema admits, none: any."""
+    """Yield the value as JSON text; types: those that the tool's schema allows, empty: any."""
     if types and TEXTS.issuperset(types):
         yield from _text(value, is_nullable=NULL in types)
         return
@@ -157,7 +159,7 @@ def _typed(text: str, types: list[str]) -> str:
 
 
 def _part(text: str, types: list[str]) -> str:
-    """What there is of a value that breaks off."""
+    """The JSON text of a value that is cut off."""
     if text.lstrip()[:1] not in ("{", "[") and (not types or "string" in types):
         return quoted(text)[:-1]
     source = TextSource()

@@ -1,5 +1,5 @@
-"""Answers of a model whose tokenizer brings a response template (``response_template`` in
-tokenizer_config.json), read by transformers' parser. What it cannot read stays text."""
+"""Parser of answers for tokenizers with a response template (``response_template`` in
+tokenizer_config.json). It uses transformers' parser; what that cannot parse stays text."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from engine.server.private_parts import PARSING
 from engine.server.speech.answer import AnswerParser
 from engine.server.speech.events import (
     CallArguments,
@@ -27,11 +28,10 @@ from engine.server.speech.markers import Markers
 logger = logging.getLogger("engine.server")
 THINKING_FIELDS = ("thinking", "reasoning_content", "reasoning")
 TOOL_FIELD = "tool_calls"
-PARSING = "transformers.utils.chat_parsing"
 
 
 class ResponseTemplate:
-    """A template, with its markers as texts of one vocabulary."""
+    """A response template adapted to the markers of one vocabulary."""
 
     def __init__(self, markers: Markers, template: dict[str, Any]) -> None:
         parsing = importlib.import_module(f"{PARSING}.response_templates")
@@ -40,9 +40,9 @@ class ResponseTemplate:
         self._template = parsing.load_response_template(markers.in_template(fitted))
         field = template["fields"].get(TOOL_FIELD, {})
         self.needs_close = field.get("content") in ("xml-inline", "kv-lines")
-        """Whether a part of a tool call can be taken for all of it."""
+        """Whether an incomplete tool call may look like a complete one."""
         self.has_names = "transform" in field
-        """Whether what opens a tool call names the tool."""
+        """Whether the opener of a tool call contains the tool's name."""
         self.opener: str = field.get("open") or ""
 
     def parser(self, prompt: str, tools: list[dict[str, Any]] | None) -> Any:
@@ -51,7 +51,7 @@ class ResponseTemplate:
 
 
 class TemplateParser:
-    """Reads one answer."""
+    """Parses one answer."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class TemplateParser:
         tools: list[dict[str, Any]] | None,
         calls: AnswerParser | None,
     ) -> None:
-        """calls: reads those in the text, if the template says nothing of them."""
+        """calls: parser of calls in the text, for a template without tool calls."""
         self._template = template
         self._names = {tool["function"]["name"] for tool in tools or []}
         self._parser = template.parser(prompt, tools)
         self._calls = calls
-        self._call = ""  # as it is written
+        self._call = ""  # text of the current call
         self._field = ""
         for event in self._parser.initial_events:
             list(self._events_of(event))
@@ -90,8 +90,8 @@ class TemplateParser:
             return
         try:
             events = parse(self._parser)
-        except Exception as error:  # the library's parsers raise what they like
-            logger.info("an answer cannot be read as its template says: %r", error)
+        except Exception as error:  # the library's parsers raise various errors
+            logger.info("an answer cannot be parsed with its response template: %r", error)
             self._parser = None
             yield from self._text(self._written("") + text)
             return
@@ -101,7 +101,7 @@ class TemplateParser:
     def _events_of(
         self, event: dict[str, Any], *, is_cut: bool = False
     ) -> Iterator[Event | PartEnd]:
-        """is_cut: a call that closes here has no end."""
+        """Convert an event of transformers' parser; is_cut: a call that closes is incomplete."""
         field, kind = event["field"], event["type"]
         if kind == "region_open":
             self._field, self._call = field, ""
@@ -125,7 +125,7 @@ class TemplateParser:
         return (Text(text),) if self._calls is None else self._calls.read(text)
 
     def _written(self, name: str) -> str:
-        """The call that is open, as it was written."""
+        """The text of the current call, with its opener."""
         if self._field != TOOL_FIELD:
             return ""
         return self._template.opener.replace("{name}", name) + self._call
@@ -143,7 +143,7 @@ class TemplateParser:
             yield CallEnd()
 
     def _arguments(self, given: Any) -> str | None:
-        """The arguments as JSON text; ``None`` if they are no object."""
+        """The arguments as JSON text; ``None`` if they are not an object."""
         if given is None or given == "":
             return "{}"
         try:
@@ -155,7 +155,7 @@ class TemplateParser:
 
 
 def _calls_in(value: Any) -> Iterator[tuple[str, Any]]:
-    """Names and arguments in what the template makes of a call."""
+    """Names and arguments of the calls in a value that the template produced."""
     if isinstance(value, str):
         value = _json(value)
     for each in value if isinstance(value, list) else [value]:
@@ -173,8 +173,8 @@ def _json(text: str) -> Any:
 
 
 def _fitted(markers: Markers, template: dict[str, Any]) -> dict[str, Any]:
-    """For a vocabulary in which a marker is no token, letters must do: thinking is then at the
-    beginning only, and a call ends after a brace."""
+    """Adapt a template to a vocabulary in which markers are no tokens: then thinking is recognised
+    at the beginning of the answer only, and the end of a call only after a brace."""
     fields = {}
     for name, field in template["fields"].items():
         begin, end = field.get("open"), field.get("close")

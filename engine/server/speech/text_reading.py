@@ -1,4 +1,4 @@
-"""Answers in which thinking and calls stand between markers, and all else is text."""
+"""Parser of answers in which thinking and calls stand between markers, and the rest is text."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from engine.server.speech.calls import CallReader
 from engine.server.speech.events import Text, Thinking
 from engine.server.speech.source import Literals, Steps, TextSource, Waits
 
-MAX_READ_AGAIN = 1 << 16  # characters of one answer
-BARE = ("{", "[", "```")  # what calls without a marker begin with
+MAX_READ_AGAIN = 1 << 16  # characters of one answer that may be rewound
+BARE = ("{", "[", "```")  # beginnings of calls without a marker
 
 
 class TextParser:
-    """Reads one answer, all but those of gpt-oss."""
+    """Parses one answer of any family but gpt-oss."""
 
     def __init__(
         self,
@@ -22,8 +22,8 @@ class TextParser:
         is_thinking: bool,
         thinks_first: bool,
     ) -> None:
-        """thinking: what opens and closes it, as it stands in the text; is_thinking: whether it has
-        begun; thinks_first: whether it can begin at the start only."""
+        """thinking: its opening and closing markers in the text for parsers; is_thinking: whether
+        the prompt has begun it; thinks_first: whether it can begin only at the start."""
         self._source = source
         self._calls = calls
         self._open, close = thinking or ("", "")
@@ -34,9 +34,9 @@ class TextParser:
         self._starts = Literals((self._open, *openers, *bare))
         self._close = Literals((close,))
         self._num_read_again = 0
-        self._num_hopeless = 0  # characters from here on in which no call is looked for any more
-        self._is_blank = True  # the text of the answer so far
-        self._is_line_blank = True  # the line so far
+        self._num_hopeless = 0  # next characters in which no call is searched for any more
+        self._is_blank = True  # whether the answer so far is white space
+        self._is_line_blank = True  # whether the current line so far is white space
 
     def run(self) -> Steps[None]:
         while True:
@@ -66,7 +66,8 @@ class TextParser:
             yield None
 
     def _plain_text(self) -> Steps[str]:
-        """Text up to what may be more than that, which is returned; nothing at the end."""
+        """Yield text up to a possible marker, and return the marker; "" at the end of the
+        answer."""
         source = self._source
         while True:
             match = self._starts.search(source)
@@ -102,8 +103,8 @@ class TextParser:
         yield from self._after_calls(calls)
 
     def _give_back(self) -> None:
-        """Text in which each marker could begin a call that has no end is not read again and
-        again."""
+        """Rewind after a failed attempt. After too many rewound characters no call is searched for
+        in the same text again, so that the time stays linear."""
         num = self._source.give_back()
         self._num_read_again += num
         if self._num_read_again > MAX_READ_AGAIN:
@@ -113,7 +114,7 @@ class TextParser:
         return self._is_line_blank if calls.bare == "line" else self._is_blank
 
     def _after_calls(self, calls: CallReader) -> Steps[None]:
-        """Leave out what closes a call; read those that follow without a marker."""
+        """Drop the closers of a call, and parse calls that follow without an opener."""
         source = self._source
         while True:
             source.hold()
@@ -130,7 +131,7 @@ class TextParser:
             source.mark = None
 
     def _is_last(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Whether an opener stands here with nothing after it: it was to close."""
+        """Whether an opener is the last text of the answer: the model wrote it as a closer."""
         source = self._source
         opener = yield from source.standing(0, openers)
         if not opener or (yield from source.look(len(opener)))[0] or not source.is_ended:

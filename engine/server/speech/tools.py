@@ -1,6 +1,6 @@
-"""The tools of a request, and which of them must be called.
+"""The tools of a request, and which of them may or must be called.
 
-The form is OpenAI's for chat completions; requests of other APIs are brought into it.
+The input has the form of OpenAI's chat completions; other APIs are converted to it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from engine.server.errors import ApiError
 from engine.server.speech.custom import function_of, schema_of_input
 
 MAX_TOOLS = 512
-MAX_DEPTH = 16  # of references in a schema that are followed
+MAX_DEPTH = 16  # nested references in a schema that are followed
 NAME = re.compile(r"[a-zA-Z0-9_.-]{1,128}")
 CHOICES = ("none", "auto", "required")
 
@@ -24,16 +24,16 @@ class Tool(NamedTuple):
 
     name: str
     parameters: dict[str, Any]  # JSON schema
-    is_strict: bool  # its arguments follow the schema whatever the model likes
-    described: dict[str, Any]  # as chat templates see it
-    is_enforced: bool = True  # no: the schema cannot be, and any arguments will do
-    is_custom: bool = False  # its input is a text, which is all its arguments
+    is_strict: bool  # whether the arguments must match the schema
+    described: dict[str, Any]  # the tool for the chat template
+    is_enforced: bool = True  # False: the schema cannot be enforced, any arguments are accepted
+    is_custom: bool = False  # whether its input is plain text, the argument ``input``
 
 
 class ValueKinds(NamedTuple):
-    """What a schema admits: types, and the values if it lists them."""
+    """The types that a schema allows, and the values if it lists them."""
 
-    types: list[str]  # none: any
+    types: list[str]  # empty: any type
     values: list[Any]
 
 
@@ -41,7 +41,7 @@ Mode = Literal["auto", "required"]
 
 
 class Choice(NamedTuple):
-    """What ``tool_choice`` leaves of the tools."""
+    """The tools that ``tool_choice`` allows, and whether one must be called."""
 
     names: list[str]
     mode: Mode
@@ -49,12 +49,12 @@ class Choice(NamedTuple):
 
 
 class Tools(NamedTuple):
-    """What may be called, and whether something must be."""
+    """The tools that may be called, and whether one must be."""
 
     all: list[Tool]
     choice: Mode
-    is_single: bool  # one call in an answer at most
-    objects: ObjectRules = NO_RULES  # of their arguments
+    is_single: bool  # whether an answer has at most one call
+    objects: ObjectRules = NO_RULES  # rules for objects in their schemas
 
     @property
     def described(self) -> list[dict[str, Any]]:
@@ -62,12 +62,12 @@ class Tools(NamedTuple):
 
     @property
     def read_as(self) -> list[dict[str, Any]]:
-        """These tools for reading their calls: only the types of each argument."""
+        """The tools for parsing their calls, with the types of arguments only."""
         return [_types_of(tool) for tool in self.all]
 
     @property
     def custom(self) -> frozenset[str]:
-        """Names of those whose input is a text."""
+        """Names of the tools whose input is plain text."""
         return frozenset(tool.name for tool in self.all if tool.is_custom)
 
     @property
@@ -78,21 +78,27 @@ class Tools(NamedTuple):
 def tools_of(
     given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None
 ) -> Tools | None:
-    """``None`` if there are none or none may be called. Raises ``ApiError``."""
+    """The tools that may be called; ``None`` if there are none. Raises ``ApiError``."""
     if not given:
         if choice not in (None, "none", "auto"):
             raise ApiError(
-                400, f"tool_choice is {choice!r:.80} without tools: give some", param="tool_choice"
+                400,
+                f"tool_choice is {choice!r:.80} without tools: add tools, or leave it out",
+                param="tool_choice",
             )
         return None
     if len(given) > MAX_TOOLS:
         raise ApiError(
-            400, f"tools has {len(given)} entries, the limit is {MAX_TOOLS}", param="tools"
+            400,
+            f"tools has {len(given)} entries, the limit is {MAX_TOOLS}: send fewer",
+            param="tools",
         )
     tools = [_tool(each) for each in given]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ApiError(400, f"tools has {twice[0]!r} twice: names must differ", param="tools")
+        raise ApiError(
+            400, f"tools has two tools named {twice[0]!r}: rename one of them", param="tools"
+        )
     chosen = _choice(choice, names)
     if not chosen.names:
         return None
@@ -107,7 +113,8 @@ def _tool(given: dict[str, Any]) -> Tool:
     if given.get("type") != "function" or not isinstance(function, dict):
         raise ApiError(
             400,
-            f"tools has {given!r:.80}, must have type function and a function, or custom",
+            f"tools has {given!r:.80}, must have type function and an object in function, or type "
+            "custom and an object in custom",
             param="tools",
         )
     function = {key: value for key, value in function.items() if value is not None}
@@ -127,8 +134,8 @@ def _tool(given: dict[str, Any]) -> Tool:
     if not isinstance(properties, dict) or not isinstance(required, list):
         raise ApiError(
             400,
-            f"parameters of the tool {name} have properties {properties!r:.40} and required "
-            f"{required!r:.40}, must be an object and a list",
+            f"parameters of the tool {name} have properties {properties!r:.40}, must be an object, "
+            f"and required {required!r:.40}, must be a list",
             param="tools",
         )
     parameters = {"type": "object", "properties": {}, **parameters}
@@ -143,7 +150,7 @@ def _tool(given: dict[str, Any]) -> Tool:
 
 
 def _custom(given: dict[str, Any]) -> Tool:
-    """Its input follows its grammar whatever the model likes."""
+    """A custom tool; it is strict if its input has a grammar."""
     function, pattern = function_of(given)
     name, described = _known_name(function["name"]), {"type": "function", "function": function}
     is_strict = pattern is not None
@@ -154,15 +161,15 @@ def _known_name(name: Any) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
         raise ApiError(
             400,
-            f"tools has a function named {name!r:.80}, must be 1 to 128 letters, digits, '_', '-' "
-            "and '.'",
+            f"tools has a function named {name!r:.80}, names must have 1 to 128 letters, digits, "
+            "'_', '-' and '.'",
             param="tools",
         )
     return name
 
 
 def _choice(choice: Any, names: list[str]) -> Choice:
-    """What may be called, and whether it must be: a tool that is named, once."""
+    """Interpret ``tool_choice``. A tool that it names must be called, once. Raises ``ApiError``."""
     if choice is None or choice in CHOICES:
         allowed = [] if choice == "none" else names
         return Choice(allowed, "required" if choice == "required" else "auto")
@@ -194,7 +201,7 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
         wrong = next((name for name in wanted if name not in names), None)
         raise ApiError(
             400,
-            f"tool_choice names {wrong!r:.80}, tools are: {', '.join(names)}"
+            f"tool_choice names {wrong!r:.80}, must name one of tools: {', '.join(names)}"
             f"{near_value(wrong, names)}",
             param="tool_choice",
         )
@@ -202,7 +209,8 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
 
 
 def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
-    """The kinds of values that a property may have; references are followed."""
+    """The types and values that the schema of a property allows; references in ``root`` are
+    followed."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ValueKinds([], [])
     if isinstance(schema.get("$ref"), str):
@@ -224,7 +232,7 @@ def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
 
 
 def _at(root: Any, reference: str) -> Any:
-    """What a local reference points to; ``None`` if there is nothing."""
+    """The schema that a local reference points to; ``None`` if there is none."""
     found = root
     for part in reference.removeprefix("#").strip("/").split("/"):
         name = part.replace("~1", "/").replace("~0", "~")
@@ -240,7 +248,7 @@ def _type_of(value: Any) -> str:
 
 
 def _types_of(tool: Tool) -> dict[str, Any]:
-    """The types of arguments; a text is the last that a value is taken for."""
+    """The tool with only the types of its arguments, of which ``string`` is tried last."""
     properties = {}
     for name, schema in tool.parameters["properties"].items():
         types = dict.fromkeys(kinds_of(schema, tool.parameters).types)

@@ -1,4 +1,4 @@
-"""How the answers of one model are read: by its family, or by the template it brings."""
+"""The chat format of one model: by its family, or by its tokenizer's response template."""
 
 from __future__ import annotations
 
@@ -24,20 +24,21 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ChatFormat:
-    """How a model's answers are read: made once for each model and chat template."""
+    """How a model writes thinking and calls: chooses the parser of its answers. Made once for each
+    model and chat template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str) -> None:
         own = tokenizer.response_template
         family = family_of(chat_template)
         has_own_calls = own is not None and TOOL_FIELD in own["fields"]
         self.family: Family | None = None if own else family
-        """``None``: the tokenizer describes itself."""
+        """``None`` if the tokenizer has a response template."""
         self.is_generic = not has_own_calls and (own is not None or family.name == GENERIC)
-        """Whether the chat template knows no tools, so that texts must do for them."""
+        """Whether the chat template has no tools, so that they are described as text."""
         self.calls = GENERIC_CALLS if self.is_generic else family.calls
-        """How calls are written when they are forced."""
+        """The format of enforced calls."""
         self.thinking: tuple[str, str] | None = None
-        """What opens thinking and what closes it, if the model thinks."""
+        """The opening and closing markers of thinking; ``None`` if the model does not think."""
         self._with_tools: ParserFactory
         self._without: ParserFactory | None = None
         if own is not None:
@@ -53,8 +54,8 @@ class ChatFormat:
         if self.thinking is not None or family.reader is HarmonyCalls:
             self._without = FamilyParserFactory(tokenizer, family, self.thinking, has_calls=False)
 
-    def reader(self, *, has_tools: bool) -> ParserFactory | None:
-        """``None``: all is text."""
+    def parser_factory(self, *, has_tools: bool) -> ParserFactory | None:
+        """The factory of parsers; ``None`` if answers are text only."""
         return self._with_tools if has_tools else self._without
 
     def is_thinking(self, prompt: str) -> bool:
@@ -62,25 +63,26 @@ class ChatFormat:
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[0]))
 
     def has_thought(self, prompt: str) -> bool:
-        """Whether the chat template has ended thinking before it began."""
+        """Whether the prompt ends with thinking that is already closed, so that there is none."""
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[1]))
 
     def begin(
         self, prompt: Any, *, tools: list[dict[str, Any]] | None, skip_special: bool
     ) -> ParsedAnswer:
-        """prompt: as ``AsyncLLMEngine.render_chat`` returns it; tools: those that may be called."""
-        reader = self.reader(has_tools=tools is not None)
-        if reader is None:
+        """Begin to parse an answer. prompt: result of ``AsyncLLMEngine.render_chat``; tools: the
+        tools that may be called; skip_special: remove special tokens."""
+        factory = self.parser_factory(has_tools=tools is not None)
+        if factory is None:
             return PlainAnswer()
-        marked = MarkedText(reader.markers, prompt["prompt_token_ids"], skip_special=skip_special)
+        marked = MarkedText(factory.markers, prompt["prompt_token_ids"], skip_special=skip_special)
         is_thinking = self.is_thinking(prompt["prompt"])
-        reading = reader.begin(prompt["prompt"], tools, is_thinking=is_thinking)
-        counter = self._counter(reader, is_thinking)
-        return StructuredAnswer(marked, reader.markers, reading, counter)
+        reading = factory.begin(prompt["prompt"], tools, is_thinking=is_thinking)
+        counter = self._counter(factory, is_thinking)
+        return StructuredAnswer(marked, factory.markers, reading, counter)
 
-    def _counter(self, reader: ParserFactory, is_thinking: bool) -> ThinkingCounter | None:
-        """``None`` where markers are no tokens."""
-        added = reader.markers.tokenizer.added_tokens
+    def _counter(self, factory: ParserFactory, is_thinking: bool) -> ThinkingCounter | None:
+        """The counter of thinking tokens; ``None`` if its markers are no tokens."""
+        added = factory.markers.tokenizer.added_tokens
         if self.thinking is None or any(marker not in added for marker in self.thinking):
             return None
         begin, end = (added[marker].token_id for marker in self.thinking)
@@ -88,7 +90,7 @@ class ChatFormat:
 
 
 class FamilyParserFactory:
-    """Begins to read answers as a family writes them, in one vocabulary."""
+    """Makes parsers of answers in a family's format, for one vocabulary."""
 
     def __init__(
         self,
@@ -99,7 +101,7 @@ class FamilyParserFactory:
         has_calls: bool,
         more: list[str] | None = None,
     ) -> None:
-        """more: markers of whom reads the rest of the answer."""
+        """more: markers of the parser that handles the rest of the answer."""
         own = family.markers if has_calls or family.reader is HarmonyCalls else ()
         self.markers = Markers(tokenizer, (*own, *(thinking or ()), *(more or ())))
         self._family = family
@@ -129,12 +131,12 @@ class FamilyParserFactory:
 
 
 class TemplateParserFactory:
-    """A reader of turns by the tokenizer's own template."""
+    """Makes parsers of answers by the tokenizer's response template."""
 
     def __init__(
         self, tokenizer: Tokenizer, template: dict[str, Any], calls: Family | None
     ) -> None:
-        """calls: the family that they are written in, if the template says nothing of them."""
+        """calls: the family whose format calls have, for a template without tool calls."""
         texts = markers_in(tokenizer, template)
         self._calls: FamilyParserFactory | None = None
         self.markers = Markers(tokenizer, texts)
@@ -156,7 +158,7 @@ ParserFactory = FamilyParserFactory | TemplateParserFactory
 
 
 def types_of(tools: list[dict[str, Any]]) -> Mapping[str, Types]:
-    """The types of all arguments, by tool and name."""
+    """The types of all arguments by name, for each tool."""
     found: dict[str, Types] = {}
     for tool in tools:
         function = tool["function"]
