@@ -67,6 +67,9 @@ def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
     ]
     num_ticks = max(event.at for event in events) + rng.choice((1, 10, 40))
     events += draw_troubles(rng, features, num_ticks, num_requests)
+    if "remote" in setup.needs:
+        setup = deeper(rng, setup)
+        events += aborted_loads(rng, events)
     return Case(setup=setup, events=sorted(events, key=lambda event: event.at))
 
 
@@ -109,6 +112,12 @@ def crowded(rng: Random, setup: Setup) -> Setup:
     return msgspec.structs.replace(
         setup, config=config, needs=dict(list(setup.needs.items())[:1]), **sizes
     )
+
+
+def deeper(rng: Random, setup: Setup) -> Setup:
+    """Mostly three steps in flight: then a load may have to wait for more than one of them."""
+    depth = rng.choice((setup.config.num_steps_in_flight, 3))
+    return msgspec.structs.replace(setup, config=replace(setup.config, num_steps_in_flight=depth))
 
 
 def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> SchedulerConfig:
@@ -316,6 +325,16 @@ def draw_troubles(
         if "jumps" in features and rng.random() < 0.05:
             events.append(Jump(at=tick, seconds=rng.choice((YEARS, -YEARS, 1.0, -0.5))))
     return events
+
+
+def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
+    """Aborts of requests whose KV comes from elsewhere, soon after they came: most are loading, or
+    wait until steps in flight have written the blocks that the load fills."""
+    return [
+        Abort(at=event.at + rng.randint(1, 12), request_ids=[event.request.request_id])
+        for event in events
+        if isinstance(event, Add) and event.request.kv_transfer_params and rng.random() < 0.5
+    ]
 
 
 def _some_ids(rng: Random, num_requests: int) -> list[str] | None:

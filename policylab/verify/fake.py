@@ -184,6 +184,16 @@ class DigestWorker(FakeExecutor):
         """Wait for a launched step."""
         return ticket
 
+    def blocks_written(self, plan: StepPlan) -> set[int]:
+        """Blocks of all groups that the step writes, which was launched last."""
+        spans = zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
+        return {
+            block
+            for slot, start, count in spans
+            for table in self.seqs[slot].tables
+            for block in table[start // self.block_size : -(-(start + count) // self.block_size)]
+        }
+
     def _finish(
         self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult
     ) -> None:

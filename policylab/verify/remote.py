@@ -2,11 +2,13 @@
 
 A load writes at once what it brings at even positions, and what it brings at odd ones in the end.
 So anything else that writes into its blocks meanwhile, and any read of them that comes too early,
-leaves a wrong digest.
+leaves a wrong digest. A load that begins while a step in flight still writes one of its blocks is
+an error even if that step writes other places of the block.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ class RemoteLoad(NamedTuple):
     digests: Digests
     num_good: int  # leading tokens that arrive
     num_ticks: int
+    contested: set[int]  # its blocks that steps in flight still wrote when it began
 
 
 class Store:
@@ -43,6 +46,7 @@ class Store:
         self.kv: list[list[int]] = []  # the worker's
         self.started: list[RemoteLoad] = []  # and not looked at yet
         self.orders: list[Digests] = []  # for the next step
+        self.in_flight: deque[set[int]] = deque()  # blocks that each step in flight writes
         self._starts: dict[int, int] = {}  # where the rest begins, by number of the request
         self._refused: set[int] = set()  # requests whose load could not start, by the same
 
@@ -61,7 +65,9 @@ class Store:
         if not params["ticks"]:
             self.orders.append(digests)
             return
-        load = RemoteLoad(req, digests, int(num_tokens * params["share"]), params["ticks"])
+        contested = set(blocks) & set().union(*self.in_flight)
+        num_good = int(num_tokens * params["share"])
+        load = RemoteLoad(req, digests, num_good, params["ticks"], contested)
         self.write(load, 0)
         self.started.append(load)
 
@@ -138,6 +144,9 @@ class Remote(Need):
     def tick(self) -> None:
         started, self.store.started = self.store.started, []
         for load in started:
+            assert not load.contested, (
+                f"{load.req}: its load began while steps in flight write blocks {load.contested}"
+            )
             self.loads[load.req.arrival] = load
             self.left[load.req.arrival] = load.num_ticks
         for arrival in list(self.loads):

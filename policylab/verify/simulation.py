@@ -238,6 +238,8 @@ class Simulation:
         self.planned.seconds += result.seconds
         self.invariants.launched()
         self._flight.append((plan, result))
+        if self.store is not None:
+            self.store.in_flight.append(self.worker.blocks_written(plan))
         self._is_undrawn = plan.masks is not None
         return True
 
@@ -246,6 +248,8 @@ class Simulation:
         self._draw_if_alone()
         plan, result = self._flight.popleft()
         collected = self.worker.collect(result)
+        if self.store is not None:
+            self.store.in_flight.popleft()
         if max_drafts(self.case.setup):
             self.counts.add(plan, collected)
         outputs = self.scheduler.update_from_output(plan, collected)
