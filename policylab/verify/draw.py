@@ -32,6 +32,7 @@ from policylab.verify.draw_halves import with_halves
 
 WILD = "policylab.verify.wild.Wild"
 CROWDED = 0.15  # share of engines in which many run at once
+SHARES = {"remote": 0.4}  # of engines that have this need; any other: a quarter
 YEARS = 2.0**28  # seconds; a binary fraction, as all times here
 FEATURES = (
     *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
@@ -67,8 +68,9 @@ def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
     ]
     num_ticks = max(event.at for event in events) + rng.choice((1, 10, 40))
     events += draw_troubles(rng, features, num_ticks, num_requests)
-    if "remote" in setup.needs:
-        setup = deeper(rng, setup)
+    if "remote" in setup.needs and rng.random() < 0.5:
+        config = replace(setup.config, num_steps_in_flight=3)  # a load may wait for more than one
+        setup = msgspec.structs.replace(setup, config=config)
         events += aborted_loads(rng, events)
     return Case(setup=setup, events=sorted(events, key=lambda event: event.at))
 
@@ -91,7 +93,7 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
         block_size=block_size,
         caching=rng.random() < 0.8,
         windows=windows,
-        needs={name: size for name, size in needs.items() if rng.random() < 0.25},
+        needs={name: size for name, size in needs.items() if rng.random() < SHARES.get(name, 0.25)},
         seed=rng.randrange(2**31),
         is_steady=rng.random() < 0.6,
     )
@@ -112,12 +114,6 @@ def crowded(rng: Random, setup: Setup) -> Setup:
     return msgspec.structs.replace(
         setup, config=config, needs=dict(list(setup.needs.items())[:1]), **sizes
     )
-
-
-def deeper(rng: Random, setup: Setup) -> Setup:
-    """Mostly three steps in flight: then a load may have to wait for more than one of them."""
-    depth = rng.choice((setup.config.num_steps_in_flight, 3))
-    return msgspec.structs.replace(setup, config=replace(setup.config, num_steps_in_flight=depth))
 
 
 def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> SchedulerConfig:
