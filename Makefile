@@ -74,7 +74,6 @@ coverage: $(READY)
 campaign: $(READY)
 	$(PYTEST) -m slow tests
 	$(BIN)/metronome verify --steps 20000000 --jobs 2
-	$(BIN)/python -m tools.explore --jobs 2
 	$(BIN)/python tools/precision.py
 	$(BIN)/python tools/invariance.py --isa all
 	$(BIN)/python tools/structured.py
@@ -90,7 +89,7 @@ campaign: $(READY)
 	$(PYTEST) -m perf tests
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step_overhead.py
+	$(BIN)/python benchmarks/scheduler.py --rounds 1 --json build/scheduler.json
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache

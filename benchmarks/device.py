@@ -26,7 +26,7 @@ if "--dry-run" in sys.argv:
 import machine
 import torch
 import triton
-from gpu import attention, ceilings, engines, pieces, tiles
+from gpu import attention, ceilings, engines, pieces
 from gpu.box import Box
 from gpu.report import Report, Section
 
@@ -47,15 +47,12 @@ SECTIONS = [
     Section("pieces", 25, pieces.pieces),
     Section("products", 40, ceilings.products),
 ]
-# Run only if named.
-EXTRAS = [Section("tiles", 400, tiles.tiles)]
 DRY_MODELS = [Section("tiny", 60, partial(engines.of_model, "tiny"))]
 
 
 def sections_of(is_dry: bool, only: str) -> list[Section]:
     chosen = [s for s in SECTIONS if "." not in s.name] + DRY_MODELS if is_dry else SECTIONS
     names = only.split(",") if only else [section.name for section in chosen]
-    chosen = chosen + EXTRAS
     unknown = set(names) - {section.name for section in chosen}
     if unknown:
         known = ", ".join(section.name for section in chosen)

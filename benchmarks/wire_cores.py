@@ -1,8 +1,4 @@
-"""Cores in processes whose model takes no time, or a fixed time: what surrounds it is measured.
-
-Two ways to wait, on the same core: `ours` blocks on the device and on arrivals, `spin` looks at
-both over and over.
-"""
+"""Engine cores whose model takes no time, or a fixed time: measured is what surrounds the model."""
 
 import ctypes
 import time
@@ -11,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import engine.rpc.host
 from engine.config.decide import Decided
 from engine.config.engine import EngineConfig
 from engine.config.model import ModelConfig
@@ -23,7 +18,6 @@ from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult
 from engine.rpc.launch import start_core
-from engine.rpc.server import CoreLoop
 from engine.rpc.zmq_client import EngineCoreClient
 from engine.sched.plugins.find import make_scheduler
 from policylab.verify.fake import CountingWorker
@@ -35,55 +29,38 @@ PR_SET_TIMERSLACK = 29
 GREEDY = SamplingParams(temperature=0.0, max_tokens=None)
 
 
-class SpinLoop(CoreLoop):
-    """Never blocks."""
-
-    def _wait(self, longest_ms: int) -> None:
-        super()._wait(0)
-
-
-LOOPS = {"ours": CoreLoop, "spin": SpinLoop}
-
-
 class Device(CountingWorker):
-    """Takes a fixed time for each step, one after the other; waiting for one blocks, or spins."""
+    """A device that computes steps one after the other, each in the same time."""
 
-    def __init__(self, seconds: float, is_spinning: bool) -> None:
+    def __init__(self, seconds: float) -> None:
         super().__init__()
         self._seconds = seconds
-        self._is_spinning = is_spinning
         self._free_at = 0.0
 
     def launch(self, plan: StepPlan) -> tuple[float, StepResult]:
-        """When the step will be done, and what it brings."""
+        """Return the time at which the step is done, and its result."""
         self._free_at = max(time.monotonic(), self._free_at) + self._seconds
         return self._free_at, super().launch(plan)
 
     def collect(self, ticket: tuple[float, StepResult]) -> StepResult:
         done_at, result = ticket
         while (left := done_at - time.monotonic()) > 0.0:
-            if not self._is_spinning:
-                time.sleep(left)
+            time.sleep(left)
         return result
 
 
 @dataclass(frozen=True)
 class WaitingBuild:
-    """Builds a core whose device takes ``step_seconds``, and that waits as ``variant`` says."""
+    """Builds a core whose device takes ``step_seconds`` for each step."""
 
-    variant: str = "ours"
     step_seconds: float = 0.0
     num_steps_in_flight: int = 1
     max_num_seqs: int = 64
     vocab_size: int = VOCAB_SIZE
 
-    def device(self) -> Device:
-        return Device(self.step_seconds, self.variant == "spin")
-
     def __call__(
         self, config: EngineConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> InprocClient:
-        engine.rpc.host.CoreLoop = LOOPS[self.variant]
         no_timer_slack()
         sched = SchedulerConfig(
             max_num_batched_tokens=2048,
@@ -102,17 +79,17 @@ class WaitingBuild:
             scheduler=sched,
         )
         scheduler = make_scheduler(sched, KVManager(num_blocks, BLOCK_SIZE), clock=clock)
-        core = EngineCore(scheduler, self.device(), self.num_steps_in_flight)
+        core = EngineCore(scheduler, Device(self.step_seconds), self.num_steps_in_flight)
         return InprocClient(core, decided)
 
 
 def no_timer_slack() -> None:
-    """A device interrupts when it is done; a sleep would otherwise end up to 50 µs late."""
+    """Let ``time.sleep`` end on time, as a device interrupts; it is up to 50 us late otherwise."""
     ctypes.CDLL(None).prctl(PR_SET_TIMERSLACK, 1)
 
 
 def start(build: WaitingBuild) -> EngineCoreClient:
-    """A client of a new core."""
+    """Start a core in a process of its own and return its client."""
     config = EngineConfig(
         model=ModelConfig(model="fake"),
         disable_log_stats=True,
