@@ -7,7 +7,7 @@ longer warm-up of the two. So a policy can be measured anew, or added, without t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import expm1, inf, isnan, log, nan
@@ -24,7 +24,7 @@ from policylab.sim.promises import e2e, ttft
 from policylab.sim.run import Run, rate_at, run
 from policylab.sim.steady import OVERLOADED, Window
 from policylab.sim.workloads import Workload, find_workload
-from tools.policies_scenes import SHOWN, Scene
+from tools.policies_scenes import SCENES, SHOWN, Scene
 
 BASE = "fcfs"
 FORMAT = 1
@@ -85,8 +85,8 @@ def workload_of(scene: Scene, num_requests: int) -> Workload:
     return find_workload(scene.workload, num_requests=round(scene.size * num_requests))
 
 
-def rate_of(scene: Scene, workload: Workload, seed: int) -> float:
-    """Requests a second that come in a scene."""
+def rate_of(scene: Scene, workload: Workload) -> float:
+    """Requests that arrive in a second of a scene."""
     return rate_at(scene.load, workload, scene.engine) if scene.load < inf else inf
 
 
@@ -149,40 +149,40 @@ def _by_program(of: Run, came: np.ndarray[Any, Any]) -> float:
     return float((totals[0] / totals[1])[whole].mean()) if whole.any() else nan
 
 
+def heads_of(scenes: Mapping[str, Scene], num_requests: int) -> dict[str, Any]:
+    """By name, what each scene is, in words and numbers."""
+    heads = {}
+    for name, scene in scenes.items():
+        workload = workload_of(scene, num_requests)
+        heads[name] = described(scene, workload, rate_of(scene, workload))
+    return heads
+
+
 def simulate(
-    scenes: Mapping[str, Scene],
-    policies: Sequence[str],
-    *,
+    heads: Mapping[str, Any],
+    policies: Mapping[str, tuple[str, ...]],
     num_requests: int,
     seeds: range,
     jobs: int = 1,
-    had: Kept | None = None,
 ) -> Iterator[Kept]:
-    """The figures of policies on all scenes, as they are kept, for one seed after the other.
+    """The figures of each scene's policies in the form of the kept file, one seed after the other.
 
-    Raises ``SystemExit``, before anything is simulated, if they could not be added to ``had``.
+    heads: by scene, see ``heads_of``; its rate is that of the arrivals.
     """
-    heads, parts = {}, []
-    for name, scene in scenes.items():
-        workload = workload_of(scene, num_requests)
-        rate = rate_of(scene, workload, 0)
-        heads[name] = described(scene, workload, rate)
-        parts.append(Part(scene, tuple(policies), num_requests, rate, 0))
-    if had is not None:
-        _check(had, {"format": FORMAT, "requests": num_requests, "scenes": heads})
-    items = [part._replace(seed=seed) for seed in seeds for part in parts]
-    results = iter(in_processes(measured, items, jobs))
+    rates = {name: inf if head["rate"] is None else head["rate"] for name, head in heads.items()}
+    parts = [
+        Part(SCENES[name], policies[name], num_requests, rate, seed)
+        for seed in seeds
+        for name, rate in rates.items()
+    ]
+    results = iter(in_processes(measured, parts, jobs))
     for _ in seeds:
         found = zip(heads.items(), islice(results, len(heads)), strict=True)
-        yield {
-            "format": FORMAT,
-            "requests": num_requests,
-            "seeds": 1,
-            "scenes": {
-                name: {**head, "policies": {policy: kept(pair) for policy, pair in pairs.items()}}
-                for (name, head), pairs in found
-            },
+        scenes = {
+            name: {**head, "policies": {policy: kept(pair) for policy, pair in pairs.items()}}
+            for (name, head), pairs in found
         }
+        yield {"format": FORMAT, "requests": num_requests, "seeds": 1, "scenes": scenes}
 
 
 def kept(pair: Pair) -> dict[str, Any]:
@@ -245,7 +245,7 @@ def policies_of(kept: Kept) -> list[str]:
 
 def with_seeds(old: Kept, new: Kept) -> Kept:
     """The figures of two groups of seeds together."""
-    _check(old, new)
+    check_same_scenes(old, new)
     scenes = {}
     for name, scene in old["scenes"].items():
         added = new["scenes"][name]["policies"]
@@ -263,7 +263,7 @@ def _joined(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
 
 def with_policies(old: Kept, new: Kept) -> Kept:
     """Kept figures, and in the place of their own those of policies that were measured anew."""
-    _check(old, new)
+    check_same_scenes(old, new)
     if old["seeds"] != new["seeds"]:
         raise SystemExit(f"{new['seeds']} seeds were measured, {old['seeds']} are kept")
     scenes = {
@@ -273,7 +273,7 @@ def with_policies(old: Kept, new: Kept) -> Kept:
     return {**old, "scenes": scenes}
 
 
-def _check(old: Kept, new: Kept) -> None:
+def check_same_scenes(old: Kept, new: Kept) -> None:
     """Raise ``SystemExit`` unless both are of the same scenes."""
 
     def heads(of: Kept) -> Any:

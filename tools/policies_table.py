@@ -1,15 +1,14 @@
 """Writes `docs/policies.md`: the policies that ship, and what of their sources' claims is measured.
 
-    python tools/policies_table.py [--check]
+    python tools/policies_table.py
 
 What a policy does, its source and its options are read from the policy; claims stand in
 `policies_claims`, workloads and engines in `policies_scenes`, figures are those that
-`policies_measure` has kept. `--check` only says whether the file is up to date.
+`policies_measure` has kept.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 from collections.abc import Iterator, Sequence
@@ -31,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 TARGET = ROOT / "docs" / "policies.md"
 RESULTS = ROOT / "benchmarks" / "results" / "policies.json"
 FRESH = ROOT / "benchmarks" / "results" / "policies_fresh.json"
-"""Figures of claims alone, of other seeds: `policies_fresh` measures them."""
+"""The figures of claims on other seeds, from `policies_measure.py --fresh`."""
 
 DECIDED = ("as claimed", "the other way")
 NO_REASON = "The reason is not known"
@@ -185,8 +184,8 @@ def _fresh(kept: Kept) -> Iterator[str]:
         return
     lost = lost_verdicts(kept, fresh)
     num_same, seeds = len(decided) - len(lost), fresh["seeds"]
-    yield f"\nOn {seeds} further seeds (`python tools/policies_fresh.py`) {num_same} of the "
-    yield f"{len(decided)} decided claims above keep their verdict"
+    yield f"\nOn {seeds} further seeds (`python tools/policies_measure.py --fresh`) {num_same} of "
+    yield f"the {len(decided)} decided claims above keep their verdict"
     named = [
         f"`{policy}`, `{claim.figure}`, `{claim.scene}`: {words}" for policy, claim, words in lost
     ]
@@ -308,13 +307,10 @@ def written_page() -> str:
     return page(read(RESULTS) if RESULTS.exists() else None)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--check", action="store_true", help="say whether the file is up to date")
-    if parser.parse_args().check:
-        sys.exit(0 if TARGET.read_text() == written_page() else f"{TARGET.name} is out of date")
-    TARGET.write_text(written_page())
+def write_page() -> None:
+    """Write the page of the kept figures."""
+    TARGET.write_text(written_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    write_page()
