@@ -324,12 +324,12 @@ def draw_troubles(
 
 
 def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
-    """Aborts of requests whose KV comes from elsewhere, soon after they came: most are loading, or
-    wait until steps in flight have written the blocks that the load fills."""
+    """Aborts of most requests with remote KV, soon after they arrive: while they load, or wait
+    for steps in flight that still write the blocks which the load fills."""
     return [
-        Abort(at=event.at + rng.randint(1, 12), request_ids=[event.request.request_id])
+        Abort(at=event.at + rng.randint(1, 4), request_ids=[event.request.request_id])
         for event in events
-        if isinstance(event, Add) and event.request.kv_transfer_params and rng.random() < 0.5
+        if isinstance(event, Add) and event.request.kv_transfer_params and rng.random() < 0.8
     ]
 
 
