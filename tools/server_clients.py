@@ -3,12 +3,12 @@
     python tools/server_clients.py --environments DIR [--model DIR] [--template NAME ...]
                                    [--only CLIENT ...] [--json FILE]
 
-An environment that DIR lacks is made by pip or npm. Each client chats, streams, has a tool called,
-follows a schema, meets an error and cancels (``tools/clients``; `parameters` walks the parameter
-types of the newest packages instead), against a model with its own chat template and with one as of
-Hermes. A cell is `right`, `WRONG`, `model` (the exchange was right, and
-the small model did not write what the task wants) or `-`. The exit status is the number of cells
-that are wrong, a client that cannot be run counting as one.
+pip or npm makes an environment that DIR lacks. Each client (``tools/clients``) chats, streams,
+lets the model call a tool, requests text by a schema, provokes an error and cancels a stream;
+`parameters` sends every parameter of the newest packages instead. The model is used with its own
+chat template and with one in the style of Hermes. A cell of the table is `right`, `WRONG`, `model`
+(the exchange was right, but the small model did not write what the task requires) or `-`. The exit
+status is the number of wrong cells; a client that cannot be run counts as one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from columns import print_columns
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "tools" / "clients"
@@ -53,12 +55,12 @@ Call one by <tool_call>{"name": ..., "arguments": ...}</tool_call><|im_end|>
 {% endfor %}
 {%- if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
-"""Without thinking: the small model was trained to none, and would begin some all the same."""
+"""Without thinking: the small model was not trained to think, and would begin to."""
 
 
 @dataclass(frozen=True)
 class Client:
-    """A program of ``tools/clients``, and the packages that its environment holds."""
+    """A client program in ``tools/clients``, and the packages of its environment."""
 
     program: str
     packages: tuple[str, ...]
@@ -74,7 +76,7 @@ class Client:
         return ["node", program] if self.is_node else [str(place / "bin/python"), program]
 
     def prepare(self, place: Path) -> None:
-        """Make the environment if it is missing. Raises ``CalledProcessError``."""
+        """Install the environment if it is missing. Raises ``CalledProcessError``."""
         done = place / ".installed"
         if done.exists():
             return
@@ -92,16 +94,11 @@ class Client:
 
 NODE = ("openai", "@anthropic-ai/sdk", "ai@6", "@ai-sdk/openai-compatible@2", "zod")
 CLIENTS = {
-    "instructor": Client("instructor_client.py", ("instructor", "anthropic"), "instructor"),
-    "pydantic-ai": Client(
-        "pydantic_ai_client.py", ("pydantic-ai-slim[openai,anthropic]",), "pydantic-ai"
-    ),
     "openai-agents": Client("openai_agents_client.py", ("openai-agents",), "openai-agents"),
     "langchain": Client(
         "langchain_client.py", ("langchain-openai", "langchain-anthropic"), "langchain"
     ),
     "litellm": Client("litellm_client.py", ("litellm",), "litellm"),
-    "llm": Client("llm_client.py", ("llm",), "llm"),
     "npm openai": Client("node_clients.mjs", NODE, "node", ("openai",)),
     "npm anthropic": Client("node_clients.mjs", NODE, "node", ("anthropic",)),
     "npm ai": Client("node_clients.mjs", NODE, "node", ("ai",)),
@@ -116,7 +113,7 @@ def run_quietly(command: Sequence[str], place: Path) -> None:
 
 
 def cells_of(client: Client, place: Path, url: str, model: str) -> dict[str, dict[str, str]]:
-    """The results of one client by cell. A client that ends early has a wrong cell `run`."""
+    """Run one client and return its results by cell; `run` is wrong if it ended early."""
     arguments = client.arguments or (model,)
     run = subprocess.run(
         [*client.command(place), url, *arguments],
@@ -138,16 +135,14 @@ def cells_of(client: Client, place: Path, url: str, model: str) -> dict[str, dic
 
 
 def print_table(results: dict[str, dict[str, dict[str, str]]]) -> None:
-    """A row for each client, with a column for each cell that is no mode of one client alone."""
+    """Print a row for each client; cells that few clients have share the last column."""
     usual = ["chat", "stream", "tool", "schema", "error", "cancel"]
-    rows = [["client", *usual, "others"]]
+    rows = []
     for name, cells in results.items():
         others = [f"{cell}: {each['result']}" for cell, each in cells.items() if cell not in usual]
         row = [cells.get(cell, {"result": "-"})["result"] for cell in usual]
         rows.append([name, *row, "; ".join(others) or "-"])
-    widths = [max(len(row[at]) for row in rows) for at in range(len(usual) + 1)]
-    for row in rows:
-        print("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[-1]]))
+    print_columns(["client", *usual, "others"], rows)
 
 
 def main() -> int:
