@@ -1,7 +1,7 @@
-"""Compile every shipped launch for devices that are not here: python -m tools.compile_gate --help.
+"""Compiles every shipped kernel launch for GPUs that are not here: python -m tools.compile_gate
 
-Prints each launch that may not ship and a table of the others' extremes; ends with status 1 if any
-may not. A launch takes about a second of one core.
+Prints the faults of each launch that must not ship, and a table of registers, shared memory and
+spills. The exit status is 1 if there is a fault. A launch takes about a second of one core.
 """
 
 import argparse
@@ -13,7 +13,6 @@ from collections.abc import Iterable, Iterator
 from triton.compiler.errors import CompilationError
 from triton.runtime.errors import PTXASError
 
-from tools import gpu_budget
 from tools.device_gate import DEVICES, Device, Resources, Verdict, compiling_for, judge
 from tools.shipped import Shipped, shipped
 
@@ -25,7 +24,6 @@ def main() -> int:
     parser.add_argument("--device", choices=DEVICES, action="append", help="default: all")
     parser.add_argument("--only", default="", help="launches whose name holds this text")
     parser.add_argument("--every", type=int, default=1, help="take every n-th launch")
-    parser.add_argument("--write-budget", action="store_true", help="see tools/gpu_budget.py")
     parser.add_argument("--verbose", action="store_true", help="a line for every launch")
     options = parser.parse_args()
     is_sound = True
@@ -34,8 +32,6 @@ def main() -> int:
         verdicts = compile_all(DEVICES[name], options)
         print(f"{name}: {len(verdicts)} launches, {time.perf_counter() - start:.0f} s\n")
         print(table(verdicts))
-        if options.write_budget and name == gpu_budget.DEVICE:
-            gpu_budget.write([verdict for verdict in verdicts if not verdict.faults])
         is_sound &= not any(verdict.faults for verdict in verdicts)
     return 0 if is_sound else 1
 
@@ -43,8 +39,6 @@ def main() -> int:
 def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
     with compiling_for(device):  # how a launch is cut depends on the device
         every = list(numbered(shipped()))
-    is_held = device is DEVICES[gpu_budget.DEVICE] and not options.write_budget
-    allowed = gpu_budget.budget() if is_held else {}
     chosen = [one for one in every if one.dtype in device.dtypes and options.only in one.name]
     verdicts = []
     for one in chosen[:: options.every]:
@@ -52,7 +46,6 @@ def compile_all(device: Device, options: argparse.Namespace) -> list[Verdict]:
             verdict = judge(one, device)
         except (CompilationError, PTXASError) as error:
             verdict = Verdict(one.name, "-", (0, 0), NOTHING, [f"is not compiled: {error!r}"])
-        verdict.faults.extend(gpu_budget.over_budget(verdict, allowed))
         verdicts.append(verdict)
         if verdict.faults or options.verbose:
             print(verdict.name, verdict.tile, verdict.settings, *verdict.resources[:5], end="  ")

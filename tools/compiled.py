@@ -1,7 +1,7 @@
-"""What a compiled kernel is made of: its loops that multiply, as assembler and Triton wrote them.
+"""Reads compiled kernels: spills and pipelines of the loops that multiply matrices.
 
-Two texts are read. Machine code: a loop is what a backward branch encloses. Triton's own form: what
-a loop copies ahead, into how many buffers, and how many copies may be under way when it waits.
+In machine code a loop is what a backward branch encloses. Triton's GPU dialect shows how many
+buffers a loop copies into, and how many copies may be under way when it waits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import triton
 
-WARPGROUP, WARP = "HGMMA", ("HMMA", "IMMA", "QGMMA")
+PRODUCTS = ("HGMMA", "HMMA", "IMMA", "QGMMA")
 LINE = re.compile(r"/\*([0-9a-f]{4,})\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?);")
 TARGET = re.compile(r"0x([0-9a-f]+)")
 HEAD = re.compile(r"^(\s*)(?:%\S+ = )?scf\.for ")
@@ -24,22 +24,11 @@ WAIT = re.compile(r"ttg\.async_wait.*\{num = (\d+)")
 DOT = re.compile(r"ttng\.warp_group_dot |tt\.dot ")
 
 
-class Loop(NamedTuple):
-    """One round of the innermost loop around a product, for each warp."""
-
-    instructions: int
-    warpgroup_products: int
-    warp_products: int
-    special: int  # exponentials, logarithms, reciprocals: a quarter of a scheduler's rate
-    copies: int  # to shared memory, asynchronous
-    spills: int = 0  # reads and writes of registers that lie in memory
-
-
 class Pipeline(NamedTuple):
     """How a loop with a product fetches what it streams."""
 
-    buffers: list[int]  # of each operand that is copied ahead
-    outstanding: list[int]  # copies that may be under way, of each wait
+    buffers: list[int]  # number of them, by operand that is prefetched
+    outstanding: list[int]  # copies that may be under way, by wait
 
     @property
     def is_ahead(self) -> bool:
@@ -49,26 +38,22 @@ class Pipeline(NamedTuple):
         return min(self.outstanding) > 0 and min(self.buffers, default=0) >= 2
 
 
-def loops_of(sass: str) -> list[Loop]:
-    """The loops of NVIDIA's machine code that multiply on tensor cores, in order."""
+def spills_in_loops(sass: str) -> int:
+    """Reads and writes of spilled registers in the loops that multiply on NVIDIA's tensor cores.
+
+    A loop that lies in another one counts twice.
+    """
     code = [(int(m[1], 16), m[2], m[3]) for m in LINE.finditer(sass)]
-    found = []
+    num = 0
     for address, name, rest in code:
         target = TARGET.search(rest)
         if name != "BRA" or target is None or int(target[1], 16) >= address:
             continue
         inside = [op for at, op, _ in code if int(target[1], 16) <= at <= address]
         kinds = Counter(op.partition(".")[0] for op in inside)
-        num_warp = sum(kinds[kind] for kind in WARP)
-        if kinds[WARPGROUP] or num_warp:
-            others = kinds["MUFU"], kinds["LDGSTS"], kinds["LDL"] + kinds["STL"]
-            found.append(Loop(len(inside), kinds[WARPGROUP], num_warp, *others))
-    return found
-
-
-def hot_loop(loops: list[Loop]) -> Loop | None:
-    """The one that does most rounds: without masks it has the fewest instructions."""
-    return min(loops, default=None, key=lambda loop: loop.instructions)
+        if any(kinds[kind] for kind in PRODUCTS):
+            num += kinds["LDL"] + kinds["STL"]
+    return num
 
 
 def pipelines_of(ttgir: str) -> list[Pipeline]:

@@ -1,8 +1,8 @@
-"""Compiles launches for devices that are not here, and holds what comes out to limits.
+"""Compiles kernel launches for GPUs that are not here, and checks the results against limits.
 
-Triton's own launch path does the work, with a stand-in for the driver that names the target. It
-finds type errors, shapes a tensor core cannot take, registers that spill and tiles that do not fit;
-races, wrong masks and speed it cannot see.
+Triton's own launch path compiles, with a stand-in for the driver that names the target. This finds
+type errors, shapes that a tensor core does not take, spilled registers and tiles that do not fit,
+but no races, wrong masks or slowness.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 
 from kernels.triton.launch import Launch
-from tools.compiled import Loop, Pipeline, disassembled, hot_loop, loops_of, pipelines_of
+from tools.compiled import Pipeline, disassembled, pipelines_of, spills_in_loops
 from tools.shipped import DTYPES, Shipped
 
 
@@ -42,7 +42,7 @@ DEVICES = {
 # Of a processor of sm_90: registers, bytes of shared memory, threads, programs.
 REGISTERS, SHARED, THREADS, MOST_PROGRAMS = 65536, 233_472, 2048, 32
 SHARED_OF_SYSTEM = 1024  # bytes, of each program
-# On a processor, which hide each other's waiting: 64 decodes on an H100 were fastest so.
+# On a processor, to hide each other's waits: 64 decodes on an H100 were fastest with 4.
 ENOUGH_PROGRAMS = 4
 FEW_BYTES = 16  # a thread may spill, if no loop reads them
 
@@ -55,7 +55,6 @@ class Resources(NamedTuple):
     shared: int
     num_warpgroup_products: int
     num_warp_products: int
-    loop: Loop | None = None  # the one that does the work, if it multiplies; NVIDIA's alone
     pipelines: tuple[Pipeline, ...] = ()
     spills_in_loops: int = 0  # reads and writes, of loops that multiply
 
@@ -90,7 +89,7 @@ class _NoDriver:
 
 @contextmanager
 def compiling_for(device: Device) -> Iterator[None]:
-    """Within it a launch's `compile` is for `device`; kernels compiled before are forgotten."""
+    """Let `Launch.compile` compile for this device within the context."""
     driver = triton.runtime.driver
     before = driver._active
     driver.set_active(_NoDriver(device.target))
@@ -101,7 +100,7 @@ def compiling_for(device: Device) -> Iterator[None]:
 
 
 def resources(build: Callable[[], Launch], device: Device) -> tuple[Launch, Resources]:
-    """Compile what `build` makes for the device. Raises what Triton raises if it cannot be."""
+    """Build a launch and compile it for the device. Errors of Triton are passed on."""
     with compiling_for(device):
         launch = build()
         launch.kernel.device_caches.clear()  # they know devices by number, not by target
@@ -124,10 +123,9 @@ def _of_nvidia(compiled: Any) -> Resources:
     ptx = compiled.asm["ptx"]
     products = ptx.count("wgmma.mma_async"), ptx.count("mma.sync")
     sizes = (int(found[1]), int(found[2]), compiled.metadata.shared)
-    loops = loops_of(disassembled(compiled.asm["cubin"])) if any(products) else []
     pipelines = tuple(pipelines_of(compiled.asm["ttgir"]))
-    in_loops = sum(loop.spills for loop in loops)
-    return Resources(*sizes, *products, hot_loop(loops), pipelines, in_loops)
+    in_loops = spills_in_loops(disassembled(compiled.asm["cubin"])) if any(products) else 0
+    return Resources(*sizes, *products, pipelines, in_loops)
 
 
 def _of_amd(compiled: Any) -> Resources:
@@ -141,16 +139,16 @@ def _of_amd(compiled: Any) -> Resources:
     # Scalar registers spill into lanes of vector registers, not into memory.
     spilled, shared = 4 * number("vgpr_spill_count"), compiled.metadata.shared
     sizes = (number("vgpr_count"), spilled, shared, 0, text.count("v_mfma"))
-    return Resources(*sizes, spills_in_loops=spilled // 4)  # where they are, nobody tells
+    return Resources(*sizes, spills_in_loops=spilled // 4)  # not known to be in loops
 
 
 def wants_pipeline(one: Shipped, device: Device) -> bool:
-    """Float32 is there to compare with; settings of other families were never timed."""
+    """Whether the launch must prefetch: float32 is for comparison, other GPUs were never timed."""
     return device.has_warpgroups and one.dtype != "fp32"
 
 
 class Verdict(NamedTuple):
-    """What became of one launch for one device; `faults` is empty where it may ship."""
+    """The result of compiling one launch for one device; without `faults` it may ship."""
 
     name: str
     tile: str
