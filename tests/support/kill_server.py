@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from server_load import Load, Row, Shape
+from http_load import Load, Row, Shape
 
 from support.patience import WAIT_SECONDS
 from support.served import Served, served
