@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from server_load import Load, Row, Shape, closed_loop
+from http_load import Load, Row, Shape, closed_loop
 from support.patience import SOON_SECONDS, WAIT_SECONDS
 from support.served import Served, served
 
