@@ -24,7 +24,7 @@ from engine.server.chat import Chat
 from engine.server.completions import Completion
 from engine.server.dialogue import ChatModel
 from engine.server.direct import DirectStream
-from engine.server.errors import ApiError, error_response
+from engine.server.errors import ApiError, error_response, field_error
 from engine.server.http.answered import request_id_of, stamped
 from engine.server.http.body import Bodies
 from engine.server.http.openapi import ApiRoute, document_of
@@ -203,11 +203,10 @@ class Api:
             return {}
         kinds = ", ".join(dict.fromkeys(left_out))
         if self._limits.refuse_server_tools:
-            raise ApiError(
-                400,
-                f"tools has {kinds}, which the server would have to run and cannot: leave it out, "
+            raise field_error(
+                "tools",
+                f"has {kinds}, which the server would have to run and cannot: leave it out, "
                 "or start the server without --refuse-server-tools",
-                param="tools",
             )
         logger.info("request %s: left out tools that a server would have to run: %s", name, kinds)
         return {LEFT_OUT: kinds}

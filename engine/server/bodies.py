@@ -26,7 +26,7 @@ from engine.messages.structured import (
 )
 from engine.server.absent import without_absent
 from engine.server.diagnosis import read_from
-from engine.server.errors import ApiError
+from engine.server.errors import ApiError, field_error
 
 MAX_ID_DIGITS = 10  # of a token id
 HALF = re.compile(
@@ -130,11 +130,10 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         Raises ``RequestError`` for a value out of range.
         """
         if self.prompt_logprobs is not None and self.stream:
-            raise ApiError(
-                400,
-                f"prompt_logprobs is {self.prompt_logprobs} with stream, which are not supported "
+            raise field_error(
+                "prompt_logprobs",
+                f"is {self.prompt_logprobs} with stream, which are not supported "
                 "together: leave one of them out",
-                param="prompt_logprobs",
             )
         given = {name: value for name in SAMPLED if (value := getattr(self, name)) is not None}
         is_greedy = self.temperature is not None and self.temperature < GREEDY_BELOW
@@ -157,10 +156,8 @@ class RequestBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def _structured_outputs(self) -> StructuredOutputsParams | None:
         """The value of ``structured_outputs`` or ``response_format``. Raises ``ApiError``."""
         if self.structured_outputs is not None and self.response_format is not None:
-            raise ApiError(
-                400,
-                "structured_outputs and response_format are both given: leave one of them out",
-                param="response_format",
+            raise field_error(
+                "response_format", "and structured_outputs are both given: leave one of them out"
             )
         found: StructuredOutputsParams | None = None
         if self.structured_outputs is not None:
@@ -314,7 +311,7 @@ N = TypeVar("N", int, float)
 
 def _above_zero(name: str, value: N) -> N:
     if not value > 0:
-        raise ApiError(400, f"{name} is {value}, must be above 0", param=name)
+        raise field_error(name, f"is {value}, must be above 0")
     return value
 
 
@@ -329,11 +326,10 @@ def structured_outputs_of(response_format: dict[str, Any]) -> StructuredOutputsP
     if kind == "json_schema" and isinstance(about, dict) and isinstance(about.get("schema"), dict):
         return StructuredOutputsParams(json=about["schema"])
     near = "" if kind in FORMS else near_value(kind, FORMS)
-    raise ApiError(
-        400,
-        f"response_format is {response_format!r:.80}, must have type text, json_object, or "
+    raise field_error(
+        "response_format",
+        f"is {response_format!r:.80}, must have type text, json_object, or "
         f"json_schema with json_schema.schema{near}",
-        param="response_format",
     )
 
 
@@ -342,9 +338,7 @@ def _bias(body: dict[str, float] | None) -> dict[int, float] | None:
         return None
     wrong = [token for token in body if not token.isdecimal() or len(token) > MAX_ID_DIGITS]
     if wrong:
-        raise ApiError(
-            400,
-            f"logit_bias has the key {wrong[0]!r:.40}, must have token ids as keys",
-            param="logit_bias",
+        raise field_error(
+            "logit_bias", f"has the key {wrong[0]!r:.40}, must have token ids as keys"
         )
     return {int(token): bias for token, bias in body.items()}

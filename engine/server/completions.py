@@ -14,7 +14,7 @@ from engine.frontend.streams import Reader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.bodies import CompletionRequest, copies
-from engine.server.errors import ApiError, log_unforeseen
+from engine.server.errors import field_error, log_unforeseen
 from engine.server.logprobs import TextLogprobs, TokenNames, prompt_logprobs
 from engine.server.offsets import TextOffsets
 from engine.server.streams import together
@@ -185,14 +185,10 @@ def _forget_text(completion: CompletionOutput) -> None:
 def refuse_unsupported(body: CompletionRequest) -> None:
     """Raises ``ApiError`` for a suffix, and for ``best_of`` other than ``n``."""
     if body.suffix:
-        raise ApiError(
-            400, f"suffix is {body.suffix!r:.80}, not supported: leave it out", param="suffix"
-        )
+        raise field_error("suffix", f"is {body.suffix!r:.80}, not supported: leave it out")
     if body.best_of not in (None, body.n):
-        raise ApiError(
-            400,
-            f"best_of is {body.best_of}, must be equal to n, which is {body.n}: leave it out",
-            param="best_of",
+        raise field_error(
+            "best_of", f"is {body.best_of}, must be equal to n, which is {body.n}: leave it out"
         )
 
 
@@ -201,23 +197,18 @@ def prompts_of(body: CompletionRequest) -> list[Prompt]:
     prompt: Any = body.prompt
     many: list[Any] = prompt if isinstance(prompt, list) else [prompt]
     if len({type(each) for each in many}) > 1:
-        raise ApiError(
-            400,
-            f"prompt is {prompt!r:.80}, must be a text, a list of token ids, or a list of either",
-            param="prompt",
+        raise field_error(
+            "prompt", f"is {prompt!r:.80}, must be a text, a list of token ids, or a list of either"
         )
     if many and isinstance(many[0], int):
         many = [prompt]
     if not 0 < len(many) <= MAX_PROMPTS:
-        raise ApiError(
-            400, f"prompt has {len(many)} entries, must have 1 to {MAX_PROMPTS}", param="prompt"
-        )
+        raise field_error("prompt", f"has {len(many)} entries, must have 1 to {MAX_PROMPTS}")
     if len(many) * body.n > MAX_TEXTS:
-        raise ApiError(
-            400,
-            f"n is {body.n} for {len(many)} prompts, {len(many) * body.n} texts together, the "
+        raise field_error(
+            "n",
+            f"is {body.n} for {len(many)} prompts, {len(many) * body.n} texts together, the "
             f"limit is {MAX_TEXTS}: send several requests",
-            param="n",
         )
     if body.cache_salt is None:
         return many

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.config.near import near_value
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 from engine.text.chat import REASONING_NAMES
 
 Message = dict[str, Any]
@@ -63,11 +63,8 @@ def plain_message(message: Message, param: str = "messages") -> Message | None:
 def known_role(role: Any, known: Sequence[str], param: str) -> str:
     """Return the role if it is a known one. Raises ``ApiError`` for any other value."""
     if not isinstance(role, str) or role not in known:
-        raise ApiError(
-            400, f"{param} has a role {role!r:.40}, must be one of: {', '.join(known)}"
-            f"{near_value(role, known)}",
-            param=param,
-        )  # fmt: skip
+        raise field_error(param, f"has a role {role!r:.40}, must be one of: {', '.join(known)}"
+            f"{near_value(role, known)}")  # fmt: skip
     return role
 
 
@@ -91,18 +88,14 @@ def plain_content(content: Any, param: str = "messages") -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(
-            400,
-            f"{param} has a content {content!r:.80}, must be a text or a list of text parts",
-            param=param,
+        raise field_error(
+            param, f"has a content {content!r:.80}, must be a text or a list of text parts"
         )
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in TEXT_PARTS:
             kind = part.get("type") if isinstance(part, dict) else part
-            raise ApiError(
-                400,
-                f"{param} has a part of type {kind!r:.40}, which is not supported: send text parts",
-                param=param,
+            raise field_error(
+                param, f"has a part of type {kind!r:.40}, which is not supported: send text parts"
             )
     return "".join(
         text_of(part, "refusal" if part["type"] == "refusal" else "text", param) for part in content
@@ -113,9 +106,7 @@ def text_of(part: dict[str, Any], name: str, param: str) -> str:
     """The field ``name`` of a content part. Raises ``ApiError`` if it is not a text."""
     text = part.get(name)
     if not isinstance(text, str):
-        raise ApiError(
-            400, f"{param} has a part whose {name} is {text!r:.40}, must be a text", param=param
-        )
+        raise field_error(param, f"has a part whose {name} is {text!r:.40}, must be a text")
     return text
 
 
@@ -183,9 +174,7 @@ def _refusal_of(message: Message) -> str:
 def _add_calls(message: Message, param: str) -> None:
     calls = message.get("tool_calls", [])
     if not isinstance(calls, list):
-        raise ApiError(
-            400, f"{param} has tool_calls {calls!r:.80}, must be a list of calls", param=param
-        )
+        raise field_error(param, f"has tool_calls {calls!r:.80}, must be a list of calls")
     old = message.pop("function_call", None)  # OpenAI's older form, without ids
     if old is not None:
         calls = [*calls, {"type": "function", "function": old}]
@@ -202,10 +191,8 @@ def _plain_call(call: Any, param: str) -> dict[str, Any]:
             function = {"name": custom.get("name"), "arguments": {"input": custom.get("input")}}
             call = {"id": call.get("id"), "type": "function"}
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise ApiError(
-            400,
-            f"{param} has a tool call {call!r:.80}, must have a function with name and arguments",
-            param=param,
+        raise field_error(
+            param, f"has a tool call {call!r:.80}, must have a function with name and arguments"
         )
     arguments = function.get("arguments") or {}
     if isinstance(arguments, str):

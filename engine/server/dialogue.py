@@ -18,7 +18,7 @@ from engine.messages.structured import StructuredOutputsParams, with_rules
 from engine.server.adapt import adapter_of, strictest
 from engine.server.bodies import ChatRequest, copies
 from engine.server.conversation import Message, plain_messages
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 from engine.server.speech.answer import ParsedAnswer
 from engine.server.speech.events import Event
 from engine.server.speech.forms import form_of_answer
@@ -229,24 +229,19 @@ class ChatGeneration:
 def check_body(body: ChatRequest) -> None:
     """Raises ``ApiError`` for fields that contradict each other, whatever the model is."""
     if body.top_logprobs and not body.logprobs:
-        raise ApiError(
-            400,
-            f"top_logprobs is {body.top_logprobs} without logprobs: set logprobs to true",
-            param="top_logprobs",
+        raise field_error(
+            "top_logprobs", f"is {body.top_logprobs} without logprobs: set logprobs to true"
         )
     if wrong := sorted({*OWN_FIELDS} & {*(body.chat_template_kwargs or {})}):
-        raise ApiError(
-            400,
-            f"chat_template_kwargs has {wrong[0]}, which the server sets itself: leave it out",
-            param="chat_template_kwargs",
+        raise field_error(
+            "chat_template_kwargs", f"has {wrong[0]}, which the server sets itself: leave it out"
         )
     if not body.messages:
-        raise ApiError(400, "messages is [], must have at least one message", param="messages")
+        raise field_error("messages", "is [], must have at least one message")
     if body.continue_final_message and body.add_generation_prompt:
-        raise ApiError(
-            400,
-            "continue_final_message and add_generation_prompt are both true: leave one of them out",
-            param="continue_final_message",
+        raise field_error(
+            "continue_final_message",
+            "and add_generation_prompt are both true: leave one of them out",
         )
 
 
@@ -257,11 +252,10 @@ def begun_answer(body: ChatRequest, messages: list[Message]) -> str | None:
         return None
     last = messages[-1]
     if last.get("tool_calls"):
-        raise ApiError(
-            400,
-            "continue_final_message is true, and the last of messages has tool calls, which cannot "
-            "be continued: leave them out, or add their results",
-            param="messages",
+        raise field_error(
+            "messages",
+            "ends with tool calls, which continue_final_message cannot continue: leave them out, "
+            "or add their results",
         )
     if last["role"] == "assistant" and not last["content"] and len(messages) > 1:
         messages.pop()

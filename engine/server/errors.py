@@ -128,6 +128,11 @@ class ApiError(Exception):
         return msgspec.json.encode({"error": about})
 
 
+def field_error(param: str, text: str, code: str | None = None) -> ApiError:
+    """The error for a wrong field of the request. Its message is the field's name and ``text``."""
+    return ApiError(400, f"{param} {text}", param=param, code=code)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """Convert an error for the client. Details of an unexpected error are only in the log."""
     if isinstance(error, ApiError):

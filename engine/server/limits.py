@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import ConfigError
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 
 MAX_DEPTH = 64  # levels of nested lists and objects
 MAX_ENTRIES = {
@@ -77,29 +77,29 @@ def check_limits(body: msgspec.Struct, limits: ServerLimits) -> None:
 def _check_number(name: str, value: int, limits: ServerLimits) -> None:
     _check_whole(name, value)
     if name == "n" and value > limits.max_n:
-        raise _wrong(
+        raise field_error(
             name,
-            f"n is {value}, the limit is {limits.max_n}: request fewer sequences, or raise --max-n "
+            f"is {value}, the limit is {limits.max_n}: request fewer sequences, or raise --max-n "
             "of the server",
         )
     most = limits.max_logprobs
     if name in COUNTED_LOGPROBS and most >= 0 and not 0 <= value <= most:
-        raise _wrong(
+        raise field_error(
             name,
-            f"{name} is {value}, must be 0 to {most}: request fewer, or raise --max-logprobs of "
+            f"is {value}, must be 0 to {most}: request fewer, or raise --max-logprobs of "
             "the server",
         )
 
 
 def _check_whole(name: str, value: int) -> None:
     if value not in INT64:
-        raise _wrong(name, f"{name} has {_shown(value)}, must be a signed integer of 64 bits")
+        raise field_error(name, f"has {_shown(value)}, must be a signed integer of 64 bits")
 
 
 def _check_real(name: str, value: float) -> None:
     low, high = RANGES.get(name, (value, value))
     if not low <= value <= high:
-        raise _wrong(name, f"{name} is {value}, must be in [{low:g}, {high:g}]")
+        raise field_error(name, f"is {value}, must be in [{low:g}, {high:g}]")
 
 
 def _check_chars(name: str, texts: Iterable[str]) -> None:
@@ -108,16 +108,15 @@ def _check_chars(name: str, texts: Iterable[str]) -> None:
         return
     for text in texts:
         if len(text) > most:
-            raise _wrong(
-                name,
-                f"{name} has a text of {len(text)} characters, the limit is {most}: shorten it",
+            raise field_error(
+                name, f"has a text of {len(text)} characters, the limit is {most}: shorten it"
             )
 
 
 def _check_entries(name: str, value: list[Any] | dict[str, Any]) -> None:
     most = MAX_ENTRIES.get(name)
     if most is not None and len(value) > most:
-        raise _wrong(name, f"{name} has {len(value)} entries, the limit is {most}: send fewer")
+        raise field_error(name, f"has {len(value)} entries, the limit is {most}: send fewer")
     if name in MAX_CHARS:
         _check_chars(name, value)
     if name not in FLAT:
@@ -130,8 +129,8 @@ def _check_depth(name: str, whole: list[Any] | dict[str, Any]) -> None:
     while level:
         depth += 1
         if depth > MAX_DEPTH:
-            raise _wrong(
-                name, f"{name} has more than {MAX_DEPTH} nested levels, the limit: use fewer"
+            raise field_error(
+                name, f"has more than {MAX_DEPTH} nested levels, the limit: use fewer"
             )
         inner = [
             value
@@ -147,7 +146,3 @@ def _check_depth(name: str, whole: list[Any] | dict[str, Any]) -> None:
 
 def _shown(value: int) -> str:
     return str(value) if -(10**40) < value < 10**40 else "a number of over 40 digits"
-
-
-def _wrong(name: str, message: str) -> ApiError:
-    return ApiError(400, message, param=name)

@@ -11,7 +11,7 @@ from engine.messages.requests import RequestOutput
 from engine.server.answers import reason_of
 from engine.server.blocks import Block, BlockAnswer, BlockChange, Json, named_event
 from engine.server.dialogue import AnswerPiece, ChatGeneration, LoadedChatModel
-from engine.server.errors import ApiError, as_api_error
+from engine.server.errors import as_api_error, field_error
 from engine.server.messages_body import MessagesRequest, chat_of, left_out_of
 from engine.server.speech.json_text import object_in
 
@@ -29,8 +29,7 @@ class Messages(BlockAnswer):
         """name: the model's name. Raises ``RequestError`` or ``ApiError`` for a field whose value
         is not supported."""
         if body.max_tokens is None:
-            message = "max_tokens is missing: add it, it is required"
-            raise ApiError(400, message, param="max_tokens")
+            raise field_error("max_tokens", "is missing: add it, it is required")
         super().__init__(f"msg_{uuid.uuid4().hex}", ChatGeneration(loaded, chat_of(body)))
         self.left_out = left_out_of(body)
         self._is_begun = False

@@ -10,7 +10,7 @@ from engine.config.near import near_value
 from engine.messages.structured import AdditionalProperties, PropertyOrder
 from engine.server.bodies import ChatRequest
 from engine.server.conversation import known_role, last_answer, system_text, text_of, think
-from engine.server.errors import ApiError
+from engine.server.errors import ApiError, field_error
 from engine.server.responses_tools import is_server_tool
 from engine.server.speech.tools import CHOICES
 
@@ -101,7 +101,7 @@ SHARED = (
 def chat_of(body: MessagesRequest) -> ChatRequest:
     """Convert the request to a chat completion. Raises ``ApiError``."""
     if not body.messages:
-        raise ApiError(400, "messages is [], must have at least one message", param="messages")
+        raise field_error("messages", "is [], must have at least one message")
     messages = messages_of(body)
     choice, is_single = _choice(body.tool_choice, has_tools=bool(body.tools))
     user = (body.metadata or {}).get("user_id")
@@ -135,10 +135,8 @@ def messages_of(body: MessagesRequest) -> list[Message]:
         elif isinstance(content, list):
             messages += _of_assistant(content) if role == "assistant" else _of_user(content)
         else:
-            raise ApiError(
-                400,
-                f"messages has a content {content!r:.80}, must be a text or a list of blocks",
-                param="messages",
+            raise field_error(
+                "messages", f"has a content {content!r:.80}, must be a text or a list of blocks"
             )
     return messages
 
@@ -150,11 +148,10 @@ def is_begun(messages: list[Message]) -> bool:
     if last["role"] != "assistant":
         return False
     if last["content"] != last["content"].rstrip():
-        raise ApiError(
-            400,
-            f"messages ends with an assistant message whose text ends with white space "
+        raise field_error(
+            "messages",
+            f"ends with an assistant message whose text ends with white space "
             f"({last['content'][-20:]!r}), which a model cannot continue well: remove it",
-            param="messages",
         )
     return True
 
@@ -166,10 +163,8 @@ def _of_system(content: Any, param: str) -> list[Message]:
             if not isinstance(block, dict) or block.get("type") != "text":
                 raise _unsupported(block.get("type") if isinstance(block, dict) else block, param)
     elif not isinstance(content, str):
-        raise ApiError(
-            400,
-            f"{param} has a content {content!r:.40}, must be a text or a list of blocks",
-            param=param,
+        raise field_error(
+            param, f"has a content {content!r:.40}, must be a text or a list of blocks"
         )
     text = system_text(content, param, between="\n")
     return [{"role": "system", "content": text}] if text else []
@@ -220,10 +215,8 @@ def _text_of(content: str | list[Any], param: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise ApiError(
-            400,
-            f"{param} has a content {content!r:.40}, must be a text or a list of blocks",
-            param=param,
+        raise field_error(
+            param, f"has a content {content!r:.40}, must be a text or a list of blocks"
         )
     for block in content:
         if not isinstance(block, dict) or block.get("type") != "text":
@@ -248,21 +241,19 @@ def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
     know."""
     kind = tool.get("type") or "custom"
     if kind != "custom":
-        raise ApiError(
-            400,
-            f"tools has one of type {kind!r:.40}, which is not supported: use type custom with an "
+        raise field_error(
+            "tools",
+            f"has one of type {kind!r:.40}, which is not supported: use type custom with an "
             "input_schema",
-            param="tools",
         )
     schema = tool.get("input_schema")
     if schema is not None and (
         not isinstance(schema, dict) or schema.get("type", "object") != "object"
     ):
-        raise ApiError(
-            400,
-            f"tools has {tool.get('name')!r:.80} with input_schema {schema!r:.80}, must be a JSON "
+        raise field_error(
+            "tools",
+            f"has {tool.get('name')!r:.80} with input_schema {schema!r:.80}, must be a JSON "
             "schema of type object",
-            param="tools",
         )
     function = {"name": tool.get("name"), "parameters": schema}
     kept = {key: tool[key] for key in ("description", "strict") if tool.get(key) is not None}
@@ -275,19 +266,16 @@ def _choice(choice: dict[str, Any] | None, *, has_tools: bool) -> tuple[Any, boo
         return None, False
     kind, is_single = choice.get("type"), choice.get("disable_parallel_tool_use") is True
     if kind in ("any", "tool") and not has_tools:
-        raise ApiError(
-            400,
-            f"tool_choice has type {kind!r} without tools: add tools, or leave it out",
-            param="tool_choice",
+        raise field_error(
+            "tool_choice", f"has type {kind!r} without tools: add tools, or leave it out"
         )
     if kind == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}, True
     if not isinstance(kind, str) or kind not in TOOL_CHOICES:
-        raise ApiError(
-            400,
-            f"tool_choice has type {kind!r:.40}, must be auto, any, tool or none"
+        raise field_error(
+            "tool_choice",
+            f"has type {kind!r:.40}, must be auto, any, tool or none"
             f"{near_value(kind, (*TOOL_CHOICES, 'tool'))}",
-            param="tool_choice",
         )
     return TOOL_CHOICES[kind], is_single
 
@@ -296,11 +284,10 @@ def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     """The template variable that turns thinking on or off; off by default."""
     kind = "disabled" if thinking is None else thinking.get("type")
     if kind not in THINKING:
-        raise ApiError(
-            400,
-            f"thinking has type {kind!r:.40}, must be enabled, adaptive or disabled"
+        raise field_error(
+            "thinking",
+            f"has type {kind!r:.40}, must be enabled, adaptive or disabled"
             f"{near_value(kind, THINKING)}",
-            param="thinking",
         )
     return {"enable_thinking": kind != "disabled"}
 
@@ -310,26 +297,19 @@ def _format(body: MessagesRequest) -> dict[str, Any] | None:
     if form is None:
         return None
     if not isinstance(form, dict):
-        raise ApiError(
-            400,
-            f"output_config has a format {form!r:.40}, must be an object",
-            param="output_config",
-        )
+        raise field_error("output_config", f"has a format {form!r:.40}, must be an object")
     kind, schema = form.get("type"), form.get("schema")
     if kind != "json_schema" or not isinstance(schema, dict):
         name = "output_format" if body.output_format else "output_config"
-        raise ApiError(
-            400,
-            f"{name} has a format {form!r:.80}, must have type json_schema and a schema",
-            param=name,
+        raise field_error(
+            name, f"has a format {form!r:.80}, must have type json_schema and a schema"
         )
     return {"type": kind, "json_schema": {"schema": schema}}
 
 
 def _unsupported(kind: Any, param: str = "messages") -> ApiError:
-    return ApiError(
-        400,
-        f"{param} has a block of type {kind!r:.40}, which is not supported: use text, thinking, "
+    return field_error(
+        param,
+        f"has a block of type {kind!r:.40}, which is not supported: use text, thinking, "
         "tool_use or tool_result",
-        param=param,
     )

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from engine.async_engine import AsyncLLMEngine
 from engine.config.env import ADMIN_API_KEY
 from engine.errors import ConfigError
-from engine.server.errors import ApiError
+from engine.server.errors import ApiError, field_error
 from engine.server.http.openapi import ApiRoute
 from engine.server.http.origins import is_allowed
 from engine.server.keys import KeyRing, no_key
@@ -100,7 +100,7 @@ class Operations:
         """Pause all requests, or only new ones, until the engine is resumed."""
         what = request.query_params.get("what", "all")
         if what not in SCOPES:
-            raise ApiError(400, f"what is {what!r:.80}, must be all or new", param="what")
+            raise field_error("what", f"is {what!r:.80}, must be all or new")
         await self._within_timeout(self._engine.pause("new" if what == "new" else "all"))
         return _json({"status": "paused", "what": what})
 
@@ -113,11 +113,7 @@ class Operations:
         """Empty the prefix cache."""
         value = request.query_params.get("reset_running_requests", "false").lower()
         if value not in ("true", "false"):
-            raise ApiError(
-                400,
-                f"reset_running_requests is {value!r:.80}, must be true or false",
-                param="reset_running_requests",
-            )
+            raise field_error("reset_running_requests", f"is {value!r:.80}, must be true or false")
         if not await self._within_timeout(self._engine.reset_prefix_cache(value == "true")):
             raise ApiError(
                 409,

@@ -10,7 +10,7 @@ from engine.config.near import near_value
 from engine.messages.structured import AdditionalProperties, PropertyOrder
 from engine.server.bodies import FORMS, ChatRequest
 from engine.server.conversation import Message
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 from engine.server.responses_items import messages_of
 from engine.server.responses_tools import (
     SERVER_TOOLS,
@@ -138,7 +138,7 @@ def chat_of(
         messages.insert(0, {"role": "system", "content": body.instructions})
     messages += messages_of(body.input)
     if not messages:
-        raise ApiError(400, "input is missing: add it, or instructions", param="input")
+        raise field_error("input", "is missing: add it, or instructions")
     form = None if body.text is None or body.text.format is None else body.text.format
     return ChatRequest(
         messages=messages,
@@ -158,19 +158,12 @@ def tools_of(body: ResponsesRequest) -> ResponseTools:
 
 def _refuse(body: ResponsesRequest) -> None:
     if body.background:
-        raise ApiError(
-            400, "background is true, which is not supported: leave it out", param="background"
-        )
+        raise field_error("background", "is true, which is not supported: leave it out")
     if body.truncation == "auto":
-        raise ApiError(
-            400, "truncation is auto, which is not supported: use disabled", param="truncation"
-        )
+        raise field_error("truncation", "is auto, which is not supported: use disabled")
     for each in body.include or []:
         if each not in INCLUDED:
-            raise ApiError(
-                400, f"include has {each!r:.60}, must have only: {', '.join(INCLUDED)}",
-                param="include",
-            )  # fmt: skip
+            raise field_error("include", f"has {each!r:.60}, must have only: {', '.join(INCLUDED)}")
 
 
 def _choice(
@@ -187,24 +180,20 @@ def _choice(
         kept = [each for each in listed if each["name"] is not None]
         return {"type": kind, "allowed_tools": {"mode": choice.get("mode"), "tools": kept}}
     if is_server_tool(kind, SERVER_TOOLS):
-        raise ApiError(
-            400,
-            f"tool_choice has type {kind!r:.40}, which the server would have to run and cannot: "
+        raise field_error(
+            "tool_choice",
+            f"has type {kind!r:.40}, which the server would have to run and cannot: "
             "choose a function, a custom tool, auto or none",
-            param="tool_choice",
         )
     if kind not in OWN_TOOLS:
-        raise ApiError(
-            400,
-            f"tool_choice has type {kind!r:.40}, must be {', '.join(OWN_TOOLS)} or allowed_tools"
+        raise field_error(
+            "tool_choice",
+            f"has type {kind!r:.40}, must be {', '.join(OWN_TOOLS)} or allowed_tools"
             f"{near_value(kind, OWN_TOOLS)}",
-            param="tool_choice",
         )
     if not tools.described:
-        raise ApiError(
-            400,
-            f"tool_choice is {choice!r:.80} without tools: add tools, or leave it out",
-            param="tool_choice",
+        raise field_error(
+            "tool_choice", f"is {choice!r:.80} without tools: add tools, or leave it out"
         )
     return {"type": kind, "function": _listed(choice)}
 
@@ -221,10 +210,9 @@ def _format(form: dict[str, Any]) -> dict[str, Any]:
     if kind in ("text", "json_object"):
         return form
     if kind != "json_schema" or not isinstance(form.get("schema"), dict):
-        raise ApiError(
-            400,
-            f"text.format is {form!r:.80}, must have type text, json_object, or json_schema with "
+        raise field_error(
+            "text.format",
+            f"is {form!r:.80}, must have type text, json_object, or json_schema with "
             f"a schema{'' if kind in FORMS else near_value(kind, FORMS)}",
-            param="text.format",
         )
     return {"type": kind, "json_schema": {k: v for k, v in form.items() if k != "type"}}

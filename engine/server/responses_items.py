@@ -13,7 +13,7 @@ from engine.server.conversation import (
     plain_message,
     think,
 )
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 from engine.server.responses_tools import flat_name
 from engine.server.speech.custom import INPUT
 
@@ -41,11 +41,7 @@ def messages_of(given: str | list[dict[str, Any]] | None) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": given}]
     if len(given) > MAX_ITEMS:
-        raise ApiError(
-            400,
-            f"input has {len(given)} items, the limit is {MAX_ITEMS}: send fewer",
-            param="input",
-        )
+        raise field_error("input", f"has {len(given)} items, the limit is {MAX_ITEMS}: send fewer")
     messages: list[Message] = []
     for item in given:
         _add_item(messages, item)
@@ -72,11 +68,10 @@ def _add_item(messages: list[Message], item: dict[str, Any]) -> None:
         if text:
             think(last_answer(messages), text)
     elif kind not in LEFT_OUT:
-        raise ApiError(
-            400,
-            f"input has an item of type {kind!r:.40}, which is not supported: use messages, "
+        raise field_error(
+            "input",
+            f"has an item of type {kind!r:.40}, which is not supported: use messages, "
             "reasoning, and tool calls with their outputs",
-            param="input",
         )
 
 

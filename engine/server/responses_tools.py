@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 
 SERVER_TOOLS = (
     "apply_patch", "code_interpreter", "computer", "computer_use_preview", "file_search",
@@ -50,11 +50,10 @@ class ResponseTools:
             elif is_server_tool(kind, SERVER_TOOLS):
                 self.left_out.append(str(kind))
             else:
-                raise ApiError(
-                    400,
-                    f"tools has one of type {kind!r:.40}, which is not supported: use function, "
+                raise field_error(
+                    "tools",
+                    f"has one of type {kind!r:.40}, which is not supported: use function, "
                     f"custom or namespace ({', '.join(SERVER_TOOLS)} are left out)",
-                    param="tools",
                 )
 
     def _as_chat_has_it(

@@ -9,7 +9,7 @@ import msgspec
 from engine.async_engine import AsyncLLMEngine
 from engine.server.conversation import plain_messages
 from engine.server.dialogue import OWN_FIELDS, ChatModel
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 from engine.server.logprobs import TokenNames
 
 MAX_CHARS = 4 << 20  # characters of ``prompt``
@@ -55,8 +55,7 @@ async def tokenize(model: ChatModel, body: TokenizeRequest) -> TokenizeAnswer:
     engine = model.engine
     if (body.prompt is None) == (body.messages is None):
         found = "missing" if body.prompt is None else "given with messages"
-        message = f"prompt is {found}: send either prompt or messages"
-        raise ApiError(400, message, param="prompt")
+        raise field_error("prompt", f"is {found}: send either prompt or messages")
     if body.messages is None:
         text = body.prompt or ""
         ids = await _encoded(engine, text, body.add_special_tokens is not False)
@@ -75,28 +74,20 @@ async def tokenize(model: ChatModel, body: TokenizeRequest) -> TokenizeAnswer:
 async def detokenize(engine: AsyncLLMEngine, body: DetokenizeRequest) -> DetokenizeAnswer:
     """Decode token ids. Raises ``ApiError``."""
     if len(body.tokens) > MAX_IDS:
-        raise ApiError(
-            400,
-            f"tokens has {len(body.tokens)} ids, the limit is {MAX_IDS}: send fewer",
-            param="tokens",
+        raise field_error(
+            "tokens", f"has {len(body.tokens)} ids, the limit is {MAX_IDS}: send fewer"
         )
     size = engine.get_tokenizer().vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < size:
-            raise ApiError(
-                400,
-                f"tokens has {token_id}, must have ids from 0 to {size - 1}",
-                param="tokens",
-            )
+            raise field_error("tokens", f"has {token_id}, must have ids from 0 to {size - 1}")
     return DetokenizeAnswer(await engine.decode(body.tokens))
 
 
 async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) -> list[int]:
     if len(text) > MAX_CHARS:
-        raise ApiError(
-            400,
-            f"prompt has {len(text)} characters, the limit is {MAX_CHARS}: send it in parts",
-            param="prompt",
+        raise field_error(
+            "prompt", f"has {len(text)} characters, the limit is {MAX_CHARS}: send it in parts"
         )
     return await engine.encode(text, add_special_tokens)
 
@@ -104,10 +95,8 @@ async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) 
 async def _rendered(model: ChatModel, body: TokenizeRequest) -> Any:
     variables = {**(body.chat_template_kwargs or {})}
     if wrong := sorted({*OWN_FIELDS} & {*variables}):
-        raise ApiError(
-            400,
-            f"chat_template_kwargs has {wrong[0]}, which the server sets itself: leave it out",
-            param="chat_template_kwargs",
+        raise field_error(
+            "chat_template_kwargs", f"has {wrong[0]}, which the server sets itself: leave it out"
         )
     variables["add_generation_prompt"] = body.add_generation_prompt
     return await model.render(plain_messages(body.messages or []), **variables)

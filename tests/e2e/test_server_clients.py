@@ -429,7 +429,7 @@ def test_a_mistake_deep_inside_is_named(
 @pytest.mark.parametrize("broken", [{"properties": "x"}, {"required": 5}, {"properties": []}])
 def test_a_tool_whose_schema_is_none(client: Any, broken: dict[str, Any]) -> None:
     function = {"name": "weather", "parameters": {"type": "object", **broken}}
-    with pytest.raises(openai.BadRequestError, match="of the tool weather"):
+    with pytest.raises(openai.BadRequestError, match="tools has weather with"):
         client.chat.completions.create(
             model=MODEL, messages=ASK, tools=[{"type": "function", "function": function}]
         )

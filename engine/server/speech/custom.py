@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any, NamedTuple
 
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 from engine.server.speech.lark_regex import LarkError, regex_of_lark
 
 INPUT = "input"
@@ -35,9 +35,7 @@ def function_of(given: dict[str, Any]) -> CustomFunction:
     """Convert a custom tool of chat completions to a function. Raises ``ApiError``."""
     about = given.get("custom")
     if not isinstance(about, dict):
-        raise ApiError(
-            400, f"tools has {given!r:.80}, must have an object in custom", param="tools"
-        )
+        raise field_error("tools", f"has {given!r:.80}, must have an object in custom")
     name, form = about.get("name"), about.get("format") or {}
     description = about.get("description") or ""
     grammar = _grammar_of(name, form)
@@ -74,11 +72,10 @@ def _grammar_of(name: Any, form: Any) -> tuple[str, str] | None:
         syntax, definition = about.get("syntax"), about.get("definition")
         if syntax in ("lark", "regex") and isinstance(definition, str):
             return syntax, definition
-    raise ApiError(
-        400,
-        f"tools has {name!r:.80} with format {form!r:.80}, must have type text, or type grammar "
+    raise field_error(
+        "tools",
+        f"has {name!r:.80} with format {form!r:.80}, must have type text, or type grammar "
         "with syntax lark or regex and a definition",
-        param="tools",
     )
 
 
@@ -91,11 +88,10 @@ def _pattern_of(name: Any, syntax: str, definition: str) -> str:
     try:
         return f"^(?:{regex_of_lark(definition)})$"
     except LarkError as error:
-        raise ApiError(
-            400,
-            f"tools has {name!r:.80} with a grammar that cannot be enforced: {error}; change it, "
+        raise field_error(
+            "tools",
+            f"has {name!r:.80} with a grammar that cannot be enforced: {error}; change it, "
             "or use type text",
-            param="tools",
         ) from error
 
 

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from engine.config.near import near_value
 from engine.messages.structured import NO_RULES, ObjectRules
-from engine.server.errors import ApiError
+from engine.server.errors import field_error
 from engine.server.speech.custom import function_of, schema_of_input
 
 MAX_TOOLS = 512
@@ -81,24 +81,18 @@ def tools_of(
     """The tools that may be called; ``None`` if there are none. Raises ``ApiError``."""
     if not given:
         if choice not in (None, "none", "auto"):
-            raise ApiError(
-                400,
-                f"tool_choice is {choice!r:.80} without tools: add tools, or leave it out",
-                param="tool_choice",
+            raise field_error(
+                "tool_choice", f"is {choice!r:.80} without tools: add tools, or leave it out"
             )
         return None
     if len(given) > MAX_TOOLS:
-        raise ApiError(
-            400,
-            f"tools has {len(given)} entries, the limit is {MAX_TOOLS}: send fewer",
-            param="tools",
+        raise field_error(
+            "tools", f"has {len(given)} entries, the limit is {MAX_TOOLS}: send fewer"
         )
     tools = [_tool(each) for each in given]
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ApiError(
-            400, f"tools has two tools named {twice[0]!r}: rename one of them", param="tools"
-        )
+        raise field_error("tools", f"has two tools named {twice[0]!r}: rename one of them")
     chosen = _choice(choice, names)
     if not chosen.names:
         return None
@@ -111,39 +105,33 @@ def _tool(given: dict[str, Any]) -> Tool:
         return _custom(given)
     function = given.get("function")
     if given.get("type") != "function" or not isinstance(function, dict):
-        raise ApiError(
-            400,
-            f"tools has {given!r:.80}, must have type function and an object in function, or type "
+        raise field_error(
+            "tools",
+            f"has {given!r:.80}, must have type function and an object in function, or type "
             "custom and an object in custom",
-            param="tools",
         )
     function = {key: value for key, value in function.items() if value is not None}
     name, parameters = _known_name(function.get("name")), function.get("parameters")
     if parameters is None:
         parameters = {"type": "object", "properties": {}}
     if not isinstance(parameters, dict) or parameters.get("type", "object") != "object":
-        raise ApiError(
-            400,
-            f"parameters of the tool {name} are {parameters!r:.80}, must be a JSON schema of type "
-            "object",
-            param="tools",
+        raise field_error(
+            "tools",
+            f"has {name} with parameters {parameters!r:.80}, must be a schema of type object",
         )
     nothing = [key for key in ("properties", "required") if parameters.get(key, "") is None]
     parameters = {key: value for key, value in parameters.items() if key not in nothing}
     properties, required = parameters.get("properties", {}), parameters.get("required", [])
     if not isinstance(properties, dict) or not isinstance(required, list):
-        raise ApiError(
-            400,
-            f"parameters of the tool {name} have properties {properties!r:.40}, must be an object, "
-            f"and required {required!r:.40}, must be a list",
-            param="tools",
+        raise field_error(
+            "tools",
+            f"has {name} with properties {properties!r:.40}, must be an object, and required "
+            f"{required!r:.40}, must be a list",
         )
     parameters = {"type": "object", "properties": {}, **parameters}
     if function.get("strict") not in (None, True, False):
-        raise ApiError(
-            400,
-            f"strict of the tool {name} is {function['strict']!r:.40}, must be true or false",
-            param="tools",
+        raise field_error(
+            "tools", f"has {name} with strict {function['strict']!r:.40}, must be true or false"
         )
     described = {"type": "function", "function": {**function, "parameters": parameters}}
     return Tool(name, parameters, function.get("strict") is True, described)
@@ -159,11 +147,10 @@ def _custom(given: dict[str, Any]) -> Tool:
 
 def _known_name(name: Any) -> str:
     if not isinstance(name, str) or not NAME.fullmatch(name):
-        raise ApiError(
-            400,
-            f"tools has a function named {name!r:.80}, names must have 1 to 128 letters, digits, "
+        raise field_error(
+            "tools",
+            f"has a function named {name!r:.80}, names must have 1 to 128 letters, digits, "
             "'_', '-' and '.'",
-            param="tools",
         )
     return name
 
@@ -181,11 +168,10 @@ def _choice(choice: Any, names: list[str]) -> Choice:
             given = about.get("tools")
             listed = [_listed(each) for each in given] if isinstance(given, list) else []
             return Choice(_known(listed, names), about["mode"])
-    raise ApiError(
-        400,
-        f"tool_choice is {choice!r:.80}, must be none, auto, required, or "
+    raise field_error(
+        "tool_choice",
+        f"is {choice!r:.80}, must be none, auto, required, or "
         f'{{"type": "function", "function": {{"name": ...}}}}{near_value(choice, CHOICES)}',
-        param="tool_choice",
     )
 
 
@@ -199,11 +185,10 @@ def _listed(each: Any) -> Any:
 def _known(wanted: list[Any], names: list[str]) -> list[str]:
     if not wanted or any(name not in names for name in wanted):
         wrong = next((name for name in wanted if name not in names), None)
-        raise ApiError(
-            400,
-            f"tool_choice names {wrong!r:.80}, must name one of tools: {', '.join(names)}"
+        raise field_error(
+            "tool_choice",
+            f"names {wrong!r:.80}, must name one of tools: {', '.join(names)}"
             f"{near_value(wrong, names)}",
-            param="tool_choice",
         )
     return wanted
 
