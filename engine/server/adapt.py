@@ -91,8 +91,7 @@ class Adapter:
 
 
 def strictest(messages: Messages) -> Messages:
-    """Apply the strongest rewrites, for a template that refuses a conversation although it accepted
-    the probes."""
+    """Apply the strongest rewrites, for a template that refuses what its probes did not show."""
     traits = (OF_SYSTEM, *OF_TURNS, OF_ARGUMENTS, OF_OPEN_CALLS)
     return _rewritten([trait.rewrites[-1] for trait in traits], messages)
 

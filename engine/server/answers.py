@@ -90,8 +90,7 @@ class HttpAnswer(ABC):
 
     @abstractmethod
     def events_of(self, output: RequestOutput) -> bytes:
-        """The events for a new output. Raises ``ApiError`` if the generation ended with an
-        error."""
+        """The events for a new output. Raises ``ApiError`` if the generation failed."""
 
     @abstractmethod
     def end(self) -> bytes:
@@ -159,8 +158,7 @@ class OpenAIAnswer(HttpAnswer):
 
 
 def reason_of(completion: CompletionOutput) -> str | None:
-    """The finish reason of a sequence, ``None`` while it is generated. Raises ``ApiError`` if it
-    ended with an error."""
+    """The finish reason, ``None`` while running. Raises ``ApiError`` if it is an error."""
     reason = completion.finish_reason
     code = None if reason is None else code_of(reason, completion.code)
     if code is None:

@@ -276,8 +276,7 @@ def read(body: bytes, kind: type[T]) -> T:
 
 
 def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
-    """Decode the body without a type. Raises ``ApiError`` if that fails too, as for a number that
-    is too large."""
+    """Decode the body without a type. Raises ``ApiError``, as for a number that is too large."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError:

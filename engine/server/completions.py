@@ -81,8 +81,7 @@ class Completion(OpenAIAnswer):
         return frame.before + msgspec.json.encode(completion.text) + frame.after
 
     async def events(self) -> AsyncGenerator[bytes, None]:
-        """The events of several prompts. An error before the first event is raised, a later one is
-        sent as an event."""
+        """The events of several prompts. Raises only errors that precede the first event."""
         is_begun = False
         try:
             async with aclosing(self._outputs()) as outputs:
@@ -174,8 +173,7 @@ class Completion(OpenAIAnswer):
 
 
 def _forget_text(completion: CompletionOutput) -> None:
-    """Remove the one token that was generated although ``max_tokens`` is 0: only the prompt is
-    echoed."""
+    """Remove the one token that had to be generated with ``max_tokens`` 0."""
     completion.text, completion.token_ids = "", []
     completion.logprobs = None if completion.logprobs is None else []
     if completion.finish_reason == "stop":

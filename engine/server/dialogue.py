@@ -232,10 +232,7 @@ def check_body(body: ChatRequest) -> None:
         raise field_error(
             "top_logprobs", f"is {body.top_logprobs} without logprobs: set logprobs to true"
         )
-    if wrong := sorted({*OWN_FIELDS} & {*(body.chat_template_kwargs or {})}):
-        raise field_error(
-            "chat_template_kwargs", f"has {wrong[0]}, which the server sets itself: leave it out"
-        )
+    template_variables(body.chat_template_kwargs)
     if not body.messages:
         raise field_error("messages", "is [], must have at least one message")
     if body.continue_final_message and body.add_generation_prompt:
@@ -243,6 +240,15 @@ def check_body(body: ChatRequest) -> None:
             "continue_final_message",
             "and add_generation_prompt are both true: leave one of them out",
         )
+
+
+def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The template variables of a request. Raises ``ApiError`` for one that the server sets."""
+    if wrong := sorted({*OWN_FIELDS} & {*(given or {})}):
+        raise field_error(
+            "chat_template_kwargs", f"has {wrong[0]}, which the server sets itself: leave it out"
+        )
+    return dict(given or {})
 
 
 def begun_answer(body: ChatRequest, messages: list[Message]) -> str | None:

@@ -49,8 +49,7 @@ class Drain:
             self.num_open -= 1
 
     def begin(self, timeout: float | None = None) -> None:
-        """Refuse requests from now on, and restart no core. ``timeout``: a shorter one than the
-        server's, in seconds."""
+        """Refuse new requests, and restart no core. timeout: seconds, at most the server's."""
         timeout = self._timeout if timeout is None else min(timeout, self._timeout)
         self.is_begun = True
         self._until = time.monotonic() + timeout

@@ -175,8 +175,7 @@ def error_of_end(code: ErrorCode, text: str | None) -> ApiError:
 
 
 def log_unforeseen(error: BaseException) -> None:
-    """Log an unexpected error of a stream that has begun, since its client is referred to the
-    log."""
+    """Log an unexpected error of a stream, since its client is referred to the log."""
     api_error = as_api_error(error)
     note_error(api_error.code or api_error.type, api_error.param)
     if api_error.status == 500 and not isinstance(error, ApiError):
@@ -184,8 +183,7 @@ def log_unforeseen(error: BaseException) -> None:
 
 
 def error_response(error: ApiError, path: str = "") -> Response:
-    """The response for an error; ``path``: the request's, which decides between OpenAI's and
-    Anthropic's form."""
+    """The response for an error; path: decides between OpenAI's and Anthropic's form."""
     note_error(error.code or error.type, error.param)
     headers = {}
     if error.retry_after is not None:

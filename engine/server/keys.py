@@ -95,8 +95,7 @@ class KeyRing:
         return bool(self._all())
 
     def key_of(self, scope: Scope) -> bytes | None:
-        """The digest of the request's key if it is valid, otherwise ``None``. The admin key is
-        valid for all routes."""
+        """The digest of the request's key, ``None`` if it is not valid. The admin key is valid."""
         admin = [] if self._admin is None else [self._admin]
         return _valid_key(scope, [*self._all(), *admin])
 

@@ -158,14 +158,7 @@ def is_begun(messages: list[Message]) -> bool:
 
 def _of_system(content: Any, param: str) -> list[Message]:
     """The system message, or none if the text has only metadata of the client."""
-    if isinstance(content, list):
-        for block in content:
-            if not isinstance(block, dict) or block.get("type") != "text":
-                raise _unsupported(block.get("type") if isinstance(block, dict) else block, param)
-    elif not isinstance(content, str):
-        raise field_error(
-            param, f"has a content {content!r:.40}, must be a text or a list of blocks"
-        )
+    _check_text(content, param)
     text = system_text(content, param, between="\n")
     return [{"role": "system", "content": text}] if text else []
 
@@ -185,7 +178,10 @@ def _of_user(blocks: list[Any]) -> list[Message]:
 
 
 def _result_of(block: dict[str, Any]) -> Message:
-    result = _text_of(block.get("content") or "", "messages")
+    content = block.get("content") or ""
+    _check_text(content, "messages")
+    parts = [text_of(each, "text", "messages") for each in content if isinstance(each, dict)]
+    result = content if isinstance(content, str) else "\n".join(parts)
     if block.get("is_error") is True:
         result = f"Error: {result}"
     return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
@@ -211,17 +207,17 @@ def _of_assistant(blocks: list[Any]) -> list[Message]:
     return messages or [{"role": "assistant", "content": ""}]
 
 
-def _text_of(content: str | list[Any], param: str) -> str:
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
+def _check_text(content: Any, param: str) -> None:
+    """Raise ``ApiError`` for a content that is not a text or a list of text blocks."""
+    if isinstance(content, list):
+        for block in content:
+            kind = block.get("type") if isinstance(block, dict) else block
+            if not isinstance(block, dict) or kind != "text":
+                raise _unsupported(kind, param)
+    elif not isinstance(content, str):
         raise field_error(
             param, f"has a content {content!r:.40}, must be a text or a list of blocks"
         )
-    for block in content:
-        if not isinstance(block, dict) or block.get("type") != "text":
-            raise _unsupported(block.get("type") if isinstance(block, dict) else block, param)
-    return "\n".join(text_of(block, "text", param) for block in content)
 
 
 def tools_of(body: MessagesRequest) -> list[dict[str, Any]]:
@@ -237,8 +233,7 @@ def left_out_of(body: MessagesRequest) -> tuple[str, ...]:
 
 
 def tool_of(tool: dict[str, Any]) -> dict[str, Any]:
-    """Convert a tool to OpenAI's form. Raises ``ApiError`` for types that only Anthropic's models
-    know."""
+    """Convert a tool to OpenAI's form. Raises ``ApiError`` for Anthropic's built-in types."""
     kind = tool.get("type") or "custom"
     if kind != "custom":
         raise field_error(

@@ -19,8 +19,7 @@ NEAR = 16  # characters after the expected place in which a group of tokens is s
 
 
 class TokenGroup(NamedTuple):
-    """Tokens that are complete characters together: usually one, several for parts of a
-    character."""
+    """Tokens that are complete characters together: usually one token."""
 
     parts: list[bytes]
     is_special: bool
@@ -69,8 +68,7 @@ class TextOffsets:
             self._close(is_special)
 
     def take(self, *, is_last: bool = False) -> list[int]:
-        """Return the offsets of the next tokens whose text is complete; ``is_last``: of all
-        remaining tokens."""
+        """Return the offsets of the next tokens with complete text; is_last: of all tokens."""
         if is_last and self._open:
             self._close()
         offsets: list[int] = []

@@ -30,8 +30,7 @@ Handler = Callable[[Request], Awaitable[ASGIApp]]
 
 
 class Operations:
-    """The routes for operators. A core that does not respond within ``health_timeout`` seconds is
-    not healthy."""
+    """The routes for operators. A healthy core responds within ``health_timeout`` seconds."""
 
     def __init__(
         self, engine: AsyncLLMEngine, keys: KeyRing, model: str, health_timeout: float
@@ -132,8 +131,7 @@ class Operations:
         return _json({"traces": await self._engine.stop_profile()})
 
     async def _check_health(self) -> None:
-        """Check the cores' health, once for all requests that wait for it. Raises ``ApiError`` or
-        ``EngineDeadError``."""
+        """Check the cores, once for all that wait. Raises ``ApiError`` or ``EngineDeadError``."""
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(self._engine.check_health(self._timeout))
             self._check.add_done_callback(_retrieve_error)

@@ -41,8 +41,7 @@ class RequestRecord:
     finish_reasons: list[str] = field(default_factory=list)
 
     def add(self, finished: FinishedRequest) -> None:
-        """Add an engine request of this HTTP request that has finished; called in the engine's
-        thread."""
+        """Add an engine request that has finished; called in the engine's thread."""
         metrics = finished.metrics
         self.num_sequences += 1
         self.num_prompt_tokens += finished.num_prompt_tokens

@@ -138,8 +138,7 @@ class RequestLine:
 
 
 def path_of(scope: Scope) -> str:
-    """The path as it was sent, without the query. It is not decoded, since it might have line
-    ends."""
+    """The path as it was sent, without the query; decoded, it might have line ends."""
     raw: bytes = scope.get("raw_path") or scope["path"].encode("unicode_escape")
     return raw.partition(b"?")[0].decode("latin-1")
 

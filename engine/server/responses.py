@@ -58,8 +58,7 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, owner: str, param: str | None = None) -> StoredResponse:
-        """The response ``name``. Raises ``ApiError`` that names ``param`` if it is not stored, or
-        has another owner."""
+        """Raises ``ApiError`` for ``param`` if the response is not stored, or another owner's."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             raise ApiError(

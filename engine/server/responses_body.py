@@ -169,8 +169,7 @@ def _refuse(body: ResponsesRequest) -> None:
 def _choice(
     choice: str | dict[str, Any] | None, tools: ResponseTools
 ) -> str | dict[str, Any] | None:
-    """``tool_choice`` in the form of chat completions. Raises ``ApiError``, also for a tool that
-    was left out."""
+    """``tool_choice`` as in chat completions. Raises ``ApiError``, also for a tool left out."""
     if not isinstance(choice, dict):
         return choice
     kind = choice.get("type")

@@ -232,8 +232,7 @@ class Server(uvicorn.Server):
         yield
 
     def on_signal(self) -> None:
-        """Drain after the first signal, abort open requests after the second, and let a third end
-        the process."""
+        """Drain after the first signal, abort after the second; a third ends the process."""
         self.status = 0  # the user wants the end, even if the engine has died before
         if not self.should_exit:
             self._drain.begin()
@@ -270,8 +269,7 @@ class Server(uvicorn.Server):
         await super().shutdown()
 
     async def _flush(self) -> None:
-        """Wait until the last bytes are sent, and cut the connections of clients that do not read
-        them in time."""
+        """Wait until the last bytes are sent; cut connections whose clients do not read them."""
         until = time.monotonic() + END_SECONDS
         while unsent := self._unsent():
             if time.monotonic() > until:

@@ -58,8 +58,7 @@ def event_of(data: bytes) -> bytes:
 
 
 async def while_there(work: Coroutine[Any, Any, T], receive: Receive) -> T | None:
-    """Run a coroutine and return its result. If the client disconnects first, cancel it and return
-    ``None``."""
+    """Run a coroutine and return its result; cancel it if the client disconnects (``None``)."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_left(receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -90,8 +89,7 @@ async def _left(receive: Receive) -> None:
 
 
 async def together(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Merge the items of several generators, each with the index of its generator. The first error
-    ends all of them."""
+    """Merge the items of generators, with the generator's index. The first error ends all."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as source:
             async for only in source:

@@ -8,7 +8,7 @@ import msgspec
 
 from engine.async_engine import AsyncLLMEngine
 from engine.server.conversation import plain_messages
-from engine.server.dialogue import OWN_FIELDS, ChatModel
+from engine.server.dialogue import ChatModel, template_variables
 from engine.server.errors import field_error
 from engine.server.logprobs import TokenNames
 
@@ -93,10 +93,6 @@ async def _encoded(engine: AsyncLLMEngine, text: str, add_special_tokens: bool) 
 
 
 async def _rendered(model: ChatModel, body: TokenizeRequest) -> Any:
-    variables = {**(body.chat_template_kwargs or {})}
-    if wrong := sorted({*OWN_FIELDS} & {*variables}):
-        raise field_error(
-            "chat_template_kwargs", f"has {wrong[0]}, which the server sets itself: leave it out"
-        )
+    variables = template_variables(body.chat_template_kwargs)
     variables["add_generation_prompt"] = body.add_generation_prompt
     return await model.render(plain_messages(body.messages or []), **variables)

@@ -52,8 +52,7 @@ class Tracing:
         self._provider: TracerProvider | None = None
 
     def begin(self, engine: AsyncLLMEngine, model: str, app: ASGIApp) -> ASGIApp:
-        """Trace the engine's requests. Returns ``app`` in a middleware that reads the parents of
-        spans."""
+        """Trace the engine's requests. Returns ``app`` with a middleware for ``traceparent``."""
         resource = Resource.create()
         if str(resource.attributes[SERVICE_NAME]).startswith("unknown_service"):  # not configured
             resource = resource.merge(Resource({SERVICE_NAME: SERVICE}))

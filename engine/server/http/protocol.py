@@ -35,8 +35,7 @@ class HttpLimits:
     """Limits on the size and duration of a request while it is received."""
 
     header_seconds: float = 10.0
-    """Most seconds from the first byte of a request, or from the connection, to the end of its
-    headers."""
+    """Most seconds from the first byte, or the connection, to the end of the headers."""
     body_seconds: float = 60.0
     """Most seconds from the end of the headers to the end of the body."""
     header_bytes: int = 64 << 10

@@ -28,8 +28,7 @@ class CallSyntax(NamedTuple):
     inner: tuple[str, ...] = ()
     """Markers inside a call."""
     bare: Literal["never", "start", "line"] = "never"
-    """Where a JSON object without a marker is a call: nowhere, at the start of the answer, or at
-    the start of a line."""
+    """Where an object without a marker is a call: nowhere, first in the answer, or on a line."""
 
 
 class CallReader(ABC):
@@ -83,8 +82,7 @@ class CallReader(ABC):
         return found
 
     def read_name(self) -> Waits[str | None]:
-        """Parse the name of a tool, which may be in quotes; ``None`` if the request has no such
-        tool."""
+        """Parse the name of a tool, perhaps in quotes; ``None`` if there is no such tool."""
         source = self.source
         yield from source.skip_space()
         quote = yield from source.accept('"', "'")

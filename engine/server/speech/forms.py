@@ -140,8 +140,7 @@ class Rules:
         return self.begun(calls, part)
 
     def thinking(self, chat_format: ChatFormat, prompt: str) -> list[str]:
-        """Rules for free text up to the end of thinking: required if the prompt has begun it,
-        otherwise optional."""
+        """Rules for text up to the end of thinking: optional if the prompt has not begun it."""
         if chat_format.calls.before_text:
             end = chat_format.calls.message_end
             begins = map(self.text, chat_format.calls.before_text)
@@ -211,8 +210,7 @@ def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
 
 
 def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
-    """The schema of a call as a JSON object. References in the tool's schema are moved with its
-    root."""
+    """The schema of a call as an object. References in the tool's schema get its new root."""
     arguments = _moved(tool.parameters, f"#/properties/{calls.key}")
     return {
         "type": "object",

@@ -84,8 +84,7 @@ class HarmonyParser:
                 is_header = yield from self._is_header()
 
     def _is_header(self) -> Waits[bool]:
-        """Whether the text continues a header. At the start of an answer the prompt ends with the
-        beginning of one."""
+        """Whether the text continues a header, as at the start of an answer."""
         source = self._source
         source.hold()
         yield from source.skip_space()

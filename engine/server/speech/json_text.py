@@ -53,11 +53,9 @@ class JsonText:
         plain: Callable[[str], str] = unchanged,
         ends: tuple[str, ...] = (),
     ) -> None:
-        """plain: replaces marker characters by the markers' texts; ends: texts that may follow the
-        value."""
+        """plain: replaces marker characters by their texts; ends: texts that may follow."""
         self.end: Literal["whole", "mended", "cut"] = "whole"
-        """``mended``: the value was incomplete and its brackets were closed; ``cut``: it is
-        incomplete."""
+        """``mended``: incomplete, and its brackets were closed; ``cut``: incomplete."""
         self._source = source
         self._plain = plain
         self._ends = ends
@@ -250,8 +248,7 @@ class JsonText:
         return held
 
     def _closes(self, is_key: bool) -> Waits[bool]:
-        """Whether the quote at the source's position ends the string, judged by the text after
-        it."""
+        """Whether the quote at the position ends the string, judged by the text after it."""
         source = self._source
         char, offset = yield from source.look(1)
         if not char:

@@ -97,8 +97,7 @@ class MarkedText:
         self._held = ""  # the beginning of a marker whose end has not arrived
 
     def read(self, token_ids: list[int], text: str) -> str:
-        """Add new tokens and new text, which may arrive later than its tokens; return the text for
-        the parser."""
+        """Add tokens, and text that may arrive later; return the text for the parser."""
         for token in token_ids:
             self._decoded += len(self._decoder.feed([token]))
             if token in self._cut:

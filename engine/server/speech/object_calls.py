@@ -61,8 +61,7 @@ class ObjectCalls(CallReader):
 
 
 class ObjectCall:
-    """Parses one object. It is a call as soon as its name is a tool of the request and its
-    arguments have begun."""
+    """Parses one object, which is a call once a known name and arguments have been parsed."""
 
     def __init__(self, calls: CallReader, *, is_marked: bool) -> None:
         self._calls = calls

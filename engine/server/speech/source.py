@@ -87,8 +87,7 @@ class TextSource:
         return found
 
     def match(self, pattern: re.Pattern[str]) -> Waits[re.Match[str] | None]:
-        """Skip and return the longest match of a pattern of which every prefix of a match matches,
-        too."""
+        """Skip and return a match of a pattern that also matches every prefix of a match."""
         yield from self.peek()
         while True:
             match = pattern.match(self.text, self.at)
@@ -125,8 +124,7 @@ class TextSource:
             yield None
 
     def follows(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """The first of ``literals`` after white space; ``END`` at the end of the answer, "" if
-        other text follows."""
+        """The first of ``literals`` after white space; ``END`` at the end, "" for other text."""
         char, offset = yield from self.look(offset)
         if not char:
             return END

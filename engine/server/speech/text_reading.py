@@ -66,8 +66,7 @@ class TextParser:
             yield None
 
     def _plain_text(self) -> Steps[str]:
-        """Yield text up to a possible marker, and return the marker; "" at the end of the
-        answer."""
+        """Yield text up to a possible marker, and return that; "" at the end of the answer."""
         source = self._source
         while True:
             match = self._starts.search(source)

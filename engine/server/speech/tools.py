@@ -194,8 +194,7 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
 
 
 def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
-    """The types and values that the schema of a property allows; references in ``root`` are
-    followed."""
+    """The types and values that a property's schema allows, with references to ``root``."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ValueKinds([], [])
     if isinstance(schema.get("$ref"), str):

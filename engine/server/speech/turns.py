@@ -24,8 +24,7 @@ from engine.text.tokenizer import Tokenizer
 
 
 class ChatFormat:
-    """How a model writes thinking and calls: chooses the parser of its answers. Made once for each
-    model and chat template."""
+    """How a model writes thinking and calls. Made once for each model and chat template."""
 
     def __init__(self, tokenizer: Tokenizer, chat_template: str) -> None:
         own = tokenizer.response_template
