@@ -180,11 +180,11 @@ def _of_user(blocks: list[Any]) -> list[Message]:
 def _result_of(block: dict[str, Any]) -> Message:
     content = block.get("content") or ""
     _check_text(content, "messages")
-    parts = [text_of(each, "text", "messages") for each in content if isinstance(each, dict)]
-    result = content if isinstance(content, str) else "\n".join(parts)
+    if isinstance(content, list):
+        content = "\n".join(text_of(each, "text", "messages") for each in content)
     if block.get("is_error") is True:
-        result = f"Error: {result}"
-    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": result}
+        content = f"Error: {content}"
+    return {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content}
 
 
 def _of_assistant(blocks: list[Any]) -> list[Message]:
