@@ -11,8 +11,7 @@ def test_kernels_agree_with_the_reference() -> None:
 
 
 def test_the_worker_of_a_gpu_gives_the_tokens_of_a_cpu_and_keeps_order() -> None:
-    names = ("fake_cuda", "quantized_models", "quantized_experts")
-    triton_interpreter.check(*(f"test_{name}.py" for name in names))
+    triton_interpreter.check("test_fake_cuda.py")
 
 
 @pytest.mark.slow

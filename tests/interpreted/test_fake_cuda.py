@@ -7,13 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from e2e.general_models import make_general_model
-from e2e.test_quantized import written
 from e2e.tiny_models import CASES, Case, config_of, random_model, save
 from support import triton_interpreter
 from support.fake_cuda import FakeCuda
@@ -103,47 +100,12 @@ def test_tokens_are_those_of_the_cpu_worker_and_nothing_is_out_of_order(mode, mo
     assert not cuda.faults
 
 
-def draft_model(path: Path, root: Path) -> dict[str, Any]:
+def test_a_draft_model_is_in_order_too(model):
     """The model drafts for itself: every draft stands."""
-    drafting = {"method": "draft_model", "model": str(path), "num_speculative_tokens": 2}
-    return {"path": path, "speculative_config": drafting}
-
-
-def family(name: str, **shape: Any) -> Callable[[Path, Path], dict[str, Any]]:
-    def make(path: Path, root: Path) -> dict[str, Any]:
-        case = CASES[name]
-        options = {**case.options, "vocab_size": SHAPE["vocab_size"], **shape}
-        save(random_model(config_of(Case(case.family, options)), seed=1), root)
-        return {"path": root}
-
-    return make
-
-
-def quantised(path: Path, root: Path) -> dict[str, Any]:
-    return {"path": written(root, "awq-tied-kept").path}
-
-
-def general(path: Path, root: Path) -> dict[str, Any]:
-    return {"path": make_general_model("gpt-neox", root)}
-
-
-OTHERS = {"draft model": draft_model}
-LONG = {
-    "gemma2": family("gemma2"),
-    "qwen3-moe": family("qwen3-moe", num_hidden_layers=1),
-    "awq": quantised,
-    "gpt-neox": general,
-}
-
-
-@pytest.mark.parametrize(
-    "name", [*OTHERS, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
-)
-def test_other_models_are_in_order_too(name, model, tmp_path):
-    options = (OTHERS | LONG)[name](model, tmp_path)
-    with llm_for(**options, device="cpu") as llm:
+    drafting = {"method": "draft_model", "model": str(model), "num_speculative_tokens": 2}
+    with llm_for(model, device="cpu", speculative_config=drafting) as llm:
         expected = tokens(run(llm, 4, 3))
-    with FakeCuda() as cuda, llm_for(**options, **RECORDED) as llm:
+    with FakeCuda() as cuda, llm_for(model, **RECORDED, speculative_config=drafting) as llm:
         assert tokens(run(llm, 4, 3)) == expected
     assert not cuda.faults
 

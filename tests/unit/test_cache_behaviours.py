@@ -135,21 +135,6 @@ def test_adopted_blocks_are_not_taken_by_the_same_reservation():
     assert kv.held(second)[:3] == [1, 2, 3] and sorted(kv.held(second)) == list(range(1, 11))
 
 
-@pytest.mark.behaviour(64)
-def test_twins_stay_until_each_is_evicted():
-    kv = make_scheduler(num_blocks=3).kv
-    one, other = holder(0, [1] * 16), holder(1, [1] * 16, reads_cache=False)
-    twins = [*fill(kv, one), *fill(kv, other)]
-    block_hash = kv.cache.hash_of(twins[0])
-    assert block_hash is not None and kv.cache.find_all(block_hash) == twins
-    kv.finish(one)
-    kv.finish(other)
-    kv.pool.take(1)
-    assert kv.cache.find(block_hash) == twins[1]
-    kv.pool.take(1)
-    assert kv.cache.find(block_hash) is None
-
-
 @pytest.mark.behaviour(65)
 def test_a_reset_is_refused_while_blocks_are_held():
     run = make_run()

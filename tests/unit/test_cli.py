@@ -102,12 +102,8 @@ def test_errors_are_one_line(run: Run, args: list[str], message: str) -> None:
     ("args", "message"),
     [
         (["--steps", "0"], "--steps is 0, must be at least 1"),
-        (["--every", "-1"], "--every is -1, must be at least 1"),
-        (["--seed", "-1"], "--seed is -1, must be at least 0"),
         (["--jobs", "100000"], "--jobs is 100000, must be in 1.."),
         (["--seconds", "nan"], "--seconds is nan, must be above 0"),
-        (["--shrink-seconds", "-1"], "--shrink-seconds is -1.0, must be at least 0"),
-        (["--policy", "nobody"], "scheduling_policy 'nobody' is not known; there are: andes"),
         (["--policy", "edf", "--policy-options", '{"a": 1}'], "'a'; its options are: default_d"),
         (["--policy-options", "{}"], "--policy-options are for the policy that --policy names"),
         (["--corpus", "/no/such/file"], "--corpus /no/such/file cannot be written"),
@@ -286,16 +282,6 @@ def test_options_become_arguments() -> None:
     assert read_options(options_parser().parse_args([]), EngineArgs) == EngineArgs()
 
 
-@pytest.mark.parametrize(
-    "line", ["--dtype int4", "--max-num-seqs many", "--policy-options [1]", "--policy-options {"]
-)
-def test_bad_options_are_refused(line: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as leave:
-        options_parser().parse_args(line.split())
-    assert leave.value.code == 2
-    assert line.split()[0] in capsys.readouterr().err
-
-
 @pytest.fixture
 def no_level(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     monkeypatch.delenv("METRONOME_LOG_LEVEL", raising=False)
@@ -329,23 +315,10 @@ def test_sizes_asked_reach_the_configuration() -> None:
     [
         ({"device": "tpu"}, "device is 'tpu', must be one of: auto, cpu, cuda"),
         ({"num_threads": 0}, r"num_threads is 0, must be in 1\.\.\d+, the cores"),
-        ({"num_threads": 10**6}, "num_threads is 1000000, must be in"),  # would end in a crash
-        ({"num_threads": "2"}, r"num_threads is '2' \(str\), must be a whole number or None"),
-        ({"block_size": 16.0}, r"block_size is 16.0 \(float\), must be a whole number"),
-        ({"max_num_seqs": True}, "max_num_seqs is True .bool., must be a whole number"),
-        ({"trust_remote_code": "no"}, "trust_remote_code is 'no' .str., must be True or False"),
-        ({"memory_utilization": "0.5"}, "memory_utilization is '0.5' .str., must be a number"),
-        ({"policy_options": ["a"]}, "policy_options is .*must be a dict"),
-        ({"kv_cache_memory_bytes": -1}, "kv_cache_memory_bytes is -1, must be at least 1"),
-        ({"seed": 2**64}, "seed is 18446744073709551616, must be in"),
-        ({"scheduling_policy": None}, "scheduling_policy is None"),
         ({"logits_processors": ["no.such"]}, "cannot load 'no.such'"),
         ({"logits_processors": [5]}, "logits_processors has 5, must have functions"),
         ({"max_num_batched_tokens": 8}, r"max_num_batched_tokens \(8\) is below max_num_seqs"),
-        ({"max_model_len": 0}, "max_model_len is 0"),
-        ({"quantization": "int3"}, "quantization is 'int3'"),
         ({"data_parallel_size": 2}, "multiprocess is False"),
-        ({"data_parallel_size": 0}, "data_parallel_size is 0, must be in 1..64"),
         (
             {"data_parallel_size": 2, "multiprocess": True, "step_log": "x"},
             "step_log is 'x' and data_parallel_size is 2",

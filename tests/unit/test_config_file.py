@@ -79,18 +79,13 @@ def test_the_commands_own_options_can_be_in_it(tmp_path: Path) -> None:
     ("text", "line", "name", "value"),
     [
         ("max-num-seqs: 8", "serve --max-num-seqs 4", "max_num_seqs", 4),
-        ("max-num-seqs: 8", "serve --max_num_seqs=4", "max_num_seqs", 4),
         ("async-scheduling: true", "serve --no-async-scheduling", "async_scheduling", False),
-        ("no-multiprocess: true", "serve", "multiprocess", False),
         ("no-multiprocess: false", "serve", "multiprocess", True),
         ("no-multiprocess: true", "serve --multiprocess", "multiprocess", True),
         ("served-model-name: [a, b]", "serve --served-model-name c", "served_model_name", ["c"]),
-        ("served-model-name: [a, b]", "serve", "served_model_name", ["a", "b"]),
         ("port: 9000", "serve --port 8000", "port", 8000),  # the default, and meant
         ("model: one", "serve two", "model_tag", "two"),
         ("model_tag: one", "serve", "model", "one"),
-        ("--port: 9000", "serve", "port", 9000),
-        ("temperature: 1.5", "generate --temperature 0 x", "temperature", 0.0),
         ("stop: a", "generate -- --stop", "stop", ["a"]),
     ],
 )
@@ -131,38 +126,23 @@ def test_a_file_may_be_json_and_may_have_anchors(tmp_path: Path) -> None:
         ),
         ("config: other.yaml", "line 1: --config belongs on the command line: leave it out"),
         ("max-num-seqs: many", "line 1: --max-num-seqs is 'many', must be a whole number"),
-        ("max-num-seqs: 1.5", "line 1: --max-num-seqs is '1.5', must be a whole number"),
         ("max-num-seqs: true", "line 1: max-num-seqs is true, a boolean, must be a text"),
         ("max-num-seqs: [1, 2]", "line 1: max-num-seqs is [1, 2], must be one value"),
-        ("max-num-seqs: {a: 1}", "line 1: max-num-seqs is {'a': 1}, must be one value"),
-        ("log-level: off", "line 1: log-level is false, a boolean, must be a text"),
-        ("dtype: bfloat61", "line 1: --dtype is 'bfloat61', must be one of: auto, float32, b"),
         ("async-scheduling: 1", "line 1: async-scheduling is 1, must be true or false"),
-        ("async-scheduling: 'yes'", "line 1: async-scheduling is 'yes', must be true or false"),
         ("policy-options: [1]", "line 1: policy-options is [1], must be a JSON object"),
-        ("policy-options: a", "line 1: argument --policy-options: 'a' is not JSON"),
         ("served-model-name: [a, {b: c}]", "line 1: served-model-name is {'b': 'c'}, must be one"),
-        (
-            "revision: 2026-11-25",
-            "line 1: revision is datetime.date(2026, 11, 25), must be one val",
-        ),
-        ("port: 1\n\nport: 2", "line 3: port is given twice, as port"),
         (
             "max-num-seqs: 1\nmax_num_seqs: 2",
             "line 2: max_num_seqs is given twice, as max-num-seqs",
         ),
         ("no-multiprocess: true\nmultiprocess: true", "is given twice, as no-multiprocess"),
         ("- a\n- b", "has no keys: write option names and values"),
-        ("just a text", "has no keys"),
         ("a: [1", "is not YAML: line 1: "),
-        ("a: b: c", "is not YAML: line 1: mapping values are not allowed"),
-        ("a: 1\n---\nb: 2", "is not YAML: line 2: "),
         ("port: *nowhere", "is not YAML: line 1: found undefined alias"),
         (
             "port: !!python/object:os.system x",
             "is not YAML: line 1: could not determine a construc",
         ),
-        ("port: !!int x", "is not YAML: "),
     ],
 )
 def test_a_mistake_names_file_line_and_key_in_one_line(
@@ -183,11 +163,3 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, capsys: pytest.CaptureFixtur
             parse(["serve", "--config", str(path)])
         (said,) = capsys.readouterr().err.splitlines()
         assert f"--config is {str(path)!r}, which cannot be read: " in said
-
-
-def test_a_path_is_named_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (tmp_path, tmp_path / "none.yaml"):
-        with pytest.raises(SystemExit):
-            parse(["serve", "--config", str(path)])
-        message = capsys.readouterr().err
-        assert message.count(str(path)) == 1 and "Errno" not in message

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tools.lines import count
-from tools.words import search
 
 
 def test_lines_count_for_the_package_in_which_a_file_stands_today():
@@ -24,25 +23,3 @@ def test_lines_count_for_the_package_in_which_a_file_stands_today():
     assert counts["corpora of tests"] == 5
     assert counts["words of documents"] == 6
     assert counts["words of generated tables"] == 4 + 10
-
-
-def test_words_are_found_in_names_comments_and_at_the_beginning_of_docstrings():
-    source = '''"""Of a thing."""
-
-ASKED_FOR = 1
-
-
-class ToldLater:
-    """Tasked with besides."""
-
-    _num_said: int  # so
-    # many of them
-'''
-    found = [(one.package, one.word, one.line) for one in search([("engine/sched/x/y.py", source)])]
-    assert sorted(found, key=lambda one: one[2]) == [
-        ("engine/sched", "Of ...", 1),
-        ("engine/sched", "asked", 3),
-        ("engine/sched", "told", 6),
-        ("engine/sched", "said", 9),
-        ("engine/sched", "so many", 9),
-    ]

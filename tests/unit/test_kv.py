@@ -6,15 +6,10 @@ import random
 
 import pytest
 from support.holders import fill, holder
-from support.simulate import make_request, make_run, make_scheduler
 
 from engine.kv.block_pool import BlockPool
 from engine.kv.manager import KVManager
 from engine.kv.tables import peak_blocks
-
-
-def add(scheduler, name, prompt, **fields):
-    return scheduler.add_request(make_request(name, prompt, **fields))
 
 
 @pytest.mark.behaviour(73)
@@ -72,78 +67,6 @@ def test_twins_stay_until_each_is_evicted():
     assert pool.cache.find(b"same") == 3 and lost == []
     pool.cache.unpublish(3)
     assert pool.cache.find(b"same") is None and lost == [b"same"]
-
-
-@pytest.mark.behaviour(56)
-def test_a_hit_leaves_the_last_token_to_compute():
-    run = make_run(block_size=16)
-    prompt = list(range(64))
-    run.add(make_request("a", prompt, 1))
-    run.drain()
-    kv = run.scheduler.kv
-    req = add(run.scheduler, "b", prompt)
-    assert kv.lookup(req).num_tokens == kv.cached_prefix(req) == kv.ready(req) == 48
-
-
-def test_prompts_share_what_they_have_in_common():
-    run = make_run(block_size=16)
-    run.add(make_request("a", list(range(55)), 1))
-    run.drain()
-    req = add(run.scheduler, "b", [*range(48), 7, 7, 7, 7, 7])
-    assert run.scheduler.kv.lookup(req).num_tokens == 48
-    assert run.scheduler.kv.missing(req, 53) == 1 + 3  # cached blocks are free ones until adopted
-
-
-@pytest.mark.behaviour(66)
-def test_without_caching_nothing_is_hashed_found_or_counted():
-    run = make_run(caching=False)
-    for name in "ab":
-        run.add(make_request(name, list(range(64)), 1))
-        run.drain()
-    counts = run.scheduler.kv.counts
-    assert run.num_tokens == 128 and run.scheduler.kv.cache.version == 0
-    assert (counts.queries, counts.hits, counts.preempted_queries) == (0, 0, 0)
-
-
-@pytest.mark.behaviour(66)
-def test_out_of_blocks_is_no_not_an_error():
-    kv = KVManager(4, 16)
-    req = holder(0, [1] * 64)
-    assert not kv.reserve(req, 64) and kv.held(req) == []
-
-
-@pytest.mark.behaviour(65)
-def test_a_reset_waits_until_nobody_holds_a_block_and_is_counted():
-    kv = KVManager(10, 16)
-    first, second = holder(0, [1] * 40), holder(1, [1] * 40)
-    fill(kv, first)
-    version = kv.cache.version
-    assert not kv.reset_prefix_cache() and kv.cache.version == version
-    assert kv.counts.num_resets == 0 and kv.cached_prefix(second) == 32
-    kv.finish(first)
-    assert kv.reset_prefix_cache() and kv.counts.num_resets == 1
-    assert kv.cached_prefix(second) == 0
-
-
-def test_reserve_is_all_or_nothing():
-    scheduler = make_scheduler(num_blocks=5, block_size=4, max_model_len=64)
-    kv = scheduler.kv
-    req = add(scheduler, "a", [1] * 8, max_tokens=4)
-    assert not kv.fits(req, 17) and not kv.reserve(req, 17)
-    assert kv.held(req) == [] and kv.num_free == 4
-    assert kv.reserve(req, 16) and kv.reserve(req, 5)
-    assert kv.held(req) == [1, 2, 3, 4]
-
-
-@pytest.mark.behaviour(71)
-def test_multi_turn_reuses_prompt_and_output():
-    run = make_run(block_size=16)
-    prompt = list(range(40))
-    run.add(make_request("a", prompt, 30))
-    run.drain()
-    turn = prompt + run.outputs["a"] + [5] * 10
-    req = add(run.scheduler, "b", turn)
-    assert run.scheduler.kv.lookup(req).num_tokens == (40 + 30 - 1) // 16 * 16
 
 
 def test_a_question_is_not_asked_twice_and_new_content_is_seen():

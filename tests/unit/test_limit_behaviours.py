@@ -79,13 +79,3 @@ def test_an_urgent_request_takes_the_seat_of_the_least_urgent(preempts: bool) ->
     run.drain()
     assert run.outputs["bad"] == expected([ord("b")] * 8, 12)
     assert (run.scheduler.make_stats().num_preemptions == 1) is preempts
-
-
-@pytest.mark.behaviour(46)
-def test_equals_do_not_take_each_others_seats() -> None:
-    run = make_run(policy=Priority(preempt_for_waiting=True), max_num_seqs=1)
-    run.add(make_request("first", [1] * 8, 6, priority=1))
-    run.step()
-    run.add(make_request("second", [2] * 8, 6, priority=1))
-    run.drain()
-    assert run.scheduler.make_stats().num_preemptions == 0

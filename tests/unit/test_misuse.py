@@ -96,20 +96,6 @@ def test_an_arrival_of_another_clock_is_refused(llm: LLM) -> None:
         llm.llm_engine.add_request("a", "Hello", GREEDY, arrival_time=1_700_000_000.0)
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        {"prompt": "a", "cache_salt": 5},
-        {"prompt": 5, "prompt_token_ids": [1]},
-        {"prompt_token_ids": 5},
-        {1: 2, "a": 3},
-    ],
-)
-def test_prompt_dicts_with_wrong_values_are_refused(llm: LLM, prompt: Any) -> None:
-    with pytest.raises(RequestError):
-        llm.llm_engine.add_request("a", prompt, GREEDY)
-
-
 def test_parameters_changed_after_they_were_made_are_checked_again(llm: LLM) -> None:
     params = SamplingParams(max_tokens=2)
     params.max_tokens = 0  # an engine that believed it would never end

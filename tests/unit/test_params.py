@@ -92,9 +92,10 @@ def refused(kwargs: dict[str, Any]) -> RequestError:
 
 @pytest.mark.parametrize(("kwargs", "value", "limit"), OUT_OF_RANGE + WRONG_COMBINATION)
 def test_a_refusal_names_value_and_limit(kwargs: dict[str, Any], value: str, limit: str) -> None:
-    message = str(refused(kwargs))
-    assert value in message
-    assert limit in message
+    error = refused(kwargs)
+    assert value in str(error)
+    assert limit in str(error)
+    assert (error.param, error.code) == (value.split()[0], None)
 
 
 @pytest.mark.parametrize(("kwargs", "value"), WRONG_TYPE)
@@ -102,6 +103,7 @@ def test_a_wrong_type_is_named(kwargs: dict[str, Any], value: str) -> None:
     error = refused(kwargs)
     assert isinstance(error, RequestTypeError)
     assert value in str(error)
+    assert (error.param, error.code) == (value.split()[0], "invalid_type")
 
 
 @pytest.mark.parametrize("kwargs", LEGAL)
@@ -156,3 +158,4 @@ def test_what_depends_on_the_vocabulary(kwargs: dict[str, Any], words: tuple[str
     with pytest.raises(RequestError) as caught:
         check_params_for_vocab(params, 100)
     assert all(word in str(caught.value) for word in words), caught.value
+    assert caught.value.param in kwargs

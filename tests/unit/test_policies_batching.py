@@ -160,16 +160,6 @@ def test_conserve_evicts_offline_requests_first_and_for_waiting_online_ones():
     assert run.ended[-1] == "offline"
 
 
-def test_conserve_lets_no_online_request_evict_another():
-    run = timed_run(ConServe(), max_num_seqs=1)
-    run.ask("first", 8, 8)
-    run.steps(1)
-    run.ask("second", 8, 2)
-    run.drain()
-    assert run.num_preemptions == 0
-    assert run.ended == ["first", "second"]
-
-
 def test_early_rejection_refuses_what_would_come_too_late():
     run = timed_run(EarlyRejection(ttft=0.21), step_seconds=0.0, max_num_batched_tokens=64)
     for index in range(4):  # each takes 8 steps of 6.3 ms
@@ -231,13 +221,3 @@ def test_blendserve_keeps_what_runs_near_the_wanted_blend():
     assert all(0.3 < mix < 0.7 for mix in blended), blended
     assert max(plain) > 0.9
     assert min(plain) < 0.1
-
-
-def test_blendserve_leaves_nobody_at_an_end_of_the_line():
-    run = timed_run(BlendServe(max_wait=10.0), max_num_seqs=1)
-    run.ask("middle", 50, 50)
-    for index in range(12):
-        run.ask(f"compute{index}", 95, 5)
-        run.ask(f"memory{index}", 5, 5)
-    order = run.order()
-    assert order.index("middle") < 6

@@ -43,16 +43,6 @@ def test_residual_sjf_counts_only_what_is_not_cached():
     assert run.order()[1:] == ["long but known", "short"]
 
 
-def test_residual_sjf_lets_nobody_wait_longer_than_max_wait():
-    run = timed_run(ResidualSJF(max_wait=20.0), max_num_seqs=1)
-    run.ask("long", 200, 4)
-    for index in range(30):
-        run.ask(f"short{index}", 20, 4)
-        run.step()
-    order = run.order()
-    assert 4 <= order.index("long") <= 6, "20 steps of 4 each go before it"
-
-
 @pytest.mark.parametrize(("before", "first"), [(True, "short"), (False, "long")])
 def test_hrrn_weighs_what_was_computed_meanwhile_by_size(before, first):
     run = timed_run(HRRN(), max_num_seqs=1)
@@ -112,16 +102,6 @@ def test_trail_evicts_nobody_who_has_less_left():
     run.drain()
     assert run.ended == ["running", "short"]
     assert run.num_preemptions == 0
-
-
-def test_trail_lets_nobody_wait_longer_than_max_wait():
-    run = timed_run(TRAIL(max_wait=30.0), max_num_seqs=1)
-    run.ask("long", 8, 40)
-    for index in range(40):
-        run.ask(f"short{index}", 8, 4)
-        run.steps(3)
-    run.drain()
-    assert run.ended.index("long") < 20
 
 
 def levels(run: TimedRun, name: str, steps: int) -> list[float]:
@@ -189,16 +169,6 @@ def test_mc_sf_takes_the_shortest_and_leaves_the_running_alone():
     assert run.num_preemptions == 0
 
 
-def test_mc_sf_lets_nobody_wait_longer_than_max_wait():
-    run = timed_run(MCSF(max_wait=10.0), max_num_seqs=1)
-    run.ask("long", 8, 9)
-    for index in range(20):
-        run.ask(f"short{index}", 8, 4)
-    run.steps(12)
-    run.drain()
-    assert run.ended.index("long") <= 3
-
-
 # -- memory
 
 
@@ -224,13 +194,6 @@ def test_past_future_prevents_the_preemptions_of_filling_the_memory():
     reserving.step()
     assert len(reserving.plans[0]) == 1
     assert len(careful.plans[0]) >= 4
-
-
-def test_exact_lengths_and_a_peak_in_blocks_prevent_every_preemption():
-    for reserve in (0.0, 0.03):
-        run = pressed(MCSF(), length_predictor="oracle")
-        assert run.num_preemptions == 0, reserve
-        assert max(len(plan) for plan in run.plans) >= 5
 
 
 def test_the_victim_is_who_has_computed_least():

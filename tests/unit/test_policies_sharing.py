@@ -35,15 +35,6 @@ def test_lpm_takes_the_longest_match_first():
     assert run.order()[1:] == ["much", "medium", "little", "none"]
 
 
-def test_lpm_lets_nobody_wait_longer_than_max_wait():
-    run = warm(LPM(max_wait=20.0))
-    run.ask("none", 40, 2)
-    for index in range(30):
-        run.ask(f"match{index}", [*KNOWN, 100 + index], 2)
-        run.step()
-    assert 10 <= run.order()[1:].index("none") <= 11
-
-
 def test_k_lpm_gives_every_kth_start_to_the_oldest():
     policy = KLPM(k=3)
     run = warm(policy)
@@ -139,15 +130,6 @@ def test_dlpm_takes_the_best_match_among_users_in_credit():
         assert abs(spent["a"] - spent["b"]) <= 100 + 80
 
 
-def test_dlpm_serves_the_oldest_in_credit_after_max_wait():
-    run = warm(DLPM(quantum=10_000, max_wait=20.0))
-    run.ask("none", 40, 2, user="b")
-    for index in range(30):
-        run.ask(f"match{index}", [*KNOWN, 100 + index], 2, user="a")
-        run.step()
-    assert 10 <= run.order()[1:].index("none") <= 11
-
-
 # -- programs
 
 
@@ -162,18 +144,6 @@ def test_plas_serves_the_program_that_was_served_least():
     run.ask("brief again", 8, 2, hints={"program": "brief"})
     run.ask("alone", 8, 2)
     assert run.order()[4:] == ["alone", "brief again", "long again"]
-
-
-def test_plas_lets_no_program_wait_longer_than_max_wait():
-    policy = PLAS(max_wait=20.0)
-    run = timed_run(policy, max_num_seqs=1)
-    run.ask("first", 8, 10, hints={"program": "served"})
-    run.drain()
-    run.ask("served", 8, 2, hints={"program": "served"})
-    for index in range(30):
-        run.ask(f"new{index}", 8, 2)
-        run.step()
-    assert 10 <= run.order()[1:].index("served") <= 11
 
 
 def test_plas_forgets_the_programs_longest_idle():

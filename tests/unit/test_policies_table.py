@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from engine.sched.policies import POLICIES
 from policylab.sim.estimate import chance, corrected, mean_over
 from tools import policies_table
-from tools.policies_claims import CLAIMS, HIGHER, LOWER, Claim
-from tools.policies_figures import BASE, outcome, read
+from tools.policies_claims import CLAIMS
+from tools.policies_figures import read
 from tools.policies_measure import NUM_SEEDS
-from tools.policies_scenes import SCENES, SHOWN
 
 
 def kept_figures() -> dict[str, Any]:
@@ -25,23 +23,6 @@ def test_the_page_is_what_is_written_of_the_kept_figures() -> None:
     assert page == policies_table.written_page(), "run: python tools/policies_table.py"
 
 
-def test_every_policy_but_fcfs_has_a_claim() -> None:
-    assert CLAIMS.keys() == POLICIES.keys() - {BASE}
-    for policy, claims in CLAIMS.items():
-        assert claims.claims, policy
-        for claim in claims.claims:
-            assert claim.direction in (LOWER, HIGHER), policy
-            assert claim.figure in (*SHOWN, *SCENES[claim.scene].figures), policy
-
-
-def test_all_policies_are_measured_on_six_workloads() -> None:
-    scenes = kept_figures()["scenes"]
-    assert scenes.keys() == SCENES.keys()
-    assert len(scenes) == 6
-    for scene in scenes.values():
-        assert scene["policies"].keys() == POLICIES.keys()
-
-
 def test_each_policy_does_what_is_claimed_of_it_or_is_said_to_lack_something() -> None:
     kept = kept_figures()
     if kept["seeds"] < NUM_SEEDS:
@@ -50,29 +31,6 @@ def test_each_policy_does_what_is_claimed_of_it_or_is_said_to_lack_something() -
         found = [(policies_table.of_claim(kept, policy, each), each) for each in claims.claims]
         is_seen = any(policies_table.verdict(*each) == "as claimed" for each in found)
         assert is_seen or claims.lacks, policy
-
-
-def test_no_collapse_is_without_a_reason() -> None:
-    assert policies_table.NO_REASON not in policies_table.page(kept_figures())
-
-
-def made(figures: dict[str, list[tuple[float | None, float | None]]]) -> dict[str, Any]:
-    return {"overloaded": 0, "figures": figures}
-
-
-@pytest.mark.parametrize(
-    ("pairs", "direction", "said"),
-    [
-        ([(1.0, 2.0), (1.1, 2.0)], LOWER, "as claimed"),
-        ([(1.0, 2.0), (1.1, 2.0)], HIGHER, "the other way"),
-        ([(1.0, 2.0), (3.0, 2.0)], LOWER, "undecided"),
-        ([(2.0, 2.0), (3.0, 3.0)], LOWER, "equal"),
-        ([(None, 2.0), (None, 2.0)], LOWER, "no figure"),
-    ],
-)
-def test_verdicts(pairs: Any, direction: str, said: str) -> None:
-    claim = Claim("log-uniform", "ttft.mean", direction, "")
-    assert policies_table.verdict(outcome(made({"ttft.mean": pairs}), "ttft.mean"), claim) == said
 
 
 def test_a_chance_is_that_of_students_interval() -> None:
@@ -88,18 +46,3 @@ def test_a_chance_is_that_of_students_interval() -> None:
 def test_chances_are_corrected_for_their_number() -> None:
     assert corrected([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert corrected([0.6, 0.7]) == [1.0, 1.0] and corrected([]) == []
-
-
-def test_claims_that_only_look_decided_alone_are_not_decided_among_many() -> None:
-    kept = kept_figures()
-    claims = policies_table.all_claims(kept)
-    assert len(claims) == 38
-    alone = [
-        policies_table.verdict(policies_table.of_claim(kept, *each), each[1]) for each in claims
-    ]
-    among = policies_table.verdicts(kept, claims)
-    assert {"undecided among 38", "as claimed"} <= set(among)
-    pairs = list(zip(alone, among, strict=True))
-    assert all(one == all_ or all_ == "undecided among 38" for one, all_ in pairs)
-    (first,) = policies_table.verdicts(kept, claims[:1])
-    assert first == alone[0]

@@ -54,21 +54,15 @@ def test_where_nothing_is_recommended_nothing_holds(content: object, tmp_path: P
     ("key", "value"),
     [
         ("temperature", "0.7"),
-        ("temperature", -1),
         ("temperature", 2.5),
         ("temperature", True),
-        ("temperature", [0.7]),
         ("temperature", float("nan")),
         ("top_p", 0),
-        ("top_p", 1.5),
         ("top_k", 20.5),
-        ("top_k", -2),
         ("top_k", False),
-        ("top_k", {}),
         ("min_p", "none"),
         ("repetition_penalty", 0.0),
         ("max_new_tokens", 0),
-        ("max_new_tokens", "20"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_left_out_and_named(

@@ -227,18 +227,6 @@ def test_preempted_while_drafts_are_in_flight():
     assert run.outputs["0"] == answer(request)
 
 
-def test_proposals_for_a_request_that_was_preempted_are_forgotten():
-    _, run = make()
-    add(run)
-    run.step()
-    run.launch()
-    scheduler = run.scheduler
-    scheduler.preempt(scheduler.roster.by_id["0"], scheduler.view.step)
-    run.settle()
-    run.step()
-    assert run.plans[-1]["0"] > 4, "it computes anew what is not cached, without drafts"
-
-
 def test_a_row_without_a_result_says_nothing_about_its_drafts():
     drafts, run = make(fail=lambda seq, upto: "lost" if upto > 20 else None)
     add(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from math import inf, isnan, sqrt
 
 import numpy as np
@@ -160,15 +159,6 @@ def test_a_growing_queue_has_no_means() -> None:
     once = figures(run("fcfs", "log-uniform(num_requests=40)", rate=inf))
     assert once.window.state == AT_ONCE and once.window.num_warmup == 0
     assert once.requests_per_second == 40 / once.makespan
-
-
-def test_figures_of_a_file_are_those_of_the_run(tmp_path) -> None:
-    whole = run("vtc", "log-uniform(num_requests=200)", load=0.9)
-    whole.write(tmp_path / "run.jsonl")
-    ours, read = figures(whole), figures(Run.read(tmp_path / "run.jsonl"))
-    np.testing.assert_equal(read.values(), ours.values())
-    np.testing.assert_equal(asdict(read.service), asdict(ours.service))  # a nan is one
-    assert read.window == ours.window
 
 
 # The rule for warm-up and growth

@@ -35,7 +35,6 @@ from policylab.sim.report import (
 )
 from policylab.sim.report.charts import Grid, Lines, Series
 from policylab.sim.report.distributions import cdf
-from policylab.sim.report.states import STATES, States
 from policylab.sim.report.svg import HEIGHT, WIDTH, labels, scale, svg
 from policylab.sim.run import FORMAT, Engine, Run, run
 from policylab.sim.workloads import find_workload
@@ -297,53 +296,6 @@ def test_a_comparison_has_curves_over_load(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
-def test_a_comparison_says_which_of_its_runs_are_shown_and_what_pairs_say(tmp_path: Path) -> None:
-    workload, engine = find_workload("log-uniform(num_requests=100,num_users=3)"), TIGHT
-    names, seeds, loads = ["fcfs", "lpm", "residual-sjf", "vtc"], range(4), [0.6, 3.0]
-    cells = compare(
-        Experiment(policies=names, workload=workload, engine=engine, loads=loads, seeds=seeds)
-    )
-    rate = cells[0].rate
-    shown = [run(name, workload, engine, rate=rate, steps=True) for name in ("fcfs", "vtc")]
-    path = tmp_path / "out.html"
-    write_report(path, shown, points=points_from(cells))
-    said = Page(path.read_text()).text
-    which = f"seed 0 at load 0.6 ({rate:.3g} requests a second), of 4 seeds and 2 loads"
-    assert f"Figures of single runs: {which}" in said
-    over = cells[1].num_overloaded(0)
-    assert over > 1
-    assert f"This is one run: {which}; its state is 'steady'." in said
-    assert f"{over} of 4 at load 3" in said
-    report = read_report(path)
-    head, *rows = report["rankings"]
-    assert head == ["seconds", "at load 0.6, 4 seeds", "at load 3, 4 seeds"]
-    figures_of = dict(zip(("ttft.p99", "tpot.p99", "itl.p99", "e2e.p99"), rows, strict=False))
-    for figure, (_, low, high) in figures_of.items():
-        assert "fcfs = lpm: " in low
-        assert f"fcfs: -, as it is overloaded with {over} of 4 seeds, and has no place" in high
-        for place, name in enumerate(names[2:], 2):
-            found = cells[0].difference(place, figure)
-            [line] = [each for each in low.splitlines() if name in each]
-            if count := cells[0].num_overloaded(place):
-                assert line.startswith(
-                    f"{name}: {4 - count} of 4, as it is overloaded with {count}"
-                )
-                continue
-            assert f"{found.ours.value:.4g} ±" in line
-            assert found.verdict in line and line.endswith(
-                ("fcfs", f"±{100 * (found.by.high - found.by.value) / found.theirs.value:.1f}")
-            )
-    # VTC's bound is its own promise.
-    assert "vtc promises" not in " ".join(report["runs"][0]["summary"])
-    assert "vtc promises" in " ".join(report["runs"][1]["summary"])
-    assert "nan" not in said.split("Jain's index")[1][:20]
-    charts = {c.key: c for c in charts_of(shown, points=points_from(cells)) if isinstance(c, Lines)}
-    assert {each.mark for each in charts["load-throughput"].series} == {"dots"}
-    for each in charts["load-recomputed"].series:
-        assert min(each.low) >= 0.0 and max(each.high) <= 1.0
-
-
 @pytest.mark.parametrize("low", [0.36, 0.971, 2.0, 1234.5])
 @pytest.mark.parametrize("width", [1.0001, 1.04, 1.3, 2.5, 30.0])
 @pytest.mark.parametrize("is_log", [False, True])
@@ -367,17 +319,6 @@ def test_bars_of_intervals_end_in_the_picture_and_say_so() -> None:
         places = [float(n) for n in re.findall(r"-?[\d.]+", path)]
         assert all(0 <= place <= WIDTH for place in places[::2])
         assert all(0 <= place <= HEIGHT for place in places[1::2])
-
-
-def test_states_follow_each_other(runs: list[Run]) -> None:
-    had = runs[0]
-    states = States(had)
-    for place in range(len(had.requests)):
-        mine = states.of(place)
-        assert {each.name for each in mine} <= set(STATES)
-        assert mine[-1].end == pytest.approx(float(had.requests.times("last")[place]))
-        for one, other in pairwise(mine):
-            assert one.start < one.end <= other.start + 1e-9
 
 
 def test_a_trace_is_in_the_trace_event_format(runs: list[Run], tmp_path: Path) -> None:

@@ -86,34 +86,6 @@ def test_a_stretch_goes_to_the_step_before_an_end() -> None:
     assert [end.reason for end in outputs[0].finished] == ["stop"] and outputs[0].time == 10.0
 
 
-def test_a_stretch_ends_with_the_step_in_which_a_request_comes() -> None:
-    engine = Engine()
-    engine.add("a", 50)
-    engine.core.step()
-    assert engine.core.step(until=4.5) == {} and engine.clock.now == 5.0
-    assert engine.core.stretch is not None and engine.core.stretch.num_steps == 4
-    engine.core.step(until=5.0)  # it is there: this is a step as any other
-    assert engine.core.stretch is None and engine.clock.now == 6.0
-    assert engine.core.step(until=7.0) == {} and engine.clock.now == 7.0
-
-
-def test_a_stretch_ends_before_a_timer() -> None:
-    engine = Engine()
-    engine.add("a", 50, end_deadline=6.5)
-    engine.core.step()
-    assert engine.jump() == 6 and engine.clock.now == 7.0
-    assert not engine.scheduler.roster.by_id
-
-
-def test_a_stretch_ends_where_blocks_do() -> None:
-    engine = Engine(num_blocks=11)
-    engine.add("a", 30, 30)
-    engine.add("b", 30, 30)
-    engine.core.step()
-    assert engine.jump() == 17  # positions 3 to 19 of both are in five blocks each
-    assert engine.scheduler.make_stats().num_preemptions == 1
-
-
 def test_who_waits_for_a_seat_does_not_end_it() -> None:
     engine = Engine(max_num_seqs=1)
     engine.add("a", 20)
@@ -131,15 +103,6 @@ def test_who_waits_for_blocks_does_not_end_it() -> None:
     engine.add("b", 2, 2, prompt=[8] * 18)
     assert engine.jump() == 0  # "a" fills its first block, which might have been that of "b"
     assert engine.jump() == 13
-
-
-def test_who_waits_may_find_its_prompt_in_what_is_published() -> None:
-    engine = Engine(num_blocks=4)
-    engine.add("a", 9, 9)
-    engine.core.step()
-    engine.add("b", 2, 2, prompt=[5, 6, 7, *[FILLER] * 6])  # two blocks are free, it needs three
-    assert engine.jump() == 0  # the next step fills a block that it can share
-    assert engine.scheduler.get_request_counts().running == 2
 
 
 class Silent:

@@ -10,15 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.one_bad import check_that_one_fails_alone, says
+from support.one_bad import says
 from support.simulate import make_request
 from support.sum_model import (
     CPU,
     EAGER,
     GRAPHS,
     LONGEST,
-    NAN,
-    POISON,
     NoisyModel,
     SumModel,
     make_run,
@@ -27,11 +25,9 @@ from support.sum_model import (
 from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.params import SamplingParams
 from engine.messages.step import DraftPart, StepPlan
-from engine.spec import compute
 from engine.spec.compute import DraftModel
 from engine.spec.decide import Drafts
 from engine.spec.kept import DraftWork, KeptDrafts
-from engine.worker.platform.host import HostPlatform
 
 modes = pytest.mark.parametrize("sizes", [CPU, GRAPHS], ids=["cpu", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2])
@@ -133,16 +129,6 @@ def test_a_draft_model_that_is_the_model_is_always_right(depth, sizes):
     assert len(run.plans) <= 4 + 2 * depth
 
 
-def test_shapes_are_met_once_however_often_steps_are_recorded_on_trial(monkeypatch):
-    met = []
-    monkeypatch.setattr(compute, "run_all_kinds", lambda *args: met.append(args))
-    monkeypatch.setattr(HostPlatform, "compiles", True)
-    run = run_with(Drafts(K), sizes=GRAPHS)
-    for sizes in ((4,), (), (2, 4)):
-        run.worker.runner.capture(sizes, ())
-    assert len(met) == 1
-
-
 SITUATIONS = {
     "chunks": {"max_num_batched_tokens": 7, "max_num_seqs": 4},
     "prefix hits": {"num_blocks": 80},
@@ -231,23 +217,6 @@ def test_what_is_drawn_by_chance_is_guessed_with_the_same_chance(depth, sizes):
         told.append(run.outputs)
     assert told[0] == told[1]
     assert drafts.stats.num_accepted_tokens == drafts.stats.num_draft_tokens > 20
-
-
-@modes
-@pytest.mark.parametrize("bad", [POISON, NAN])
-def test_one_request_fails_alone_beside_drafts(sizes, bad):
-    run = run_with(Drafts(K), sizes=sizes)
-    check_that_one_fails_alone(run, bad, SamplingParams(temperature=0, max_tokens=6))
-
-
-@modes
-def test_a_model_that_is_mostly_wrong_changes_nothing(sizes):
-    drafts = Drafts(K)
-    run = run_with(drafts, DraftingSum(wrong_every=3), sizes=sizes)
-    run.add(make_request("a", [1, 2, 3], 30, params=GREEDY))
-    run.drain()
-    assert run.outputs["a"] == says([1, 2, 3], 30)
-    assert 0 < drafts.stats.num_accepted_tokens < drafts.stats.num_draft_tokens
 
 
 @modes

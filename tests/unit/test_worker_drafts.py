@@ -156,24 +156,6 @@ def test_all_right_drafts_take_a_step_for_five_tokens(sizes):
     assert [sum(plan.values()) for plan in run.plans if plan] == [3, 5, 5, 5, 5]
 
 
-def test_a_request_without_drafts_keeps_two_steps_in_flight():
-    """Only whom the proposer knows an answer for waits for its last token."""
-
-    class ForOne(Right):
-        def propose(self, req, num_tokens):
-            return super().propose(req, num_tokens) if req.request_id == "a" else []
-
-    run = make_run(2, resources=[Drafts(2, ForOne())], num_drafts=2)
-    run.add(make_request("a", [1, 2, 3], 12, params=GREEDY))
-    run.add(make_request("b", [4, 5], 12, params=GREEDY))
-    run.drain()
-    assert run.outputs == {"a": says([1, 2, 3], 12), "b": says([4, 5], 12)}
-    with_b = sum("b" in plan for plan in run.plans)
-    with_a = sum("a" in plan for plan in run.plans)
-    assert with_b == 12, "a step for each of its tokens, one planned while another is computed"
-    assert with_a < 8
-
-
 def test_one_bad_draft_among_many_rows_fails_its_request_alone():
     class Bad(Right):
         def propose(self, req, num_tokens):

@@ -110,12 +110,6 @@ def test_lengths_meet_the_quantiles_of_their_trace(name: str) -> None:
     _hold_lengths(name, 200_000, tail=0.1)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(TRACES))
-def test_four_million_lengths_meet_the_quantiles_of_their_trace(name: str) -> None:
-    _hold_lengths(name, 4_000_000)
-
-
 def test_scaled_lengths_keep_their_shape() -> None:
     whole, half = (jobs_of(f"azure-conv(scale={scale})") for scale in (1.0, 0.5))
     ratio = fmean(job.num_prompt for job in half) / fmean(job.num_prompt for job in whole)
@@ -380,38 +374,24 @@ def test_a_text_is_the_same_wherever_it_is_read_from() -> None:
     [
         ("azure", "workload 'azure' is not known; did you mean 'azure-c"),
         ("azure-conv(nonsense=1)", "has no option 'nonsense'; its options are: num_requests"),
-        ("azure-conv(num_requests=0)", "num_requests is 0, must be 1 or more"),
         ("azure-conv(scale=0)", "scale is 0, must be 0.0001 or more"),
         ("azure-conv(arrivals='gama(cv=2)')", "'gama' are not known; did you mean 'gamma'"),
-        ("azure-conv(arrivals='gamma(vc=2)')", "'gamma' have no option 'vc'; .*: cv"),
         ("azure-conv(arrivals='gamma(cv=-1)')", "gamma: cv is -1, must be 0 or more"),
-        ("azure-conv(arrivals='onoff(on=0)')", "onoff: on is 0, must be 0.001 or more"),
         ("azure-conv(arrivals='poisson(cv=2)')", r"say gamma\(cv=...\) for another"),
         ("azure-conv(arrivals='ramp(first=0,last=0)')", "both 0, one must be above"),
         ("azure-conv(arrivals='burst(every=1,seconds=2)')", "seconds is 2, .* at most 1"),
         ("log-uniform(arrivals='trace')", "'log-uniform' has no arrivals of its own"),
         ("log-uniform(prompt_tokens=(0, 4))", "prompt_tokens are 0 to 4, must be 1 or more"),
         ("log-uniform(output_tokens=5)", "output_tokens is 5, must be two numbers"),
-        ("closed-loop(lengths='azure')", "lengths 'azure' are not known; did you mean"),
         ("closed-loop(lengths='fixed(length=3)')", "'fixed' have no option 'length'"),
-        ("closed-loop(lengths='arxiv(a=3)')", "lengths 'arxiv' have no options"),
-        ("closed-loop(clients=0)", "clients is 0, must be 1 or more"),
         ("conversations(max_context=100)", "max_context is 100, must be 512 or more"),
-        ("conversations(turns=0.5)", "turns is 0.5, must be 1 or more"),
         ("arxiv(users='a(part=1)')", "users: a has no 'part'; there are: share, weight"),
-        ("arxiv(users='a,a')", "users: a stands there twice"),
         ("arxiv(users='a(share=0)')", "all shares are 0"),
-        ("arxiv(users='a(weight=0)')", "weight of a is 0, must be above 0"),
         ("arxiv(users='a',num_users=3)", "give one of the two"),
         ("arxiv(tiers='a(ttft=-1)')", "ttft of a is -1, must be seconds above 0"),
-        ("arxiv(tiers='a(share=-1)')", "share of a is -1, must be 0 or more"),
-        ("arxiv(tiers='a(hints=3)')", "hints of a are 3, must be like"),
         ("arxiv(deadlines=(5, 1))", "deadlines are 5 to 1, must be seconds above 0, rising"),
-        ("arxiv(deadlines=5)", "deadlines is 5, must be two numbers"),
-        ("arxiv(num_priorities=-1)", "num_priorities is -1"),
         ("two-users(num_users=3)", "two-users has users of its own"),
         ("azure-csv", r"needs path, as in azure-csv\(path=...\)"),
-        ("azure-csv(path=3)", "path is 3, must be the name of a file"),
     ],
 )
 def test_workloads_that_cannot_be(workload: str, message: str) -> None:

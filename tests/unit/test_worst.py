@@ -121,17 +121,10 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> N
         (["fcfs"], "--worst is of two policies, the second to compare with; there are 1"),
         (["fcfs", "lpm", "vtc", "--worst"], "there are 3"),
         ([], "there are 0: say vtc,fcfs"),
-        (["--worst", "fcfs"], "there are 1: say vtc,fcfs"),
-        (["fcfs", "lpm", "--figure", "ttft"], "figure 'ttft' is not known; there are: ttft.mean"),
         (["fcfs", "lpm", "--seconds", "0"], "--seconds is 0, must be above 0"),
-        (["fcfs", "lpm", "--seconds", "nan"], "--seconds is nan, must be above 0"),
         (["fcfs", "lpm", "--rate", "5"], "--worst and --rate do not go together"),
-        (["fcfs", "lpm", "--plots", "x"], "--worst and --plots do not go together"),
-        (["fcfs", "lpm", "--csv"], "--worst and --csv do not go together"),
         (["fcfs", "lpm", "--capacity", "ttft.p99<1"], "--worst and --capacity do not go together"),
         (["fcfs", "lpm", "--loads", "0.5,0.9"], "--loads has 2 loads, must be one for --worst"),
-        (["fcfs", "lpm", "--jobs", "0"], "--jobs is 0, must be in 1.."),
-        (["fcfs", "lpn"], "lpn"),
     ],
 )
 def test_a_mistake_is_one_line(
