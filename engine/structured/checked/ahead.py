@@ -76,8 +76,7 @@ class Ahead:
 
     def values(self, frame: ValueFrame, kind: str) -> Options:
         """Return the allowed values of this kind, strings without quotation marks."""
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
+        place = frame.open_place
         listed = place.listed(kind)
         if not listed or (place.is_plain and not frame.is_watched):
             return None
@@ -91,8 +90,7 @@ class Ahead:
         return tuple(spelled for value in found for spelled in spellings(value))
 
     def _values(self, frame: ValueFrame, kind: str) -> list[Exact] | None:
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
+        place = frame.open_place
         if not frame.is_watched or self._may_be(frame, place.on_others(kind), UNKNOWN):
             return None
         verdicts: dict[Vector, bool] = {}
@@ -116,8 +114,7 @@ class Ahead:
 
     def may_become(self, frame: ValueFrame, text: bytes) -> bool:
         """Whether these digits are the start of a valid number."""
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
+        place = frame.open_place
         if not place.is_must or len(text) > MOST_DIGITS:
             return self._may_become(frame, place, text)
         # Only the place decides, and a mask tries every short number that is a token.
@@ -158,8 +155,7 @@ class Ahead:
         return True
 
     def _is_number(self, frame: ValueFrame, number: int) -> bool:
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
+        place = frame.open_place
         vector = place.on_scalar(number)
         if place.is_must:
             return self._fits(vector)
@@ -167,8 +163,7 @@ class Ahead:
 
     def is_possible(self, frame: ValueFrame, value: Exact) -> bool:
         """Whether the open value may be this literal."""
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
+        place = frame.open_place
         if place.is_must and not frame.compares:
             return self._fits(place.on_listed(value))
         if not frame.is_watched:
@@ -177,8 +172,7 @@ class Ahead:
 
     def has_value(self, frame: ValueFrame) -> bool:
         """Whether any value may be written here."""
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
+        place = frame.open_place
         if (not frame.compares or place.is_endless) and (place.is_easy or place.is_must):
             return place.has_value
         return any(self._has_kind(frame, kind) for kind in KINDS)
@@ -187,13 +181,12 @@ class Ahead:
         """Whether the open value may be an object, or an array."""
         if not frame.compares or table.place.is_endless:
             return True
-        began = with_news(ValueFrame.begun(table, frame))
+        began = with_news(ValueFrame(table, frame))
         return self._judged(began) and self._deeper(lambda: self.is_alive(began))
 
     def _has_kind(self, frame: ValueFrame, kind: str) -> bool:
         """Whether the open value may be of this kind."""
-        assert frame.open is not None, "a value is expected"
-        place = frame.open[1].place
+        place = frame.open_place
         table = place.table(kind)
         if place.is_must and not self._fits(table.vector):
             return False
@@ -222,8 +215,7 @@ class Ahead:
 
     def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
         """Whether a listed value may follow. known: results by verdicts, where those decide."""
-        assert frame.open is not None, "a value is expected"
-        vector = frame.open[1].place.on_listed(value)
+        vector = frame.open_place.on_listed(value)
         is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
         if is_own or (frame.table.is_unique and value in frame.seen):
             return self._may_be(frame, vector, value)
@@ -304,8 +296,7 @@ class Ahead:
         began = with_news(frame.named(name))
         if not self._judged(began):
             return False
-        assert began.open is not None, "a value follows"
-        place = began.open[1].place
+        place = began.open_place
         if place.is_must and not place.has_value:
             self.why = "properties"
             return False
@@ -365,8 +356,7 @@ class Ahead:
 
     def _filled(self, began: ValueFrame) -> ValueFrame:
         """Add an unknown value."""
-        assert began.open is not None, "a value is open"
-        return with_news(began.filled(began.open[1].place.start, UNKNOWN))
+        return with_news(began.filled(began.open_place.start, UNKNOWN))
 
     # -- arrays
 
@@ -389,8 +379,7 @@ class Ahead:
 
     def _num_options(self, began: ValueFrame) -> int | None:
         """Count the different values that an item may have; ``None`` if there are too many."""
-        assert began.open is not None, "an item is expected"
-        place, found = began.open[1].place, 0
+        place, found = began.open_place, 0
         if place.is_endless:
             return None
         for kind, values in KINDS.items():

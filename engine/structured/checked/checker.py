@@ -57,7 +57,7 @@ class Checker:
 
     def begin(self) -> CheckerState:
         """Return the state before the first byte."""
-        return CheckerState(self, ValueFrame.begun(self._top, None).at_item())
+        return CheckerState(self, ValueFrame(self._top, None).at_item())
 
 
 class CheckerState:
@@ -311,10 +311,10 @@ class CheckerState:
 
     def _learned(self, kind: str, word: Exact) -> tuple[ValueFrame, tuple[bytes, ...] | None, str]:
         """Return the next frame, the allowed contents, and why the scalar must not begin."""
-        assert self.frame.open is not None, "a value is expected"
         frame, ahead = self.frame, self.checker.ahead
-        vector = self.frame.open[1].place.table(kind).vector
-        if vector != self.frame.open[2]:
+        assert frame.open is not None, "a value is expected"
+        vector = frame.open[1].place.table(kind).vector
+        if vector != frame.open[2]:
             frame = with_news(frame.opened(vector))
             verdict = verdict_of(frame)
             if isinstance(verdict, str):
@@ -325,9 +325,8 @@ class CheckerState:
         return frame, options, (ahead.why or SYNTAX) if options == () else ""
 
     def _open(self, kind: str, at: int) -> int:
-        assert self.frame.open is not None, "a value is expected"
-        table = self.frame.open[1].place.table(kind)
-        self.frame = with_news(ValueFrame.begun(table, self.frame))
+        table = self.frame.open_place.table(kind)
+        self.frame = with_news(ValueFrame(table, self.frame))
         self.is_first = True
         self.mode, self.buffer = (NAME, b"") if kind == "object" else (VALUE, b"")
         if not self._judged():
@@ -369,8 +368,7 @@ class CheckerState:
 
     def _fill(self, value: Exact) -> bool:
         """End a scalar."""
-        assert self.frame.open is not None, "a value is expected"
-        place = self.frame.open[1].place
+        place = self.frame.open_place
         return self._filled(self.frame, place.on_scalar(value), value)
 
     def _filled(self, frame: ValueFrame, vector: Vector, value: Exact) -> bool:

@@ -86,35 +86,17 @@ class ValueFrame:
         *("missing", "last", "is_compared", "is_watched", "is_vague", "next_names", "learned"),
     )
 
-    parent: ValueFrame | None
-    table: PlaceTable
-    verdicts: list[Verdict]
-    account: MemberAccount
-    names: dict[str, Member]
-    count: int
-    open: tuple[Key, Member, Vector] | None
-    is_over: bool
-    is_kept: bool
-    parts: Any
-    seen: frozenset[Exact]
-    is_repeated: bool
-    missing: list[str | int | None]
-    last: str | None
-    is_compared: bool
-    is_watched: bool
-    is_vague: bool
-    next_names: Any
-    learned: dict[Any, Any]
-
-    @classmethod
-    def begun(cls, table: PlaceTable, parent: ValueFrame | None) -> ValueFrame:
-        """Return the frame of an object or array right after its opening bracket."""
-        self = cls()
+    def __init__(self, table: PlaceTable, parent: ValueFrame | None) -> None:
+        """Begin an object or array right after its opening bracket."""
         self.table, self.parent = table, parent
         self.verdicts = table.start.copy()
-        self.account, self.names, self.seen = NOTHING, {}, frozenset()
-        self.count = 0
-        self.open = self.parts = self.last = None
+        self.account = NOTHING
+        self.names: dict[str, Member] = {}
+        self.count = 0  # items that were begun
+        self.open: tuple[Key, Member, Vector] | None = None  # the value that is being written
+        self.parts: Any = None  # the finished values, as a linked list
+        self.seen: frozenset[Exact] = frozenset()
+        self.last: str | None = None  # name
         self.is_over = self.is_repeated = False
         self.is_kept = table.keeps or (parent is not None and parent.keeps_values)
         is_within = parent is not None and parent.compares
@@ -122,10 +104,16 @@ class ValueFrame:
         is_watched = parent is not None and parent.is_watched and not table.place.is_must
         self.is_watched = table.is_watchful or self.is_compared or is_watched
         self.is_vague = False
-        self.missing = []
-        self.next_names, self.learned = UNSEEN, {}
+        self.missing: list[str | int | None] = []  # names, items or any property (``None``)
+        self.next_names: Any = UNSEEN
+        self.learned: dict[Any, Any] = {}
         table.judge(self)
-        return self
+
+    @property
+    def open_place(self) -> Place:
+        """The place of the value that is being written."""
+        assert self.open is not None, "a value is being written"
+        return self.open[1].place
 
     @property
     def keeps_values(self) -> bool:
@@ -177,7 +165,7 @@ class ValueFrame:
 
     def copy(self) -> ValueFrame:
         """Return a copy that may be changed."""
-        other = ValueFrame()
+        other = ValueFrame.__new__(ValueFrame)
         other.parent, other.table, other.account = self.parent, self.table, self.account
         other.names, other.count, other.open = self.names, self.count, self.open
         other.is_over, other.is_kept, other.parts = self.is_over, self.is_kept, self.parts
@@ -322,13 +310,12 @@ def verdicts_on(place: Place, value: Exact) -> Vector:
     table = place.table(kind_of(value))
     if table.kind not in ("object", "array"):
         return place.on_scalar(value)
-    frame = ValueFrame.begun(table, None)
+    frame = ValueFrame(table, None)
     for part in value[1]:
         if table.kind == "object":
             name, part = part
             frame = frame.named(name)
         else:
             frame = frame.at_item()
-        assert frame.open is not None, "a value follows"
-        frame = frame.filled(verdicts_on(frame.open[1].place, part), part)
+        frame = frame.filled(verdicts_on(frame.open_place, part), part)
     return frame.closed().vector

@@ -8,7 +8,8 @@ there are too many combinations a choice is widened, and its readings allow more
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from engine.structured.checked.documents import NEWEST, Document, SchemaResource
@@ -68,24 +69,15 @@ class SchemaReading:
 
     def by(self, choice: SchemaChoice, number: int) -> SchemaReading:
         """Copy the reading and continue it on one of the ways."""
-        taken = self.taken
-        if choice.keyword == "oneOf":
-            taken = {**taken, choice.number: number}
-        loose = self.loose if choice.is_exact else {**self.loose, choice.keyword: True}
-        return replace(
-            self,
-            waiting=[*self.waiting, *reversed(choice.ways[number])],
-            parts=[*self.parts],
-            choices=[*self.choices],
-            seen=set(self.seen),
-            types=set(self.types),
-            required=set(self.required),
-            constants={**self.constants},
-            excluded={**self.excluded},
-            taken=taken,
-            loose={**loose},
-            holders={**self.holders},
+        other = SchemaReading(
+            **{each.name: copy(getattr(self, each.name)) for each in fields(self)}
         )
+        other.waiting += reversed(choice.ways[number])
+        if choice.keyword == "oneOf":
+            other.taken[choice.number] = number
+        if not choice.is_exact:
+            other.loose[choice.keyword] = True
+        return other
 
 
 class SchemaReader:
