@@ -1,7 +1,8 @@
-"""The operations, and the choice of body by device (CPU: Numba or torch; CUDA: Triton).
+"""The operations of a model step. Each has one implementation per device: Triton on GPUs, Numba or
+torch on CPUs.
 
-Imports nothing of the engine. Must never define ``__version__``: transformers looks for a package
-of this name and would take it for the one it knows.
+Does not import the engine. Must not define ``__version__``: transformers looks for a package named
+"kernels" and would take this one for it.
 """
 
 from kernels.meta import AttentionMeta

@@ -1,8 +1,8 @@
-"""The one place that decides which body computes: Triton, Numba or plain torch.
+"""Selects the implementation ("body") of an operation: Triton, Numba or plain torch.
 
-Tensors on a CUDA or ROCm device go to Triton. Tensors on the CPU go to Numba; or to Triton, if its
-interpreter is on (``TRITON_INTERPRET=1`` before Triton is imported) after
-``CPU_TENSORS.go_to_triton(True)``, which the CUDA worker calls where it stands in for a device.
+Tensors on a CUDA or ROCm device use Triton. Tensors on the CPU use Numba, or, after
+``CPU_TENSORS.go_to_triton(True)``, Triton's interpreter (``TRITON_INTERPRET=1`` must be set before
+Triton is imported), so that tests can run the GPU's code on a CPU.
 """
 
 from __future__ import annotations
@@ -13,17 +13,18 @@ import torch
 
 
 class CpuTensors:
-    """Where tensors on the CPU are computed, in the whole process."""
+    """Which implementation computes CPU tensors in this process."""
 
     def __init__(self) -> None:
         self.are_interpreted = False
 
     def go_to_triton(self, requested: bool) -> None:
-        """Raises ``ValueError`` if they cannot, as Triton compiles what it is given."""
+        """Use Triton's interpreter for CPU tensors, or not. Raises ``ValueError`` if it is not
+        on."""
         if requested and not _triton().is_interpreting():
             raise ValueError(
-                "Triton compiles in this process; set TRITON_INTERPRET=1 before it starts to have "
-                "tensors on the CPU interpreted"
+                "Triton's interpreter is off in this process; set TRITON_INTERPRET=1 before the "
+                "process starts"
             )
         self.are_interpreted = requested
 
@@ -32,12 +33,12 @@ CPU_TENSORS = CpuTensors()
 
 
 def triton_for(x: torch.Tensor) -> ModuleType | None:
-    """The Triton bodies if they compute on this tensor."""
+    """The Triton implementations if they are used for this tensor, otherwise ``None``."""
     return _triton() if not x.is_cpu or CPU_TENSORS.are_interpreted else None
 
 
 def _triton() -> ModuleType:
-    # Only here, so that an engine on the CPU never pays for importing Triton.
+    # Imported here, so that an engine on the CPU does not import Triton.
     from kernels import triton
 
     return triton

@@ -1,4 +1,4 @@
-"""Positions of one step's tokens, shared by every attention and KV operation."""
+"""Lengths, positions and KV cache places of a step's tokens, for attention and KV writes."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """The step's sequences. S sequences, N tokens; token t of sequence s is row query_start[s] + t.
+    """A step with S sequences and N tokens; token t of sequence s is row query_start[s] + t.
 
-    The KV cache of a layer is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]`` (head-major;
-    index 0 of the second axis is K, 1 is V). Block 0 is the null block: never read, never meant.
+    The KV cache of a layer is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; index 0 of
+    the second axis is K, 1 is V. Block 0 is the null block, whose contents are never used.
     """
 
     query_start: torch.Tensor  # [S + 1] int32
-    seq_lens: torch.Tensor  # [S] int32: context plus new tokens
+    seq_lens: torch.Tensor  # [S] int32, cached plus new tokens
     block_tables: torch.Tensor  # [S, max_blocks] int32
     positions: torch.Tensor  # [N] int64
-    slots: torch.Tensor  # [N] int64: block * block_size + offset, where K and V are written
+    slots: torch.Tensor  # [N] int64, block * block_size + offset at which K and V are written
     block_size: int
     num_decodes: int  # the first num_decodes sequences have exactly one query token
     max_query_len: int
     max_seq_len: int
-    scratch: dict[Any, Any] = field(default_factory=dict)  # what an operation works out once a step
-    # On a GPU: each row's arithmetic has one order, whatever else is in the batch. On a CPU it has.
+    scratch: dict[Any, Any] = field(default_factory=dict)  # values computed once per step
+    # On a GPU, sum each row in an order that does not depend on the batch. A CPU always does.
     batch_invariant: bool = False
-    # Recorded for whatever sequences fit: num_decodes is 0, the longest are the longest there may
-    # be, and which sequence has how many tokens is for the device to see.
+    # For a recorded graph that serves any sequences: num_decodes is 0, maximum lengths are the
+    # largest possible, and only the device knows the number of tokens of each sequence.
     is_mixed: bool = False

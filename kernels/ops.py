@@ -1,7 +1,7 @@
-"""One signature an operation; the body is chosen by where the tensors lie.
+"""The operations of layers; the device of the tensors selects the implementation.
 
 N tokens, H hidden size, Hq query heads, Hkv key and value heads, D head size. Arithmetic is in
-float32 whatever the dtype, rounded where Hugging Face's modules round, so that greedy tokens agree.
+float32 for every dtype and rounded where transformers' modules round, so that greedy tokens agree.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ def _bodies(x: torch.Tensor):
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, add_one: bool = False
 ) -> torch.Tensor:
-    """x / rms(x) * weight over the last axis; `add_one`: * (1 + weight), as Gemma stores it.
+    """x / rms(x) * weight over the last axis. add_one: the factor is 1 + weight, as in Gemma.
 
-    x: [..., H] with weight [H]. Returns a new tensor of x's shape and dtype.
+    x: [..., H], weight: [H]. Returns a new tensor of x's shape and dtype.
     """
     return _bodies(x).rms_norm(x, weight, eps, add_one=add_one)
 
@@ -37,7 +37,7 @@ def add_rms_norm(
     *,
     add_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rms_norm(x + residual), x + residual). x, residual: [N, H], both left unchanged."""
+    """Returns (rms_norm(x + residual), x + residual). x, residual: [N, H], both unchanged."""
     return _bodies(x).add_rms_norm(x, residual, weight, eps, add_one=add_one)
 
 
@@ -50,10 +50,10 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [.., K] times weight [N, K] transposed, plus bias [N]: [.., N] of x's dtype.
+    """x @ weight.T + bias: x [.., K], weight [N, K], bias [N] -> [.., N] of x's dtype.
 
-    torch's, but of one row of 16-bit numbers on a GPU, where memory is the bound and its libraries
-    leave a tenth to a half of it unused.
+    By torch, except for one row of 16-bit numbers on a GPU: this is memory-bound, and torch's
+    libraries use only 50 to 90 % of the bandwidth.
     """
     body = triton_for(x)
     if body is not None and is_one_row(x, weight):
@@ -62,7 +62,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """Whether `linear` computes it by itself on a GPU."""
+    """True if `linear` uses its own kernel on a GPU."""
     is_one = x.numel() == x.shape[-1] and x.is_contiguous()
     return is_one and weight.dtype.itemsize == 2 and weight.stride(1) == 1
 
@@ -70,12 +70,10 @@ def is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
 def invariant_linear(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """`linear`, but a row's result is the same to the last bit whatever other rows there are.
-
-    On a GPU; the CPU's own layers are so.
-    """
+    """Like `linear`, but a row's result does not depend on the other rows, to the last bit. Only
+    for GPUs; CPU layers always have this property."""
     body = triton_for(x)
-    assert body is not None, "only a GPU needs a product of its own for this"
+    assert body is not None, "invariant_linear() is only for GPUs"
     return body.invariant_linear(x, weight, bias)
 
 
@@ -87,7 +85,7 @@ def mixture(
     weights: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """Each token's experts, weighted: x [N, H] -> [N, H]. See `kernels.reference.grouped`."""
+    """Weighted sum of each token's experts: x [N, H] -> [N, H]. See `kernels.reference.grouped`."""
     body = triton_for(x) or grouped
     return body.mixture(x, gate_up, down, chosen, weights, act)
 
@@ -108,14 +106,14 @@ def qkv_rope_write(  # noqa: PLR0913
     norm_add_one: bool = False,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Normalise and rotate queries and keys, write K and V to the cache; returns q [N, Hq, D].
+    """Normalise and rotate queries and keys, and write K and V to the cache. Returns q [N, Hq, D].
 
     qkv: [N, (Hq + 2 Hkv) * D]. kv_layer: [num_blocks, 2, Hkv, block, D], written at meta.slots
-    (-1: padding, nothing is written). cos_sin: [max_pos, rot], cosines in the first half of a
-    row and sines in the second, rot <= D; None leaves positions out. interleaved: pairs are
-    neighbours (2i, 2i + 1) rather than (i, i + rot / 2). q_norm, k_norm: [D] normalises each
-    head, [Hq * D] and [Hkv * D] the whole width (OLMo-2). kv_scales: [2, Hkv] float32, of keys and
-    of values; the cache holds x / scale. An 8-bit cache saturates.
+    (-1: padding, not written). cos_sin: [max_pos, rot], each row cosines, then sines, with
+    rot <= D; None: no rotation. interleaved: rotated pairs are (2i, 2i + 1) instead of
+    (i, i + rot / 2). q_norm, k_norm: weights [D] to normalise each head, or [Hq * D] and [Hkv * D]
+    for the full width (OLMo-2). kv_scales: [2, Hkv] float32, scales of keys and values; the cache
+    stores x / scale. Values too large for an 8-bit cache are clamped.
     """
     rope = reference.Rope(cos_sin, interleaved)
     norm = reference.HeadNorm(q_norm, k_norm, norm_eps, norm_add_one)
@@ -135,14 +133,13 @@ def paged_attention(  # noqa: PLR0913
     alibi: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Causal attention of this step's tokens over the cache, which already holds their K and V.
+    """Causal attention of a step's tokens over the cache, which already contains their K and V.
 
-    q: [N, Hq, D]; returns [N, Hq * D]. Sequences may be decodes (one token) or chunks of any length
-    with any context. window: the query at position p sees keys p - window + 1 .. p; 0 sees all.
-    softcap: scores become cap * tanh(score / cap); 0 leaves them. sinks: [Hq] logits of a key
-    without a value, one a head. alibi: [Hq] slopes; the score of a key that lies d positions back
-    is lowered by slope * d. kv_scales: as in qkv_rope_write. Rows past the last sequence come out
-    as zeros.
+    q: [N, Hq, D]; returns [N, Hq * D]. Sequences may be decodes (one token) or prompt chunks with
+    any context. window: the query at position p attends to keys p - window + 1 .. p; 0: all.
+    softcap: scores become cap * tanh(score / cap); 0: unchanged. sinks: [Hq], for each head the
+    logit of a key without a value. alibi: [Hq] slopes; slope * distance is subtracted from scores.
+    kv_scales: as in qkv_rope_write. Rows after the last sequence are zeros.
     """
-    variant = reference.Variant(scale, window, softcap, sinks, alibi, kv_scales)
-    return _bodies(q).paged_attention(q, kv_layer, meta, variant)
+    options = reference.AttentionOptions(scale, window, softcap, sinks, alibi, kv_scales)
+    return _bodies(q).paged_attention(q, kv_layer, meta, options)

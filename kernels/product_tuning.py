@@ -1,8 +1,8 @@
-"""Launch settings of batch-invariant products: a table, as kernels.tuning is for attention.
+"""Launch settings of batch-invariant products, in a table as in kernels.tuning.
 
-A row's sums must not depend on how many rows there are. So columns and inputs of a tile are chosen
-by the weight alone, and tiles of other numbers of rows multiply by the same instruction, over the
-inputs in the same order. Speed is not measured yet."""
+A row's sums must not depend on the number of rows. Therefore outputs and inputs per tile depend
+only on the weight, and tiles of any number of rows use the same instruction over the inputs in the
+same order. Speed has not been measured yet."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import NamedTuple
 
 from kernels.tuning import PROCESSORS
 
-ALIGNED = 16  # what sizes are multiples of where loads are as wide as they can be
+ALIGNED = 16  # sizes that are multiples of this allow the widest loads
 
 
 class ProductTile(NamedTuple):
-    """A program's share: rows of x, outputs, inputs a step; warps, loads in flight."""
+    """Tile of one program: rows of x, outputs, inputs per step; number of warps and pipeline
+    stages."""
 
     rows: int
     outputs: int
@@ -23,9 +24,9 @@ class ProductTile(NamedTuple):
     stages: int
 
 
-# Bytes of x -> outputs a program -> inputs a step, and by rows (warps, stages). Wide tiles are for
-# weights that have enough outputs to give each processor one. Per entry the instruction is one:
-# sm_90's multiplies 64 rows by all columns of the tile, whichever group of four warps has them.
+# Bytes of an element of x -> outputs per program -> (inputs per step, rows -> (warps, stages)).
+# Wide tiles are for weights with at least one such tile per processor. All rows of an entry use one
+# instruction: sm_90's multiplies 64 rows by all columns of the tile.
 _Rows = dict[int, tuple[int, int]]
 _TILES: dict[str, dict[int, dict[int, tuple[int, _Rows]]]] = {
     "sm_90": {
@@ -44,13 +45,13 @@ _TILES: dict[str, dict[int, dict[int, tuple[int, _Rows]]]] = {
 
 
 def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: int) -> ProductTile:
-    """For this many rows of numbers of `itemsize` bytes. weight: its outputs and inputs."""
+    """The tile for this many rows of elements of `itemsize` bytes. weight: (outputs, inputs)."""
     num_outputs, num_inputs = weight
     table = _TILES[arch][itemsize]
     fills = [outputs for outputs in table if num_outputs >= outputs * PROCESSORS[arch]]
     outputs = max(fills, default=min(table))
     inputs, by_rows = table[outputs]
     rows = next((rows for rows in by_rows if num_rows <= rows), max(by_rows))
-    if num_inputs % ALIGNED:  # loaded number by number: more warps share what that takes
+    if num_inputs % ALIGNED:  # elements are loaded one by one, which needs more warps
         rows = max(by_rows)
     return ProductTile(rows, outputs, inputs, *by_rows[rows])

@@ -1,7 +1,5 @@
-"""Products with quantised weights, and the rows that 8-bit products take; bodies by device.
-
-Where no body is compiled for a device, plain torch computes on what the weights stand for.
-"""
+"""Products with quantised weights, and quantisation of inputs. On devices without a kernel, torch
+computes with dequantised weights."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ from kernels.reference import quant as reference
 def weight_only_product(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias: [M, K] -> [M, N] of x's dtype; bias: [N]. x's last axis has no gaps."""
+    """x @ weight.T + bias: x [M, K] with contiguous rows, bias [N] -> [M, N] of x's dtype."""
     body = triton_for(x) or reference
     return body.weight_only_product(x, packed, bias)
 
@@ -23,9 +21,9 @@ def weight_only_product(
 def quantize_rows(
     x: torch.Tensor, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / scales as float8_e4m3fn [M, K], scales [M, 1] float32); saturates at 448.
+    """Returns x / scales as float8_e4m3fn [M, K], clamped to 448, and the scales [M, 1] float32.
 
-    scale: [1] float32 for all rows; None takes each row's largest number as the largest float.
+    scale: [1] float32 for all rows; None: each row is scaled so that its largest number is 448.
     """
     body = triton_for(x) or reference
     return body.quantize_rows(x, scale)

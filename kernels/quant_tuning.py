@@ -1,6 +1,6 @@
-"""Launch settings of weight-only products: a table, as kernels.tuning is for attention.
+"""Launch settings of weight-only products, in a table as in kernels.tuning.
 
-Chosen so that the compiled kernels do not spill registers; speed is not measured yet.
+Chosen so that the compiled kernels do not spill registers; speed has not been measured yet.
 """
 
 from __future__ import annotations
@@ -10,22 +10,21 @@ from typing import NamedTuple
 from kernels.tuning import PROCESSORS
 
 MAX_SPLITS = 16
-# Steps over the inputs that a split should have, to be worth its part of the sums.
+# Fewer steps over the inputs do not justify a split of the sums.
 LEAST_STEPS = 4
 
-# Above this many rows of 16-bit numbers a weight is dequantised once and the library multiplies.
-# That writes and reads 2 bytes a weight more: 4 / 3.05e12 s on an H100. A row costs the library 2 /
-# 783e12 s a weight, and about twice that a product that unpacks: it waits for tensor cores at each
-# group, where the library does not. They are even at 510 rows (on an A100, of 1.9e12 bytes and
-# 250e12 operations a second, at 260, but there, too, steps of this many rows get by without
-# scratch).
+# With more rows of 16-bit numbers, a weight is dequantised once and torch's library multiplies.
+# This writes and reads 2 more bytes per weight: 4 / 3.05e12 s on an H100. A row costs the library 2
+# / 783e12 s per weight, and about twice as much in the product that unpacks, which waits for tensor
+# cores at each group. Both are equal at 510 rows (at 260 on an A100 with 1.9e12 bytes and 250e12
+# operations per second; the limit is the same there, since it saves scratch memory).
 _MOST_FUSED_ROWS = 512
-# Of float32, which tensor cores do not take: arithmetic is the bound from few rows on.
+# For float32, which tensor cores do not support: few rows are already compute-bound.
 _MOST_FUSED_ROWS_OF_FLOAT32 = 64
 
 
 class QuantTile(NamedTuple):
-    """A program's share: rows of x, outputs, warps, loads in flight."""
+    """Tile of one program: rows of x and outputs; number of warps and pipeline stages."""
 
     rows: int
     outputs: int
@@ -33,9 +32,9 @@ class QuantTile(NamedTuple):
     stages: int
 
 
-# Bytes of x -> rows -> (outputs, warps, stages); the first entry that holds the rows is taken, or
-# the last. Unpacking a weight takes about as many instructions as multiplying it by 64 rows: more
-# rows a program are worth their registers. Float32 is for comparing: more rows would spill.
+# Bytes of an element of x -> rows -> (outputs, warps, stages); the first entry with enough rows is
+# used, otherwise the last. Unpacking a weight takes about as many instructions as multiplying it by
+# 64 rows, so many rows per program pay off. Float32 is for comparison; more rows would spill.
 _TILES = {
     "sm_90": {
         2: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 4, 4), 128: (128, 8, 3)},
@@ -50,20 +49,22 @@ _TILES = {
         4: {16: (32, 8, 1)},
     },
 }
-# Instead, where each element of x is looked up by itself, as experts with sorted inputs do: the
-# addresses take registers.
+# Replacements if each element of x is gathered by its own address (experts with sorted inputs),
+# which takes registers.
 _GATHERED_TILES = {"sm_90": {2: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 8, 4)}}}
 
 
 def most_fused_rows(itemsize: int) -> int:
-    """Rows of such numbers up to which packed weights are read by the product itself."""
+    """Maximum number of rows, of elements of `itemsize` bytes, for the product that unpacks
+    weights."""
     return _MOST_FUSED_ROWS if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
 
 
 def product_tile(
     arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False
 ) -> QuantTile:
-    """For this many rows of numbers of `itemsize` bytes; is_gathered: each looked up by itself."""
+    """The tile for this many rows of elements of `itemsize` bytes. is_gathered: each element of x
+    has its own address."""
     table = _TILES[arch][itemsize]
     if is_gathered:
         table = _GATHERED_TILES.get(arch, {}).get(itemsize, table)
@@ -72,10 +73,11 @@ def product_tile(
 
 
 def num_splits(arch: str, tile: QuantTile, num_programs: int, num_steps: int) -> int:
-    """Parts of the inputs, so that programs fill the device; `num_steps` are there to share.
+    """Number of parts into which the `num_steps` steps over the inputs are split to fill the
+    device.
 
-    A processor holds one program of eight warps, or two of four. Parts of many rows are as many
-    bytes as the weights: there are no more than fill it once.
+    A processor runs one program of eight warps, or two of four. Partial sums of many rows are as
+    large as the weights, so there are no more parts than fill the device once.
     """
     wanted = -(-(8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1))
     return max(1, min(wanted, num_steps // LEAST_STEPS, MAX_SPLITS))

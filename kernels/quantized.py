@@ -1,7 +1,7 @@
-"""Quantised matrices: one form for what files hold, another for what weight-only products read.
+"""Quantised matrices: ``Quantized`` as in checkpoints, ``Packed`` for weight-only products.
 
-N outputs, K inputs, G groups of inputs; inputs of a group share a scale (and a zero) per output.
-"""
+N outputs, K inputs, G groups of inputs; inputs of a group share a scale (and zero point) per
+output."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Inputs multiplied at a time at most, by bits; and at least, which is what tensor cores take.
+# Maximum number of inputs multiplied in one step, by bits; the minimum is that of tensor cores.
 WIDEST_PIECE = {4: 64, 8: 128}
 LEAST_PIECE = 16
 
@@ -22,9 +22,9 @@ class Quantized(NamedTuple):
     values: torch.Tensor  # [N, K] uint8, or float8_e4m3fn, which has no zeros
     scales: torch.Tensor  # [N, G], any floating type
     bits: int  # 4 or 8
-    group_size: int  # input k is of group k // group_size, if `groups` does not say otherwise
-    zeros: torch.Tensor | None = None  # [N, G] uint8; None: half of the range, 2 ** (bits - 1)
-    groups: torch.Tensor | None = None  # [K] int64
+    group_size: int  # input k is in group k // group_size, unless `groups` is given
+    zeros: torch.Tensor | None = None  # [N, G] uint8; None: 2 ** (bits - 1)
+    groups: torch.Tensor | None = None  # [K] int64, group of each input
 
     @property
     def is_float(self) -> bool:
@@ -32,20 +32,21 @@ class Quantized(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A matrix as weight-only products read it: rows of bytes, groups side by side.
+    """A matrix for weight-only products: rows of bytes in which groups are contiguous.
 
-    Of 4 bits, byte i * piece + j of a row holds input 2 * i * piece + j in its low half and the
-    input `piece` later in its high half: a program takes both without moving numbers between lanes.
+    With 4 bits, byte i * piece + j of a row has input 2 * i * piece + j in its low half and the
+    input `piece` later in its high half, so a program unpacks both without moving values between
+    lanes.
     """
 
-    values: torch.Tensor  # [N, K] uint8 or float8_e4m3fn; of 4 bits [N, pieces / 2 * piece] uint8
+    values: torch.Tensor  # [N, K] uint8 or float8_e4m3fn; 4 bits: [N, pieces / 2 * piece] uint8
     scales: torch.Tensor  # [G, N]
     bits: int
     group_size: int
     zeros: torch.Tensor | None  # [G, N] uint8
-    order: torch.Tensor | None  # [K] int32: the input that each column belongs to; None: its own
+    order: torch.Tensor | None  # [K] int32, the input of each column; None: 0, 1, 2, ...
     num_inputs: int
-    piece: int  # inputs that lie in one group and are multiplied together
+    piece: int  # inputs of one group that are multiplied in one step
 
     @property
     def num_outputs(self) -> int:
@@ -61,38 +62,38 @@ class Packed(NamedTuple):
         )
 
     def of_outputs(self, ids: torch.Tensor) -> Packed:
-        """The matrix of some outputs: [I] -> I outputs."""
+        """The matrix with only the outputs ``ids`` [I]."""
         zeros = None if self.zeros is None else self.zeros[:, ids]
         return self._replace(values=self.values[ids], scales=self.scales[:, ids], zeros=zeros)
 
     def at(self, index: int) -> Packed:
-        """One of the matrices that `stack` has put together."""
+        """Matrix ``index`` of a stack."""
         return self._replace(**{name: tensor[index] for name, tensor in self._tensors().items()})
 
     def _tensors(self) -> dict[str, Any]:
         return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
 
     def _ordered(self) -> Packed:
-        """The weight with an explicit order."""
+        """The matrix with an explicit order of inputs."""
         if self.order is not None:
             return self
         own = torch.arange(self.num_inputs, dtype=torch.int32, device=self.values.device)
         return self._replace(order=own)
 
-    def _form(self) -> tuple[object, ...]:
-        """What matrices have in common that can be put together."""
+    def _layout(self) -> tuple[object, ...]:
+        """Everything that must be equal in matrices that are stacked."""
         tensors = {name: (one.shape, one.dtype) for name, one in self._tensors().items()}
         return tensors, self.bits, self.group_size, self.num_inputs, self.piece
 
 
 def can_stack(matrices: Sequence[Packed]) -> bool:
-    """Whether they are of one size, packed alike but for the order of their inputs."""
-    forms = [matrix._replace(order=None)._form() for matrix in matrices]
-    return all(form == forms[0] for form in forms[1:])
+    """True if all matrices have the same size and layout; their orders of inputs may differ."""
+    layouts = [matrix._replace(order=None)._layout() for matrix in matrices]
+    return all(layout == layouts[0] for layout in layouts[1:])
 
 
 def stack(matrices: Sequence[Packed]) -> Packed:
-    """Matrices in one: each of its tensors has an axis [E] before its own. See `can_stack`."""
+    """Stack matrices: each tensor gets a first axis [E]. See `can_stack`."""
     if any(matrix.order is not None for matrix in matrices):
         matrices = [matrix._ordered() for matrix in matrices]
     tensors = [matrix._tensors() for matrix in matrices]
@@ -103,13 +104,13 @@ def stack(matrices: Sequence[Packed]) -> Packed:
 
 
 def piece_of(bits: int, group_size: int, num_groups: int) -> int:
-    """Inputs multiplied together: they must be of one group."""
+    """Number of inputs multiplied in one step; all must be in one group."""
     widest = WIDEST_PIECE[bits]
     return widest if num_groups == 1 else gcd(widest, group_size)
 
 
 def can_pack(matrix: Quantized) -> bool:
-    """Whether groups are wide enough and, once inputs are sorted by group, all of one size."""
+    """True if groups are large enough and, after sorting inputs by group, of equal size."""
     num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
     if piece_of(matrix.bits, matrix.group_size, num_groups) < LEAST_PIECE:
         return False
@@ -120,7 +121,7 @@ def can_pack(matrix: Quantized) -> bool:
 
 
 def pack(matrix: Quantized) -> Packed:
-    """For products on a device; `can_pack` must hold."""
+    """Pack a matrix for weight-only products; `can_pack` must be true."""
     values, order = matrix.values, None
     if matrix.groups is not None:
         order = matrix.groups.argsort(stable=True)
@@ -145,7 +146,7 @@ def _pack_halves(values: torch.Tensor, piece: int) -> torch.Tensor:
 
 
 def unpack(packed: Packed) -> Quantized:
-    """Back to the form of files, inputs in their places."""
+    """Undo `pack`, with inputs in their original order."""
     values, groups = packed.values, None
     if packed.bits == 4:
         bytes_ = values.view(len(values), -1, 1, packed.piece)

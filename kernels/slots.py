@@ -1,20 +1,24 @@
 """Operations on device state by slot, so that the host need not know what was sampled.
 
-Their signatures stand in `kernels.reference`: `index` (a step's inputs, block tables, advancing),
-`sampling` (tokens), `logits` (masks, edits, penalties, log-probabilities). A slot of -1 is padding
-everywhere.
+The device of the tensors selects the implementation. Signatures and results: `kernels.reference`,
+in `index` (a step's inputs, block tables, advancing), `sampling` (tokens) and `logits` (masks,
+edits, penalties, log-probabilities). A slot of -1 is padding everywhere.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import wraps
 from types import ModuleType
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from kernels.bodies import triton_for
-from kernels.cpu import logits, sampling
-from kernels.cpu import slots as index
+from kernels.cpu import logits as cpu_logits
+from kernels.cpu import sampling as cpu_sampling
+from kernels.cpu import slots as cpu_slots
+from kernels.reference import index, logits, sampling
 from kernels.reference.index import REJECTED, UNKNOWN, Drawn, Inputs, SlotState
 from kernels.reference.logits import BadWords, Edits, Penalties, new_penalties
 from kernels.reference.sampling import Columns, Rows
@@ -47,100 +51,34 @@ __all__ = [
     "token_logprobs",
 ]
 
-
-def _body(x: torch.Tensor, cpu: ModuleType) -> ModuleType:
-    return triton_for(x) or cpu
-
-
-def preparation(
-    state: SlotState,
-    slots: torch.Tensor,
-    query_start: torch.Tensor,
-    host_ids: torch.Tensor,
-    inputs: Inputs,
-    block_size: int,
-) -> Callable[[], None]:
-    """See `kernels.reference.index`."""
-    body = _body(slots, index)
-    found: Callable[[], None]
-    found = body.preparation(state, slots, query_start, host_ids, inputs, block_size)
-    return found
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
-def grow_block_tables(
-    block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
-) -> None:
-    """See `kernels.reference.index`."""
-    _body(slots, index).grow_block_tables(block_tables, slots, places, blocks)
+def _by_device(reference: Callable[P, T], cpu: ModuleType) -> Callable[P, T]:
+    """The operation of this name for the device of its first argument: a tensor, or a tuple that
+    begins with one."""
+    name = reference.__name__
+
+    @wraps(reference)
+    def operation(*args: Any, **options: Any) -> Any:
+        first = args[0] if isinstance(args[0], torch.Tensor) else args[0][0]
+        return getattr(triton_for(first) or cpu, name)(*args, **options)
+
+    return operation
 
 
-def remember(
-    history: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
-) -> None:
-    """See `kernels.reference.index`."""
-    _body(slots, index).remember(history, slots, positions, tokens)
-
-
-def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
-    """See `kernels.reference.index`."""
-    _body(slots, index).advance(state, slots, query_start, drawn)
-
-
-def sample(rows: Rows, columns: Columns) -> torch.Tensor:
-    """See `kernels.reference.sampling`."""
-    return _body(rows.logits, sampling).sample(rows, columns)
-
-
-def sample_allowed(
-    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
-) -> torch.Tensor:
-    """See `kernels.reference.sampling`."""
-    return _body(rows.logits, sampling).sample_allowed(rows, columns, masks, mask_of_row)
-
-
-def are_sound(scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    return _body(scores, logits).are_sound(scores, places)
-
-
-def apply_bitmask(scores: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
-    """See `kernels.reference.logits`, as for all that follow."""
-    _body(scores, logits).apply_bitmask(scores, masks, mask_of_row)
-
-
-def apply_edits(
-    scores: torch.Tensor, edits: Edits, slots: torch.Tensor, positions: torch.Tensor
-) -> None:
-    _body(scores, logits).apply_edits(scores, edits, slots, positions)
-
-
-def forbid_words(
-    scores: torch.Tensor,
-    words: BadWords,
-    slots: torch.Tensor,
-    positions: torch.Tensor,
-    history: torch.Tensor,
-    num_prompt: torch.Tensor,
-) -> None:
-    _body(scores, logits).forbid_words(scores, words, slots, positions, history, num_prompt)
-
-
-def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:
-    _body(token_ids, logits).seat(state, slot, token_ids, num_prompt)
-
-
-def count_tokens(
-    state: Penalties, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
-) -> None:
-    _body(slots, logits).count_tokens(state, slots, token_ids, num_tokens)
-
-
-def penalise_rows(
-    scores: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
-) -> None:
-    _body(scores, logits).penalise_rows(scores, state, slots, drafts)
-
-
-def token_logprobs(
-    scores: torch.Tensor, token_ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return _body(scores, logits).token_logprobs(scores, token_ids)
+preparation = _by_device(index.preparation, cpu_slots)
+grow_block_tables = _by_device(index.grow_block_tables, cpu_slots)
+remember = _by_device(index.remember, cpu_slots)
+advance = _by_device(index.advance, cpu_slots)
+sample = _by_device(sampling.sample, cpu_sampling)
+sample_allowed = _by_device(sampling.sample_allowed, cpu_sampling)
+are_sound = _by_device(logits.are_sound, cpu_logits)
+apply_bitmask = _by_device(logits.apply_bitmask, cpu_logits)
+apply_edits = _by_device(logits.apply_edits, cpu_logits)
+forbid_words = _by_device(logits.forbid_words, cpu_logits)
+seat = _by_device(logits.seat, cpu_logits)
+count_tokens = _by_device(logits.count_tokens, cpu_logits)
+penalise_rows = _by_device(logits.penalise_rows, cpu_logits)
+token_logprobs = _by_device(logits.token_logprobs, cpu_logits)

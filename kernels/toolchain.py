@@ -1,7 +1,7 @@
-"""What Triton needs of a machine before its first launch, and what of it is missing.
+"""Checks, before a model is loaded, whether Triton can launch kernels on this machine.
 
-With the driver of a device it loads a module of its own in C, which it builds once and keeps. A
-failure there would come up when a model is in memory already.
+Triton compiles and caches a C module at its first use, which needs a C compiler and Python's
+headers.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SOURCE = "#include <Python.h>\nint nothing;\n"
 
 
 def why_triton_cannot_start() -> str | None:
-    """What is wrong and what can be done about it; ``None`` if Triton can launch kernels here."""
+    """What is missing and how to get it; ``None`` if Triton can launch kernels here."""
     try:
         triton = importlib.import_module("triton")
-    except Exception as error:  # a library that it brings may not fit the system
+    except Exception as error:  # its libraries may not fit the system
         reason = f"{type(error).__name__}: {error}"
         return f"Triton cannot be imported ({reason}); pip install 'triton>=3.6,<3.8'"
     try:
@@ -32,20 +32,18 @@ def why_triton_cannot_start() -> str | None:
     except Exception as error:
         found = None if triton.knobs.build.impl else missing_for_build(triton.knobs.build.cc)
         reason = f"{type(error).__name__}: {error}"
-        return found or f"Triton {triton.__version__} finds no device it can use ({reason})"
+        return found or f"Triton {triton.__version__} finds no supported device ({reason})"
     return None
 
 
 def missing_for_build(compiler: str | None) -> str | None:
-    """What is missing to build a module of Python's in C; ``None`` if one can be built.
-
-    compiler: that is requested (``CC``), or ``None`` for the one in ``PATH``.
-    """
+    """What is missing to build a C extension module; ``None`` if one can be built. compiler: the
+    value of ``CC``, or ``None`` to search ``PATH``."""
     command = compiler or next(filter(shutil.which, COMPILERS), None)
     if command is None or shutil.which(command) is None:
-        looked = f"CC is {compiler!r}, which is not there" if compiler else "none is in PATH"
+        fault = f"CC is {compiler!r}, which does not exist" if compiler else "none is in PATH"
         return (
-            f"Triton builds its launcher with a C compiler, and {looked}: apt install gcc "
+            f"Triton builds its launcher with a C compiler, and {fault}: apt install gcc "
             "python3-dev, or set CC"
         )
     include = _include()
@@ -59,8 +57,8 @@ def missing_for_build(compiler: str | None) -> str | None:
     if "Python.h" in reason:
         version = f"{sys.version_info.major}.{sys.version_info.minor}"
         return (
-            f"Triton builds its launcher with {command}, which finds no Python.h in {include}: apt "
-            f"install python3-dev (python{version}-dev)"
+            f"Triton builds its launcher with {command}, which finds no Python.h in {include}: "
+            f"apt install python3-dev (python{version}-dev)"
         )
     return f"Triton builds its launcher with {command}, which fails: {reason:.500}"
 
@@ -71,7 +69,7 @@ def _failure(command: list[str]) -> str | None:
             command,
             capture_output=True,
             text=True,
-            errors="replace",  # a compiler writes in the language of its user
+            errors="replace",  # compiler messages may be localised
             timeout=BUILD_SECONDS,
             check=False,
         )
@@ -81,7 +79,7 @@ def _failure(command: list[str]) -> str | None:
 
 
 def _include() -> str:
-    """Where Triton looks for Python's headers."""
+    """The directory in which Triton searches for Python's headers."""
     scheme = sysconfig.get_default_scheme()
     scheme = "posix_prefix" if scheme == "posix_local" else scheme
     return sysconfig.get_paths(scheme=scheme)["include"]

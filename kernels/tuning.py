@@ -1,7 +1,7 @@
-"""Launch settings of the Triton kernels: a table, looked up on the host before each launch.
+"""Launch settings of the Triton attention kernels, in tables that are read before each launch.
 
-Never an autotuner: it cannot run while a graph is captured, and two runs of one program would get
-different kernels, hence different last bits. Measured settings are entered here by hand.
+There is no autotuner, because it cannot run during graph capture, and because two runs of a program
+could use different kernels and so differ in the last bits. Measured settings are entered by hand.
 """
 
 from __future__ import annotations
@@ -10,26 +10,27 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-# Processors of the largest device of a family; decode attention asks for twice as many programs.
+# Processors (SMs) of the largest device of an architecture.
 PROCESSORS = {"sm_90": 132, "sm_80": 108, "gfx942": 304}
 MAX_SPLITS = 32
-# Fewer keys are not worth a share of their own: in batches that do not fill the device, or do.
+# Minimum number of keys of a share, in batches that do not fill the device, and in those that do.
 LEAST_SHARE_KEYS, LEAST_FULL_SHARE_KEYS = 128, 1024
-# Shares that there are programs for on each processor, likewise.
+# Number of shares per processor, in these two cases.
 PROGRAMS_A_PROCESSOR, FULL_PROGRAMS_A_PROCESSOR = 2, 6
-# In batches that fill the device, what is no longer than this is not worth a plan and a merge.
+# In batches that fill the device, sequences up to this length are not split.
 MOST_UNPLANNED_KEYS = 8192
-# Of a chunk's part: its sums go through memory in float32 once more.
+# Minimum number of keys of a part in prefill, since its float32 sums go through memory once more.
 LEAST_PREFILL_KEYS = 512
-# Query tokens up to which a sequence is split as single tokens are.
+# Sequences of up to this many query tokens are split like decodes.
 MAX_DECODE_TOKENS = 8
 MAX_PREFILL_ROWS = 128
-# Rows times parts of the keys that a recorded step with prompt tokens has memory for.
+# Query rows times parts of keys for which a recorded mixed step has memory.
 MOST_PART_ROWS = 4096
 
 
 class Tile(NamedTuple):
-    """A program's share: packed query rows, keys a step, warps, loads in flight."""
+    """Tile of one program: packed query rows, keys per step; number of warps and pipeline
+    stages."""
 
     rows: int
     keys: int
@@ -38,36 +39,38 @@ class Tile(NamedTuple):
 
 
 class Kind(NamedTuple):
-    """What a tile is chosen by: bytes of a query and of a cache element, padded head size."""
+    """Key of the tables: bytes of a query element and of a cache element, and padded head size."""
 
     query_bytes: int
     cache_bytes: int
-    head_dim: int  # at least 64: smaller heads take its settings
+    head_dim: int  # at least 64; smaller heads use its settings
 
 
 class Shares(NamedTuple):
-    """Into how many shares the keys of all sequences are cut, and the least of one."""
+    """Number of equal shares into which the keys of all sequences together are split, and the
+    minimum number of keys of a share."""
 
     num: int
     least_keys: int
 
     def most_items(self, num_seqs: int) -> int:
-        """Shares and the rests of sequences: a sequence has one more than what fills its shares."""
+        """Maximum number of work items: each sequence may have one partial share."""
         return self.num + num_seqs
 
     def most_slots(self, num_seqs: int) -> int:
-        """Items of sequences that are longer than a share, of which there are fewer than shares."""
+        """Maximum number of work items of sequences that are longer than one share."""
         return self.most_items(min(num_seqs, self.num))
 
 
 class Splits(NamedTuple):
-    """Into how many parts the keys of each sequence are split at most, and the least of a part."""
+    """Maximum number of parts into which each sequence's keys are split, and the minimum number of
+    keys of a part."""
 
     num: int
     least_keys: int
 
 
-# Query rows a program -> (keys, warps, stages); the first entry that holds the rows is taken.
+# Query rows per program -> (keys, warps, stages); the first entry with enough rows is used.
 _Rows = dict[int, tuple[int, int, int]]
 _Table = dict[str, dict[Kind, _Rows]]
 
@@ -126,26 +129,25 @@ _PREFILL: _Table = {
 }
 
 
-# Instead of _DECODE's, where programs are too few to hide each other's waiting for memory: one
-# sequence took 7.5 us of an H100 for 8.9, 64 took longer.
+# Replaces entries of _DECODE if there are too few programs to hide memory latency: one sequence
+# took 7.5 us instead of 8.9 on an H100, 64 sequences took longer.
 _LONE_DECODE: _Table = {"sm_90": {Kind(2, 2, 128): {16: (64, 4, 3)}}}
-# Instead of _PREFILL's, where the keys of chunks are split and neither window, cap nor distance
-# takes registers: a processor holds two programs, of which one computes while the other multiplies.
+# Replaces entries of _PREFILL if keys of chunks are split and there is no window, softcap or ALiBi,
+# which take registers: a processor then runs two programs, one of which does scalar work while the
+# other uses the tensor cores.
 _SPLIT_PREFILL: _Table = {"sm_90": {Kind(2, 2, 128): {128: (32, 4, 3)}}}
 _KERNELS = {"decode": _DECODE, "prefill": _PREFILL}
 
 
 @contextmanager
 def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
-    """Within it "decode" or "prefill" launches of up to this many rows take this tile.
-
-    For measuring what belongs into the tables above.
-    """
+    """Context in which "decode" or "prefill" launches of up to ``tile.rows`` rows use this tile, to
+    measure settings for the tables above."""
     table = _KERNELS[kernel][arch]
     before = table[kind]
     table[kind] = dict(sorted({**before, tile.rows: tile[1:]}.items()))
     special = [one.get(arch, {}) for one in (_LONE_DECODE, _SPLIT_PREFILL)]
-    kept = [one.pop(kind, None) for one in special]  # else they would be taken in its place
+    kept = [one.pop(kind, None) for one in special]  # they would take precedence
     try:
         yield
     finally:
@@ -156,7 +158,7 @@ def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
 
 
 def pad_power(size: int, least: int = 16) -> int:
-    """The power of two that holds `size`."""
+    """The smallest power of two that is at least `size` and `least`."""
     return max(least, 1 << (size - 1).bit_length())
 
 
@@ -169,8 +171,8 @@ def _rows_of(table: _Table, arch: str, kind: Kind) -> _Rows:
     if kind not in table[arch]:
         sizes = f"queries of {kind.query_bytes} bytes over a cache of {kind.cache_bytes}"
         raise ValueError(
-            f"no attention kernel on {arch} for {sizes}, heads of {kind.head_dim}; "
-            f"there are {list(map(tuple, table[arch]))}"
+            f"no attention kernel on {arch} for {sizes} and heads of size {kind.head_dim}; (query "
+            f"bytes, cache bytes, head size) must be one of {list(map(tuple, table[arch]))}"
         )
     return table[arch][kind]
 
@@ -181,7 +183,7 @@ def _entry(by_rows: _Rows, rows: int) -> Tile:
 
 
 def reads_fp8(arch: str) -> bool:
-    """Whether there are kernels for a cache of 8-bit floats."""
+    """True if there are kernels for a cache of 8-bit floats."""
     return any(kind.cache_bytes == 1 for kind in _DECODE[arch])
 
 
@@ -190,7 +192,8 @@ def most_decode_rows(arch: str, kind: Kind) -> int:
 
 
 def decode_tile(arch: str, kind: Kind, rows: int, *, is_lone: bool = False) -> Tile:
-    """For `rows` packed query rows of one sequence, a power of two; is_lone: with few others."""
+    """The tile for `rows` packed query rows (a power of two) of a sequence. is_lone: the batch does
+    not fill the device."""
     lone = _LONE_DECODE.get(arch, {}).get(kind, {})
     if is_lone and rows in lone:
         return Tile(rows, *lone[rows])
@@ -198,28 +201,30 @@ def decode_tile(arch: str, kind: Kind, rows: int, *, is_lone: bool = False) -> T
 
 
 def is_lone(arch: str, num_programs: int) -> bool:
-    """Whether decodes of this many sequences times blocks of heads leave a device without work."""
+    """True if decodes with this many programs (sequences x blocks of heads) do not fill the
+    device."""
     return num_programs < PROGRAMS_A_PROCESSOR * PROCESSORS[arch]
 
 
 def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile:
-    """For sequences of up to `longest` packed query rows; is_fixed: whatever they are."""
+    """The tile for sequences of up to `longest` packed query rows. is_fixed: independent of
+    them."""
     wanted = MAX_PREFILL_ROWS if is_fixed else min(pad_power(longest), MAX_PREFILL_ROWS)
     return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
 def split_tile(arch: str, kind: Kind, tile: Tile) -> Tile:
-    """Instead of `tile`, of as many rows, where the keys are split."""
+    """The tile to use in place of `tile`, with as many rows, if keys are split."""
     rows = _SPLIT_PREFILL.get(arch, {}).get(kind, {})
     return Tile(tile.rows, *rows[tile.rows]) if tile.rows in rows else tile
 
 
 def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: int) -> Shares | None:
-    """For `num_programs` sequences times blocks of heads, `num_blocks` of these. None: each
-    sequence is read by one program for each block.
+    """How to split keys for `num_programs` programs (sequences x `num_blocks` blocks of heads).
+    ``None``: each sequence is read by one program per block of heads.
 
-    Few programs share what there is among all processors. Many need not, unless one sequence is
-    much longer than the others: all would wait for the one program that walks through it.
+    If programs are few, the keys are shared among all processors. If they are many, keys are only
+    split for long sequences, since otherwise all would wait for the program of the longest.
     """
     processors = PROCESSORS[arch]
     if is_lone(arch, num_programs):
@@ -234,8 +239,8 @@ def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: in
 def prefill_splits(
     arch: str, tile: Tile, num_programs: int, max_seq_len: int, *, is_fixed: bool
 ) -> Splits:
-    """For `num_programs` items of work times blocks of heads. A processor holds one program of
-    eight warps, or two of four."""
+    """How to split keys for `num_programs` programs (work items x blocks of heads). A processor
+    runs one program of eight warps, or two of four."""
     wanted = max(1, 8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1)
     useful = max_seq_len // LEAST_PREFILL_KEYS
     if is_fixed or min(wanted, useful) < 2:
@@ -244,10 +249,10 @@ def prefill_splits(
 
 
 def write_heads(num_tokens: int, num_kv_heads: int) -> int:
-    """Heads a program of the KV write: one where there are few tokens to fill the device with."""
+    """Heads per program of the KV write: one if there are too few tokens to fill the device."""
     return 1 if num_tokens < 64 else min(8, pad_power(num_kv_heads, 1))
 
 
 def write_warps(num_elements: int) -> int:
-    """For this many elements a program."""
+    """Number of warps for a program that writes this many elements."""
     return max(1, min(8, num_elements // 256))

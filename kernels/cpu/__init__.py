@@ -75,7 +75,10 @@ def qkv_rope_write(
 
 
 def paged_attention(
-    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: reference.Variant
+    q: torch.Tensor,
+    kv_layer: torch.Tensor,
+    meta: AttentionMeta,
+    variant: reference.AttentionOptions,
 ) -> torch.Tensor:
     is_known = variant.alibi is None and variant.kv_scales is None
     if is_known and _is_plain(q) and _is_cache(kv_layer, q):

@@ -1,10 +1,10 @@
-"""Every operation in plain torch: what each body is tested against, and what runs where none is.
+"""Every operation in plain torch: the reference for tests, and the fallback without a kernel.
 
-Float64 tensors are computed in float64, everything else in float32.
+Float64 tensors are computed in float64, all others in float32.
 """
 
 from kernels.reference.attention import (
-    Variant,
+    AttentionOptions,
     attend,
     gather,
     paged_attention,
@@ -13,9 +13,9 @@ from kernels.reference.pointwise import act_mul, add_rms_norm, rms_norm
 from kernels.reference.rope import HeadNorm, Rope, qkv_rope_write
 
 __all__ = [
+    "AttentionOptions",
     "HeadNorm",
     "Rope",
-    "Variant",
     "act_mul",
     "add_rms_norm",
     "attend",

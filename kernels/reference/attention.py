@@ -10,8 +10,8 @@ from kernels.meta import AttentionMeta
 from kernels.reference.pointwise import wide
 
 
-class Variant(NamedTuple):
-    """What makes one layer's attention differ from another's. See kernels.ops.paged_attention."""
+class AttentionOptions(NamedTuple):
+    """Options of a layer's attention. See kernels.ops.paged_attention."""
 
     scale: float
     window: int = 0
@@ -22,9 +22,9 @@ class Variant(NamedTuple):
 
 
 def paged_attention(
-    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
+    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> torch.Tensor:
-    """q: [N, Hq, D] -> [N, Hq * D]. Zeros for rows without a sequence."""
+    """q [N, Hq, D] -> [N, Hq * D]. Rows that belong to no sequence are zeros."""
     out = torch.zeros_like(q)
     starts = meta.query_start.tolist()
     for s, seq_len in enumerate(meta.seq_lens.tolist()):
@@ -41,7 +41,7 @@ def paged_attention(
 def gather(
     kv_layer: torch.Tensor, blocks: torch.Tensor, seq_len: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values of one sequence, each [Hkv, seq_len, D]."""
+    """Read the keys and values of one sequence from the cache, each [Hkv, seq_len, D]."""
     used = -(-seq_len // kv_layer.shape[3])
     pages = kv_layer[blocks[:used].long()]  # [used, 2, Hkv, block, D]
     keys, values = pages.permute(1, 2, 0, 3, 4).flatten(2, 3)[:, :, :seq_len]
@@ -49,9 +49,10 @@ def gather(
 
 
 def attend(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: Variant
+    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: AttentionOptions
 ) -> torch.Tensor:
-    """q: [T, Hq, D], the last T of L positions; keys, values: [Hkv, L, D] -> [T, Hq, D]."""
+    """Attention of one sequence: q [T, Hq, D] for the last T of L positions; keys, values [Hkv, L,
+    D] -> [T, Hq, D]."""
     num_new, num_heads, _ = q.shape
     group, length = num_heads // keys.shape[0], keys.shape[1]
     q = wide(q)
@@ -72,7 +73,7 @@ def attend(
         sinks = variant.sinks.to(scores.dtype)[:, None, None].expand(num_heads, num_new, 1)
         scores = torch.cat((scores, sinks), dim=-1)
     weights = scores.softmax(-1)[..., :length]
-    # Values no query of these sees may be anything: freed blocks, in a window.
+    # Values that no query attends to may be NaN: with a window, their blocks may have been freed.
     is_seen = (~hidden).any(0)[:, None]
     out = weights @ values.where(is_seen, 0)
     return out.transpose(0, 1)

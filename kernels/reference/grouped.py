@@ -1,4 +1,4 @@
-"""Products whose matrix each row chooses: mixtures of experts."""
+"""Mixtures of experts: products in which each row selects its matrices."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kernels.reference.pointwise import act_mul, wide
 from kernels.reference.quant import dequantize
 
 Experts = torch.Tensor | Packed
-"""Matrices [E, out, in], plain or as `kernels.quantized.stack` puts them together."""
+"""Matrices [E, out, in], plain or stacked by `kernels.quantized.stack`."""
 
 
 def mixture(
@@ -20,10 +20,10 @@ def mixture(
     weights: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """Each token's experts, weighted: x [N, H] -> [N, H].
+    """Weighted sum of the outputs of each token's experts: x [N, H] -> [N, H].
 
-    gate_up [E, 2F, H], down [E, H, F]; chosen [N, k] int32 names the experts, -1: none; weights
-    [N, k] float32. The sum over k is done in float32, in order.
+    gate_up [E, 2F, H], down [E, H, F]; chosen [N, k] int32: expert ids, -1: none; weights [N, k]
+    float32. The sum over k is computed in float32, in order.
     """
     rows = []
     for token, experts, factors in zip(x, chosen.tolist(), weights, strict=True):
@@ -39,7 +39,7 @@ def mixture(
 
 
 def _expert(experts: Experts, index: int, x: torch.Tensor) -> torch.Tensor:
-    """One of them, as exact as x is computed with."""
+    """The matrix of one expert, in the dtype that x is computed in."""
     if isinstance(experts, Packed):
         return dequantize(unpack(experts.at(index)), torch.float32).to(wide(x).dtype)
     return wide(experts[index])

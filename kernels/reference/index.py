@@ -1,7 +1,7 @@
-"""Builds a step's tensors on the device, where sampled tokens and lengths are known.
+"""Builds a step's inputs on the device, which has the sampled tokens and lengths by slot.
 
-Persistent state lies by slot; a batch names the slots of its sequences. The host says how many
-tokens each sequence computes, which prompt tokens these are, and which blocks were added.
+The host sends the slots of the step's sequences, the number of tokens that each computes, the known
+token ids, and new entries of block tables.
 """
 
 from __future__ import annotations
@@ -12,35 +12,36 @@ from typing import NamedTuple
 
 import torch
 
-UNKNOWN = -1  # an input id that the host does not know: drawn on the device
-REJECTED = -2  # in place of a token drawn after a draft that does not stand
+UNKNOWN = -1  # input id that the host does not know, since it was sampled on the device
+REJECTED = -2  # replaces tokens sampled after a rejected draft
 
 
 class SlotState(NamedTuple):
-    """What the device knows of the sequence in each slot."""
+    """State of the sequence in each slot."""
 
-    num_computed: torch.Tensor  # [slots] int32: tokens whose keys and values are in the cache
-    history: torch.Tensor  # [slots, max_len] int32: tokens by position, as far as drawn here
+    num_computed: torch.Tensor  # [slots] int32, tokens whose keys and values are in the cache
+    history: torch.Tensor  # [slots, max_len] int32, sampled tokens by position
     block_tables: torch.Tensor  # [slots, max_blocks] int32
 
 
 class Inputs(NamedTuple):
-    """A step's inputs: S sequences, N tokens. Padding: no token, position 0, slot -1, length 0."""
+    """A step's inputs: S sequences, N tokens. Padding has id 0, position 0, cache slot -1, length
+    0."""
 
     input_ids: torch.Tensor  # [N] int32
     positions: torch.Tensor  # [N] int64
-    cache_slots: torch.Tensor  # [N] int64: block * block_size + offset, where K and V are written
+    cache_slots: torch.Tensor  # [N] int64, block * block_size + offset at which K and V are written
     seq_lens: torch.Tensor  # [S] int32
     block_tables: torch.Tensor  # [S, max_blocks] int32
 
 
 class Drawn(NamedTuple):
-    """The tokens that a step drew, R rows. Those of sequence s: starts[s]:starts[s + 1]."""
+    """The R tokens sampled in a step; those of sequence s are rows starts[s]:starts[s + 1]."""
 
-    tokens: torch.Tensor  # [R] int32, -1 where there is none
-    slots: torch.Tensor  # [R] int32, -1: nothing was to be drawn
+    tokens: torch.Tensor  # [R] int32; -1: the row got no token
+    slots: torch.Tensor  # [R] int32; -1: the row does not sample
     starts: torch.Tensor  # [S + 1] int32
-    drafts: torch.Tensor | None  # [R] int32: the draft in the place of each; -1: none
+    drafts: torch.Tensor | None  # [R] int32, the draft at the sampled position; -1: none
 
 
 def preparation(
@@ -51,8 +52,8 @@ def preparation(
     inputs: Inputs,
     block_size: int,
 ) -> Callable[[], None]:
-    """What fills `inputs` from these tensors as they are whenever it is called; see
-    `prepare_inputs`. To be kept where their addresses never change."""
+    """A function that calls `prepare_inputs` with these tensors, whose addresses must not
+    change."""
     return partial(prepare_inputs, state, slots, query_start, host_ids, inputs, block_size)
 
 
@@ -66,8 +67,8 @@ def prepare_inputs(
 ) -> None:
     """Fill `inputs`. slots [S] int32, -1: padding; query_start [S + 1] int32; host_ids [N] int32.
 
-    An id is the host's unless it is `UNKNOWN`: then it is what was drawn for its place. Of a block
-    table only blocks in use are copied.
+    An id is taken from the host, or from the history if it is `UNKNOWN`. Only entries of block
+    tables that are in use are copied.
     """
     inputs.input_ids.zero_()
     inputs.positions.zero_()
@@ -94,7 +95,8 @@ def prepare_inputs(
 def grow_block_tables(
     block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
 ) -> None:
-    """Enter new blocks: block_tables[slots[i], places[i]] = blocks[i], all int32; slot -1: none."""
+    """Enter new blocks: block_tables[slots[i], places[i]] = blocks[i], all int32; slot -1 is
+    skipped."""
     real = slots >= 0
     block_tables[slots[real].long(), places[real].long()] = blocks[real]
 
@@ -107,15 +109,15 @@ def remember(
 
 
 def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
-    """Advance slots [S] by what was computed and drawn for them; query_start [S + 1].
+    """Advance slots [S] by the tokens computed and sampled for them; query_start [S + 1].
 
-    A sequence that draws has a row of ``drawn`` after each draft that it computed, and one more.
-    Drafts stand as long as they are what was drawn where they stand (a draft without a distribution
-    is then accepted with the probability that the model gives it, and a seeded request's tokens
-    are the same with drafts and without). The others are rejected: their rows become
-    ``REJECTED``. So does a row after drafts that has no token: the next step computes it again as
-    the first of its sequence, and only a first row tells a failure, as without drafts. Tokens that
-    stand are entered into the history, 0 for a first row that failed.
+    A sequence that samples has one row of ``drawn`` more than drafts. Drafts are accepted as long
+    as each equals the token sampled at its position. (This accepts a draft with the probability
+    that the model gives it, and a seeded request gets the same tokens with and without drafts.)
+    Rows after a rejected draft become ``REJECTED``. So does a row without a token after accepted
+    drafts: the next step computes it as the first row of its sequence, and only a first row reports
+    a failure, as without drafts. Accepted tokens are entered into the history, 0 for a failed
+    first row.
     """
     bounds, starts = query_start.tolist(), drawn.starts.tolist()
     for s, slot in enumerate(slots.tolist()):

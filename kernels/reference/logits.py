@@ -1,7 +1,7 @@
-"""Edits of logits between the model and sampling, and log-probabilities read from them.
+"""Edits of logits before sampling, and log-probabilities.
 
-Requests' state lies on the device by slot, so that the host need not know what was sampled.
-Logits are [R, V] float32, changed in place; `slots` [R] int32: the slot of each row, -1: padding.
+State of requests is on the device by slot, so the host need not know the sampled tokens. Logits are
+[R, V] float32, changed in place; `slots` [R] int32: the slot of each row, -1: padding.
 """
 
 from __future__ import annotations
@@ -10,41 +10,41 @@ from typing import NamedTuple
 
 import torch
 
-WORD = 32  # tokens in one word of packed bits
+WORD = 32  # tokens per word of a bit mask
 
 
 class Penalties(NamedTuple):
-    """What the requests that ask for penalties have used so far; P slots."""
+    """Token counts and penalties of requests that have penalties, in P slots of their own."""
 
-    prompt_bits: torch.Tensor  # [P, ceil(V / 32)] int32: which tokens the prompt holds
-    counts: torch.Tensor  # [P, V] int32: how often each token was put out
+    prompt_bits: torch.Tensor  # [P, ceil(V / 32)] int32, bit mask of tokens in the prompt
+    counts: torch.Tensor  # [P, V] int32, occurrences of each token in the output
     repetition: torch.Tensor  # [P] float64
     presence: torch.Tensor  # [P] float64
     frequency: torch.Tensor  # [P] float64
 
 
 class Edits(NamedTuple):
-    """Single tokens that requests raise, lower or forbid. Those of slot s: starts[s]:starts[s + 1].
+    """Values added to logits of single tokens. Those of slot s are starts[s]:starts[s + 1].
 
-    An id may stand there once with a finite value, and any number of times with -inf.
+    A token id may occur once with a finite value, and any number of times with -inf.
     """
 
     starts: torch.Tensor  # [slots + 1] int32
     ids: torch.Tensor  # [E] int32
     values: torch.Tensor  # [E] float32, added; -inf forbids
-    until: torch.Tensor  # [E] int32: applies to tokens at positions before this one
+    until: torch.Tensor  # [E] int32, the edit applies at positions before this one
 
 
 class BadWords(NamedTuple):
-    """Words of several tokens that outputs must not contain. Those of slot s, and their tokens."""
+    """Sequences of several tokens ("words") that outputs must not contain."""
 
-    starts: torch.Tensor  # [slots + 1] int32: words of slot s are starts[s]:starts[s + 1]
-    token_starts: torch.Tensor  # [words + 1] int32
+    starts: torch.Tensor  # [slots + 1] int32, words of slot s are starts[s]:starts[s + 1]
+    token_starts: torch.Tensor  # [words + 1] int32, tokens of each word, likewise
     token_ids: torch.Tensor  # [sum of lengths] int32
 
 
 def new_penalties(num_slots: int, vocab_size: int, device: torch.device | str) -> Penalties:
-    """Penalties of requests that have used nothing and want none."""
+    """Penalties with empty counts and neutral values."""
     bits = torch.zeros((num_slots, -(-vocab_size // WORD)), dtype=torch.int32, device=device)
     counts = torch.zeros((num_slots, vocab_size), dtype=torch.int32, device=device)
     ones = torch.ones(num_slots, dtype=torch.float64, device=device)
@@ -52,7 +52,7 @@ def new_penalties(num_slots: int, vocab_size: int, device: torch.device | str) -
 
 
 def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:
-    """Begin a slot anew: token_ids [n] int32 are its prompt and the output there is already."""
+    """Reset a slot. token_ids [n] int32: its prompt and the output so far."""
     prompt, output = token_ids[:num_prompt].long().unique(), token_ids[num_prompt:].long()
     state.prompt_bits[slot] = 0
     state.prompt_bits[slot].index_add_(0, prompt // WORD, bit_of(prompt))
@@ -62,7 +62,8 @@ def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) 
 def count_tokens(
     state: Penalties, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """Add the first num_tokens[r] of each row of token_ids [R, K] to its slot's output."""
+    """Count the first num_tokens[r] tokens of each row of token_ids [R, K] as output of its
+    slot."""
     for slot, tokens, num in zip(slots.tolist(), token_ids, num_tokens.tolist(), strict=True):
         if slot >= 0:
             state.counts[slot].index_add_(0, tokens[:num].long(), torch.ones_like(tokens[:num]))
@@ -71,12 +72,11 @@ def count_tokens(
 def penalise_rows(
     logits: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
 ) -> None:
-    """Lower the logits of tokens that prompt and output hold; drafts [R, K] int32 count as output
-    of their row (-1: none).
+    """Apply penalties. drafts [R, K] int32 count as output of their row (-1: none).
 
-    Positive logits of tokens in prompt or output are divided by repetition, others multiplied;
-    those of output tokens are then lowered by presence once and by frequency for every time
-    they occur.
+    Logits of tokens in prompt or output are divided by the repetition penalty if positive,
+    otherwise multiplied by it. For output tokens, the presence penalty and the frequency penalty
+    times the number of occurrences are then subtracted.
     """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, slot in enumerate(slots.tolist()):
@@ -95,15 +95,14 @@ def penalise_rows(
 
 
 def are_sound(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """Whether the rows at these places [E] hold no NaN and no +inf, and are not all -inf [E]."""
+    """For rows ``places`` [E]: True if the logits have no NaN or +inf and are not all -inf; [E]
+    bool."""
     return torch.isfinite(logits[places].amax(dim=1))
 
 
 def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.Tensor) -> None:
-    """Forbid what a mask [M, ceil(V / 32)] int32 does not allow: bit t % 32 of word t // 32 is set.
-
-    mask_of_row [R] int32: -1 leaves a row as it is.
-    """
+    """Forbid tokens not in a mask [M, ceil(V / 32)] int32: token t is allowed if bit t % 32 of word
+    t // 32 is set. mask_of_row [R] int32: mask index of each row; -1: the row is unchanged."""
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, mask in enumerate(mask_of_row.tolist()):
         if mask >= 0:
@@ -113,7 +112,7 @@ def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.
 def apply_edits(
     logits: torch.Tensor, edits: Edits, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """positions [R]: where the row's token will stand."""
+    """Apply edits of single tokens. positions [R]: position of the token to sample."""
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
@@ -131,9 +130,9 @@ def forbid_words(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> None:
-    """Forbid the last token of words whose first ones end the output.
+    """Forbid the last token of a word if the output ends with its other tokens.
 
-    history [slots, max_len] int32: tokens of each slot, known before positions[r]; num_prompt
+    history [slots, max_len] int32: tokens by position, valid before positions[r]; num_prompt
     [slots] int32.
     """
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
@@ -150,10 +149,8 @@ def forbid_words(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(log-probabilities of token_ids [R, M] int64, rank of each row's first one [R] int32).
-
-    logits of any float; rank 1 is the most likely. Rows that are not finite give NaN.
-    """
+    """Returns log-probabilities of token_ids [R, M] int64, and the rank of each row's first token
+    [R] int32 (1: the most likely). logits: any float type. Rows that are not finite yield NaN."""
     x = logits.double()
     values = x.gather(1, token_ids)
     ranks = (x > values[:, :1]).sum(dim=1) + 1

@@ -7,14 +7,14 @@ from torch.nn import functional as F
 
 
 def wide(x: torch.Tensor) -> torch.Tensor:
-    """x in the dtype arithmetic is done in."""
+    """x in the dtype of arithmetic: float64 stays, others become float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, *, add_one: bool = False
 ) -> torch.Tensor:
-    """x: [..., H], weight: [H]. Llama rounds before the weight is applied, Gemma after."""
+    """x [..., H], weight [H]. Llama rounds before the weight is applied, Gemma (add_one) after."""
     y = wide(x)
     y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps)
     if add_one:
@@ -30,13 +30,13 @@ def add_rms_norm(
     *,
     add_one: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual: [N, H]. The sum is rounded to their dtype before it is normalised."""
+    """x, residual [N, H]. The sum is rounded to their dtype before it is normalised."""
     total = x + residual
     return rms_norm(total, weight, eps, add_one=add_one), total
 
 
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """gate_up: [N, 2F] -> [N, F]."""
+    """gate_up [N, 2F] -> [N, F]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if act == "silu":
         return F.silu(gate) * up
@@ -44,4 +44,4 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
         return F.gelu(gate, approximate="tanh") * up
     if act == "gelu":
         return F.gelu(gate) * up
-    raise ValueError(f"unknown activation {act!r}: one of 'silu', 'gelu_tanh', 'gelu'")
+    raise ValueError(f"activation {act!r} is unknown; use 'silu', 'gelu_tanh' or 'gelu'")

@@ -1,6 +1,6 @@
-"""Quantised weights in plain torch: what they stand for, products with them, and how to make them.
+"""Quantisation, dequantisation and products of quantised weights in plain torch.
 
-Formulas are those of the formats' own tools: w = (q - z) * s.
+The formula is that of the formats' tools: w = (q - z) * s.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from kernels.reference.pointwise import wide
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
-LEAST_SCALE = 1e-30  # of rows that are all zero
+LEAST_SCALE = 1e-30  # for rows of zeros
 
 
 def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
-    """The weight that a matrix stands for, worked out in float32: [N, K]."""
+    """Dequantise a matrix to [N, K], computed in float32."""
     weight = matrix.values.float()
     grouped, spread = _by_group(matrix, weight)
     if not matrix.is_float:
@@ -28,7 +28,7 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Callable]:
-    """A view of the weight, and what makes [N, G] fit it."""
+    """A view of the weight, and a function that broadcasts [N, G] to it."""
     num_inputs, num_groups = weight.shape[1], matrix.scales.shape[1]
     groups = matrix.groups
     if groups is None and num_inputs == num_groups * matrix.group_size:
@@ -39,7 +39,7 @@ def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Ca
 
 
 def zeros_of(matrix: Quantized) -> torch.Tensor:
-    """The zeros of integers, given or not: [N, G] uint8."""
+    """The zero points [N, G] uint8, or the default ones."""
     if matrix.zeros is not None:
         return matrix.zeros
     return torch.full_like(matrix.scales, 1 << matrix.bits - 1, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def zeros_of(matrix: Quantized) -> torch.Tensor:
 def weight_only_product(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias: [M, K] -> [M, N] of x's dtype; bias: [N]."""
+    """x @ weight.T + bias: x [M, K], bias [N] -> [M, N] of x's dtype."""
     product = wide(x) @ dequantize(unpack(packed), torch.float32).to(wide(x).dtype).T
     return (product if bias is None else product + bias).to(x.dtype)
 
@@ -56,10 +56,7 @@ def weight_only_product(
 def quantize_rows(
     x: torch.Tensor, scale: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x / scales as float8_e4m3fn [M, K], scales [M, 1] float32); saturates.
-
-    scale: [1] float32 for all rows; None takes each row's largest number as the largest float.
-    """
+    """See kernels.quant.quantize_rows."""
     if scale is None:
         scales = (wide(x).abs().amax(1, keepdim=True) / FP8_MAX).clamp_(min=LEAST_SCALE)
     else:
@@ -68,13 +65,13 @@ def quantize_rows(
 
 
 def quantize_fp8(weight: torch.Tensor) -> Quantized:
-    """weight [N, K] rounded to 8-bit floats with a scale per output."""
+    """Quantise a weight [N, K] to 8-bit floats with one scale per output."""
     values, scales = quantize_rows(weight)
     return Quantized(values, scales, bits=8, group_size=weight.shape[1])
 
 
 def quantize_int8(weight: torch.Tensor) -> Quantized:
-    """weight [N, K] rounded to integers of 8 bits, symmetric, with a scale per output."""
+    """Quantise a weight [N, K] to symmetric 8-bit integers with one scale per output."""
     scales = (weight.float().abs().amax(1, keepdim=True) / 127).clamp_(min=LEAST_SCALE)
     integers = (weight.float() / scales).round_() + 128
     return Quantized(integers.to(torch.uint8), scales, bits=8, group_size=weight.shape[1])

@@ -1,4 +1,4 @@
-"""QK-norm, rotary positions and the write of K and V to the cache."""
+"""QK norm, rotary embedding and the write of K and V to the cache."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Rope(NamedTuple):
-    """Rotary table [max_pos, rot] (cosines, then sines) and how dimensions pair up."""
+    """Rotary table [max_pos, rot] (cosines, then sines), and whether pairs are interleaved."""
 
     cos_sin: torch.Tensor | None
     interleaved: bool
 
 
 class HeadNorm(NamedTuple):
-    """RMS norms of queries and keys: weights [D] (per head) or [heads * D] (whole width)."""
+    """RMS norms of queries and keys: weights [D] (per head) or [heads * D] (full width)."""
 
     q: torch.Tensor | None
     k: torch.Tensor | None
@@ -37,7 +37,7 @@ def qkv_rope_write(
     norm: HeadNorm,
     kv_scales: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """heads: (Hq, Hkv, D). See kernels.ops.qkv_rope_write."""
+    """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D)."""
     num_heads, num_kv_heads, head_dim = heads
     widths = [num_heads * head_dim, num_kv_heads * head_dim, num_kv_heads * head_dim]
     q, k, v = qkv.split(widths, dim=-1)
@@ -51,11 +51,11 @@ def qkv_rope_write(
 
 
 def write_kv(kv_layer: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-    """k, v: [N, Hkv, D] to slots [N]; -1 is skipped."""
+    """Write k, v [N, Hkv, D] to cache slots [N]; -1 is skipped."""
     if bool((slots < 0).any()):
         kept = slots >= 0
         slots, k, v = slots[kept], k[kept], v[kept]
-    if kv_layer.dtype is torch.float8_e4m3fn:  # the cast makes NaN of what is too large
+    if kv_layer.dtype is torch.float8_e4m3fn:  # the cast would turn larger values into NaN
         k, v = k.clamp(-FP8_MAX, FP8_MAX), v.clamp(-FP8_MAX, FP8_MAX)
     block, offset = slots // kv_layer.shape[3], slots % kv_layer.shape[3]
     kv_layer[block, 0, :, offset] = k.to(kv_layer.dtype)
@@ -65,7 +65,7 @@ def write_kv(kv_layer: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: to
 def _normalise(
     x: torch.Tensor, weight: torch.Tensor | None, head_dim: int, norm: HeadNorm
 ) -> torch.Tensor:
-    """[N, heads * D] -> [N, heads, D]."""
+    """Normalise x [N, heads * D] -> [N, heads, D]."""
     per_head = x.unflatten(-1, (-1, head_dim))
     if weight is None:
         return per_head
@@ -75,16 +75,16 @@ def _normalise(
 
 
 def _rotate(x: torch.Tensor, positions: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """x: [N, heads, D]; the first rot dimensions turn, the rest pass."""
+    """Rotate the first rot dimensions of each head of x [N, heads, D]."""
     if rope.cos_sin is None:
         return x
     rot = rope.cos_sin.shape[-1]
     cos, sin = rope.cos_sin[positions].to(x.dtype).unsqueeze(1).chunk(2, dim=-1)
-    turning, rest = x[..., :rot], x[..., rot:]
+    head, rest = x[..., :rot], x[..., rot:]
     if rope.interleaved:
-        a, b = turning[..., ::2], turning[..., 1::2]
-        turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+        a, b = head[..., ::2], head[..., 1::2]
+        rotated = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     else:
-        a, b = turning.chunk(2, dim=-1)
-        turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    return torch.cat((turned, rest), dim=-1) if rest.shape[-1] else turned
+        a, b = head.chunk(2, dim=-1)
+        rotated = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    return torch.cat((rotated, rest), dim=-1) if rest.shape[-1] else rotated

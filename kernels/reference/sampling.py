@@ -1,10 +1,10 @@
-"""Choosing tokens: temperature, min-p, top-k, top-p, then Gumbel noise.
+"""Samples tokens: temperature, min-p, top-k, top-p, then Gumbel noise.
 
-The noise of a token is a function of (seed, position, token id) alone. Seed and position are mixed
-into a key, the key and the token id into 64 bits (the finaliser of splitmix64 on its Weyl
-sequence; Steele, Lea, Flood 2014), of which the upper 52 make a uniform number v strictly inside
-(0, 1). Then -log(-log1p(-v)) is Gumbel distributed and grows as v falls to 0, where the steps
-of v are as fine as they come: large values, which decide, are never cut off short of 36.
+The noise of a token depends only on (seed, position, token id). Seed and position are hashed to a
+key, key and token id to 64 bits (the finaliser of splitmix64 on its Weyl sequence; Steele, Lea,
+Flood 2014), whose upper 52 bits give a uniform number v strictly inside (0, 1). Then
+-log(-log1p(-v)) is Gumbel distributed. It grows as v approaches 0, where floats are densest, so
+large values, which decide the choice, are exact up to 36.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from kernels.reference.logits import apply_bitmask
 GOLDEN = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
-UNIFORM_BITS = 52  # as many as leave (k + 1/2) / 2**bits exact in float64
+UNIFORM_BITS = 52  # the most for which (k + 1/2) / 2**bits is exact in float64
 
 
 class Columns(NamedTuple):
-    """What requests ask for, by slot, on the device. See `choose_tokens`."""
+    """Sampling options by slot, on the device. See `choose_tokens`."""
 
     temperature: torch.Tensor  # float64
     top_k: torch.Tensor  # int32
     top_p: torch.Tensor  # float64
     min_p: torch.Tensor  # float64
-    seeds: torch.Tensor  # int64: the bits of the unsigned seed
+    seeds: torch.Tensor  # int64, the bits of the unsigned seed
 
 
 class Rows(NamedTuple):
-    """Logits and their slots. Slot -1: padding, the row's token is -1 and nothing is read."""
+    """Logits with slot and position of each row. Slot -1: padding, which yields token -1."""
 
-    logits: torch.Tensor  # [R, V] of any float, rows contiguous
+    logits: torch.Tensor  # [R, V], any float type, contiguous rows
     slots: torch.Tensor  # [R] int32
-    positions: torch.Tensor  # [R] int32 or int64: where the token will stand
+    positions: torch.Tensor  # [R] int32 or int64, position of the token to sample
 
 
 def sample(rows: Rows, columns: Columns) -> torch.Tensor:
-    """The token of each row [R] int32, -1 where there is none."""
+    """Sample one token per row, [R] int32; -1 if the row has none."""
     chosen = torch.full_like(rows.slots, -1)
     real = (rows.slots >= 0).nonzero()[:, 0]
     if len(real):
@@ -58,10 +58,8 @@ def sample(rows: Rows, columns: Columns) -> torch.Tensor:
 def sample_allowed(
     rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
-    """The token of each row [R] int32 among those that its mask allows, -1 where there is none.
-
-    Masks: those of `kernels.reference.logits.apply_bitmask`; the logits stay as they are.
-    """
+    """Like `sample`, among the tokens that each row's mask allows. Masks: as in
+    `kernels.reference.logits.apply_bitmask`. The logits are not changed."""
     logits = rows.logits.clone()
     apply_bitmask(logits, masks, mask_of_row)
     return sample(rows._replace(logits=logits), columns)
@@ -76,14 +74,14 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """One token id for each row of logits [R, V]; all other arguments are columns [R].
+    """Sample one token id for each row of logits [R, V]; all other arguments are columns [R].
 
-    temperature 0 takes the largest logit. Otherwise the logits are divided by it, then the tokens
-    left are those with at least min_p times the largest probability (0: off), of these the top_k
-    largest (< 1: off), of these the fewest largest whose probabilities, renormalised, add up to
-    top_p (1: off); of equal logits the lower id comes first. One of them is drawn with noise that
-    depends on (seed, position, token id) alone, whatever the batch. Tokens at -inf are never
-    chosen. A row with NaN, +inf or nothing but -inf yields -1 and disturbs no other.
+    Temperature 0 takes the largest logit. Otherwise logits are divided by it, and the candidates
+    are: tokens with at least min_p times the largest probability (0: off); of these, the top_k
+    largest (< 1: off); of these, the smallest set of largest tokens whose renormalised
+    probabilities reach top_p (1: off). Of equal logits the lower id comes first. The choice among
+    them uses noise that depends only on (seed, position, token id), not on the batch. Tokens at
+    -inf are never chosen. A row with NaN, +inf or only -inf yields -1; other rows are not affected.
     """
     device = logits.device
     x = logits.double()
@@ -102,7 +100,7 @@ def choose_tokens(
 def truncate(
     x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """x [R, V] float64 with -inf where min-p, top-k or top-p, columns [R, 1], leave a token out."""
+    """Set tokens of x [R, V] float64 excluded by min-p, top-k or top-p, columns [R, 1], to -inf."""
     x = x.masked_fill(x - x.amax(dim=1, keepdim=True) < min_p.log(), -torch.inf)
     values, ids = x.sort(dim=1, descending=True, stable=True)
     ranks = torch.arange(x.shape[1], device=x.device)
@@ -121,7 +119,7 @@ def gumbel_noise(
     vocab_size: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """The noise of every token: [R, V] float64, Gumbel distributed."""
+    """Gumbel noise of all tokens, [R, V] float64."""
     keys = row_keys(seeds, positions, device)
     ids = torch.arange(1, vocab_size + 1, device=device)
     steps = shifted(mix(keys[:, None] + ids * signed(GOLDEN)), 64 - UNIFORM_BITS)
@@ -132,24 +130,25 @@ def gumbel_noise(
 def row_keys(
     seeds: NDArray[np.uint64], positions: NDArray[np.int32], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Seed and position of each row in 64 bits; neighbouring ones have nothing in common."""
+    """A 64-bit hash of seed and position of each row."""
     seed = torch.from_numpy(seeds.view(np.int64)).to(device)
     position = torch.from_numpy(positions.astype(np.int64)).to(device)
     return mix(mix(seed + signed(GOLDEN)) + (position + 1) * signed(GOLDEN))
 
 
 def mix(z: torch.Tensor) -> torch.Tensor:
-    """The finaliser of splitmix64: every bit of z moves about half of the result's."""
+    """The finaliser of splitmix64: every bit of z affects about half of the result's bits."""
     z = (z ^ shifted(z, 30)) * signed(MIX_1)
     z = (z ^ shifted(z, 27)) * signed(MIX_2)
     return z ^ shifted(z, 31)
 
 
 def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """z >> bits, with zeros coming in: torch's shift copies the sign."""
+    """Logical shift right; torch's shift copies the sign."""
     return (z >> bits) & (2 ** (64 - bits) - 1)
 
 
 def signed(word: int) -> int:
-    """64 bits as torch holds them; its arithmetic wraps around like that of unsigned numbers."""
+    """A 64-bit word as a signed integer, for torch, whose arithmetic wraps around as unsigned
+    does."""
     return word - 2**64 if word >= 2**63 else word

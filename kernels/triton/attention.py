@@ -8,7 +8,7 @@ import torch
 
 from kernels import tuning
 from kernels.meta import AttentionMeta
-from kernels.reference import Variant
+from kernels.reference import AttentionOptions
 from kernels.triton.attention_decode import decode_launches, launches_of
 from kernels.triton.attention_prefill import cut, prefill_launch, prefill_launches
 from kernels.triton.launch import Launch, arch_of
@@ -17,7 +17,7 @@ from kernels.triton.repeated import again
 
 
 def paged_attention(
-    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant
+    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention."""
     out = _room_for_output(q, meta)
@@ -43,7 +43,7 @@ def launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
-    variant: Variant,
+    variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
     """The launches of a step's attention, in order. What they write besides `out` all layers may
@@ -68,7 +68,7 @@ def mixed_launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
-    variant: Variant,
+    variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
     """Both kernels over the same sequences: each leaves those to the other that it is not for."""

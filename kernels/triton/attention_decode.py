@@ -12,7 +12,7 @@ import triton.language as tl
 
 from kernels import tuning
 from kernels.meta import AttentionMeta
-from kernels.reference import Variant
+from kernels.reference import AttentionOptions
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import spans_launch
 from kernels.triton.shares import SharesPlan
@@ -94,7 +94,7 @@ def decode_launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
-    variant: Variant,
+    variant: AttentionOptions,
     num_seqs: int,
     out: torch.Tensor,
 ) -> list[Launch]:
@@ -125,7 +125,7 @@ def tile_of(
 
 
 def launches_of(
-    step: tuple[torch.Tensor, torch.Tensor, AttentionMeta, Variant],
+    step: tuple[torch.Tensor, torch.Tensor, AttentionMeta, AttentionOptions],
     sizes: tuple[int, int],
     out: torch.Tensor,
     *,

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from kernels import tuning
 from kernels.meta import AttentionMeta
-from kernels.reference import Variant
+from kernels.reference import AttentionOptions
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.merge import Parts
 from kernels.triton.tiles import (
@@ -117,7 +117,9 @@ class Chunks(NamedTuple):
     splits: tuning.Splits
 
 
-def cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: Variant) -> Chunks:
+def cut(
+    q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
+) -> Chunks:
     """One division for the layers of a step with a window, softcap or ALiBi, one for the others."""
     is_bare = not variant.window and not variant.softcap and variant.alibi is None
     key = ("chunks", q.shape[1:], kv_layer.dtype, is_bare)
@@ -159,7 +161,7 @@ def prefill_launches(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
-    variant: Variant,
+    variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
     """Launches for each sequence after the first num_decodes. q, out: [N, Hq, D]."""
@@ -170,7 +172,9 @@ def prefill_launches(
 
 
 def prefill_launch(
-    step: tuple[torch.Tensor, torch.Tensor, AttentionMeta, Variant], chunks: Chunks, parts: Parts
+    step: tuple[torch.Tensor, torch.Tensor, AttentionMeta, AttentionOptions],
+    chunks: Chunks,
+    parts: Parts,
 ) -> Launch:
     """step: queries, cache, sequences, variant."""
     q, kv_layer, meta, variant = step

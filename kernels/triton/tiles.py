@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kernels.meta import AttentionMeta
-from kernels.reference import Variant
+from kernels.reference import AttentionOptions
 from kernels.tuning import Kind, Tile, pad_power
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -37,7 +37,14 @@ class Shape(NamedTuple):
     SOFTCAP: float  # 0: none
 
     @classmethod
-    def of(cls, q: torch.Tensor, kv_layer: torch.Tensor, variant: Variant, heads: int, tile: Tile):
+    def of(
+        cls,
+        q: torch.Tensor,
+        kv_layer: torch.Tensor,
+        variant: AttentionOptions,
+        heads: int,
+        tile: Tile,
+    ):
         """q: [N, Hq, D], kv_layer: [blocks, 2, Hkv, page, D]; `heads` of them share a program."""
         _, num_heads, dim = q.shape
         _, _, kv_heads, page, _ = kv_layer.shape
@@ -58,7 +65,7 @@ def attention_args(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
-    variant: Variant,
+    variant: AttentionOptions,
     shape: Shape,
 ) -> dict[str, Any]:
     """What prefill and decode kernels both take, less where they write."""

@@ -64,14 +64,14 @@ def step(
 def attend(
     how: str, q: torch.Tensor, cache: Cache, meta: AttentionMeta | None = None, **chosen: object
 ) -> torch.Tensor:
-    variant = reference.Variant(**chosen)
+    variant = reference.AttentionOptions(**chosen)
     return paged_attention(q.contiguous(), cache.kv, meta or cache.meta, variant, how)
 
 
 def agrees(how: str, q: torch.Tensor, cache: Cache, **chosen: object) -> None:
     """Weights are rounded to eight bits, and outputs again."""
     got = attend(how, q, cache, **chosen)
-    assert_near(got, q, cache, reference.Variant(**chosen), weights_rounded=True)
+    assert_near(got, q, cache, reference.AttentionOptions(**chosen), weights_rounded=True)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

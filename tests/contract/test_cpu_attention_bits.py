@@ -95,7 +95,7 @@ def attend(
     q: torch.Tensor,
     cache: Cache,
     rows: Sequence[tuple[int, int, int]],
-    variant: reference.Variant,
+    variant: reference.AttentionOptions,
 ) -> torch.Tensor:
     """Outputs of tokens [first, end) of some sequences, in one step."""
     starts, lens = cache.meta.query_start.tolist(), cache.meta.seq_lens.tolist()
@@ -145,7 +145,7 @@ def test_a_token_has_the_same_bits_in_any_company(
     chosen = {"scale": head_dim**-0.5, **VARIANTS[name]}
     if chosen.get("sinks"):
         chosen["sinks"] = torch.randn(kv_heads * group, generator=rng)
-    variant = reference.Variant(**chosen)
+    variant = reference.AttentionOptions(**chosen)
     together = paged_attention(q, cache.kv, cache.meta, variant, case.how)
     starts = cache.meta.query_start.tolist()
     for rows in steps(random.Random(seed)):

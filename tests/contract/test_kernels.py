@@ -44,7 +44,7 @@ def variant(name: str, num_heads: int, rng: torch.Generator) -> dict:
 def attend_both(q: torch.Tensor, cache: Cache, chosen: dict) -> tuple[torch.Tensor, torch.Tensor]:
     got = kernels.paged_attention(q, cache.kv, cache.meta, **chosen)
     wanted = reference.paged_attention(
-        q.double(), cache.kv.double(), cache.meta, reference.Variant(**chosen)
+        q.double(), cache.kv.double(), cache.meta, reference.AttentionOptions(**chosen)
     )
     return got, wanted
 
@@ -156,7 +156,7 @@ def attention_is_near(q: torch.Tensor, cache: Cache, chosen: dict) -> None:
     """Weights are rounded as well where the processor multiplies bfloat16."""
     got = kernels.paged_attention(q, cache.kv, cache.meta, **chosen)
     rounded = PAIRED is not None
-    assert_near(got, q, cache, reference.Variant(**chosen), weights_rounded=rounded)
+    assert_near(got, q, cache, reference.AttentionOptions(**chosen), weights_rounded=rounded)
 
 
 def is_near(got: torch.Tensor, wanted: torch.Tensor) -> None:

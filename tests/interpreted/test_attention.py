@@ -70,9 +70,11 @@ def a_cache(case: dict[str, Any], rng: torch.Generator) -> Cache:
     return cache
 
 
-def a_variant(case: dict[str, Any], num_heads: int, rng: torch.Generator) -> reference.Variant:
+def a_variant(
+    case: dict[str, Any], num_heads: int, rng: torch.Generator
+) -> reference.AttentionOptions:
     is_fp8 = case.get("cache") == "fp8"
-    return reference.Variant(
+    return reference.AttentionOptions(
         scale=case["head_dim"] ** -0.5,
         window=case.get("window", 0),
         softcap=case.get("softcap", 0.0),
@@ -177,7 +179,7 @@ def test_chunks_behind_long_contexts_take_narrow_tiles(
 def test_every_row_of_one_key_head(rng: torch.Generator) -> None:
     """One key head for 71 query heads, more than a tile of float32 holds."""
     cache = Cache(((1, 20), (9, 30)), (1, 64), rng)
-    variant = reference.Variant(0.125)
+    variant = reference.AttentionOptions(0.125)
     for dtype in (torch.float32, torch.float16):
         q = torch.randn(cache.num_tokens, 71, 64, generator=rng).to(dtype)
         kv = cache.kv.to(dtype)
@@ -190,7 +192,7 @@ def test_a_recorded_step_holds_as_many_chunks_as_its_tokens_may_be(rng: torch.Ge
     least = tuning.MAX_DECODE_TOKENS + 1
     cache = Cache(((least, 0), (least, 40)) * 18, (1, 32), rng)
     q = torch.randn(cache.num_tokens, 2, 32, generator=rng)
-    variant = reference.Variant(0.2)
+    variant = reference.AttentionOptions(0.2)
     got = bodies.paged_attention(q, cache.kv, as_recorded(cache.meta, len(q)), variant)
     wanted = reference.paged_attention(q.double(), cache.kv.double(), cache.meta, variant)
     close(got, wanted, 2e-5)
@@ -203,7 +205,7 @@ def test_padding_of_a_graph_comes_out_as_zeros(rng: torch.Generator) -> None:
     cache.meta.block_tables[2] = 0
     q = torch.randn(3, 4, 32, generator=rng)
     for sinks in (None, torch.randn(4, generator=rng)):
-        variant = reference.Variant(0.2, sinks=sinks)
+        variant = reference.AttentionOptions(0.2, sinks=sinks)
         got = bodies.paged_attention(q, cache.kv, cache.meta, variant)
         assert torch.equal(got[2], torch.zeros(4 * 32))
         wanted = reference.paged_attention(q.double(), cache.kv.double(), cache.meta, variant)
@@ -215,7 +217,7 @@ def test_padding_of_a_graph_comes_out_as_zeros(rng: torch.Generator) -> None:
 def test_damage_stays_in_its_row(bad: float, rng: torch.Generator) -> None:
     cache = Cache(STEPS["mixed"], (2, 32), rng)
     q = torch.randn(cache.num_tokens, 4, 32, generator=rng)
-    variant = reference.Variant(0.2)
+    variant = reference.AttentionOptions(0.2)
     sound = bodies.paged_attention(q, cache.kv, cache.meta, variant)
     q[1, 0, 3] = bad
     got = bodies.paged_attention(q, cache.kv, cache.meta, variant)
@@ -249,7 +251,7 @@ def test_batch_invariant_rows_do_not_hang_on_company(
 ) -> None:
     cache = Cache(STEPS["mixed"], (2, 32), rng, window=window)
     cache.meta.batch_invariant = True
-    variant = reference.Variant(0.2, window)
+    variant = reference.AttentionOptions(0.2, window)
     q, kv = torch.randn(cache.num_tokens, 6, 32, generator=rng).to(dtype), cache.kv.to(dtype)
     together = bodies.paged_attention(q, kv, cache.meta, variant)
     starts = cache.meta.query_start.tolist()

@@ -53,7 +53,7 @@ def test_attention_of_a_token_is_the_same_in_any_step(window: int, seed: int) ->
     """Alone, where keys of other steps are split; in a chunk of any length; recorded."""
     rng = torch.Generator().manual_seed(seed)
     cache = Cache(((1, 20), (12, 1600), (1, 900)), (2, 32), rng, window=window)
-    variant = reference.Variant(0.2, window)
+    variant = reference.AttentionOptions(0.2, window)
     q, kv = torch.randn(cache.num_tokens, 6, 32, generator=rng), cache.kv
     cache.meta.batch_invariant = True
     together = bodies.paged_attention(q, kv, cache.meta, variant)

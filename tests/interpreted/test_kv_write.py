@@ -140,9 +140,13 @@ def test_layers_of_one_step_may_lie_in_memory_in_other_ways(rng: torch.Generator
         got = bodies.qkv_rope_write(qkv, kv, cache.meta, (4, 2, 32), rope, norm)
         close(got, wanted, 1e-6)
         close(kv, wanted_kv, 1e-6)
-        attended = bodies.paged_attention(got, kv, cache.meta, reference.Variant(0.2))
+        attended = bodies.paged_attention(got, kv, cache.meta, reference.AttentionOptions(0.2))
         exact = (got.double(), kv.double())
-        close(attended, reference.paged_attention(*exact, cache.meta, reference.Variant(0.2)), 2e-5)
+        close(
+            attended,
+            reference.paged_attention(*exact, cache.meta, reference.AttentionOptions(0.2)),
+            2e-5,
+        )
 
 
 def test_no_token_is_nothing_to_do() -> None:

@@ -87,7 +87,7 @@ def test_a_long_sequence_among_short_ones(group: int, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     cache = Cache(((1, 9000), *[(1, 3)] * 140), (2, 32), rng, 64)
     q = torch.randn(cache.num_tokens, 2 * group, 32, generator=rng)
-    variant = reference.Variant(0.2)
+    variant = reference.AttentionOptions(0.2)
     wanted = reference.paged_attention(q.double(), cache.kv.double(), cache.meta, variant)
     got = bodies.paged_attention(q, cache.kv, cache.meta, variant)
     torch.testing.assert_close(got.double(), wanted, rtol=2e-5, atol=2e-5)

@@ -74,7 +74,7 @@ def assert_near(
     got: torch.Tensor,
     q: torch.Tensor,
     cache: Cache,
-    variant: reference.Variant,
+    variant: reference.AttentionOptions,
     *,
     weights_rounded: bool,
 ) -> None:

@@ -15,7 +15,7 @@ from kernels.cpu.attention.tiled_single import fits, tiled_single_body
 from kernels.cpu.native import Kernel, bits, is_recorded
 from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
-from kernels.reference import Variant
+from kernels.reference import AttentionOptions
 
 # Pairs of query head and key worth a second thread.
 _ENOUGH = 512
@@ -96,7 +96,7 @@ def paged_attention(
     q: torch.Tensor,
     kv_layer: torch.Tensor,
     meta: AttentionMeta,
-    variant: Variant,
+    variant: AttentionOptions,
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32. paired:
