@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from kernels.meta import AttentionMeta
-from kernels.reference import HeadNorm, Rope, Variant
+from kernels.reference import AttentionOptions, HeadNorm, Rope
 from kernels.triton import (
     activation,
     bitmask,
@@ -206,8 +206,8 @@ def _meta(num_seqs: int, query_len: int, page: int) -> AttentionMeta:
     )
 
 
-def _variant(switches: frozenset[str], num_heads: int, is_fp8: bool) -> Variant:
-    return Variant(
+def _variant(switches: frozenset[str], num_heads: int, is_fp8: bool) -> AttentionOptions:
+    return AttentionOptions(
         scale=0.0883,
         window=4096 if "window" in switches else 0,
         softcap=50.0 if "softcap" in switches else 0.0,

@@ -1,9 +1,9 @@
-"""Bodies for the CPU: compiled loops for contiguous float32 and bfloat16, else the reference's
-torch.
+"""CPU implementations: compiled loops for contiguous float32 and bfloat16 tensors, the torch
+reference for all others.
 
-Same signatures as :mod:`kernels.reference`. A KV cache may be bfloat16 next to float32 tokens. What
-is bfloat16 is computed in float32 and rounded once, where it is stored: the reference, like Hugging
-Face's modules, rounds between the operations, too, and is less exact for it.
+Same signatures as :mod:`kernels.reference`. Float32 tokens may use a bfloat16 KV cache. Bfloat16 is
+computed in float32 and rounded once, when it is stored; the reference, like transformers' modules,
+also rounds between operations and is less exact.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.meta import AttentionMeta
 
 
 def _is_plain(first: torch.Tensor, *others: torch.Tensor | None) -> bool:
-    """Whether compiled loops can read these by address: all of one dtype that loops know."""
+    """True if compiled loops can read these tensors: contiguous, and of one supported dtype."""
     return first.dtype in cells.DTYPES and all(
         t is None or (t.dtype is first.dtype and t.is_contiguous()) for t in (first, *others)
     )
@@ -27,7 +27,7 @@ def _is_float32(tensor: torch.Tensor | None) -> bool:
 
 
 def _is_cache(kv_layer: torch.Tensor, tokens: torch.Tensor) -> bool:
-    """No narrower activations than the cache: float32 next to bfloat16 is the one mixture."""
+    """True if compiled loops support this cache: of the tokens' dtype, or bfloat16 for float32."""
     is_read = kv_layer.dtype is tokens.dtype or kv_layer.dtype is torch.bfloat16
     return is_read and kv_layer.dtype in cells.DTYPES and kv_layer.is_contiguous()
 

@@ -1,11 +1,12 @@
-"""Tiles of AMX: eight registers of 16 rows x 64 bytes, and the product of two of them.
+"""AMX tiles as Numba intrinsics: eight registers of 16 rows x 64 bytes, and their product.
 
-A tile's number is a literal. `soft`, a literal too, has the same numbers worked out without the
-instructions, so that what is built on tiles can be tried on any processor: slowly, and to the last
-bit as Intel's manual defines TDPBF16PS, but for denormal numbers, which that takes as zero.
+A tile's number is a literal. With the literal `soft`, the operations are emulated without AMX, so
+that code on tiles can be tested on any processor: slowly, but bit for bit as Intel's manual defines
+TDPBF16PS, except for denormal numbers, which the instruction treats as zero.
 
-`state` is the address of STATE bytes of the thread's own. A thread calls `begin` before its first
-tile and `end` after its last: the system saves what lies between with the thread.
+`state` is the address of STATE bytes that belong to the thread. A thread calls `begin` before its
+first tile operation and `end` after its last; in between, the system saves the tiles at each
+context switch.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from numba.extending import intrinsic
 from kernels.cpu.native import f32, float_of_bits, u8, u16
 from kernels.cpu.vectors import in_order
 
-ROWS = 16  # of a tile
+ROWS = 16  # rows of a tile
 ROW_BYTES = 64
-STATE = 8 * ROWS * ROW_BYTES  # soft tiles; of the instructions, 64 bytes of configuration
+STATE = 8 * ROWS * ROW_BYTES  # emulated tiles; AMX only needs 64 bytes of configuration
 
-_PALETTE, _COLUMNS_AT, _ROWS_AT = 1, 16, 48  # of the configuration
+_PALETTE, _COLUMNS_AT, _ROWS_AT = 1, 16, 48  # offsets in the configuration
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _HALF = np.int32(16)
 _ZERO = np.float32(0)
@@ -33,8 +34,8 @@ _TILE = ROWS * ROW_BYTES
 
 
 def _operation(soft_body: Any, given: tuple[Any, ...], literals: tuple[Any, ...], emit: Any) -> Any:
-    """Signature and code of an operation. given: the types of its arguments, `soft` last, with the
-    literals among them; emit(builder, args) calls the instruction."""
+    """Signature and code generator of an operation. given: argument types, with `soft` last;
+    literals: those that must be literals; emit(builder, args) emits the instruction."""
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
     is_soft = literals[-1].literal_value
@@ -81,7 +82,7 @@ def _configure(typing_context, state, soft):
 
 @intrinsic(prefer_literal=True)
 def end(typing_context, state, soft):
-    """Give the tiles back: a thread without any is saved quickly."""
+    """Release the tiles, so that context switches of the thread are fast again."""
 
     def emit(builder, args):
         _call(builder, "llvm.x86.tilerelease")
@@ -112,7 +113,7 @@ def load(typing_context, state, tile, address, stride, soft):
 
 @intrinsic(prefer_literal=True)
 def load_once(typing_context, state, tile, address, stride, soft):
-    """`load` for what is not read again soon: it drives nothing out of the nearest cache."""
+    """Like `load`, for data that is not read again soon: it does not evict other cache lines."""
 
     def emit(builder, args):
         name = "llvm.x86.tileloaddt164"
@@ -145,7 +146,7 @@ def dot(typing_context, state, total, left, right, soft):
 
 @njit(inline="always")
 def begin(state, soft):
-    """All tiles of 16 rows x 64 bytes. soft: a literal."""
+    """Configure all tiles with 16 rows x 64 bytes. soft: a literal."""
     if not soft:
         settings = u8(state, (ROW_BYTES,))
         for i in range(ROW_BYTES):
@@ -207,7 +208,7 @@ def _wide(bits):
 
 @intrinsic
 def _fused(typing_context, a, b, c):
-    """a * b + c, rounded once."""
+    """Fused a * b + c, rounded once."""
 
     def build(context, builder, signature, args):
         return builder.fma(*args)

@@ -1,4 +1,4 @@
-"""What compiled code needs next to other threads: atomic words, waiting, calls by address."""
+"""Intrinsics for multi-threaded compiled code: atomic words, waiting, calls by address."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _PAUSE: tuple[str, list[ir.Constant]] = ("llvm.x86.sse2.pause", [])
 if platform.machine() == "aarch64":
     _PAUSE = ("llvm.aarch64.hint", [ir.IntType(32)(1)])
 
-# Numbers of system calls: (futex, sched_yield).
+# System call numbers of futex and sched_yield.
 _CALLS = {"x86_64": (202, 24), "aarch64": (98, 124)}
 FUTEX, YIELD = _CALLS.get(platform.machine(), (0, 0))
-FUTEX_WAIT, FUTEX_WAKE = 128, 129  # among threads of one process
+FUTEX_WAIT, FUTEX_WAKE = 128, 129  # the private variants, for threads of one process
 IS_SUPPORTED = sys.platform == "linux" and FUTEX != 0
 
 
 def syscall_address() -> int:
-    """Where libc's ``syscall`` lies."""
+    """Address of libc's ``syscall``."""
     return ctypes.cast(ctypes.CDLL(None).syscall, ctypes.c_void_p).value or 0
 
 
 @intrinsic
 def add(typing_context, address, value):
-    """Add to the word and return what it was; orders all memory around it."""
+    """Add to the word and return its old value; sequentially consistent."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _WORD)
@@ -41,7 +41,7 @@ def add(typing_context, address, value):
 
 @intrinsic
 def exchange(typing_context, address, value):
-    """Replace the word and return what it was."""
+    """Replace the word and return its old value; sequentially consistent."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _WORD)
@@ -52,7 +52,7 @@ def exchange(typing_context, address, value):
 
 @intrinsic
 def load(typing_context, address):
-    """The word as another thread last wrote it."""
+    """Read the word; sequentially consistent."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _WORD)
@@ -63,7 +63,7 @@ def load(typing_context, address):
 
 @intrinsic
 def pause(typing_context):
-    """Let a moment pass in a loop that waits."""
+    """Pause instruction for a spin loop."""
 
     def build(context, builder, signature, args):
         name, arguments = _PAUSE
@@ -79,7 +79,7 @@ def pause(typing_context):
 
 @intrinsic
 def system_call(typing_context, function, number, first, second, third):
-    """libc's ``syscall`` with three arguments; no time limit (the fourth is 0)."""
+    """Call libc's ``syscall`` with three arguments and 0 as the fourth (no timeout)."""
 
     def build(context, builder, signature, args):
         kind = ir.FunctionType(_I64, [_I64] * 5)
@@ -91,7 +91,7 @@ def system_call(typing_context, function, number, first, second, third):
 
 @intrinsic
 def call_body(typing_context, body, row):
-    """Run the body at the address on a row of parameters."""
+    """Call the body at an address with the address of its parameters."""
 
     def build(context, builder, signature, args):
         kind = ir.FunctionType(ir.VoidType(), [_I64])
@@ -103,7 +103,7 @@ def call_body(typing_context, body, row):
 
 @intrinsic
 def lay_out(typing_context, parameters):
-    """Address of a zero counter and the parameters, on the stack of the function that asks."""
+    """Store a zero counter and the parameters on the caller's stack. Returns their address."""
 
     def build(context, builder, signature, args):
         with builder.goto_entry_block():

@@ -1,7 +1,7 @@
-"""Elements of activations, weights and KV cache: float32, or bfloat16, the upper half of one.
+"""Reads and writes elements of activations, weights and KV cache: float32 or bfloat16.
 
-`cell` is an element's bytes, 4 or 2, and a literal wherever it is passed: each of the two gets
-machine code of its own. Arithmetic is in float32; what is stored is rounded to the nearest.
+`cell` is the number of bytes of an element, 4 or 2, always passed as a literal, so that each gets
+its own machine code. Arithmetic is in float32; stored values are rounded to nearest.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _ROUNDS = isa.has("avx512bf16")  # whole vectors in one instruction
 
 @njit(**INLINE)
 def widen(half):
-    """The float32 whose upper half these 16 bits are."""
+    """Bfloat16 bits to float32."""
     return float_of_bits(np.int32(half) << _HALF)
 
 
 @njit(**INLINE)
 def narrow(value):
-    """The 16 bits of a float32 rounded to the nearest bfloat16, ties to even; a NaN stays one."""
+    """Float32 to bfloat16 bits, rounded to nearest even; NaN stays NaN."""
     bits = bits_of_float(value)
     rounded = (bits + (_ROUND + ((bits >> _HALF) & _ONE))) >> _HALF
     return np.uint16(_NAN if (bits & _MAGNITUDE) > _INFINITY else rounded)
@@ -40,7 +40,7 @@ def narrow(value):
 
 @njit(**INLINE)
 def read_cells(source, target, cell):
-    """Read as many cells from an address as the float32 array `target` holds."""
+    """Fill the float32 array `target` with elements from an address."""
     if cell == 4:
         floats = f32(source, target.shape)
         for i in range(target.shape[0]):
@@ -53,7 +53,7 @@ def read_cells(source, target, cell):
 
 @njit(**INLINE)
 def write_cells(target, source, cell):
-    """The contiguous float32 array `source` to an address, rounded to the nearest, ties to even."""
+    """Write the contiguous float32 array `source` to an address, rounded to nearest even."""
     if cell == 4:
         floats = f32(target, source.shape)
         for i in range(source.shape[0]):
@@ -70,19 +70,19 @@ def write_cells(target, source, cell):
 
 
 def elements(address, shape, cell):
-    """The array of `shape` that starts at `address`: float32, or bfloat16 as 16 bits each."""
+    """The array of `shape` at an address: float32, or bfloat16 as uint16."""
 
 
 def get(array, i):
-    """Element i of an array of either kind, as float32."""
+    """Element i of an array of `elements`, as float32."""
 
 
 def put(array, i, value):
-    """Store a float32 there."""
+    """Store a float32 as element i of an array of `elements`."""
 
 
-# Chosen by a literal rather than handed in as a function: the cache on disk knows a body by the
-# values it closes over, and functions are never the same in two processes.
+# Selected by a literal and not passed as functions: the disk cache identifies a body by the values
+# it closes over, and functions differ between processes.
 @overload(elements, inline="always", prefer_literal=True)
 def _elements(address, shape, cell):
     if not isinstance(cell, types.IntegerLiteral):

@@ -1,7 +1,7 @@
-"""Rows of 16 columns gone through together, written as LLVM vector code.
+"""LLVM vector code for matrices of 16 columns, one vector per row.
 
-What runs down columns needs no sum across lanes: a vector's lanes stay apart, whatever the rows
-say. As in `kernels.cpu.vectors`, addresses and strides are in bytes.
+Sums down columns need no sum across lanes. As in `kernels.cpu.vectors`, addresses and strides are
+in bytes.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from kernels.cpu.vectors import (
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _FLOATS, _WORDS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _FEW_WORDS = ir.VectorType(_I32, 4)
-_CHAINS = 4  # of a column's maximum and sum, so that none waits for the one before
+_CHAINS = 4  # independent maxima and sums of a column, to hide latency
 
 
 def _at(builder, base, offset, kind):
-    """The pointer to a `kind` that lies this many bytes after an address."""
+    """A pointer to a `kind` at address base + offset."""
     return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
 
 
@@ -47,8 +47,8 @@ def _put(builder, row, base, offset):
 
 
 def _over_rows(builder, rows, carried, step):
-    """Run step(offset, values) for each of `rows`, an address, the bytes between them and their
-    number; what it returns are the next values. Returns the last ones."""
+    """Emit a loop over `rows` (address, stride in bytes, number) that calls step(offset, values),
+    which returns the next values. Returns the last values."""
     _, stride, count = rows
     before = builder.block
     loop, done = (builder.append_basic_block(name) for name in ("rows", "all"))
@@ -73,8 +73,8 @@ def _over_rows(builder, rows, carried, step):
 
 @intrinsic
 def pair_rows(typing_context, address, stride, count, target):
-    """Rows of 16 float32 two by two: target[k] = pairs of bfloat16, rounded to the nearest, ties to
-    even, of rows 2 * k and 2 * k + 1. count: number of pairs."""
+    """target[k] = pairs of bfloat16, rounded to nearest even, from float32 rows 2 * k and 2 * k + 1
+    of 16 columns. count: number of pairs of rows."""
 
     def build(context, builder, signature, args):
         address, stride, count, target = args
@@ -91,12 +91,12 @@ def pair_rows(typing_context, address, stride, count, target):
 
 
 def _all(number):
-    """A vector of the same number, float32 or of 32 bits."""
+    """A constant vector of a number, float32 or int32."""
     return ir.Constant(_FLOATS if isinstance(number, float) else _WORDS, [number] * LANES)
 
 
 def _rounded(builder, floats):
-    """The bits of float32, the upper 16 the nearest bfloat16's; the lower are left over."""
+    """Float32 bits rounded to bfloat16 in the upper 16 bits; the lower bits are undefined."""
     if isa.has("avx512bf16"):
         halves = builder.fptrunc(floats, ir.VectorType(BFloat(), LANES))
         words = builder.zext(builder.bitcast(halves, ir.VectorType(_I16, LANES)), _WORDS)
@@ -109,18 +109,16 @@ def _rounded(builder, floats):
 
 
 def _pairs(builder, even, odd):
-    """Words of two bfloat16, the nearest to two rows of float32."""
+    """Two rows of float32 as words of two bfloat16, rounded to nearest even."""
     low = builder.lshr(_rounded(builder, even), _all(16))
     return builder.or_(low, builder.and_(_rounded(builder, odd), _all(0xFFFF0000)))
 
 
 @intrinsic
 def interleave16(typing_context, source, ld_source, target, ld_target):
-    """16 rows of 32 bfloat16 to the same in pairs, 8 rows of [16 columns, 2] each in two places.
-
-    Of each quarter of the columns the first four go to `target` + 64 * k, the others `ld_target`
-    after them.
-    """
+    """Interleave 16 rows of 32 bfloat16 in pairs, as 8 rows of [16 columns, 2] in each of two
+    places: the first four of each eight columns at `target` + 64 * k, the others `ld_target` bytes
+    later."""
 
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
@@ -144,8 +142,7 @@ def interleave16(typing_context, source, ld_source, target, ld_target):
 
 @intrinsic
 def round_turned(typing_context, source, ld_source, target, ld_target):
-    """target[j, i] = source[i, j], 32 x 16 float32 to bfloat16 [16, 32], rounded to the nearest,
-    ties to even."""
+    """Transpose 32 x 16 float32 to bfloat16 [16, 32], rounded to nearest even."""
 
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
@@ -161,10 +158,10 @@ def round_turned(typing_context, source, ld_source, target, ld_target):
 
 @intrinsic(prefer_literal=True)
 def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
-    """scores [count, 16] *= factor; best [16] becomes the largest of each column and of itself.
+    """scores [count, 16] *= factor; best [16] = maximum of best and each column.
 
-    scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0, or of each column
-    the first row that counts [16 int32] and the one after the last. A NaN is passed over.
+    scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0, or for each column
+    the first row that counts [16 int32] and the end of these rows. NaN is ignored.
     """
     is_bounded = not isinstance(bounds, types.Literal)
 
@@ -182,8 +179,8 @@ def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
 
 @intrinsic(prefer_literal=True)
 def soften_columns(typing_context, scores, stride, count, best, total, bounds):
-    """scores [count, 16] become 2 ** (score - best) and are added to total [16]; zero where a row
-    does not count for its column. Addresses, count and bounds as of `scale_columns`."""
+    """scores [count, 16] become 2 ** (score - best), or zero if the row does not count for its
+    column, and are added to total [16]. Arguments as for `scale_columns`."""
     is_bounded = not isinstance(bounds, types.Literal)
 
     def work(builder, given, scores, state, is_seen):
@@ -200,9 +197,10 @@ def soften_columns(typing_context, scores, stride, count, best, total, bounds):
 
 
 def _down_columns(joined, bounds, initial, join, work):
-    """Code that goes down 16 columns of scores, each fourth row by a chain of its own, and joins
-    what the chains found to what lies at argument `joined`; bounds: an argument, or None.
-    work(builder, args, scores, state, is_seen) returns what is stored, and the next state."""
+    """Code generator for a loop down 16 columns of scores in four chains, each with every fourth
+    row. The chains' states are joined with the value at argument `joined`. bounds: index of an
+    argument, or None. work(builder, args, scores, state, is_seen) returns the row to store and the
+    next state."""
 
     def build(context, builder, signature, args):
         scores, stride, count = args[:3]
@@ -235,7 +233,7 @@ def _greater(builder, one, other):
 
 
 def _between(builder, rows, bounds):
-    """For each lane, whether its row is from the first that counts to the last."""
+    """For each lane, True if its row counts."""
     first, end = (_row(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
     is_from = builder.icmp_signed(">=", rows, first)
     return builder.and_(is_from, builder.icmp_signed("<", rows, end))
@@ -243,7 +241,7 @@ def _between(builder, rows, bounds):
 
 @intrinsic
 def exp2_of_all(typing_context, x):
-    """2 ** x of one float32, as `soften_row` and `soften_columns` compute it."""
+    """2 ** x of a float32, bit-identical to `soften_row` and `soften_columns`."""
 
     def build(context, builder, signature, args):
         return builder.extract_element(_exp2(builder, splat(builder, args[0], LANES)), _I32(0))
@@ -253,9 +251,9 @@ def exp2_of_all(typing_context, x):
 
 @intrinsic
 def fold_factors(typing_context, largest, added, shrink, share):
-    """Factors of 16 rows whose largest score was `largest`, and is `added` in what is added to
-    them: what their sums so far, and those that are added, are multiplied by. Addresses of 16
-    float32; `largest` becomes that of both."""
+    """Factors to add two partial sums of 16 rows with largest scores `largest` and `added`:
+    `shrink` for the first sums, `share` for the second. `largest` becomes the maximum of both. All
+    are addresses of 16 float32."""
 
     def build(context, builder, signature, args):
         zero = _I64(0)
@@ -271,8 +269,8 @@ def fold_factors(typing_context, largest, added, shrink, share):
 
 @intrinsic
 def soften_row(typing_context, scores, count, best, first, end):
-    """Scores at an address become 2 ** (score - best), and zero but for [first, end); returns their
-    sum. count: vectors of 16. They are added in the order of `soften_columns`."""
+    """Scores at an address become 2 ** (score - best), and zero outside [first, end). Returns their
+    sum, added in the order of `soften_columns`. count: number of vectors of 16."""
 
     def build(context, builder, signature, args):
         scores, count, best, *limits = args
@@ -302,8 +300,8 @@ def soften_row(typing_context, scores, count, best, first, end):
 
 @intrinsic
 def cap_scores(typing_context, scores, count, softcap, factor):
-    """Scores at an address become softcap * tanh(score / softcap) * factor. count: vectors of 16
-    float32."""
+    """Scores at an address become softcap * tanh(score / softcap) * factor. count: number of
+    vectors of 16."""
 
     def build(context, builder, signature, args):
         scores, count, *numbers = args
@@ -325,8 +323,8 @@ def cap_scores(typing_context, scores, count, softcap, factor):
 
 
 def _exp2(builder, x):
-    """2 ** x of a vector, to about one unit in the last place; a NaN stays one, what is out of
-    range is cut."""
+    """2 ** x of a vector, to about one unit in the last place. NaN stays NaN; x is clamped to the
+    range."""
     for limit, order in ((SMALLEST, "<"), (LARGEST, ">")):
         x = builder.select(builder.fcmp_ordered(order, x, _all(limit)), _all(limit), x)
     exponent = builder.fptosi(builder.fadd(x, _all(BIAS + 0.5)), _WORDS)
@@ -340,7 +338,7 @@ def _exp2(builder, x):
 
 @intrinsic(prefer_literal=True)
 def transpose16(typing_context, source, ld_source, target, ld_target, size):
-    """target[j, i] = source[i, j] for 16 x 16, from elements of `size` bytes, a literal: 4 or 2."""
+    """Transpose 16 x 16 elements of `size` bytes (a literal, 4 or 2) to float32 words."""
     if not isinstance(size, types.Literal):
         return None
 
@@ -359,7 +357,7 @@ def transpose16(typing_context, source, ld_source, target, ld_target, size):
 
 
 def _turned(builder, rows):
-    """16 vectors of 16 words, columns for rows."""
+    """Transpose 16 vectors of 16 words."""
     step = LANES // 2
     while step:
         after = list(rows)

@@ -1,10 +1,10 @@
-"""Where compiled functions are kept between processes.
+"""Disk cache of compiled functions.
 
-Imports :mod:`kernels.cpu.isa` before anything is compiled: whoever hands a function to Numba comes
-by here.
+All modules that pass functions to Numba import this one, which first imports
+:mod:`kernels.cpu.isa`, so that the instruction set is chosen before anything is compiled.
 
-A process reads all places that it may trust and writes to the first that it can. Without any it
-compiles what it needs and says so once. What is damaged is compiled anew.
+A process reads all directories that it trusts and writes to the first that is writable. Without
+one, it compiles what it needs and logs this once. Damaged files are compiled again.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ logger = logging.getLogger("engine.kernels")
 
 PACKAGES = Path(__file__).parents[2]
 DIGEST_BYTES = 16
-NOWHERE = ""  # the place of files that are not there
+NOWHERE = ""  # a path without files
 _TURN = threading.RLock()
-# Not the one above: it is held by who waits for Numba's own lock, and this is taken within that.
+# A second lock: threads that hold _TURN wait for Numba's lock, and this one is taken within that.
 _PLACES = threading.Lock()
 
 
 @cache
 def directory_name() -> str:
-    """What is kept of these sources, for these instructions, is in directories of this name.
+    """Name of the cache directory for these sources and this instruction set.
 
-    It is made from the text of all sources: Numba looks only at the file a body stands in, and
-    would miss a change in what the body calls.
+    It contains a hash of all sources, because Numba only checks the file of a body and would miss
+    changes in functions that the body calls.
     """
     here = Path(__file__).parent
     text = b"".join(path.read_bytes() for path in sorted(here.rglob("*.py")))
@@ -50,16 +50,17 @@ def directory_name() -> str:
 
 
 class CachePlaces:
-    """The directories in which compiled functions are looked for, and the one they are kept in."""
+    """The directories from which compiled functions are read, and the one to which they are
+    written."""
 
     def __init__(self, chosen: str | None = None, trusted: Collection[int] = ()) -> None:
-        """chosen: the user's directory; without it NUMBA_CACHE_DIR, else the package's own and the
-        user's cache. trusted: users whose compiled code may run."""
+        """chosen: the configured directory; default: NUMBA_CACHE_DIR, otherwise the package's
+        directory and the user's cache. trusted: ids of users whose compiled code may run."""
         self._trusted = trusted or trusted_users()
         self.readable: list[str] = []
         self.writable: str | None = None
         self.refusals: list[str] = []
-        """Why others are not used."""
+        """Reasons why other directories are not used."""
         self._is_reported = False
         if chosen is None and config.CACHE_DIR and not _is_for_all(Path(config.CACHE_DIR)):
             self._consider(Path(config.CACHE_DIR))
@@ -73,18 +74,18 @@ class CachePlaces:
         if home is not None and home.is_dir():
             self._consider(home / ".cache" / "metronome" / directory_name())
         else:
-            self.refusals.append(f"{home or 'a home directory'} is not there")
+            self.refusals.append(f"{home or 'a home directory'} does not exist")
 
     def complain(self, error: OSError | None = None) -> None:
-        """Compiled code cannot be kept: log the reason and the remedy, once."""
+        """Log once that compiled code cannot be stored, with the reason and what to do."""
         with _PLACES:
             is_first, self._is_reported = not self._is_reported, True
         if is_first:
             why = "; ".join([*self.refusals, *([] if error is None else [str(error)])])
             logger.warning(
-                "compiled kernels cannot be kept (%s): each start compiles them, which takes some "
-                "20 seconds; give --kernel-cache (%s) a directory that can be written to, or run "
-                "`metronome prepare` once where the package is installed",
+                "compiled kernels cannot be stored (%s), so each start compiles them for about 20 "
+                "seconds; set --kernel-cache (%s) to a writable directory, or run `metronome "
+                "prepare` once as a user who can write to the package",
                 why,
                 isa.KERNEL_CACHE,
             )
@@ -98,7 +99,7 @@ class CachePlaces:
             self.refusals.append(f"{place}: {error.strerror}")
             return
         if about.st_uid not in self._trusted or _is_for_all(place):
-            self.refusals.append(f"{place}: others than its user can write code to it")
+            self.refusals.append(f"{place}: other users can write to it")
             return
         self.readable.append(str(place))
         if self.writable is None:
@@ -111,7 +112,7 @@ class CachePlaces:
 
 
 def _is_for_all(place: Path) -> bool:
-    """May every user of the machine write there?"""
+    """True if every user of the machine may write to a directory."""
     try:
         return bool(place.stat().st_mode & 0o002)
     except OSError:
@@ -119,7 +120,7 @@ def _is_for_all(place: Path) -> bool:
 
 
 def home_directory() -> Path | None:
-    """The user's; ``None`` for one of whom neither the environment nor the system knows it."""
+    """The user's home directory; ``None`` if neither the environment nor the system has one."""
     try:
         return Path.home()
     except RuntimeError:
@@ -127,19 +128,19 @@ def home_directory() -> Path | None:
 
 
 def trusted_users() -> set[int]:
-    """Whose compiled code may run: whose sources do, the system's and one's own."""
+    """Ids of users whose compiled code may run: root, this user and the owner of the sources."""
     return {0, os.geteuid(), Path(__file__).stat().st_uid}
 
 
 class Current:
-    """The places of this process."""
+    """The cache directories of this process."""
 
     def __init__(self) -> None:
         self._by_choice: dict[str | None, CachePlaces] = {}
 
     @property
     def places(self) -> CachePlaces:
-        """The places that the environment names now, for functions compiled from now on."""
+        """The cache directories according to the current environment."""
         chosen = isa.kernel_cache()
         with _PLACES:
             if chosen not in self._by_choice:
@@ -151,7 +152,7 @@ CURRENT = Current()
 
 
 class Locator:
-    """Tells Numba where a function is kept: the same path below each of the places."""
+    """Numba's locator of a function's cache files: the same relative path in each directory."""
 
     def __init__(self, function: Any, file: str) -> None:
         self._py_file = file
@@ -159,29 +160,28 @@ class Locator:
 
     @classmethod
     def from_function(cls, function: Any, file: str) -> Locator | None:
-        """Numba's interface; ``None`` for what stands in no file."""
+        """Numba's interface; ``None`` for a function that is not in a file."""
         return cls(function, file) if os.path.exists(file) else None
 
     def get_cache_path(self) -> str:
-        """Below the place that is written to, else below the first that is read."""
+        """The path in the writable directory, otherwise in the first readable one."""
         places = CURRENT.places
         base = places.writable or next(iter(places.readable), NOWHERE)
         return os.path.join(base, self.below) if base else NOWHERE
 
     @property
     def below(self) -> str:
-        """The part of the path that all places share, wherever the packages are."""
+        """The relative path, which does not depend on where the packages are installed."""
         folder = Path(self._py_file).parent
         if folder.is_relative_to(PACKAGES):
             return "_".join(folder.relative_to(PACKAGES).parts)
         return f"{folder.name}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
 
     def ensure_cache_path(self) -> None:
-        """Numba's interface; it is made when something is kept."""
+        """Numba's interface; the directory is created when something is stored."""
 
     def get_source_stamp(self) -> bytes:
-        """The stamp of the file that the function stands in, wherever and whenever it was
-        installed."""
+        """A hash of the function's source file, independent of its path and time."""
         return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
 
     def get_disambiguator(self) -> str:
@@ -190,15 +190,14 @@ class Locator:
 
 
 class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
-    """The compiled variants of one function, to which several processes may add.
+    """The compiled variants of one function, which several processes may write.
 
-    A variant gets a file that the index does not name yet. Two processes that look at the same time
-    choose the same one, and the index may then name it for the variant that is not in it, for good.
-    Files end with a checksum, for what was written in part is machine code, too.
-    """
+    Numba chooses a file name that is not in the index yet. Two processes could choose the same, and
+    the index would then have a wrong entry forever; a lock prevents this. Files end with a
+    checksum, since a partial file would be executed as machine code."""
 
     def save(self, key: Any, data: Any) -> None:
-        """Keep a variant where that is possible; complain once where it is not."""
+        """Store a variant if possible; otherwise log it once."""
         is_ours = not self._cache_path or self._base is not None
         if is_ours and CURRENT.places.writable is None:
             CURRENT.places.complain()
@@ -206,24 +205,24 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
         try:
             os.makedirs(self._cache_path, exist_ok=True)
             with ExitStack() as locks:
-                with suppress(OSError):  # some file systems know no locks
+                with suppress(OSError):  # some file systems have no locks
                     lock = locks.enter_context(open(f"{self._index_path}.lock", "a"))
                     fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
                 super().save(key, data)
-        except OSError as error:  # the disk is full, say
+        except OSError as error:  # for example a full disk
             CURRENT.places.complain(error)
 
     def load(self, key: Any) -> Any:
-        """A variant, of whichever place has it."""
+        """Load a variant from any of the directories."""
         each = (place.load_here(key) for place in (self, *self._elsewhere()))
         return next((found for found in each if found is not None), None)
 
     def load_here(self, key: Any) -> Any:
-        """A variant, if it is in this place."""
+        """Load a variant from this directory only."""
         return super().load(key)
 
     def has(self, key: Any) -> bool:
-        """Is there a file of this variant?"""
+        """True if there is a file of this variant."""
         for each in (self, *self._elsewhere()):
             name = each._load_index().get(key)
             if name is not None and os.path.exists(each._data_path(name)):
@@ -232,7 +231,7 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     @property
     def _base(self) -> str | None:
-        """The one of the places that this is below; the others have the same path below them."""
+        """The cache directory that contains this path."""
         bases = CURRENT.places.readable
         return next((each for each in bases if self._cache_path.startswith(each + os.sep)), None)
 
@@ -257,20 +256,20 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
             file.write(summed.digest())
 
     def _load_index(self) -> dict[Any, str]:
-        if not _is_whole(self._index_path):
+        if not _is_complete(self._index_path):
             return {}
         overloads: dict[Any, str] = super()._load_index()
         return overloads
 
     def _load_data(self, name: str) -> Any:
         path = self._data_path(name)
-        if not _is_whole(path):
-            raise OSError(f"{path} is damaged")  # to Numba, it is not there
+        if not _is_complete(path):
+            raise OSError(f"{path} is damaged")  # Numba treats it as missing
         return super()._load_data(name)
 
 
 class Summed:
-    """A file that is written, and the checksum of what was."""
+    """A writable file that computes the checksum of its contents."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -284,9 +283,8 @@ class Summed:
         return self._sum.digest()
 
 
-def _is_whole(path: str) -> bool:
-    """Is it there, and does it end with the checksum of the rest? Numba reads no further than its
-    own end."""
+def _is_complete(path: str) -> bool:
+    """True if the file exists and ends with the checksum of its contents, which Numba ignores."""
     try:
         data = Path(path).read_bytes()
     except OSError:
@@ -297,11 +295,11 @@ def _is_whole(path: str) -> bool:
 
 @contextmanager
 def cache_of_these_sources() -> Iterator[bool]:
-    """Functions handed to Numba meanwhile are looked for and kept there; says whether Numba is to
-    be given ``cache=True``, which is always so.
+    """Context in which functions passed to Numba use this disk cache. Yields the value for Numba's
+    ``cache`` option, always True.
 
-    Numba chooses place and class when a function is handed over, not when it is compiled. Both are
-    the process's: threads take turns.
+    Numba looks up locator and cache class when a function is decorated, not when it is compiled.
+    Both are global, so only one thread at a time is in the context.
     """
     kind = caching.CompileResultCacheImpl
     with _TURN:
@@ -317,13 +315,13 @@ def cache_of_these_sources() -> Iterator[bool]:
 
 
 def kept(function: Callable[..., Any]) -> Any:
-    """Compiled when it is first called, and kept."""
+    """Decorate a function with ``njit``, stored in this disk cache."""
     with cache_of_these_sources() as cache:
         return njit(cache=cache)(function)
 
 
 def is_kept(body: Callable[..., Any], signature: Any) -> bool:
-    """Whether what is compiled from this function is there, so that it need not be compiled."""
+    """True if a compiled version of this function is stored."""
     with cache_of_these_sources():
         kept = caching.FunctionCache(body)
         key = kept._index_key(signature, cpu_target.target_context.codegen())
@@ -331,8 +329,8 @@ def is_kept(body: Callable[..., Any], signature: Any) -> bool:
 
 
 def kept_file(name: str) -> Path | None:
-    """Where something else that depends on the machine is kept, if there is such a place: a file
-    that is there, or one that can be written."""
+    """Path of another machine-dependent file in the cache: an existing one, or one that can be
+    written; ``None`` if there is no directory for it."""
     places = CURRENT.places
     for place in places.readable:
         if (Path(place) / name).exists():
@@ -341,5 +339,5 @@ def kept_file(name: str) -> Path | None:
 
 
 def has_place() -> bool:
-    """Whether there is a place where compiled functions can be kept."""
+    """True if compiled functions can be stored."""
     return CURRENT.places.writable is not None

@@ -1,17 +1,17 @@
-"""Which instructions compiled kernels may use: this processor's by cpuid, or fewer by an option.
+"""Selects the instruction set of compiled kernels: that of this processor, or a lower level.
 
-Levels, each with the ones before it:
+Levels, each including the ones before it:
 
-    base         what LLVM takes this processor for; no instruction is named by us
+    base         LLVM's default for this processor
     avx2         vectors of 8 floats
     avx512       vectors of 16 floats
     avx512_bf16  pairs of bfloat16 multiplied and added in one instruction (Zen 4, Cooper Lake)
     amx          tiles of bfloat16 (Sapphire Rapids)
 
-``METRONOME_CPU_ISA`` names a lower level than the processor's, so that the bodies of other machines
-can be tried on this one. It must be set before Numba compiles anything, for it settles on its
-features once a process. Numba's cache on disk is keyed by them, so a cache that was filled by
-another processor, or at another level, is added to and never run.
+``METRONOME_CPU_ISA`` selects a lower level than the processor's, to test the kernels of other
+machines. It must be set before Numba compiles anything, because Numba's features are fixed for a
+process. They are part of the key of the disk cache, so code for another processor or level is
+never run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from numba.core.registry import cpu_target
 
 VARIABLE = "METRONOME_CPU_ISA"
 KERNEL_CACHE = "METRONOME_KERNEL_CACHE"
-"""A directory for what is compiled, before all others."""
+"""Environment variable with the directory for compiled kernels."""
 
 _NEEDS: dict[str, tuple[str, ...]] = {
     "base": (),
@@ -43,18 +43,18 @@ _FAMILIES = {
     "amx": ("amx",),
 }
 
-# System calls: ask the kernel for the tiles' registers, which a thread's saved state then holds.
+# System call that requests permission to use the tile registers.
 _ARCH_PRCTL, _REQUEST, _TILE_DATA = 158, 0x1023, 18
 
 _HOST: dict[str, bool] = dict(binding.get_host_cpu_features())
 _REQUESTED = config.CPU_FEATURES.split(",") if config.CPU_FEATURES else []
-if _REQUESTED:  # Numba's own option, which may take some away
+if _REQUESTED:  # Numba's own option, which may disable features
     _HOST = {name: on and f"+{name}" in _REQUESTED for name, on in _HOST.items()}
 
 
 @cache
 def may_use_tiles() -> bool:
-    """Ask the system to let this process and its later threads use AMX; False if it does not."""
+    """Request AMX for this process and its later threads. Returns False if it is not available."""
     if not _HOST.get("amx-tile") or platform.machine() != "x86_64":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
@@ -62,7 +62,7 @@ def may_use_tiles() -> bool:
 
 @cache
 def available() -> tuple[str, ...]:
-    """The levels of this processor, lowest first."""
+    """The levels that this processor supports, lowest first."""
     found: list[str] = []
     for name, needs in _NEEDS.items():
         if not all(_HOST.get(feature) for feature in needs):
@@ -74,45 +74,46 @@ def available() -> tuple[str, ...]:
 
 
 def kernel_cache() -> str | None:
-    """What ``METRONOME_KERNEL_CACHE`` says now, ``None`` if it is not set or empty."""
+    """Current value of ``METRONOME_KERNEL_CACHE``; ``None`` if it is unset or empty."""
     return os.environ.get(KERNEL_CACHE) or None
 
 
 def requested() -> str | None:
-    """What ``METRONOME_CPU_ISA`` says. Raises ``ValueError`` for what this processor lacks."""
+    """Value of ``METRONOME_CPU_ISA``. Raises ``ValueError`` if this process cannot use that
+    level."""
     name = os.environ.get(VARIABLE)
     if name and name not in LEVELS:
         raise ValueError(f"{VARIABLE} is {name!r:.80}, must be one of: {', '.join(LEVELS)}")
     if name and name not in available():
         raise ValueError(
-            f"{VARIABLE} is {name!r}, which this processor lacks; it has: "
-            f"{', '.join(available())}. Unset it to use all of them"
+            f"{VARIABLE} is {name!r}, which this processor does not support; it supports: "
+            f"{', '.join(available())}. Unset {VARIABLE} to use the highest"
         )
     if name and name != LEVEL:
         raise ValueError(
-            f"{VARIABLE} is {name!r}, but Numba compiled functions before it was read: set it "
+            f"{VARIABLE} is {name!r}, but Numba compiled functions before it was read; set it "
             "before the process starts, and import engine before other users of Numba"
         )
     return name or None
 
 
-def _settle() -> str:
-    """The level of this process; what lies above it is taken from Numba.
+def _choose_level() -> str:
+    """Choose the level of this process and disable higher features in Numba.
 
-    A wrong name changes nothing here: ``requested`` raises for it when an engine starts.
+    An invalid name is ignored here; ``requested`` raises for it when an engine starts.
     """
     level = os.environ.get(VARIABLE, "")
-    # Numba's own name for a context that is made when the first function is declared.
+    # Numba creates this attribute when the first function is decorated.
     if "target_context" in vars(cpu_target) or len(available()) == 1:
         return available()[-1]  # too late, or nothing to choose
-    # What Numba's option names is compiled with, as for a processor that is elsewhere.
+    # Features in Numba's option are kept, as they may be for another processor.
     kept = set[str]()
     if level not in available():
         level = available()[-1]
         kept = {name.removeprefix("+") for name in _REQUESTED}
     above = LEVELS[LEVELS.index(level) + 1 :]
     without = {name for higher in above for name in _NEEDS[higher]}
-    # Whole families, with what would bring them back: one feature of LLVM's implies others.
+    # Disable entire families, because one LLVM feature implies others.
     families = [prefix for level, more in _FAMILIES.items() if level in above for prefix in more]
     without |= {name for name in _HOST if name.startswith(tuple(families))}
     for name in without:
@@ -123,34 +124,34 @@ def _settle() -> str:
     features = _REQUESTED or [f"{'+' if on else '-'}{name}" for name, on in _HOST.items()]
     features = [*features, *(f"-{name}" for name in sorted(without))]
     if _HOST.get("avx512f"):
-        # LLVM would fill half of each register where it makes vectors of loops by itself.
+        # Otherwise LLVM uses only half of each register when it vectorises loops.
         features.append("-prefer-256-bit")
     config.CPU_FEATURES = ",".join(features)
     return level
 
 
-LEVEL = _settle()
+LEVEL = _choose_level()
 
 
 def has(feature: str) -> bool:
-    """Whether compiled kernels of this process may use what LLVM calls so ("avx512vnni")."""
+    """True if compiled kernels of this process may use an LLVM feature such as "avx512vnni"."""
     return bool(_HOST.get(feature))
 
 
 def has_wide_pairs() -> bool:
-    """Whether pairs of bfloat16 are multiplied twice as fast as float32, without tiles. Of the
-    processors with AVX-512 BF16 the first (Cooper Lake, Zen 4) take as long for half as many; later
-    ones (Zen 5) have AVX-VNNI as well."""
+    """True if bfloat16 dot products, without tiles, are twice as fast as float32 products. The
+    first processors with AVX-512 BF16 (Cooper Lake, Zen 4) have half that rate; later ones (Zen 5)
+    are recognised by AVX-VNNI."""
     return LEVEL == "avx512_bf16" and has("avxvnni")
 
 
 def widens_float16() -> bool:
-    """Whether float16 is read in one instruction."""
+    """True if one instruction converts float16 to float32."""
     return has("f16c") or platform.machine() == "aarch64"
 
 
 def processor() -> str:
-    """The processor's name as the system tells it, for logs and results."""
+    """The processor's name, for logs and results."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:

@@ -1,7 +1,7 @@
-"""Edits of logits on the CPU. Signatures and meaning: `kernels.reference.logits`.
+"""Edits of logits on the CPU; see `kernels.reference.logits`. Logits are contiguous float32.
 
-Only rows with options are processed, and of a vocabulary only the tokens in use: those of a
-penalised row lie in few of its blocks. Logits are contiguous float32.
+Only rows with options are processed, and for penalties only blocks of the vocabulary with tokens
+that occurred.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ __all__ = [
 ]
 
 WORD = reference.WORD
-MAX_CHUNK = 2**23  # logits looked at together: bounds the memory of what is worked out from them
-BLOCK = 64  # tokens that are skipped together if none of them was put out
+MAX_CHUNK = 2**23  # logits processed together, which limits temporary memory
+BLOCK = 64  # tokens that are skipped together if none occurred
 
 NOTHING = np.float32(-np.inf)
 ONE = np.int32(1)
 
 
 def prepare() -> None:
-    """Compile every loop or load it from the cache: no request has to wait for it."""
+    """Compile every loop or load it from the cache, so that no request waits for it."""
     none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
-    # Explicit for each: transformers changes what torch takes by default while it builds a model.
+    # dtypes are explicit, because transformers changes torch's default while it builds a model.
     x, table = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int32)
     zero = torch.zeros(1, dtype=torch.float32)
     starts = torch.zeros(2, dtype=torch.int32)
@@ -96,7 +96,7 @@ def penalise_rows(
         if slot < 0:
             continue
         seen = counts[slot]
-        if known is not None:  # drafts count in this row alone
+        if known is not None:  # drafts count only in this row
             seen = seen.copy()
             np.add.at(seen, known[row][known[row] >= 0], 1)
         _penalise(x[row], bits[slot], seen, tuple(float(factor[slot]) for factor in factors))
@@ -105,7 +105,7 @@ def penalise_rows(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, max_chunk: int = MAX_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """In float32; only the logits that are requested are normalised."""
+    """Computed in float32; only the requested log-probabilities are normalised."""
     num_rows, vocab_size = logits.shape
     step = max(1, max_chunk // max(1, vocab_size))
     parts = [
@@ -135,11 +135,11 @@ def _edits(x, starts, ids, values, until, slots, positions):
 
 @kept
 def _words(x, words, slot, output):
-    """One row [V]; the request's output so far."""
+    """Forbid words in one row x [V]. output: the request's output tokens so far."""
     starts, token_starts, token_ids = words
     for word in range(starts[slot], starts[slot + 1]):
         first, last = token_starts[word], token_starts[word + 1] - 1
-        begin = len(output) - (last - first)  # where the word would have begun
+        begin = len(output) - (last - first)  # where the word would begin
         is_match = begin >= 0
         for n in range(first, last if is_match else first):
             is_match = is_match and output[begin + n - first] == token_ids[n]
@@ -188,7 +188,7 @@ def _lowered(logit, count, factors):
 
 @kept
 def _penalise(x, prompt_bits, seen, factors):
-    """One row [V]; how often each token was put out [V]."""
+    """Penalise one row x [V]. seen: occurrences of each token in the output [V]."""
     for first in range(0, len(x), BLOCK):
         end = min(first + BLOCK, len(x))
         bits = prompt_bits[first // WORD : (end + WORD - 1) // WORD]

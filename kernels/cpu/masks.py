@@ -1,6 +1,5 @@
-"""Which rows of logits are sound, and masks of allowed tokens on them. A row is an item.
-
-Signatures and meaning: `kernels.reference.logits`. Logits are contiguous float32.
+"""Validity checks and token masks of logits; see `kernels.reference.logits`. A row is a work item.
+Logits are contiguous float32.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from kernels.cpu.native import INLINE, Kernel, f32, i32, i64, next_item, u8
 from kernels.cpu.threads import num_threads
 from kernels.reference.logits import WORD
 
-_ENOUGH = 65536  # logits worth a second thread
+_ENOUGH = 65536  # with fewer logits, one thread is faster
 _NOTHING = np.float32(-np.inf)
 _ONE, _ALL = np.int32(1), np.int32(-1)
 

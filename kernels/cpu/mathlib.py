@@ -1,4 +1,4 @@
-"""Elementary functions that loops can be vectorised over; Numba's own are calls, one by one."""
+"""Elementary functions that the compiler can vectorise; Numba's are scalar calls."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _C = tuple(map(np.float32, EXP2_TERMS))
 
 @njit(inline="always", fastmath=FAST, error_model="numpy")
 def exp2(x):
-    """2 ** x to about one unit in the last place; a NaN stays one, what is out of range is cut."""
+    """2 ** x to about one unit in the last place. NaN stays NaN; x is clamped to the range."""
     bounded = _SMALLEST if x < _SMALLEST else x
     bounded = _LARGEST if bounded > _LARGEST else bounded
-    exponent = np.int32(bounded + (_BIAS + _HALF))  # positive, so that cutting is rounding down
-    r = bounded - np.float32(np.int32(exponent - _BIAS_INT))  # in integers: not to be regrouped
+    exponent = np.int32(bounded + (_BIAS + _HALF))  # positive, so truncation rounds down
+    r = bounded - np.float32(np.int32(exponent - _BIAS_INT))  # integers are not reassociated
     low = ((_C[7] * r + _C[6]) * r + _C[5]) * r + _C[4]
     mantissa = (((low * r + _C[3]) * r + _C[2]) * r + _C[1]) * r + _ONE
     return mantissa * float_of_bits(exponent << _MANTISSA)
@@ -39,7 +39,7 @@ def sigmoid(x):
 
 @njit(inline="always", fastmath=FAST, error_model="numpy")
 def tanh(x):
-    """Hyperbolic tangent, to about 1e-7 of 1."""
+    """Hyperbolic tangent, with an absolute error of about 1e-7."""
     return _ONE - _TWO / (exp2(x * (_TWO * LOG2_E)) + _ONE)
 
 
@@ -51,6 +51,6 @@ def silu(x):
 
 @njit(inline="always", fastmath=FAST, error_model="numpy")
 def gelu_tanh(x):
-    """x times the normal distribution at x, by tanh (Hendrycks and Gimpel 2016)."""
+    """GELU by the tanh approximation (Hendrycks and Gimpel 2016)."""
     inner = _GELU_INNER * x * (_ONE + _GELU_CUBE * x * x)
     return _HALF * x * (_ONE + tanh(inner))

@@ -1,12 +1,12 @@
-"""Compiled loops, addressed rather than passed arrays.
+"""Compiled loops ("kernels") that get addresses instead of arrays.
 
 A *body* is a Python function of one argument, the address of a row of 64-bit parameters, compiled
 by Numba to machine code. Every thread of the team runs it and takes work items from an atomic
-counter in parameter 0, so a thread that the machine slows down takes fewer. Addresses instead of
-arrays keep a call at about a microsecond and each body at one compilation for all shapes.
+counter in parameter 0, so a slow thread takes fewer items. With addresses a call costs about a
+microsecond, and each body is compiled once for all shapes.
 
-Numba's own parallel loops are not used: they bring a second OpenMP runtime next to torch's, and two
-sets of threads that spin for each other's cores cost more than the loops save.
+Numba's parallel loops are not used, because they bring a second OpenMP runtime besides torch's, and
+two sets of spinning threads cost more than the loops gain.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from numba.np.arrayobj import make_array, populate_array
 from kernels.cpu.disk_cache import cache_of_these_sources, is_kept
 from kernels.cpu.team import TEAM, launch, launch_all, launch_nogil
 
-# All of fast math but "no NaNs" and "no infinities": what is not finite must come out not finite.
+# Fast math without "no NaNs" and "no infinities", so that values that are not finite stay so.
 FAST = {"reassoc", "contract", "arcp", "nsz", "afn"}
 
-# Options of functions that only compiled code calls: nothing is compiled to call them from Python.
+# Options of functions that only compiled code calls; they get no Python wrapper.
 INNER = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 INLINE = {**INNER, "fastmath": FAST, "error_model": "numpy", "forceinline": True}
-# Each operation is rounded as it is written: bodies that compute the same thing give the same bits.
-# (What is not given here would be that of the function that is compiled at the moment.)
+# Each operation is rounded as it is written, so that bodies with the same formula are
+# bit-identical. (Options not given here would be those of the calling function.)
 EXACT = {**INLINE, "fastmath": False}
 
 _I64 = ir.IntType(64)
@@ -42,7 +42,7 @@ _SIGNATURE = types.void(types.intp)
 
 
 def _array_at(dtype: types.Type) -> Callable[..., Any]:
-    """What a body reads and writes memory through: ``array(address, shape)``."""
+    """An intrinsic ``array(address, shape)`` through which a body reads and writes memory."""
     size = dtype.bitwidth // 8
 
     @intrinsic
@@ -65,7 +65,7 @@ def _array_at(dtype: types.Type) -> Callable[..., Any]:
     return array
 
 
-# The contiguous array of `shape`, a tuple, that starts at an address.
+# The contiguous array of `shape` (a tuple) at an address.
 f32, f64 = _array_at(types.float32), _array_at(types.float64)
 i32, i64 = _array_at(types.int32), _array_at(types.int64)
 u8, u16, u64 = _array_at(types.uint8), _array_at(types.uint16), _array_at(types.uint64)
@@ -73,7 +73,7 @@ u8, u16, u64 = _array_at(types.uint8), _array_at(types.uint16), _array_at(types.
 
 @intrinsic
 def next_item(typing_context, counter):
-    """Take one from the counter at the address; every thread gets another number."""
+    """Increment the counter at the address and return its old value: a thread's next item."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _I64.as_pointer())
@@ -104,7 +104,7 @@ def bits_of_float(typing_context, value):
 
 @lru_cache(maxsize=256)
 def bits(value: float) -> int:
-    """A float as the parameter a body reads back through :func:`f64`."""
+    """A float as a 64-bit parameter, which bodies read with :func:`f64`."""
     return struct.unpack("q", struct.pack("d", value))[0]
 
 
@@ -112,7 +112,7 @@ def _nothing() -> None:
     pass
 
 
-# Parameters are filled up to one of two numbers: what launches is compiled for each number anew.
+# Parameters are padded to one of two numbers, because the launcher is compiled for each number.
 _NUMBERS = (12, 20)
 _FILLED_UP = [
     (0,) * (next(number for number in _NUMBERS if number >= given) - given)
@@ -121,7 +121,7 @@ _FILLED_UP = [
 
 
 def prepare_launches() -> None:
-    """Compile what starts bodies, or load it from the cache."""
+    """Compile the launchers of bodies or load them from the cache."""
     for number in _NUMBERS:
         for launched in (launch, launch_nogil):
             launched.compile((types.int64,) * 4 + (types.UniTuple(types.int64, number),))
@@ -129,19 +129,19 @@ def prepare_launches() -> None:
 
 
 class NativeLaunch(NamedTuple):
-    """One run of a body."""
+    """A recorded launch of a body."""
 
     body: int
     threads: int
     parameters: tuple[int, ...]
 
 
-_NOTES: dict[int, list[NativeLaunch]] = {}  # by thread that takes them
+_NOTES: dict[int, list[NativeLaunch]] = {}  # recorded launches by thread id
 
 
 @contextmanager
 def noted() -> Iterator[list[NativeLaunch]]:
-    """What this thread launches meanwhile."""
+    """Context that records the launches of this thread in the list that it yields."""
     thread = threading.get_ident()
     notes = _NOTES[thread] = []
     try:
@@ -151,14 +151,14 @@ def noted() -> Iterator[list[NativeLaunch]]:
 
 
 def is_recorded() -> bool:
-    """Whether this thread's launches are noted at this moment."""
+    """True if this thread's launches are being recorded."""
     return threading.get_ident() in _NOTES
 
 
 class Kernel:
-    """A body, compiled when first run and kept in Numba's cache on disk.
+    """A body that is compiled at its first run and stored in Numba's disk cache.
 
-    heavy: let other Python threads run meanwhile; worth it from some tens of microseconds.
+    heavy: release the GIL during a run, which pays off above some tens of microseconds.
     """
 
     def __init__(self, body: Callable[[int], None], *, heavy: bool = False) -> None:
@@ -170,7 +170,8 @@ class Kernel:
         self._address = 0
 
     def prepare(self) -> None:
-        """Compile now, or load from the cache; the first of a process also starts Numba."""
+        """Compile the body or load it from the cache. The first call in a process also starts
+        Numba."""
         if self._address:
             return
         self._first()
@@ -183,21 +184,22 @@ class Kernel:
 
     @property
     def is_kept(self) -> bool:
-        """Whether it is found on disk, and need not be compiled."""
+        """True if the body is in the disk cache or compiled already."""
         return self._compiled is not None or is_kept(self._body, _SIGNATURE)
 
     def compile_after(self, wait: Callable[[], None]) -> None:
-        """Call this before it is compiled or loaded: another process may have it ready then."""
+        """Call ``wait`` before the body is compiled or loaded, since another process may compile
+        it."""
         self._first = wait
 
     def assembly(self) -> str:
-        """The machine code as text, for who looks into it."""
+        """The machine code as text, for inspection."""
         self.prepare()
         text: str = self._compiled._library.get_asm_str()
         return text
 
     def run(self, threads: int, *parameters: int) -> None:
-        """Parameter i is at index i + 1 of the body's row."""
+        """Run the body with up to ``threads`` threads. Parameter i is at index i + 1 of its row."""
         if threads > TEAM.size:
             TEAM.grow(threads)
         if not self._address:

@@ -1,4 +1,4 @@
-"""Norms and gated activations of rows of float32 or bfloat16, weights of the same."""
+"""Norms and gated activations of float32 or bfloat16 rows."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from kernels.cpu.mathlib import gelu_tanh, silu
 from kernels.cpu.native import Kernel, bits, f64, i64, next_item
 from kernels.cpu.threads import num_threads
 
-# Elements a thread must have to be worth waking; a wake-up costs about what these take.
+# With fewer elements one thread is faster, since waking others takes as long.
 _ENOUGH = 16384
-_ROWS = 4  # rows an item
-_CHUNK = 1024  # elements an item
+_ROWS = 4  # rows per item
+_CHUNK = 1024  # elements per item
 ACTS = {"silu": 0, "gelu_tanh": 1}
 _ZERO = np.float32(0)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool) -> torch.Tensor:
-    """x: [..., H] contiguous, weight: [H]."""
+    """See kernels.ops.rms_norm. x: [..., H] contiguous, weight: [H]."""
     y = torch.empty_like(x)
     _norm(x, None, weight, (eps, add_one), (y, None))
     return y
@@ -28,14 +28,14 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool) -
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, add_one: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x, residual: [N, H] contiguous."""
+    """See kernels.ops.add_rms_norm. x, residual: [N, H] contiguous."""
     y, total = torch.empty_like(x), torch.empty_like(x)
     _norm(x, residual, weight, (eps, add_one), (y, total))
     return y, total
 
 
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
-    """gate_up: [N, 2F] contiguous; act: a key of ACTS."""
+    """See kernels.ops.act_mul. gate_up: [N, 2F] contiguous; act: a key of ACTS."""
     num, width = gate_up.shape
     half = width // 2
     out = gate_up.new_empty((num, half))
@@ -120,6 +120,6 @@ def _act_mul_body(cell: int):
     return body
 
 
-# By bytes of an element.
+# By bytes per element.
 NORM = {cell: Kernel(_norm_body(cell)) for cell in (4, 2)}
 ACT_MUL = {cell: Kernel(_act_mul_body(cell)) for cell in (4, 2)}

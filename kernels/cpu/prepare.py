@@ -1,8 +1,7 @@
-"""Kernels that every decoder needs, loaded or compiled before a request waits for them.
+"""Loads or compiles the kernels that every decoder needs before a request waits for them.
 
-They are found on disk, but for the first start on a kind of processor: then a second process
-compiles one half of them and this one the other. Numba compiles one at a time in a process,
-whatever the threads.
+Usually they are on disk. At the first start on a type of processor, a second process compiles half
+of them and this one the other half, because Numba compiles one function at a time per process.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from kernels.cpu.native import Kernel, prepare_launches
 from kernels.cpu.threads import num_threads
 
 _MAX_SECONDS = 300
-_GLANCE = 0.05  # seconds
+_POLL_SECONDS = 0.05
 
 
 class AttentionKind(NamedTuple):
-    """What attention is compiled for."""
+    """The parameters for which attention is compiled."""
 
     head_dim: int
-    group: int  # query heads per key head
-    sizes: tuple[int, int]  # bytes of an element of the queries, and of the cache
+    group: int  # query heads per KV head
+    sizes: tuple[int, int]  # bytes of a query element and of a cache element
 
 
 def prepare(
@@ -43,18 +42,19 @@ def prepare(
     kind: AttentionKind | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Load what every decoder with weights of this dtype needs; for a thread, while they are read.
+    """Load the kernels of a decoder with weights of this dtype; run it in a thread while these are
+    read. Otherwise the first operation would take almost a second to load Numba.
 
-    The first operation of a process would pay for it otherwise: most of a second, Numba's own.
-    kind: that of the attention, if it is known. tell: called with a line before something takes
-    long.
+    kind: parameters of attention, if known. tell: called with a message before something slow.
     """
     size = 2 if dtype is torch.bfloat16 else 4
     first, *others = bfloat16.PRODUCTS if size == 2 else (float32.PACKED[dtype.itemsize],)
     others += [pointwise.NORM[size], rope.QKV[size, size], pointwise.ACT_MUL[size], sampling.CHOOSE]
     helper = None if first.is_kept else _start_helper(kind, tell)
     for load in (first.prepare, prepare_launches, *(kernel.prepare for kernel in others)):
-        if not threading.main_thread().is_alive():  # the program ends, and waits for this thread
+        if (
+            not threading.main_thread().is_alive()
+        ):  # the program is ending and waits for this thread
             break
         load()
     if helper is not None:
@@ -64,14 +64,14 @@ def prepare(
 
 
 def prepare_rest(kind: AttentionKind | None) -> None:
-    """Load the other half of it: attention, what is kept of requests, edits of logits."""
+    """Load the other half: attention, operations by slot, edits of logits."""
     for kernel in _rest(kind):
         kernel.prepare()
     logits.prepare()
 
 
 def help_with(kind: AttentionKind | None) -> None:
-    """``prepare_rest`` in the second process, which ends with the first one."""
+    """Run ``prepare_rest`` in the second process, which ends when the first one does."""
 
     def watch() -> None:
         sys.stdin.buffer.read()
@@ -89,13 +89,13 @@ def _rest(kind: AttentionKind | None) -> list[Kernel]:
 def _start_helper(
     kind: AttentionKind | None, tell: Callable[[str], None] | None
 ) -> subprocess.Popen[bytes] | None:
-    """The second process; ``None`` for one thread alone, or where it would be of no use."""
+    """Start the second process; ``None`` with only one thread, or if it cannot help."""
     if tell is not None:
-        tell(f"first start with {isa.LEVEL} kernels: compiling them, which takes some 20 seconds")
+        tell(f"first start with {isa.LEVEL} kernels: compiling them takes about 20 seconds")
     is_python = Path(sys.executable or "").name.startswith("python") and not hasattr(sys, "frozen")
     if not (is_python and has_place()) or num_threads() == 1:
         return None
-    # Of all packages of this name it must find this one, not one in the directory it starts in.
+    # It must import this package, not one of the same name in its working directory.
     places = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
     code = (
         f"import sys; sys.path[:] = {places}; "
@@ -104,10 +104,10 @@ def _start_helper(
     try:
         helper = subprocess.Popen(
             [sys.executable, "-P", "-c", code],
-            stdin=subprocess.PIPE,  # nothing is written to it; its end is that of this process
+            stdin=subprocess.PIPE,  # closed when this process ends
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            process_group=0,  # an interrupt at the terminal is for this process alone
+            process_group=0,  # an interrupt at the terminal must only reach this process
         )
     except OSError:
         return None
@@ -117,15 +117,15 @@ def _start_helper(
 
 
 def _wait_for(helper: subprocess.Popen[bytes], kernel: Kernel | None = None) -> None:
-    """Until it has compiled the kernel, or all. If it fails, this process compiles what is missing.
-    It ends with the program."""
+    """Wait until the helper has compiled the kernel, or all. If it fails, this process compiles
+    what is missing. It is killed if the program ends."""
     until = time.monotonic() + _MAX_SECONDS
     while helper.poll() is None and not (kernel and kernel.is_kept):
         if time.monotonic() > until or not threading.main_thread().is_alive():
             helper.kill()
-        time.sleep(_GLANCE)
+        time.sleep(_POLL_SECONDS)
 
 
-if __name__ == "__main__":  # ahead of the first start, as when an image is built
+if __name__ == "__main__":  # before the first start, for example when an image is built
     for dtype in (torch.float32, torch.bfloat16):
         prepare(dtype, tell=print)

@@ -1,16 +1,16 @@
-"""Steps that are repeated: their launches are recorded once and started by one call.
+"""Records the kernel launches of a CPU step and replays them in one call, like a CUDA graph.
 
-A decode step of a model of many layers is a hundred launches, and what Python does around each of
-them takes as long as the smallest. As a CUDA graph does on a GPU, a recording keeps the launches of
-one step with the memory they use. A later step of as many tokens writes its inputs to the same
-addresses, tells the attention's plan anew, and runs all of it without Python in between.
+A decode step has a hundred launches, and Python's overhead for each is as long as the smallest
+kernels. A recording stores the launches of a step with the memory that they use. A later step with
+as many tokens copies its input to the same address, updates the attention plan, and runs all
+launches without Python.
 
-Steps with chunks of prompts have any number of tokens. Where tiles compute sixteen rows at once,
-such a step is made up to a multiple of that with padding, so that there are few kinds of them.
+Steps with prompt chunks have any number of tokens. On processors with tiles, which compute 16 rows
+at once, such a step is padded to a multiple of 16, so that there are few sizes.
 
-Memory between the launches comes from one arena, in which each recording begins at the start: no
-two of them run at once. A recording is kept only if the work was nothing but launches: whatever
-else torch was to compute meanwhile would be missing in the next step.
+Intermediate tensors are in one arena, shared by all recordings, since only one runs at a time. A
+step is recorded only if it consists of launches of our kernels: anything computed by torch would be
+missing in a replay.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from kernels.cpu.native import NativeLaunch, noted
 from kernels.cpu.team import JOB_WORDS, TEAM, launch_all
 from kernels.meta import AttentionMeta
 
-MAX_BYTES = 64 << 20  # of the arena, of which only what is written takes memory
-MOST_MIXED = 256  # tokens of a step with chunks: Python takes little of a larger one
-MIXED_STEP = 16  # tokens that are one row of tiles
+MAX_BYTES = 64 << 20  # of the arena; only written pages take memory
+MOST_MIXED = 256  # tokens of a step with chunks; Python's share of larger ones is small
+MIXED_STEP = 16  # rows of a tile
 
 Work = Callable[[torch.Tensor], torch.Tensor]
-"""Launches for an input, and their output. What it works out from a tensor's numbers on the host,
-unseen by torch, it must work out from what does not change between steps."""
+"""Computes an output from an input by kernel launches. Values that it reads from tensors on the
+host, unseen by torch, must be the same in all steps."""
 
 _ALIGNED = 64  # bytes
 _NEW = {"empty", "empty_like", "new_empty"}
@@ -62,7 +62,7 @@ class Recording:
         self._jobs = _jobs_of(launches)
 
     def replay(self, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """The result for another input; it is overwritten by the next step."""
+        """Compute the result for another input. The next step overwrites it."""
         self._given.copy_(given)
         kept = plan_again(meta, self._plans)
         launch_all(TEAM.control, TEAM.syscall, self._jobs.ctypes.data, len(self._jobs))
@@ -71,9 +71,9 @@ class Recording:
 
 
 class Recorder:
-    """Repeats a model's steps: the second of a kind is recorded, later ones replayed.
+    """Records the second step of each kind of a model, and replays later ones.
 
-    most_mixed: tokens of a step with chunks of prompts, at most; 0 repeats decodes alone.
+    most_mixed: maximum tokens of a recorded step with prompt chunks; 0: only decodes are recorded.
     """
 
     def __init__(self, max_bytes: int = MAX_BYTES, *, most_mixed: int = 0) -> None:
@@ -82,21 +82,22 @@ class Recorder:
         self.forget()
 
     def mixed_size(self, num_tokens: int) -> int:
-        """Tokens that a step with chunks is made up to, to be recorded; 0: it is not."""
+        """Number of tokens to which a step with prompt chunks is padded for recording; 0: not
+        recorded."""
         size = -(-num_tokens // MIXED_STEP) * MIXED_STEP
         return size if size <= self._most_mixed else 0
 
     def forget(self) -> None:
-        """The model's cache lies elsewhere now."""
+        """Drop all recordings, since the KV cache has a new address."""
         self._kept: dict[_Kind, Recording] = {}
         self._seen: set[_Kind] = set()
         self._unfit: set[_Kind] = set()
 
     def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """What the work makes of an input [N, ...], which it may overwrite. It must be the same
-        each time but for N and for what attention reads.
+        """Compute ``work`` on an input [N, ...], which it may overwrite. The work must always be
+        the same except for N and for what attention reads.
 
-        The result is overwritten by the next step; after the last sequence's token it is anything.
+        The next step overwrites the result; rows of padding are undefined.
         """
         kind = _kind_of(len(given), meta)
         recording = self._kept.get(kind)
@@ -115,16 +116,16 @@ class Recorder:
         return result
 
     def _room_for(self, recording: Recording | None) -> int:
-        """Tokens of the largest step that there is memory for, by one that was recorded. Known from
-        the first on, so that steps of a size are computed alike from then on."""
+        """Tokens of the largest step for which there is memory, estimated from a recorded one.
+        Fixed by the first recording, so that steps of one size are always computed the same way."""
         return 0 if recording is None else len(self._memory) // (2 * recording.bytes_a_token)
 
 
 class _Kind(NamedTuple):
-    """Steps that have the same launches."""
+    """Key of steps with the same launches."""
 
     num_tokens: int
-    has_singles: bool  # sequences of one token; several are another launch of attention
+    has_singles: bool  # has sequences of one token, which are a separate launch of attention
     has_chunks: bool
 
 
@@ -138,7 +139,7 @@ def _kind_of(num_tokens: int, meta: AttentionMeta) -> _Kind:
 def record(
     work: Work, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
 ) -> tuple[torch.Tensor, Recording | None]:
-    """Do the work and record it, if it can be repeated by its launches alone. memory: bytes."""
+    """Compute the work and record it if it consists only of launches. memory: the arena, uint8."""
     watch = _Watch(memory)
     given = watch.placed(torch.empty_like(given)).copy_(given)
     with noted() as launches, watch:
@@ -150,7 +151,7 @@ def record(
 
 
 class _Watch(TorchDispatchMode):
-    """Gives tensors their memory, and sees whether torch computes anything."""
+    """Places new tensors in the arena, and detects computations by torch."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
@@ -162,28 +163,28 @@ class _Watch(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """The most memory that was in use at once."""
+        """Peak memory in bytes."""
         return self._arena.peak
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Torch's compiler need not be imported for it: that takes seconds."""
+        """Avoids importing torch's compiler, which takes seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func.overloadpacket.__name__ in _NEW:
             return self.placed(result)
-        # What changes nothing and gives another look at its argument's memory computes nothing.
-        looks = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-        self.is_fit &= bool(looks) and not func._schema.is_mutable
-        for look in looks:
-            self.is_fit &= look.untyped_storage().data_ptr() == _address(args[0])
-            self._hold(look)
+        # An operation that changes nothing and returns views of its argument computes nothing.
+        views = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
+        self.is_fit &= bool(views) and not func._schema.is_mutable
+        for view in views:
+            self.is_fit &= view.untyped_storage().data_ptr() == _address(args[0])
+            self._hold(view)
         return result
 
     def placed(self, made: torch.Tensor) -> torch.Tensor:
-        """A tensor in the arena in place of one that was made; that one, if there is no room."""
+        """A tensor in the arena in place of a new one; the new one if there is no room."""
         if not self.is_fit or not made.is_contiguous():
             self.is_fit = False
             return made
@@ -197,23 +198,23 @@ class _Watch(TorchDispatchMode):
         return placed
 
     def _hold(self, tensor: torch.Tensor) -> None:
-        """Its memory is in use for as long as Python has the tensor."""
+        """Mark a tensor's memory as used for as long as the tensor exists."""
         offset = tensor.data_ptr() - self._base - self._skipped
         if tensor.nbytes and 0 <= offset < self._arena.size:
             weakref.finalize(tensor, self._arena.drop, self._arena.hold(offset)).atexit = False
 
 
 class Arena:
-    """Which parts of some memory are in use, and how often."""
+    """A first-fit allocator with reference counts of parts."""
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.peak = 0  # the end of the last part that ever was in use
+        self.peak = 0  # highest end of a part so far
         self._used: list[tuple[int, int]] = []  # start and end, in order
         self._holders: dict[int, int] = {}
 
     def take(self, num_bytes: int) -> int | None:
-        """Start of the first free part that is large enough. It is free until it is held."""
+        """Allocate a part and return its offset; ``None`` without room. It has no holders yet."""
         before = 0
         for start, end in [*self._used, (self.size, 0)]:
             if start - before >= num_bytes:
@@ -225,13 +226,13 @@ class Arena:
         return None
 
     def hold(self, offset: int) -> int:
-        """One more uses the part in which the offset lies; its start."""
+        """Add a holder to the part that contains an offset. Returns the part's start."""
         start = self._used[bisect_right(self._used, (offset, self.size)) - 1][0]
         self._holders[start] += 1
         return start
 
     def drop(self, start: int) -> None:
-        """One less."""
+        """Remove a holder; without holders the part is free."""
         self._holders[start] -= 1
         if not self._holders[start]:
             del self._holders[start]
@@ -239,7 +240,7 @@ class Arena:
 
 
 def _address(argument: Any) -> int:
-    """Address of a tensor's memory."""
+    """Address of a tensor's memory; 0 for other values."""
     is_tensor = isinstance(argument, torch.Tensor)
     return argument.untyped_storage().data_ptr() if is_tensor else 0
 

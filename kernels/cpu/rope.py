@@ -1,4 +1,4 @@
-"""QK-norm, rotary positions and the write of K and V to the cache, in one pass over a row."""
+"""QK norm, rotary embedding and the write of K and V to the cache, in one pass over each row."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from kernels.meta import AttentionMeta
 from kernels.reference import HeadNorm, Rope
 
 _NUM_PARAMETERS = 19
-_ENOUGH = 16384  # elements of qkv worth a second thread
-_TOKENS = 4  # tokens an item
+_ENOUGH = 16384  # with fewer elements of qkv, one thread is faster
+_TOKENS = 4  # tokens per item
 _ZERO = np.float32(0)
 
 
@@ -26,11 +26,8 @@ def qkv_rope_write(
     rope: Rope,
     norm: HeadNorm,
 ) -> torch.Tensor:
-    """heads: (Hq, Hkv, D). qkv and the norms: contiguous, float32 or bfloat16; the table float32;
-    kv_layer either.
-
-    See kernels.ops.qkv_rope_write.
-    """
+    """See kernels.ops.qkv_rope_write. heads: (Hq, Hkv, D). qkv and norm weights: contiguous,
+    float32 or bfloat16; the rotary table is float32, kv_layer either."""
     num, width = qkv.shape
     q = qkv.new_empty((num, heads[0], heads[2]))
     table = rope.cos_sin
@@ -67,7 +64,8 @@ def _inverse_rms(x, eps):
 
 @njit(**INLINE)
 def _normalise(x, weight, eps, extra):
-    """In place, in parts as long as the weight: each head, or the whole width. None: not at all."""
+    """Normalise x in place, in parts as long as the weight (each head or the full width); an empty
+    weight: unchanged."""
     size = weight.shape[0]
     if size == 0:
         return
@@ -80,7 +78,7 @@ def _normalise(x, weight, eps, extra):
 
 @njit(**INLINE)
 def _rotate(x, cos, sin, interleaved):
-    """One head in place; its first 2 * len(cos) dimensions turn."""
+    """Rotate the first 2 * len(cos) dimensions of a head in place."""
     half = cos.shape[0]
     if interleaved:
         for i in range(half):
@@ -96,7 +94,7 @@ def _rotate(x, cos, sin, interleaved):
 
 
 def _qkv_body(token: int, cell: int):
-    """A body for the size of an activation's element and of a cache's."""
+    """The body for `token` bytes of an activation element and `cell` bytes of a cache element."""
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))
@@ -149,5 +147,5 @@ def _qkv_body(token: int, cell: int):
     return body
 
 
-# By bytes of an activation's element and of a cache's.
+# By bytes of an activation element and of a cache element.
 QKV = {sizes: Kernel(_qkv_body(*sizes)) for sizes in ((4, 4), (4, 2), (2, 2))}

@@ -1,15 +1,15 @@
-"""Choosing tokens on the CPU: no sort, no pass of noise over the vocabulary.
+"""Samples tokens on the CPU without sorting, and without noise for every token.
 
-A row is cut into blocks of 64 tokens whose largest logits are found first. They tell which blocks
-can hold one of the top k, or a token of the nucleus, and which can still win the race of noise:
+First the largest logit of each block of 64 tokens is computed. It shows which blocks can contain
+candidates of top-k or top-p, and which can still win with noise:
 
-* min-p, top-k and top-p gather the few tokens that can remain, then find the exact cut by bisection
+* min-p, top-k and top-p gather the few possible candidates and then find the exact cut by bisection
   on the bits of a float;
-* in the race, a block's best logit and the best score so far give the smallest Gumbel value that
-  would win, hence the largest hash. Blocks are hashed eight tokens at a time, and only where a hash
-  lies below that limit are logarithms taken.
+* in the choice with noise, a block's largest logit and the best score so far give the smallest
+  Gumbel value that would win, and so a limit on the hash. Blocks are hashed eight tokens at a time,
+  and logarithms are computed only for hashes below the limit.
 
-Numbers and noise are those of `kernels.reference.sampling`.
+Results and noise equal those of `kernels.reference.sampling`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kernels.reference import sampling as reference
 from kernels.reference.logits import WORD
 from kernels.reference.sampling import Columns, Rows
 
-SERIAL_SIZE = 2**18  # logits: fewer are done before other threads have woken up
+SERIAL_SIZE = 2**18  # up to this many logits, one thread is faster than waking others
 GOLDEN = np.uint64(reference.GOLDEN)
 MIX_1 = np.uint64(reference.MIX_1)
 MIX_2 = np.uint64(reference.MIX_2)
@@ -51,8 +51,8 @@ def sample(rows: Rows, columns: Columns) -> torch.Tensor:
 def sample_allowed(
     rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
-    """See `kernels.reference.sampling.sample_allowed`. Allowed tokens are gathered, and the others
-    never looked at: of most masks of a grammar these are few."""
+    """See `kernels.reference.sampling.sample_allowed`. Only the logits of allowed tokens are read;
+    grammars usually allow few."""
     return _sample(rows, columns, (masks, mask_of_row))
 
 
@@ -168,7 +168,8 @@ def _allowed(x, words):
 
 @njit(**INNER)
 def _choose(x, ids_of_x, temperature, truncation, key):
-    """One row, or a part of it: truncation is (top_k, top_p, min_p). -1 if it is not sound."""
+    """Sample from one row or a part of it; -1 if it is invalid. truncation: (top_k, top_p,
+    min_p)."""
     block_max = sweeps.block_maxima(x)
     peak = sweeps.largest(block_max)
     if sweeps.has_nan(x) or not sweeps.LOWEST_FINITE <= peak < sweeps.INFINITY:
@@ -186,7 +187,7 @@ def _choose(x, ids_of_x, temperature, truncation, key):
         values, ids = _keep_top_k(values, ids, top_k)
         total = sweeps.weight(values, floor, peak, temperature)
     else:
-        # Tokens further down weigh less than 1 - top_p altogether: outside any nucleus.
+        # All tokens below this together have a probability of less than 1 - top_p.
         reach = math.log(len(x) / (1 - top_p)) if top_p < 1 else np.inf
         lowest = max(floor, sweeps.at_least(peak - temperature * reach))
         values, ids = _gather(x, ids_of_x, block_max, lowest)
@@ -197,12 +198,12 @@ def _choose(x, ids_of_x, temperature, truncation, key):
     return _race(values, ids, sweeps.block_maxima(values), temperature, key)
 
 
-# Cutting a row down. `values` are logits in the order of their `ids`, which ascend.
+# Truncation. `values` are logits in the order of their ascending `ids`.
 
 
 @njit(**INNER)
 def _keep_top_k(values, ids, top_k):
-    """The top_k largest; of equal ones at the cut those with lower ids."""
+    """Keep the top_k largest; of equal ones at the cut, those with lower ids."""
     if len(values) <= top_k:
         return values, ids
     cut = _kth_largest(values, top_k)
@@ -211,7 +212,8 @@ def _keep_top_k(values, ids, top_k):
 
 @njit(**INNER)
 def _keep_top_p(values, ids, weights, target):
-    """The fewest largest whose weights reach target; of equal ones those with lower ids."""
+    """Keep the smallest set of largest values whose weights reach target; of equal ones, those with
+    lower ids."""
     low, high = sweeps.to_key(sweeps.LOWEST_FINITE), sweeps.to_key(sweeps.INFINITY)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -231,7 +233,7 @@ def _keep_top_p(values, ids, weights, target):
 
 @njit(**INNER)
 def _keep(values, ids, cut, num_ties):
-    """What lies above cut, and the first num_ties of what lies on it."""
+    """Keep values above cut, and the first num_ties that equal it."""
     kept_values = np.empty(len(values), dtype=np.float32)
     kept_ids = np.empty(len(values), dtype=np.int32)
     size = 0
@@ -258,7 +260,7 @@ def _kth_largest(values, k):
 
 @njit(**INNER)
 def _gather(x, ids_of_x, block_max, floor):
-    """Values and ids of all tokens not below floor."""
+    """Values and ids of all tokens that are at least floor."""
     size = sweeps.count_from(x, floor)
     values = np.empty(size, dtype=np.float32)
     ids = np.empty(size, dtype=np.int32)
@@ -274,12 +276,13 @@ def _gather(x, ids_of_x, block_max, floor):
     return values, ids
 
 
-# The race: the best of logit + temperature * noise.
+# The choice: the largest of logit + temperature * noise.
 
 
 @njit(**INNER)
 def _race(values, ids, block_max, temperature, key):
-    """The id that wins. The largest logit runs first: few others then have a chance."""
+    """The id with the largest score. The largest logit is scored first, which excludes most
+    others."""
     first = sweeps.first_at(values, block_max, sweeps.largest(block_max))
     winner = ids[first]
     best = values[first] + temperature * _gumbel(_steps(key, winner))
@@ -288,7 +291,7 @@ def _race(values, ids, block_max, temperature, key):
         if gap > MAX_GUMBEL:
             continue
         start, end = block * sweeps.BLOCK, min((block + 1) * sweeps.BLOCK, len(values))
-        # Noise beats the gap where the uniform number is below this; one step more for rounding.
+        # Noise exceeds the gap only if the uniform number is below this; + 1 for rounding.
         limit = -math.expm1(-math.exp(-gap)) * UNIFORM_STEPS * (1 + 1e-9) + 1
         if _lowest_steps(ids[start:end], key) > limit:
             continue
@@ -309,7 +312,7 @@ def _gumbel(steps):
 
 @njit(**INNER)
 def _steps(key, token):
-    """The uniform number of a token, in whole steps."""
+    """The uniform number of a token as an integer number of steps."""
     return np.float64(_hash(key, token) >> UNUSED_BITS)
 
 

@@ -1,6 +1,5 @@
-"""State by slot, where the device is the CPU. For signatures see `kernels.reference.index`.
-
-Compiled loops over the sequences of a step; one thread is quicker than waking a second.
+"""Operations on state by slot on the CPU; see `kernels.reference.index`. The loops over a step's
+sequences are compiled and use one thread, which is faster than waking a second one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def preparation(
         block_size,
     )
 
-    # A pointer keeps nothing alive: the tensors are held next to those that point at them.
+    # The default argument keeps the tensors alive, to which only addresses point.
     def prepare(tensors: tuple[torch.Tensor, ...] = tensors) -> None:
         PREPARE.run(1, *arguments)
 
@@ -68,7 +67,7 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
 
 @njit(inline="always")
 def _nobody(input_ids, positions, cache_slots, first, end):
-    """Tokens [first, end) are padding."""
+    """Fill tokens [first, end) with padding."""
     for n in range(first, end):
         input_ids[n] = positions[n] = 0
         cache_slots[n] = -1

@@ -1,6 +1,6 @@
-"""Sweeps over logits that compile to vector instructions, and floats in the order of integers.
+"""Vectorised passes over logits, and integer keys that are ordered like floats.
 
-A row is looked at in blocks of `BLOCK` logits; `block_max` holds the largest of each.
+A row is divided into blocks of `BLOCK` logits; `block_max` has the largest of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from numba import njit
 from kernels.cpu.native import INNER
 
 BLOCK = 64
-SPAN = 512  # logits that are looked at together where only the largest is wanted
+SPAN = 512  # logits per step of argmax
 
 INFINITY = np.float32(np.inf)
 MAGNITUDE = np.int32(0x7FFFFFFF)
@@ -31,13 +31,14 @@ C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
 
 @njit(inline="always")
 def _key(bits):
-    """A float's bits in the order of integers. Declared 32 bits wide, or half the lanes idle."""
+    """An integer that is ordered like the float with these bits. int32 casts keep vectors full."""
     return np.int32(bits ^ np.int32(np.int32(bits >> SIGN) & MAGNITUDE))
 
 
 @njit(**INNER)
 def block_maxima(x):
-    """The largest of each block [ceil(len / BLOCK)]. Integer keys: a float maximum stays scalar."""
+    """The largest of each block [ceil(len / BLOCK)], by integer keys, since float maxima are not
+    vectorised."""
     bits = x.view(np.int32)
     maxima = np.empty((len(x) + BLOCK - 1) // BLOCK, dtype=np.float32)
     for block in range(len(maxima)):
@@ -51,7 +52,7 @@ def block_maxima(x):
 
 @njit(**INNER)
 def argmax(x):
-    """The first of the largest; -1 if there is NaN, +inf, or nothing but -inf."""
+    """Index of the first largest; -1 if there is NaN, +inf or only -inf."""
     bits = x.view(np.int32)
     best, where, magnitude = LOWEST, 0, np.int32(0)
     for first in range(0, len(x), SPAN):
@@ -59,7 +60,7 @@ def argmax(x):
         for i in range(len(part)):
             highest = max(highest, _key(part[i]))
             magnitude = max(magnitude, np.int32(part[i] & MAGNITUDE))
-        # As floats: 0 and -0 have two keys.
+        # Compared as floats, since 0 and -0 have different keys.
         if first == 0 or from_key(highest) > from_key(best):
             best, where = highest, first
     peak = from_key(best)
@@ -72,7 +73,7 @@ def argmax(x):
 
 @njit(**INNER)
 def is_lowest(x):
-    """Whether there is nothing but -inf."""
+    """True if all values are -inf."""
     count = 0
     for i in range(len(x)):
         count += x[i] == -INFINITY
@@ -98,7 +99,7 @@ def has_nan(x):
 
 @njit(**INNER)
 def first_at(x, block_max, value):
-    """Index of the first of x equal to value, which is the largest of some block."""
+    """Index of the first element of x equal to value, the largest of some block."""
     for block in range(len(block_max)):
         if block_max[block] == value:
             for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
@@ -109,7 +110,7 @@ def first_at(x, block_max, value):
 
 @njit(**INNER)
 def count_from(values, floor):
-    """How many are not below floor."""
+    """Number of values that are at least floor."""
     count = 0
     for i in range(len(values)):
         count += values[i] >= floor
@@ -118,7 +119,7 @@ def count_from(values, floor):
 
 @njit(**INNER, fastmath={"reassoc"})
 def weight_from(values, weights, floor):
-    """What those not below floor weigh together."""
+    """Sum of the weights of values that are at least floor."""
     total = 0.0
     for i in range(len(values)):
         total += np.float64(weights[i]) if values[i] >= floor else 0.0
@@ -137,7 +138,7 @@ def weight(x, floor, peak, temperature):
 
 @njit(**INNER)
 def weights(values, peak, temperature):
-    """Probabilities relative to the peak's."""
+    """Probabilities relative to that of the peak."""
     scale = np.float32(LOG2_E / temperature)
     weights = np.empty(len(values), dtype=np.float32)
     for i in range(len(values)):
@@ -147,7 +148,7 @@ def weights(values, peak, temperature):
 
 @njit(**INNER)
 def _exp2(y):
-    """2 ** y for y <= 0, to float32's precision; exact at whole numbers, tiny below 2 ** -126."""
+    """2 ** y for y <= 0 in float32 precision; exact for integers; clamped to 2 ** -126."""
     y = max(y, MIN_EXPONENT)
     whole = np.float32(math.floor(y + HALF))
     f = y - whole
@@ -172,13 +173,13 @@ def from_key(key):
 
 @njit(**INNER)
 def above(value):
-    """The next float."""
+    """The next larger float32."""
     return from_key(to_key(value) + 1)
 
 
 @njit(**INNER)
 def at_least(limit):
-    """The lowest finite float32 that is not below a float64."""
+    """The smallest finite float32 that is at least a float64."""
     if limit < LOWEST_FINITE:
         return LOWEST_FINITE
     rounded = np.float32(limit)

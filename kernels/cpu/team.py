@@ -1,11 +1,11 @@
-"""Helper threads of a body, waited for only if they took a part of it.
+"""Helper threads for bodies. A job only waits for helpers that took part in it.
 
-OpenMP ends a loop when *every* thread has arrived, also one that came too late to find work. Where
-another program holds a core, that is a scheduling quantum for each operation: a step of a few
-milliseconds takes some hundred. Here a job is open while its first thread works. Helpers that see
-it in time enter and take items; then it closes, and only those inside are waited for.
+OpenMP ends a loop when *every* thread has arrived, even one that found no work. If another program
+uses a core, each operation then waits a scheduling quantum, and a step of a few milliseconds takes
+a hundred. Here a job is open while its leading thread works. Helpers that notice it in time join
+and take items; then it is closed, and the leader waits only for those inside.
 
-Idle helpers watch for the next job for some hundred microseconds and then sleep.
+Idle helpers spin for some hundred microseconds for the next job and then sleep.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kernels.cpu import atomics
 from kernels.cpu.atomics import FUTEX, FUTEX_WAIT, FUTEX_WAKE, YIELD
 from kernels.cpu.disk_cache import cache_of_these_sources
 
-# Words of the control block, each on a cache line of its own, in bytes.
-_EPOCH = 0  # number of jobs begun; sleepers wait on it
+# Byte offsets in the control block; each word has its own cache line.
+_EPOCH = 0  # number of jobs started; sleeping helpers wait on it
 _STATE = 64  # helpers inside the job, plus _CLOSED while it is closed
 _SLEEPERS = 128
 _BUSY = 192  # 1 while some thread leads a job
 _JOB = 256  # body, row of parameters, helpers wanted
 _BLOCK_BYTES = 320
 
-JOB_WORDS = 24  # int64: a job of those that are launched together
+JOB_WORDS = 24  # int64 words of a job in ``launch_all``
 
 _CLOSED = 1 << 40
-_SPINS = 20_000  # looks at the epoch before a helper sleeps
-_PATIENCE = 2_000  # looks at the helpers inside before yielding the core
+_SPINS = 20_000  # checks of the epoch before a helper sleeps
+_PATIENCE = 2_000  # checks of the helpers inside before the leader yields its core
 _LOW_BITS = 0xFFFFFFFF
 
 
@@ -62,7 +62,7 @@ def _serve(control, syscall):
                 atomics.system_call(syscall, FUTEX, control + _EPOCH, FUTEX_WAIT, seen & _LOW_BITS)
                 atomics.add(control + _SLEEPERS, -1)
         seen = atomics.load(control + _EPOCH)
-        # Closed counts as more helpers than are ever wanted.
+        # While the job is closed, the state exceeds any number of helpers.
         if atomics.add(control + _STATE, 1) < job[2]:
             atomics.call_body(job[0], job[1])
         atomics.add(control + _STATE, -1)
@@ -93,7 +93,7 @@ def _run(control, syscall, body, threads, parameters):
 
 @njit(inline="always")
 def _share(control, syscall, body, threads, row):
-    # If another thread leads a job at this moment, this one runs without helpers.
+    # If another thread is leading a job, this one runs without helpers.
     if threads > 1 and atomics.exchange(control + _BUSY, 1) == 0:
         _lead(control, syscall, body, row, threads - 1)
         atomics.exchange(control + _BUSY, 0)
@@ -102,18 +102,18 @@ def _share(control, syscall, body, threads, row):
 
 
 def _launch(control, syscall, body, threads, *parameters):
-    """Run a body on the row of a zero and the parameters, with up to threads - 1 helpers."""
+    """Run a body with a zero counter and the parameters, with up to threads - 1 helpers."""
     _run(control, syscall, body, threads, parameters)
 
 
 def _launch_nogil(control, syscall, body, threads, *parameters):
-    """Launch while other Python threads run; a cache on disk knows the two by their names."""
+    """`_launch` without the GIL; a second function, since the disk cache goes by names."""
     _run(control, syscall, body, threads, parameters)
 
 
 def _launch_all(control, syscall, jobs, num):
-    """Run bodies one after the other. jobs: address of `num` rows of JOB_WORDS int64: the body, its
-    threads, room for the counter of items, parameters."""
+    """Run bodies one after the other. jobs: address of `num` rows of JOB_WORDS int64: body,
+    threads, item counter, parameters."""
     for index in range(num):
         place = jobs + index * (JOB_WORDS * 8)
         job = carray(_words(place), (3,))
@@ -129,7 +129,7 @@ with cache_of_these_sources() as is_writable:
 
 
 class Team:
-    """The control block and the helpers of this process."""
+    """The control block and the helper threads of this process."""
 
     def __init__(self) -> None:
         self.syscall = atomics.syscall_address()
@@ -137,10 +137,10 @@ class Team:
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=self._start)
 
-    num_threads = 0  # of a kernel with work for all; 0: as many as torch has
+    num_threads = 0  # threads of a large kernel; 0: torch's number
 
     def _start(self) -> None:
-        """No helpers yet, nor in a child process, which inherits memory but no threads."""
+        """Reset to no helpers; also in a forked process, which inherits memory but no threads."""
         self._lock = threading.Lock()
         self._block = np.zeros(_BLOCK_BYTES // 8 + 8, np.int64)
         self.control = self._block.ctypes.data + -self._block.ctypes.data % 64
@@ -148,7 +148,7 @@ class Team:
         self.size = 1
 
     def grow(self, size: int) -> None:
-        """Have at least `size` threads, the caller counted."""
+        """Start helpers until there are at least `size` threads, including the caller."""
         with self._lock:
             while atomics.IS_SUPPORTED and self.size < size:
                 life = threading.Thread(

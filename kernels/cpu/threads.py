@@ -1,4 +1,4 @@
-"""The one place that decides how many threads compute."""
+"""Sets the number of computing threads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kernels.cpu.team import TEAM
 
 
 def set_threads(num: int | None = None) -> int:
-    """Let torch and the compiled kernels use `num` threads; None: every core this process may use.
+    """Let torch and compiled kernels use `num` threads; None: all cores of this process. Returns
+    the number.
 
-    Returns the number set. Torch's OpenMP threads and the helpers of kernels.cpu.team are two sets:
-    where all that is large is ours, ``leave_threads_to_kernels`` keeps torch to one. Threads
-    are not pinned to cores: a helper that lost its core is not waited for.
+    Torch's OpenMP threads and the helpers of kernels.cpu.team are separate; if all large operations
+    are ours, ``leave_threads_to_kernels`` limits torch to one. Threads are not pinned to cores.
     """
     count = num or len(os.sched_getaffinity(0))
     torch.set_num_threads(count)
@@ -23,11 +23,11 @@ def set_threads(num: int | None = None) -> int:
 
 
 def num_threads() -> int:
-    """Threads of a compiled kernel that has work for all."""
+    """Number of threads of a large compiled kernel."""
     return TEAM.num_threads or torch.get_num_threads()
 
 
 def leave_threads_to_kernels() -> None:
-    """Torch computes nothing large from here on: its own threads would only spin next to ours."""
+    """Limit torch to one thread, since its threads would only compete with our helpers."""
     TEAM.num_threads = num_threads()
     torch.set_num_threads(1)

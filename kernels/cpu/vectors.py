@@ -1,8 +1,8 @@
-"""Small products held in vector registers, written as LLVM vector code.
+"""Matrix products on small tiles in vector registers, generated as LLVM code.
 
-Loops over arrays leave it to the compiler what stays in registers, and it guesses wrong for sums of
-several rows at once. Here the tile is a literal: its sums are values, not memory. Vectors of 16
-floats become one, two or four machine registers. Addresses and strides are in bytes.
+For loops over arrays the compiler decides what stays in registers, and it does not keep the sums of
+several rows there. Here the tile size is a literal, and its sums are LLVM values. A vector of 16
+floats becomes one, two or four machine registers. Addresses and strides are in bytes.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LINE = 64  # bytes of a cache line
 
 _F32, _I16, _I32, _I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(64)
 _UPPER = 0xFFFF0000
-# Of 2 ** x: what it is cut to, the exponent's bias and place, and Taylor's terms of 2 ** r; on
-# |r| <= 1/2 the next one is below float32's last bit.
+# For 2 ** x: limits of x, bias and position of the exponent, and Taylor terms of 2 ** r; for |r| <=
+# 1/2 the next term is below float32's last bit.
 SMALLEST, LARGEST = -126.0, 127.49
 BIAS, MANTISSA = 127, 23
 EXP2_TERMS = tuple(math.log(2) ** n / math.factorial(n) for n in range(8))
 
-_SECOND_LEVEL = 2  # of LLVM's four degrees of locality
+_SECOND_LEVEL = 2  # LLVM's locality level for the L2 cache
 _FLAGS = ("reassoc", "contract", "nsz")
-# Sums a tile may hold, in vectors: AVX-512 has 32 registers, AVX2 16 of half the size.
+# Maximum vectors of sums in a tile: AVX-512 has 32 registers, AVX2 has 16 of half the size.
 _MAX_SUMS = 24 if isa.has("avx512f") else 6
 _MAX_VECTORS = 4 if _MAX_SUMS == 24 else 2
 
 
 def lanes_of(width: int) -> int:
-    """The widest vector, up to LANES, that `width` floats are a whole number of."""
+    """The largest power of two up to LANES that divides `width`."""
     return min(LANES, width & -width)
 
 
@@ -50,7 +50,7 @@ def _store(builder, value, base, offset):
 
 
 def load_floats(builder, base, offset, lanes, size):
-    """A vector of float32 from elements of `size` bytes: 4, or 2 for bfloat16, its upper half."""
+    """Load a vector of float32 from elements of `size` bytes: 4, or 2 for bfloat16."""
     floats = ir.VectorType(_F32, lanes)
     if size == 4:
         return _load(builder, base, offset, floats)
@@ -61,13 +61,13 @@ def load_floats(builder, base, offset, lanes, size):
 
 
 class BFloat(ir.HalfType):
-    """LLVM's bfloat, which llvmlite does not name."""
+    """LLVM's type bfloat, which llvmlite lacks."""
 
     def __str__(self) -> str:
         return "bfloat"
 
 
-BFloat._create_instance()  # a class of llvmlite's without an instance of its own gets its parent's
+BFloat._create_instance()  # otherwise llvmlite would use the parent's instance
 
 
 def _prefetch(builder, address):
@@ -81,7 +81,7 @@ def _prefetch(builder, address):
 
 
 def _halves(builder, words):
-    """Vectors of the first and of the second bfloat16 of each word, as float32."""
+    """The first and the second bfloat16 of each word, as two vectors of float32."""
     floats = ir.VectorType(_F32, words.type.count)
     count = words.type.count
     first = builder.shl(words, ir.Constant(words.type, [16] * count))
@@ -106,7 +106,7 @@ def fma(builder, a, b, c):
 
 
 def _fence(builder, value):
-    """The value as it was worked out: sums with it are not regrouped."""
+    """Prevent the compiler from reassociating sums with this value."""
     suffix = f"v{value.type.count}f32" if isinstance(value.type, ir.VectorType) else "f32"
     name = f"llvm.arithmetic.fence.{suffix}"
     function = builder.module.globals.get(name)
@@ -130,12 +130,12 @@ def _chunks(total: int, size: int) -> list[range]:
 
 
 class _FloatTile:
-    """sums[row][vector] += a[row, k] * b[k, vector], one float of the depth a step."""
+    """sums[row][vector] += a[row, k] * b[k, vector], one float per step k."""
 
-    element = _F32  # of a sum
+    element = _F32  # type of a sum
     zero = 0.0
-    left_bytes = 4  # of a row of a, a step
-    right_bytes = 4  # of a lane of a row of b
+    left_bytes = 4  # bytes of a row of a per step
+    right_bytes = 4  # bytes of a lane of b
 
     @staticmethod
     def left(builder, base, offset, lanes):
@@ -151,13 +151,13 @@ class _FloatTile:
 
 
 class _HalfTile(_FloatTile):
-    """A tile with a b of bfloat16."""
+    """A tile whose b is bfloat16."""
 
     right_bytes = 2
 
 
 class _Float16Tile(_FloatTile):
-    """A tile with a b of float16."""
+    """A tile whose b is float16."""
 
     right_bytes = 2
 
@@ -169,7 +169,7 @@ class _Float16Tile(_FloatTile):
 
 
 class _PairTile(_FloatTile):
-    """Two inputs a step: a has floats, each lane of b two bfloat16, widened in registers."""
+    """Two inputs per step: a is float32, each lane of b has two bfloat16, widened in registers."""
 
     left_bytes = 8
 
@@ -190,7 +190,7 @@ class _PairTile(_FloatTile):
 
 
 class _DotTile(_FloatTile):
-    """Two inputs a step, bfloat16 on both sides: one instruction multiplies and adds a pair."""
+    """Two bfloat16 inputs per step on both sides; one instruction multiplies and adds a pair."""
 
     @staticmethod
     def left(builder, base, offset, lanes):
@@ -213,7 +213,8 @@ class _DotTile(_FloatTile):
 
 
 class _SoftDotTile(_DotTile):
-    """Products of pairs without that instruction: the second of a pair is added first."""
+    """`_DotTile` without the instruction; it adds the second product of a pair first, as that
+    does."""
 
     @staticmethod
     def multiply(builder, pair, pairs, total):
@@ -224,7 +225,7 @@ class _SoftDotTile(_DotTile):
 
 
 class _ByteTile:
-    """Four inputs a step, bytes: unsigned a, signed b, 32-bit sums."""
+    """Four byte inputs per step: unsigned a, signed b, 32-bit sums."""
 
     element = _I32
     zero = 0
@@ -250,17 +251,17 @@ class _ByteTile:
 
 
 class _Tile(NamedTuple):
-    """The places of one tile's operands, and the loop over its depth."""
+    """A tile's operands, and the generator of the loop over its depth."""
 
     builder: ir.IRBuilder
-    kind: Any  # _FloatTile or another of the same form
-    a: tuple[Any, Any]  # address and stride of a row, in bytes
+    kind: Any  # _FloatTile or another class of this interface
+    a: tuple[Any, Any]  # address and row stride in bytes
     b: tuple[Any, Any]
     c: tuple[Any, Any]
     rows: range
     vectors: range
     lanes: int
-    ahead: Any = None  # address from which on a cache line is requested each step
+    ahead: Any = None  # address from which one cache line is prefetched per step
 
     def emit(self, depth: Any, is_fresh: bool) -> None:
         builder, vector = self.builder, ir.VectorType(self.kind.element, self.lanes)
@@ -291,12 +292,13 @@ class _Tile(NamedTuple):
             _store(builder, result, *place)
 
     def _right(self, k, vector):
-        """What b gives a step for a vector of outputs."""
+        """Load b at step k for a vector of outputs."""
         kind, size = self.kind, self.kind.right_bytes
         return kind.right(self.builder, *self._place(self.b, k, vector, size), self.lanes)
 
     def _place(self, matrix, row, vector, size=4) -> tuple[Any, Any]:
-        """Address, and offset of a vector of elements of `size` bytes in a row of the matrix."""
+        """Address of the matrix, and byte offset of a vector of elements of `size` bytes in a
+        row."""
         address, stride = matrix
         start = self.builder.mul(stride, row if isinstance(row, ir.Value) else _I64(row))
         return address, self.builder.add(start, _I64(vector * self.lanes * size))
@@ -316,7 +318,7 @@ class _Tile(NamedTuple):
 
 
 def _emit_product(builder, kind, args, literals, ahead=None):
-    """The product in as many tiles as the registers ask for; literals as of `tile_product`."""
+    """Emit a product in tiles that fit the registers; literals as for `tile_product`."""
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
@@ -337,7 +339,7 @@ def _product_intrinsic(kind):
 
 
 def _typed_product(kinds, literals):
-    """What an intrinsic returns. A fifth literal chooses among the kinds."""
+    """Signature and code generator of a product. A fifth literal selects among the kinds."""
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
     *values, which = [given.literal_value for given in literals] + [0] * (5 - len(literals))
@@ -351,7 +353,7 @@ def _typed_product(kinds, literals):
 
 # product(a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh):
 # c[rows, vectors * lanes] (+)= a[rows, depth] @ b[depth, vectors * lanes]. The last four are
-# literals; is_fresh: c is written rather than added to.
+# literals; is_fresh: c is overwritten instead of added to.
 tile_product = _product_intrinsic(_FloatTile)
 byte_tile_product = _product_intrinsic(_ByteTile)
 
@@ -360,10 +362,9 @@ byte_tile_product = _product_intrinsic(_ByteTile)
 def panel_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, ahead, rows, size
 ):
-    """c[rows, 64] += a[rows, depth] @ b[depth, 64], elements of b of `size` bytes: 4, or 2 for
-    float16; the last two are literals. Meanwhile `depth` cache lines from `ahead` on are brought to
-    the second-level cache.
-    """
+    """c[rows, 64] += a[rows, depth] @ b[depth, 64], with elements of b of `size` bytes: 4, or 2 for
+    float16; the last two arguments are literals. Prefetches `depth` cache lines from `ahead` on
+    into the L2 cache."""
     if not isinstance(size, types.Literal) or not isinstance(rows, types.Literal):
         return None
     kind = _FloatTile if size.literal_value == 4 else _Float16Tile
@@ -376,7 +377,7 @@ def panel_product(  # noqa: PLR0913
     return types.void(*[types.intp] * 8, rows, size), build
 
 
-# How pairs of bfloat16 are multiplied: `how` of `pair_tile_product`.
+# Values of `how` in `pair_tile_product`: how pairs of bfloat16 are multiplied.
 WIDENED, DOTS, SOFT_DOTS = range(3)
 _PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile)
 
@@ -385,17 +386,15 @@ _PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile)
 def pair_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh, how
 ):
-    """`tile_product` of a b of pairs, `depth` of them.
-
-    a holds floats if `how` is WIDENED, else bfloat16.
-    """
+    """`tile_product` with `depth` pairs of inputs. a is float32 if `how` is WIDENED, else
+    bfloat16."""
     return _typed_product(_PAIR_KINDS, (rows, vectors, lanes, is_fresh, how))
 
 
 @intrinsic(prefer_literal=True)
 def pair_panel_product(typing_context, a, lda, b, c, depth, ahead, rows, how):  # noqa: PLR0913
-    """c[rows, 64] += a[rows, depth pairs] @ b[depth, 64, 2] as `pair_tile_product` does, and what
-    `panel_product` does meanwhile; rows of b and c have 256 bytes."""
+    """c[rows, 64] += a[rows, depth pairs] @ b[depth, 64, 2], as `pair_tile_product`, with the
+    prefetch of `panel_product`; rows of b and c have 256 bytes."""
     if not isinstance(how, types.Literal) or not isinstance(rows, types.Literal):
         return None
     kind, literals = _PAIR_KINDS[how.literal_value], (rows.literal_value, 4, LANES, 0)
@@ -413,7 +412,7 @@ def pair_panel_product(typing_context, a, lda, b, c, depth, ahead, rows, how):  
 def add_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, size
 ):
-    """c += a @ b as `tile_product` does, elements of b of `size` bytes: 4, or 2 for bfloat16."""
+    """c += a @ b, as `tile_product`, with elements of b of `size` bytes: 4, or 2 for bfloat16."""
     literals = (rows, vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
@@ -432,10 +431,8 @@ HAS_BYTE_PRODUCT = isa.has("avx512vnni")
 
 @intrinsic(prefer_literal=True)
 def prefetch(typing_context, address, vectors, lanes, size):
-    """Start to bring vectors * lanes elements of `size` bytes to the second-level cache.
-
-    All three are literals.
-    """
+    """Prefetch vectors * lanes elements of `size` bytes into the L2 cache; all three are
+    literals."""
     literals = (vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
@@ -451,10 +448,8 @@ def prefetch(typing_context, address, vectors, lanes, size):
 
 @intrinsic
 def largest(typing_context, address, count, start):
-    """The largest of `count` float32 at an address and of `start`; a NaN among them is passed over.
-
-    Written out: of a float maximum the compiler makes no vectors by itself.
-    """
+    """The largest of `count` float32 at an address and `start`; NaN is ignored. Generated here,
+    because the compiler does not vectorise float maxima."""
 
     def build(context, builder, signature, args):
         address, count, start = args
@@ -500,8 +495,8 @@ def largest(typing_context, address, count, start):
 
 @intrinsic
 def round16(typing_context, source, target):
-    """16 float32 to bfloat16, rounded to the nearest, ties to even, by AVX-512 BF16: a denormal
-    number becomes zero."""
+    """16 float32 to bfloat16, rounded to nearest even, by AVX-512 BF16; denormal numbers become
+    zero."""
 
     def build(context, builder, signature, args):
         floats = _load(builder, args[0], _I64(0), ir.VectorType(_F32, LANES))
@@ -515,7 +510,7 @@ def round16(typing_context, source, target):
 
 @intrinsic
 def fused(typing_context, a, b, c):
-    """a * b + c of float32, rounded once."""
+    """Fused a * b + c of float32, rounded once."""
 
     def build(context, builder, signature, args):
         name = "llvm.fma.f32"
@@ -529,7 +524,7 @@ def fused(typing_context, a, b, c):
 
 @intrinsic
 def in_order(typing_context, value):
-    """The float32 as it was worked out: sums with it are not regrouped."""
+    """The same float32; the compiler does not reassociate sums with it."""
 
     def build(context, builder, signature, args):
         return _fence(builder, args[0])

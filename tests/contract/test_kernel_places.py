@@ -51,7 +51,7 @@ def close(top: Path) -> None:
 
 
 def warnings_of(done: subprocess.CompletedProcess[str]) -> list[str]:
-    return [line for line in done.stderr.splitlines() if "cannot be kept" in line]
+    return [line for line in done.stderr.splitlines() if "cannot be stored" in line]
 
 
 @pytest.fixture
@@ -117,7 +117,7 @@ def test_code_of_others_is_not_run(tmp_path: Path) -> None:
     (tmp_path / "all" / directory_name()).mkdir(parents=True)
     (tmp_path / "all" / directory_name()).chmod(0o777)
     for_all = CachePlaces(str(tmp_path / "all"))
-    assert for_all.readable == [] and "can write code" in for_all.refusals[0]
+    assert for_all.readable == [] and "can write to it" in for_all.refusals[0]
     # A directory for all, as a mounted one, has one of ours in it.
     (tmp_path / "mounted").mkdir()
     (tmp_path / "mounted").chmod(0o777)

@@ -48,7 +48,7 @@ def no_triton(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
     "take_away, told",
     [
         (no_compiler, "a C compiler, and none is in PATH: apt install gcc python3-dev, or set CC"),
-        (another_compiler, r"CC is '.*mycc', which is not there: apt install gcc"),
+        (another_compiler, r"CC is '.*mycc', which does not exist: apt install gcc"),
         (no_headers, r"finds no Python.h in /.*: apt install python3-dev \(python3\.1\d-dev\)"),
         (no_triton, r"Triton cannot be imported \(.*\); pip install 'triton>=3.6,<3.8'"),
     ],

@@ -1,4 +1,4 @@
-"""Paged attention of tokens over a cache, either float32 or bfloat16."""
+"""Paged attention on the CPU; tokens and cache may be float32 or bfloat16."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from kernels.cpu.threads import num_threads
 from kernels.meta import AttentionMeta
 from kernels.reference import AttentionOptions
 
-# Pairs of query head and key worth a second thread.
+# With fewer pairs of query head and key, one thread is faster.
 _ENOUGH = 512
 
 PAIRED = chosen()
-USUAL_BLOCK = 16  # keys of a block, where kernels are got ready ahead
+USUAL_BLOCK = 16  # block size for which kernels are prepared at start
 
 PlanKey = tuple[int, Heads]
-"""Window, and the heads of a layer."""
+"""Sliding window and heads of a layer."""
 
 
 def single_kernel(
@@ -34,7 +34,8 @@ def single_kernel(
     block: int = USUAL_BLOCK,
     paired: str | None = PAIRED,
 ) -> Kernel:
-    """A body for single tokens. It gives a token the bits that ``chunk_kernel`` gives it."""
+    """The kernel for sequences of one query token. Its results equal those of ``chunk_kernel`` bit
+    for bit."""
     if sizes != (2, 2) or paired is None:
         return widened_single_kernel(head_dim, group, sizes)
     if fits(head_dim, block, paired):
@@ -46,35 +47,36 @@ def single_kernel(
 
 @cache
 def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """The kernel of single tokens, in float32; sizes: bytes of an element of the queries, and of
-    the cache."""
+    """Kernel for single tokens in float32 arithmetic. sizes: bytes of a query and of a cache
+    element."""
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
 def tiled_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Single tokens in bfloat16, all heads together; how: of ``paired.HOW``, one with tiles."""
+    """Kernel for single tokens in bfloat16, all heads together. how: a key of ``paired.HOW`` with
+    tiles."""
     return Kernel(tiled_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def dotted_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Single tokens in bfloat16; how: of ``paired.HOW``, one with dots."""
+    """Kernel for single tokens in bfloat16. how: a key of ``paired.HOW`` with dots."""
     return Kernel(dotted_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Single tokens in bfloat16, where keys do not lie as `tiled_single_kernel` takes them;
-    how: of ``paired.HOW``, one with tiles."""
+    """Kernel for single tokens in bfloat16 if `tiled_single_kernel` does not support the layout of
+    keys. how: a key of ``paired.HOW`` with tiles."""
     return Kernel(paired_body(head_dim, group, HOW[how], 1), heavy=True)
 
 
 def chunk_kernel(
     head_dim: int, group: int, sizes: tuple[int, int], paired: str | None = PAIRED
 ) -> Kernel:
-    """The kernel of several tokens of a sequence: bfloat16 is multiplied in pairs where the
-    processor can."""
+    """The kernel for sequences of several query tokens. It multiplies bfloat16 in pairs if the
+    processor supports it."""
     if sizes == (2, 2) and paired is not None:
         return paired_kernel(head_dim, group, paired)
     return widened_kernel(head_dim, group, sizes)
@@ -82,13 +84,13 @@ def chunk_kernel(
 
 @cache
 def widened_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """The kernel of chunks, in float32."""
+    """Kernel for chunks in float32 arithmetic."""
     return Kernel(chunk_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
 def paired_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """The kernel of chunks, in bfloat16; how: of ``paired.HOW``."""
+    """Kernel for chunks in bfloat16. how: a key of ``paired.HOW``."""
     return Kernel(paired_body(head_dim, group, HOW[how]), heavy=True)
 
 
@@ -100,7 +102,7 @@ def paged_attention(
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32. paired:
-    how bfloat16 is multiplied, for tests."""
+    another way to multiply bfloat16, for tests."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
@@ -110,13 +112,15 @@ def paged_attention(
     if plan is None:
         plan = meta.scratch[key] = _planned(meta, *key)
     out = q.new_empty((num_tokens, num_heads * head_dim))
-    if num_tokens > plan.num_rows and not is_recorded():  # else what is after them is not read
+    if (
+        num_tokens > plan.num_rows and not is_recorded()
+    ):  # rows after a recorded step's last are not read
         out.zero_()
     tensors = (q.data_ptr(), kv_layer.data_ptr(), meta.block_tables.data_ptr(), out.data_ptr())
     shape = (kv_heads, meta.block_tables.stride(0), block)
     sinks = 0 if variant.sinks is None else variant.sinks.data_ptr()
     numbers = (bits(variant.scale), bits(variant.softcap), sinks)
-    # A recorded launch is repeated over longer contexts.
+    # A recorded launch is replayed with longer contexts.
     enough = 0 if is_recorded() else _ENOUGH
     if plan.singles.num:
         single_kernel(head_dim, group, sizes, block, paired).run(
@@ -140,8 +144,8 @@ def paged_attention(
 
 
 def plan_again(meta: AttentionMeta, plans: dict[PlanKey, AttentionPlan]) -> list[AttentionPlan]:
-    """Tell launches that were recorded with these plans about a step of as many tokens. What is
-    returned is to be kept until they are done."""
+    """Update the plans of recorded launches for another step with as many tokens. Keep the result
+    alive until the launches are done."""
     renewed = [_planned(meta, *key) for key in plans]
     for plan, new in zip(plans.values(), renewed, strict=True):
         plan.header[:] = new.header

@@ -1,9 +1,9 @@
-"""Attention of several query tokens of a sequence: bound by arithmetic.
+"""Attention for several query tokens of a sequence, which is bound by arithmetic.
 
-An item is up to `tokens` of them, times the query heads of one key head: the rows of two matrix
-products against 64 keys at a time, which are copied together from their blocks, keys turned so that
-they lie side by side. All scores of a stretch of keys are kept, so that it has one largest score:
-first its keys are gone through, then its values.
+A work item is up to `tokens` query tokens times the query heads of one KV head: these are the rows
+of two matrix products with 64 keys at a time, which are copied from their blocks, keys transposed.
+All scores of a stretch of keys (see `softmax`) are stored before its values are read, so that a
+stretch has one largest score.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ from kernels.cpu.vectors import LANES, lanes_of, tile_product
 
 NUM_PARAMETERS = 12
 
-KEYS = 64  # keys at a time
-# Floats from a row of scores to the next: keys that are no whole number of 64 reach beyond.
+KEYS = 64  # keys per product
+# Floats per row of scores; the last product of a stretch may write beyond it.
 LINE_OF_SCORES = STRETCH + KEYS
-_ROWS = 48  # query rows an item
-_STEP = 12  # rows are a multiple of this: of both tiles' rows
+_ROWS = 48  # query rows per item
+_STEP = 12  # rows are padded to a multiple of both tile heights, 6 and 12
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def tokens_an_item(group: int) -> int:
-    """Query tokens an item takes if `group` query heads share a key head."""
+    """Query tokens per item if `group` query heads share a KV head."""
     return max(1, _ROWS // group)
 
 
 def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
-    """A body for one head size, number of query heads per key head, and bytes of an element of
-    queries and outputs, and of the cache. All else is parameters.
-    """
+    """The body for a head size, a number of query heads per KV head, and sizes: bytes of an element
+    of queries and outputs, and of the cache."""
     token, cell = sizes
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
@@ -101,7 +100,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
 @njit(**INLINE)
 def _score(q, keys, scores, num, count):
-    """scores[num, count] = q[num] @ keys; whole tiles, whatever count."""
+    """scores[num, count] = q[num] @ keys, computed in full tiles."""
     size, width, line = q.shape[1] * 4, KEYS * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
@@ -114,7 +113,7 @@ def _score(q, keys, scores, num, count):
 
 @njit(inline="always")
 def _add(scores, values, acc, num, count, vectors, lanes):
-    """acc[num] += scores[num, count] @ values; the last two are literals."""
+    """acc[num] += scores[num, count] @ values; the last two arguments are literals."""
     size, line = acc.shape[1] * 4, LINE_OF_SCORES * 4
     a, b, c = scores.ctypes.data, values.ctypes.data, acc.ctypes.data
     for r in range(0, num, 6):
@@ -123,15 +122,15 @@ def _add(scores, values, acc, num, count, vectors, lanes):
 
 @njit(**INLINE)
 def row_address(start, index, head, p, size):
-    """Bytes from the start of q, or of the output, to the first query head of `head`; size: bytes
-    of the query heads of one key head."""
+    """Byte offset in q or the output of the first query head of KV head `head`. size: bytes of the
+    query heads of one KV head."""
     return ((np.int64(start) + index) * p[5] + head) * size
 
 
 @njit(**INLINE)
 def key_address(p, table, head, position, size):
-    """Address of the key at a position; size: bytes of one. The next of its block follow it, and
-    its value lies a half page after it."""
+    """Address of the key at a position; size: bytes of a key. Later keys of the block follow it;
+    its value is half a page after it."""
     block, kv_heads = p[7], p[5]
     page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
     return page + (head * block + position % block) * size
@@ -149,7 +148,7 @@ def _begin(p, item, head, group, scale, q, token):
 
 @njit(inline="always")
 def gather_keys(p, seq, head, span, keys, cell):
-    """Keys [head_dim, KEYS] of one head: span[1] of them, from position span[0] on."""
+    """Copy keys of one head to [head_dim, KEYS]: span[1] keys from position span[0] on."""
     head_dim, block = keys.shape[0], p[7]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -171,7 +170,7 @@ def gather_keys(p, seq, head, span, keys, cell):
 
 @njit(inline="always")
 def _gather_values(p, seq, head, span, values, cell):
-    """Values [KEYS, head_dim] of one head, as `gather_keys`."""
+    """Copy values of one head to [KEYS, head_dim], as `gather_keys` does."""
     head_dim, block, kv_heads = values.shape[1], p[7], p[5]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -186,7 +185,7 @@ def _gather_values(p, seq, head, span, values, cell):
 
 @njit(**INLINE)
 def _turn(source, keys, cell):
-    """Keys [num, head_dim] at an address to the columns of `keys`."""
+    """Copy keys [num, head_dim] at an address to the columns of `keys`."""
     k = np.empty(keys.shape[0], np.float32)
     for j in range(keys.shape[1]):
         read_cells(source + j * keys.shape[0] * cell, k, cell)
@@ -196,9 +195,9 @@ def _turn(source, keys, cell):
 
 @njit(**INLINE)
 def _weigh(p, item, group, span, softcap, scores, sums):
-    """Scores become weights, zero where the row's token does not see the key. span: where the
-    stretch starts, and the item's first key and end of keys in it; sums: each row's sum of weights,
-    and its largest score."""
+    """Convert scores to weights, zero for keys that the row's token does not attend to. span: start
+    of the stretch, and the item's first key and end of keys in it; sums: each row's sum of weights
+    and largest score."""
     window, before = p[12], item[4] - item[2]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
@@ -211,9 +210,9 @@ def _weigh(p, item, group, span, softcap, scores, sums):
 
 @njit(**EXACT)
 def soften(scores, span, softcap, sums, r):
-    """Scores of a row and a stretch become weights. span: the first key that the row sees, the end
-    of those, and the end of the keys that have a weight. Writes the row's sum of weights and
-    largest score to sums."""
+    """Convert the scores of row r and a stretch to weights. span: first key and end of keys that
+    the row attends to, and end of all keys. Writes the row's sum of weights and largest score to
+    sums."""
     (first, end, high), (total, largest) = span, sums
     count, address = (high + LANES - 1) // LANES, scores.ctypes.data
     if softcap > 0:
@@ -224,7 +223,7 @@ def soften(scores, span, softcap, sums, r):
 
 @njit(**INLINE)
 def finish(p, item, head, group, sums, token):
-    """Sums of an item's rows become outputs."""
+    """Write the outputs of an item's rows from their sums."""
     outputs, total, largest = sums
     size = outputs.shape[1] * token
     for i in range(item[2]):

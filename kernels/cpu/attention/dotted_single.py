@@ -1,9 +1,8 @@
-"""Attention of single query tokens in bfloat16, on processors that multiply pairs of it.
+"""Attention for single query tokens in bfloat16, on processors with bfloat16 dot products.
 
-An item is one token against a stretch of its sequence's keys, head by head. What is multiplied
-and added, and in which order, is what `kernels.cpu.attention.paired` does for a token among others,
-so both give the same bits; but rows are the query heads of a key head and no more, so it is keys
-that lie side by side in vectors, turned in pairs:
+An item is one token and a stretch of its sequence's keys, head by head. Products and the order of
+sums are those of `kernels.cpu.attention.paired`, so both have bit-identical results. Since the only
+rows are the query heads of a KV head, vectors hold several keys, transposed in pairs:
 
     scores [query heads, 256 keys] = queries @ keys [head size / 2, 64, 2], 64 at a time
 """
@@ -36,21 +35,21 @@ from kernels.cpu.native import EXACT, INLINE, f64, i32, i64, next_item, u16
 from kernels.cpu.vectors import LANES, pair_tile_product
 
 _CELL = 2  # bytes of an element of queries, cache and outputs
-_MOST = 6  # rows whose outputs are summed together
+_MOST = 6  # rows per product with values
 _ONE = np.float32(1)
 
 
 def fits_dots(how: str | None) -> bool:
-    """how: of ``paired.HOW``."""
+    """True if this body supports ``how``, a key of ``paired.HOW``."""
     return how in ("dots", "soft dots")
 
 
 def dotted_single_body(head_dim: int, group: int, how: int):
-    """A body for one head size and number of query heads per key head; how: one with dots."""
-    depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros after the last
+    """The body for a head size and a number of query heads per KV head. how: one with dots."""
+    depth = -(-head_dim // 32) * 32  # inputs of the first product, padded with zeros
     width = -(-head_dim // LANES) * LANES  # outputs of the second
     vectors, height = width // LANES, min(_MOST, group)
-    more = -group % height  # rows that are summed with the last ones
+    more = -group % height  # padding rows of the last product
     assert how in (HOW["dots"], HOW["soft dots"])
 
     def body(row):
@@ -93,7 +92,7 @@ def dotted_single_body(head_dim: int, group: int, how: int):
 
 @njit(**INLINE)
 def _copy(source, q, head_dim):
-    """Queries [heads, head_dim] at an address to rows of q."""
+    """Copy queries [heads, head_dim] at an address to rows of q."""
     given = u16(source, (q.shape[0], head_dim))
     for g in range(q.shape[0]):
         for d in range(head_dim):
@@ -102,8 +101,8 @@ def _copy(source, q, head_dim):
 
 @njit(inline="always")
 def _turn(place, span, base, arrays, head_dim):
-    """Keys of places base to base + 64, of those of the item, side by side in pairs; their values
-    are fetched meanwhile. arrays: keys [head size / 2, 64] and room for some that are copied."""
+    """Transpose the item's keys at places base to base + 64, in pairs, and prefetch their values.
+    arrays: keys [head size / 2, 64], and room for copies of keys."""
     (p, item, head), (keys, copies), (start, low, high) = place, arrays, span
     for first in range(max(base, low // LANES * LANES), min(base + KEYS, high), LANES):
         places = start + first, start + low, start + high
@@ -118,7 +117,7 @@ def _turn(place, span, base, arrays, head_dim):
 
 @njit(inline="always")
 def _score(q, keys, scores, base, high, group, how):
-    """scores[group, 64] from place `base` on = q @ keys; the last two are literals."""
+    """scores[group, 64] from place `base` on = q @ keys; the last two arguments are literals."""
     a, lda, b = q.ctypes.data, q.shape[1] * _CELL, keys.ctypes.data
     c, line = scores.ctypes.data + base * 4, LINE_OF_SCORES * 4
     if high - base > LANES:
@@ -129,7 +128,7 @@ def _score(q, keys, scores, base, high, group, how):
 
 @njit(**EXACT)
 def _weigh(row, span, scores, weights, sums):
-    """Scores become weights, rounded to bfloat16; sums: each row's sum of weights, and its largest
+    """Convert scores to weights, rounded to bfloat16. sums: each row's sum of weights and largest
     score."""
     real, (before, after) = f64(row, (NUM_PARAMETERS + 1,)), whole_units(span)
     softcap = np.float32(real[10])

@@ -1,22 +1,22 @@
-"""Attention in bfloat16 on processors that multiply it, of tokens of any number.
+"""Attention in bfloat16 for any number of query tokens, on processors with bfloat16 products.
 
-An item is what it is in `kernels.cpu.attention.chunk`: up to 48 rows, query tokens times the query
-heads of one key head, against stretches of keys. Rows lie in columns while they are softened, so
-that nothing is summed across a vector:
+Items are those of `kernels.cpu.attention.chunk`: up to 48 rows (query tokens times the query heads
+of one KV head) and stretches of keys. During the softmax rows are stored as columns, so that no sum
+is across the lanes of a vector:
 
     scores [256 keys, rows]  = keys [256, head size] @ queries [head size / 2, rows, 2]
-    weights [rows, 256 keys] = scores, softened down the columns, rounded and turned
-    outputs [rows, head size] += weights @ values [128 pairs of keys, head size, 2]
+    weights [rows, 256 keys] = softmax of scores down the columns, rounded and transposed outputs
+    [rows, head size] += weights @ values [128 pairs of keys, head size, 2]
 
-Keys go in as they lie in their blocks. Weights are rounded to bfloat16; sums are float32, and so is
-all between the products. Of a single token, rows are the query heads of a key head, made up to a
-whole vector; its stretches are items of their own.
+Keys are read directly from their blocks. Weights are rounded to bfloat16; sums and everything
+between the products are float32. For a single token, rows are the query heads of a KV head, padded
+to a full vector, and each of its stretches is an item.
 
-    tiles   AMX: 16 rows of the left side a tile
+    tiles   AMX: 16 rows of the left operand per tile
     dots    AVX-512 BF16: several rows at a time
 
 A key's place is its position in its stretch, so which keys are multiplied together does not depend
-on where a prompt was cut. Places without a key have weight zero, and zeros for values.
+on how a prompt was chunked. Places without a key have weight zero and zero values.
 """
 
 from __future__ import annotations
@@ -59,29 +59,29 @@ from kernels.cpu.vectors import (
     pair_tile_product,
 )
 
-_SOFT_TILES, _TILES = 8, 9  # next to what `pair_tile_product` knows
+_SOFT_TILES, _TILES = 8, 9  # in addition to the values for `pair_tile_product`
 HOW = {"dots": DOTS, "soft dots": SOFT_DOTS, "tiles": _TILES, "soft tiles": _SOFT_TILES}
 
 _CELL = 2  # bytes of an element of queries, cache and outputs
-_UNIT = 32  # keys of a tile of weights
-_WIDE = 48  # rows are a multiple of what the first product takes at once: this, or one vector
+_UNIT = 32  # keys per tile of weights
+_WIDE = 48  # rows are padded to a multiple of this, or of one vector if they are few
 _DOT_ROWS = 6
 _TILE = amx.ROWS  # rows, and columns of float32
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def chosen() -> str | None:
-    """How this processor multiplies pairs; ``None`` if it widens them."""
+    """The key of ``HOW`` for this processor; ``None`` if it has no bfloat16 products."""
     return {"amx": "tiles", "avx512_bf16": "dots"}.get(isa.LEVEL)
 
 
 def paired_body(head_dim: int, group: int, how: int, single: int = 0):
-    """A body for one head size and number of query heads per key head; how: one of HOW; single: 1
-    for items of single tokens, 0 for those of several."""
+    """The body for a head size and a number of query heads per KV head. how: a value of HOW;
+    single: 1 for items of single tokens, 0 for chunks."""
     wide = 0 if single and group <= _WIDE // 2 else 1
     step, num_rows = _WIDE if wide else LANES, group if single else tokens_an_item(group) * group
     rows = -(-num_rows // step) * step
-    depth = -(-head_dim // 32) * 32  # inputs of the first product, with zeros after the last
+    depth = -(-head_dim // 32) * 32  # inputs of the first product, padded with zeros
     width = -(-head_dim // _TILE) * _TILE  # outputs of the second
     vectors, height = width // LANES, min(_DOT_ROWS, num_rows)
     is_tiled, soft = int(how in (_TILES, _SOFT_TILES)), int(how != _TILES)
@@ -92,9 +92,9 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
         state = np.empty(amx.STATE + LINE, np.uint8)
         flat, q = np.zeros((rows, depth), np.uint16), np.empty((depth // 2, rows), np.int32)
         copies, values = np.zeros_like(flat[:LANES]), np.zeros((STRETCH // 2, width), np.int32)
-        # Of each 16 rows by themselves: they are gone through several times.
+        # Separate for each group of 16 rows, since a group is read several times.
         scores = np.zeros((rows // LANES, STRETCH, LANES), np.float32)
-        # Dots take some rows together, also where those of an item are no whole number of that.
+        # Padded, since dots compute several rows together.
         weights = np.zeros((rows + _DOT_ROWS, STRETCH), np.uint16)
         acc = np.empty((rows + _DOT_ROWS, width), np.float32)
         total, largest = np.empty(rows, np.float32), np.empty(rows, np.float32)
@@ -115,7 +115,7 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
             begin(sums)
             start = item[3] - item[3] % STRETCH
             while start < item[4]:
-                # Requested in each round: Numba frees an array that is not named any more.
+                # Computed in each round, since Numba frees an array after its last use.
                 own = (state.ctypes.data + LINE - 1) & -LINE
                 span = start, max(item[3] - start, 0), min(STRETCH, item[4] - start)
                 _score((p, own), (item, head, span), (q, copies, scores), head_dim, how, wide)
@@ -134,16 +134,16 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
 
 @njit(**INLINE)
 def whole_units(span):
-    """Keys of a stretch that weights and values are worked out for: those of an item, and some on
-    either side that have weight zero."""
+    """First and end of the keys of a stretch for which weights and values are computed: the item's
+    keys, extended to full units by keys of weight zero."""
     return span[1] // _UNIT * _UNIT, -(-span[2] // _UNIT) * _UNIT
 
 
 @njit(**EXACT)
 def is_last(p, place, sums, room, factors, group):
-    """Leave an item's sums, of one stretch; if all items of its row and head have done so, add
-    theirs in order. Whether the sums are now all of the row. place: the item, and its index;
-    room: for sums of a stretch."""
+    """Store an item's sums, of one stretch. If all items of its row and head are done, add their
+    sums in order. Returns True if ``sums`` now has those of the full row. place: the item and its
+    index; room: for sums of a stretch."""
     (item, index), (outputs, total, largest) = place, sums
     if item[5] == 1:
         return True
@@ -171,11 +171,11 @@ def is_last(p, place, sums, room, factors, group):
 
 @njit(inline="always")
 def _score(given, place, arrays, head_dim, how, wide):
-    """scores [rows / 16, keys, 16] of an item and a stretch. given: parameters, and where tiles
-    are configured; place: item, key head, and where the stretch starts, its first key and the end
-    of them; arrays: q, copies, scores; the last two are literals."""
+    """Compute scores [rows / 16, keys, 16] of an item and a stretch. given: parameters and tile
+    state; place: item, KV head, and start of the stretch, its first key and end of keys; arrays: q,
+    copies, scores; the last two arguments are literals."""
     (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
-    # Keys, and those that are computed with them: whole groups.
+    # Computes full groups of 16 keys.
     for first in range(low // LANES * LANES, high, LANES):
         left = keys_address(
             p, item[0], head, (start + first, start + low, start + high), copies, head_dim
@@ -190,8 +190,8 @@ def _score(given, place, arrays, head_dim, how, wide):
 
 @njit(inline="always")
 def _weigh(row, span, positions, room, is_tiled):
-    """Weights of a stretch's keys; row: that of the body; span: as in `_score`. Where there are
-    tiles, the weights are laid out for them: [rows / 16, units, 16, 32]."""
+    """Compute the weights of a stretch's keys. row: the body's parameters; span: as in `_score`.
+    With tiles, weights are stored as [rows / 16, units, 16, 32]."""
     p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     scores, weights, bounds, total, largest = room
     softcap, (before, after) = np.float32(real[10]), whole_units(span)
@@ -218,7 +218,8 @@ def _weigh(row, span, positions, room, is_tiled):
 
 @njit(**INLINE)
 def _begin(p, item, head, group, targets, head_dim):
-    """Queries of an item in pairs [head size / 2, rows, 2], and the positions of their tokens."""
+    """Copy the queries of an item to pairs [head size / 2, rows, 2], and their tokens'
+    positions."""
     flat, q, positions = targets
     width, before = group * head_dim, item[4] - item[2]
     for i in range(item[2]):
@@ -240,8 +241,8 @@ def _begin(p, item, head, group, targets, head_dim):
 
 @njit(**INLINE)
 def keys_address(p, seq, head, span, copies, head_dim):
-    """Address of 16 keys from span[0] on, and bytes from one to the next; of those outside
-    [span[1], span[2]) anything."""
+    """Address of 16 keys from span[0] on, and bytes from one to the next. Keys outside [span[1],
+    span[2]) are undefined."""
     block, size, (first, low, high) = p[7], head_dim * _CELL, span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     if block % LANES == 0 and head_dim % 32 == 0:
@@ -256,12 +257,13 @@ def keys_address(p, seq, head, span, copies, head_dim):
 
 @njit(inline="always")
 def gather_pairs(p, seq, head, span, values, head_dim):
-    """Values of one head, of positions span[0] + [span[1], span[2]), in pairs among zeros."""
+    """Copy the values of one head at positions span[0] + [span[1], span[2]) in pairs; others are
+    zero."""
     block, kv_heads, (before, after) = p[7], p[5], whole_units(span)
     start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     size = head_dim * _CELL
-    # A row of an even place overwrites its pair, one of an odd place is added to it.
+    # A row at an even place overwrites its pair; one at an odd place is added to it.
     fill(values[before // 2 : first // 2 + 1].reshape(-1), 0)
     fill(values[(end + 1) // 2 : after // 2].reshape(-1), 0)
     done = first
@@ -274,8 +276,8 @@ def gather_pairs(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """The keys that each row sees, counted from key `low` of the stretch; whether all see all
-    of it."""
+    """Compute the first key and end of keys that each row attends to, relative to key `low` of the
+    stretch. Returns True if all rows attend to the full stretch."""
     start, first, end = span
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
@@ -290,8 +292,8 @@ def _see(positions, span, low, window, bounds):
 
 @njit(**EXACT)
 def _soften(scores, factor, sums, bounds, all_seen):
-    """Scores of 16 rows become weights relative to each row's largest. Writes each row's sum of
-    weights and largest score to sums."""
+    """Convert the scores of 16 rows to weights relative to each row's largest. Writes each row's
+    sum of weights and largest score to sums."""
     total, largest = sums
     fill(largest, EMPTY)
     fill(total, _ZERO)
@@ -307,7 +309,7 @@ def _soften(scores, factor, sums, bounds, all_seen):
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """scores[v, 16 keys, 16] = left[16] @ q; left: as of `keys_address`; the last is a literal."""
+    """scores[v, 16 keys, 16] = left[16] @ q; left: from `keys_address`; how: a literal."""
     (a, lda), width = left, q.shape[1] * 4
     for v in range(scores.shape[0]):
         b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data
@@ -316,7 +318,7 @@ def _score_dots(left, q, scores, how):
 
 @njit(**INLINE)
 def _pair_up(source, values, first, num, head_dim):
-    """Values [num, head_dim] at an address to the rows of pairs from that of key `first` on."""
+    """Copy values [num, head_dim] at an address to rows of pairs, from that of key `first` on."""
     j = 0
     while j < num:
         row, pair = u16(source + j * head_dim * _CELL, (head_dim,)), values[(first + j) // 2]
@@ -336,7 +338,7 @@ def _pair_up(source, values, first, num, head_dim):
 
 @njit(inline="always")
 def _add(own, arrays, num, span, vectors, height, how):
-    """acc[num] = weights[num] @ values; arrays: weights, values, acc; the last three are
+    """acc[num] = weights[num] @ values; arrays: weights, values, acc; the last three arguments are
     literals."""
     if how == _TILES:
         _add_tiles(own, arrays, num, span, 0)
@@ -349,7 +351,7 @@ def _add(own, arrays, num, span, vectors, height, how):
 @njit(inline="always")
 def add_dots(arrays, num, span, vectors, height, how):
     """acc[num] = weights[num] @ values, `height` rows at a time; arrays: weights, values, acc; the
-    last three are literals."""
+    last three arguments are literals."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     lda, width = STRETCH * _CELL, acc.shape[1] * 4
     a, b = weights.ctypes.data + before * _CELL, values[before // 2].ctypes.data
@@ -361,7 +363,7 @@ def add_dots(arrays, num, span, vectors, height, how):
 
 @njit(inline="always")
 def _score_tiles(own, left, q, scores, soft, wide):
-    """What `_score_dots` does, in tiles: a tile of keys times three of rows, or times one."""
+    """`_score_dots` with tiles: a tile of keys times three tiles of rows, or times one."""
     (a, lda), width = left, q.shape[1] * 4
     if not wide:
         for v in range(scores.shape[0]):
@@ -392,7 +394,8 @@ def _score_tiles(own, left, q, scores, soft, wide):
 
 @njit(inline="always")
 def _add_tiles(own, arrays, num, span, soft):
-    """acc[num] = weights[num] @ values, a tile of rows times four of outputs, then times one."""
+    """acc[num] = weights[num] @ values: a tile of rows times four tiles of outputs, then times
+    one."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     width = acc.shape[1] * 4
     wide = width // 256 * 256

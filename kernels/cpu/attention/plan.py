@@ -1,4 +1,4 @@
-"""Cutting a step's attention into items of similar work, once for all layers."""
+"""Splits a step's attention into work items of similar size, once for all layers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that
 
 
 class Items(NamedTuple):
-    """Rows of ITEM_FIELDS int32 at an address."""
+    """Work items: rows of ITEM_FIELDS int32 at an address."""
 
     address: int
     num: int
@@ -22,27 +22,27 @@ class Items(NamedTuple):
     owned: NDArray[np.int32]  # keeps the memory
 
 
-# The header: what the bodies read of a plan, int64 addresses and numbers. A recorded step
-# keeps the place of its header, whatever is planned for the next one.
-SINGLES = 0  # address of the items, and their number
-ROOM = 2  # address of sums of singles that share rows, [items, heads, head_dim + BEHIND] float32
-# Address of [S, key heads] int64, zero between operations: items of a sequence that are done, by
-# key head where they are computed apart.
+# Indices in the header, the int64 addresses and numbers that bodies read. The address of a recorded
+# step's header stays the same for later steps.
+SINGLES = 0  # address of the items of single tokens, and their number
+ROOM = 2  # address of partial sums of single tokens, [items, heads, head_dim + TAIL] float32
+# Address of [S, KV heads] int64, zero between operations: number of finished items of a sequence,
+# by KV head if heads are separate items.
 ARRIVALS = 3
-FIRST_ITEMS = 4  # address of [S] int64: where a sequence's items start among the singles
-CHUNKS = 5  # address of the items, and their number
+FIRST_ITEMS = 4  # address of [S] int64, index of a sequence's first item of a single token
+CHUNKS = 5  # address of the items of chunks, and their number
 
 
 class Heads(NamedTuple):
     """The heads of one layer."""
 
     num: int
-    group: int  # query heads per key head
+    group: int  # query heads per KV head
     size: int
 
 
 class AttentionPlan(NamedTuple):
-    """What a step's attention is cut into; sequences of one query token apart from the others."""
+    """The work items of a step's attention, separate for single query tokens and chunks."""
 
     header: NDArray[np.int64]
     singles: Items
@@ -51,12 +51,12 @@ class AttentionPlan(NamedTuple):
     owned: tuple[NDArray, ...]
 
     def address(self, part: int) -> int:
-        """Address of a part of the header."""
+        """Address of an entry of the header."""
         return int(self.header.ctypes.data) + 8 * part
 
 
 def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> AttentionPlan:
-    """One token against many keys is cut by keys, many tokens into items of `tokens`."""
+    """Plan a step: single tokens are split by keys, chunks into items of `tokens` query tokens."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
     cut = _Cutter(starts, counts, lens, window, meta.block_size)
@@ -86,7 +86,7 @@ class _Cutter(NamedTuple):
     block: int
 
     def singles(self) -> NDArray[np.int32]:
-        """Items of the sequences with one query token, a stretch of keys each."""
+        """Items of sequences with one query token: one per stretch of keys."""
         who = np.flatnonzero(self.counts == 1)
         high = self.lens[who]
         low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
@@ -104,7 +104,7 @@ class _Cutter(NamedTuple):
         return items
 
     def chunks(self, tokens: int) -> NDArray[np.int32]:
-        """Items of the other sequences, the longest first."""
+        """Items of sequences with several query tokens, those with most keys first."""
         who = np.flatnonzero(self.counts > 1)
         each, part = _repeat(-(-self.counts[who] // tokens))
         first = part * tokens
@@ -121,6 +121,7 @@ class _Cutter(NamedTuple):
 
 
 def _repeat(parts: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """For each part of each thing: which thing, which part of it."""
+    """For ``parts[i]`` parts of each thing i: the thing and the part's index, for all parts in
+    order."""
     each = np.repeat(np.arange(len(parts)), parts)
     return each, np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)

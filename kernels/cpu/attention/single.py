@@ -1,11 +1,11 @@
-"""Attention of single query tokens: bound by reading the cache.
+"""Attention for single query tokens, which is bound by reading the cache.
 
-An item is one token against a stretch of its sequence's keys, head by head. What is multiplied and
-added, and in which order, is what `kernels.cpu.attention.chunk` does for a token among others, so
-both give the same bits; but rows are the query heads of a key head and no more, and values are used
-as they lie.
+An item is one token and a stretch of its sequence's keys, head by head. Products and the order of
+sums are those of `kernels.cpu.attention.chunk`, so both have bit-identical results. Rows are only
+the query heads of a KV head, and values are read directly from their blocks.
 
-Where there are several stretches each leaves its sums; the last to finish adds them in order.
+If a sequence has several stretches, each item stores its sums, and the last to finish adds all in
+order.
 """
 
 from __future__ import annotations
@@ -41,9 +41,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
-    """A body for one head size, number of query heads per key head, and bytes of an element of
-    queries and outputs, and of the cache. All else is parameters.
-    """
+    """The body for a head size, a number of query heads per KV head, and sizes: bytes of an element
+    of queries and outputs, and of the cache."""
     token, cell = sizes
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
@@ -91,7 +90,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
 @njit(inline="always")
 def _score(q, keys, scores, count, group):
-    """scores[group, count] = q[group] @ keys; the last is a literal."""
+    """scores[group, count] = q[group] @ keys; the last argument is a literal."""
     size, line = q.shape[1] * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
@@ -102,9 +101,8 @@ def _score(q, keys, scores, count, group):
 
 @njit(inline="always")
 def fetch(p, item, head, span, size):
-    """Start to bring what is read after the keys of a span, positions and their number, were gone
-    through: their values, and the item's next keys or the first ones of the next head. size: bytes
-    of a key."""
+    """Prefetch what is read after the keys of a span (position, number): their values, and the
+    item's next keys or the first keys of the next head. size: bytes of a key."""
     table, half = i32(p[3] + item[0] * p[6] * 4, (p[6],)), p[5] * p[7] * size
     _fetch_span(p, (table, head), span, size, half)
     base = span[0] + span[1]
@@ -118,7 +116,7 @@ def fetch(p, item, head, span, size):
 
 @njit(**INLINE)
 def _fetch_span(p, place, span, size, offset):
-    """place: the table of blocks, and the key head; offset: bytes from a key to what is brought."""
+    """Prefetch the keys of a span plus ``offset`` bytes. place: block table and KV head."""
     (table, head), (base, count) = place, span
     block, done = p[7], 0
     while done < count:
@@ -131,8 +129,8 @@ def _fetch_span(p, place, span, size, offset):
 
 @njit(inline="always")
 def _add(place, arrays, head, group, vectors, lanes, cell):
-    """acc[g] += scores[g] @ values of the item's keys, which are used as they lie. place:
-    parameters and item; arrays: scores, acc; the last four are literals."""
+    """acc[g] += scores[g] @ values of the item's keys, read from their blocks. place: parameters
+    and item; arrays: scores, acc; the last four arguments are literals."""
     (p, item), (scores, acc) = place, arrays
     block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
     table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell
@@ -150,10 +148,11 @@ def _add(place, arrays, head, group, vectors, lanes, cell):
 
 @njit(**EXACT)
 def leave(p, place, sums, added, factors, token):
-    """Write the row, or leave an item's sums and add all of its row, if it is the last of them.
+    """Write the outputs of a row with one item. Otherwise store the item's sums, and if it is the
+    last of its row to finish, add all of them and write the outputs.
 
-    place: the item, and its index; sums: room for those of the row; added: those of the item's
-    stretch; factors: as of `fold`. All of [heads, head_dim].
+    place: the item and its index; sums: room for those of the row; added: those of the item's
+    stretch; factors: as for `fold`. All are [heads, head_dim].
     """
     (item, index), (acc, total, largest), planned = place, added, i64(p[8], (ROOM + 3,))
     seq, shared, (heads, head_dim) = item[0], item[5], acc.shape

@@ -1,13 +1,13 @@
-"""Softmax of attention scores, the same to the last bit whichever body computes it.
+"""Softmax of attention scores, with bit-identical results in all bodies.
 
-The keys of a token are cut at multiples of `STRETCH` positions. Within a stretch weights are
-relative to its own largest score, and sums start at zero; stretches are then added in ascending
-order by `fold`. What a token's outputs are depends on nothing but its query and its keys: not on
-the other tokens of an item, nor on which stretches another thread computed.
+The keys of a token are split at multiples of `STRETCH` positions. Within such a stretch, weights
+are relative to its largest score and sums start at zero; `fold` then adds stretches in ascending
+order. So a token's outputs depend only on its query and keys, not on other tokens of an item or on
+which thread computes which stretch.
 
-All that follows is compiled without fast math: each operation is rounded as it is written, in
-vectors and in what is left over, wherever the compiler puts it. (Numba marks what an intrinsic
-emits, too: one that adds floats may be called from such functions only.)
+This module is compiled without fast math, so each operation is rounded as it is written, in vectors
+and in remainders. (Numba applies fast math to intrinsics, too, so an intrinsic that adds floats may
+only be called from such functions.)
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from kernels.cpu.native import EXACT, f32
 from kernels.cpu.vectors import LANES, fused
 from kernels.cpu.vectors import largest as largest_of
 
-STRETCH = 256  # keys whose sums start at zero, and that a thread computes
-TAIL = 2  # what lies after a row's sums that are left: the sum of its weights, the largest score
+STRETCH = 256  # keys whose sums start at zero
+TAIL = 2  # numbers after a row's stored sums: its sum of weights and its largest score
 
-EMPTY = np.float32(-1e30)  # the largest score of no keys: finite, so that differences are too
+EMPTY = np.float32(-1e30)  # the largest score of no keys; finite, so that differences are finite
 _ZERO, _ONE, _NAN = np.float32(0), np.float32(1), np.float32("nan")
 
 
 def padded(rows: int) -> int:
-    """Rows that sums have room for: a whole number of vectors."""
+    """Number of rows padded to full vectors."""
     return -(-rows // LANES) * LANES
 
 
 @njit(**EXACT)
 def begin(sums):
-    """Sums of no keys: outputs [rows, columns], and of all rows, padded, the sum of weights and the
-    largest score."""
+    """Initialise sums: outputs [rows, columns], and for each row (padded) the sum of weights and
+    the largest score."""
     outputs, total, largest = sums
     fill(outputs.reshape(-1), _ZERO)
     fill(total, _ZERO)
@@ -46,8 +46,8 @@ def begin(sums):
 
 @njit(**EXACT)
 def fold(sums, added, factors, num):
-    """Add the sums of one more stretch to `num` rows. sums, added: as of `begin`, added with more
-    columns if need be; factors: room for two numbers a row, padded."""
+    """Add the sums of another stretch to `num` rows. sums, added: as for `begin`, added may have
+    more columns; factors: room for two numbers per row, padded."""
     (outputs, total, largest), (more, more_total, more_largest) = sums, added
     shrink, share = factors
     for r in range(0, num, LANES):
@@ -67,11 +67,8 @@ def fold(sums, added, factors, num):
 
 @njit(**EXACT)
 def settle(values, total, largest, sink, target, size):
-    """A row's outputs, of `size` bytes each, to an address. sink: address of the log-weight of a
-    key without a value, or 0.
-
-    Outputs are NaN where every score was -inf: what is not finite must come out not finite.
-    """
+    """Write a row's outputs, of `size` bytes each, to an address. sink: address of the log-weight
+    of a key without a value, or 0. Outputs are NaN if all scores were -inf, so that errors show."""
     if sink:
         total += exp2_of_all(fused(f32(sink, (1,))[0], LOG2_E, -largest))
     if largest == EMPTY:
@@ -82,15 +79,14 @@ def settle(values, total, largest, sink, target, size):
 
 @njit(**EXACT)
 def largest_between(scores, first, end):
-    """The largest of scores [first, end), EMPTY if there are none; a NaN is passed over: its own
-    weight still becomes one, and so does the sum."""
+    """The largest of scores [first, end), EMPTY if there are none. NaN is ignored here; its weight
+    and so the sum become NaN anyway."""
     return largest_of(scores.ctypes.data + first * 4, end - first, EMPTY)
 
 
 @njit(**EXACT)
 def scale_and_cap(scores, scale, softcap):
-    """Scores, a whole number of vectors of 16, are scaled and capped, and are then in units of log
-    2."""
+    """Scale and softcap scores (a multiple of 16) in place; the results are in units of log 2."""
     scale_by(scale, scores)
     cap_scores(scores.ctypes.data, scores.shape[0] // LANES, softcap, LOG2_E)
 

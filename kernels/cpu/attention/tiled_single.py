@@ -1,20 +1,19 @@
-"""Attention of single query tokens in bfloat16, on processors that multiply it in tiles.
+"""Attention for single query tokens in bfloat16, on processors with AMX tiles.
 
-As `kernels.cpu.attention.single`, whose items and outputs it shares; but the widening of keys and
-the sum across lanes for each of them take about as long there as memory. Here 16 keys of a head are
-a tile as they lie, the left operand. The right one holds queries, a head of them a column: up to 16
-heads make one tile of scores, to which each key head adds those of its own, and zeros for others.
+Items and outputs are those of `kernels.cpu.attention.single`, where widening keys and summing
+across lanes take as long as reading memory. Here 16 keys of a head are one tile, read directly from
+their block: the left operand. The right operand has one query head per column. Up to 16 heads make
+one tile of scores, to which each KV head adds the scores of its own query heads and zeros for
+others.
 
-So scores are [keys, query heads], and the softmax runs along columns. All scores of an item are
-kept: its keys are gone through once, then its values, whose rows are put together in pairs.
-Queries go in as they are, weights rounded to bfloat16; sums are float32.
+So scores are [keys, query heads], and the softmax runs down columns. All scores of an item are
+stored before its values are read, which are interleaved in pairs of rows. Queries are not scaled,
+weights are rounded to bfloat16, and sums are float32. Products and the order of sums are those of
+`kernels.cpu.attention.paired`, so both have bit-identical results.
 
-What is multiplied and added, and in which order, is what `kernels.cpu.attention.paired` does for a
-token among others: both give the same bits.
-
-A *run* is 16 keys, and a *unit* two of them, which is as many as a tile of weights has. Units are
-counted from the start of the stretch, so that which keys are summed together depends on their
-positions alone. Keys that are not the item's have weight zero, and zeros for values.
+A *run* is 16 keys, and a *unit* is two runs, the keys of one tile of weights. Units are counted
+from the start of the stretch, so which keys are summed together depends only on their positions.
+Keys outside the item have weight zero and zero values.
 """
 
 from __future__ import annotations
@@ -42,21 +41,21 @@ from kernels.cpu.vectors import prefetch
 _CELL = 2  # bytes of an element of queries, cache and outputs
 _RUN = amx.ROWS
 _UNIT = 2 * _RUN
-_RUNS = 4  # whose scores are worked out together
+_RUNS = 4  # runs whose scores are computed together
 _LINE = amx.ROW_BYTES
 _STEP = _LINE // _CELL  # inputs of a tile
 _TILE = _RUN * _LINE
-_PIECES = 4 * _TILE  # bytes of a unit's values, 64 columns of them
+_PIECES = 4 * _TILE  # bytes of 64 columns of a unit's values
 _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def fits(head_dim: int, block: int, how: str | None) -> bool:
-    """Whether there are tiles, and keys lie as they take them; how: of ``paired.HOW``."""
+    """True if ``how`` (a key of ``paired.HOW``) has tiles and the layout of keys fits them."""
     return how in ("tiles", "soft tiles") and head_dim % _STEP == 0 and block % _RUN == 0
 
 
 def tiled_single_body(head_dim: int, group: int, how: int):
-    """A body for one head size and number of query heads per key head; how: one with tiles."""
+    """The body for a head size and a number of query heads per KV head. how: one with tiles."""
     soft, steps = int(how != HOW["tiles"]), head_dim // _STEP
 
     def body(row):
@@ -70,7 +69,7 @@ def tiled_single_body(head_dim: int, group: int, how: int):
         state = np.empty(amx.STATE + _LINE, np.uint8)
         q = np.zeros((tiles + kv_heads, steps * _RUN, _RUN), np.int32)
         places, scores = np.empty(most // _RUN, np.int64), np.empty((most, width), np.float32)
-        # A tile's rows after a head's own are those of the next, or left over.
+        # Rows of a tile after those of its head belong to the next head, or are unused.
         weights = np.empty((most // _UNIT * width + _RUN, _RUN), np.int32)
         acc, outputs = (
             np.empty((heads, head_dim), np.float32),
@@ -106,8 +105,8 @@ def tiled_single_body(head_dim: int, group: int, how: int):
 
 @njit(**INLINE)
 def _turn(p, item, q, shape):
-    """Queries to columns of [tile, pairs, 16]: that of query head h is h % 16 of its tile of scores
-    h // 16. Tile and key head go up in turns, so that their sum tells all products apart."""
+    """Copy queries to columns of [tile, pairs, 16]: query head h is column h % 16 of the tile of
+    scores h // 16. The index (tile of scores + KV head) is unique for each product."""
     group, head_dim = shape
     heads = p[5] * group
     pairs = i32(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), (heads, head_dim // 2))
@@ -119,8 +118,8 @@ def _turn(p, item, q, shape):
 
 @njit(**INLINE)
 def _place(p, item, places, head_dim):
-    """Addresses of the runs, in the first key head; of the last one again until they are `_RUNS`
-    together."""
+    """Compute the addresses of the runs in the first KV head, padded with the last one to a
+    multiple of `_RUNS`."""
     table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
     block, size = p[7], head_dim * _CELL
     start = item[3] - item[3] % _UNIT
@@ -133,9 +132,9 @@ def _place(p, item, places, head_dim):
 
 @njit(inline="always")
 def _score(own, arrays, places, end, heads, shape, soft):
-    """scores[key, query head] of the runs up to key `end`; arrays: q, scores; heads: key heads, and
-    keys of a block; the last is a literal. Meanwhile the next keys are fetched ahead, or the first
-    values."""
+    """Compute scores[key, query head] of the runs up to key `end`, and prefetch the next keys or
+    the first values. arrays: q, scores; heads: number of KV heads and block size; the last argument
+    is a literal."""
     q, scores = arrays
     (kv_heads, block), (group, head_dim) = heads, shape
     size, line = head_dim * _CELL, scores.shape[1] * 4
@@ -173,8 +172,8 @@ def _score(own, arrays, places, end, heads, shape, soft):
 
 @njit(**EXACT)
 def _weigh(arrays, room, span, numbers, sums):
-    """Scores become weights, [unit, query head, key] of bfloat16, as in
-    `kernels.cpu.attention.paired`; arrays: scores, weights, bounds; room: the address of a tile."""
+    """Convert scores to weights [unit, query head, key] bfloat16, as in
+    `kernels.cpu.attention.paired`. arrays: scores, weights, bounds; room: address of a tile."""
     (scores, weights, bounds), (first, end) = arrays, span
     (scale, softcap), (total, largest) = numbers, sums
     line, units = scores.shape[1] * 4, (end + _UNIT - 1) // _UNIT
@@ -204,8 +203,8 @@ def _weigh(arrays, room, span, numbers, sums):
 
 @njit(inline="always")
 def _add(own, room, arrays, places, numbers, group, soft):
-    """acc[h] = weights of query head h @ values; room: the address of two units' pieces; arrays:
-    weights, acc, edge, blank; the last is a literal."""
+    """acc[h] = weights of query head h @ values. room: address for two units of values; arrays:
+    weights, acc, edge, blank; the last argument is a literal."""
     weights, acc, edge, blank = arrays
     span, block, width = numbers
     kv_heads, head_dim = acc.shape[0] // group, acc.shape[1]
@@ -213,7 +212,7 @@ def _add(own, room, arrays, places, numbers, group, soft):
     for h in range(kv_heads):
         offset = (kv_heads + h) * block * head_dim * _CELL
         for d in range(0, head_dim, columns):
-            # The last columns are some of those before, too, if they are not a whole number.
+            # The last columns overlap the ones before if head_dim is not a multiple.
             column = min(d, head_dim - columns)
             for g in range(0, group, _RUN):
                 amx.zero(own, 0, soft)
@@ -244,8 +243,8 @@ def _add_unit(own, left, values, columns, soft):
 
 @njit(**INLINE)
 def _pair_up(base, places, u, span, rooms, numbers):
-    """Values of a unit to tiles of pairs; numbers: where a run's values start, keys of a block, and
-    the first of 64 columns. Those of the next key head are fetched ahead."""
+    """Copy values of a unit to tiles of pairs, and prefetch those of the next KV head. numbers:
+    offset of a run's values, block size, and first of 64 columns."""
     (edge, blank), (offset, block, column) = rooms, numbers
     size = edge.shape[1] * _CELL
     for i in range(2):
@@ -266,7 +265,7 @@ def _pair_up(base, places, u, span, rooms, numbers):
 
 @njit(**INLINE)
 def _keep(source, low, high, edge):
-    """Rows [low, high) of a run, and zeros for the others, which may hold anything."""
+    """Copy rows [low, high) of a run to `edge`, with zeros for the others."""
     values = u16(source, edge.shape)
     for i in range(_RUN):
         row, kept = values[i], edge[i]
@@ -279,7 +278,7 @@ def _keep(source, low, high, edge):
 
 @njit(inline="always")
 def _leave(own, room, acc, rows, column, soft):
-    """Store sums of 64 columns, in their order, to rows[1] rows of acc from rows[0] on."""
+    """Store sums of 64 columns, reordered, to rows[1] rows of acc from rows[0] on."""
     line = 4 * _LINE
     amx.store(own, 0, room, line, soft)
     amx.store(own, 1, room + _LINE, line, soft)
@@ -291,8 +290,8 @@ def _leave(own, room, acc, rows, column, soft):
 
 @njit(**INLINE)
 def _order(source, target, head_dim):
-    """The order of each 32 columns: `interleave16` has put the first four of each eight before the
-    others."""
+    """Undo the column order of `interleave16`, which puts the first four of each eight columns
+    before the others."""
     num = min(head_dim // _STEP, 2)
     parted, whole = f32(source, (num, 2, 4, 4)), f32(target, (num, 4, 2, 4))
     for n in range(num):

@@ -1,1 +1,1 @@
-"""Products of rows with a weight matrix laid out once; a module for each form of weights."""
+"""Matrix products with packed weights; one module per weight type."""

@@ -1,15 +1,15 @@
-"""Products of bfloat16 rows with bfloat16 weights, summed in float32.
+"""Products of bfloat16 inputs with bfloat16 weights, summed in float32.
 
-Weights lie in panels ``[panels, depth, width, 2]``: 64 outputs side by side, or 32 for tiles, for
-each the inputs 2d and 2d + 1 together, which is what the instructions of bfloat16 take and what is
-widened to float32 in one operation each where there are none. One copy serves any number of rows:
+Weights are packed in panels ``[panels, depth, width, 2]``: 64 outputs (32 for tiles), with inputs
+2d and 2d + 1 of each output adjacent, as bfloat16 instructions need them; without these, each is
+widened to float32 by one operation. One packed copy serves any number of rows:
 
-    widened   AVX2, AVX-512: a row's floats, broadcast, times pairs widened in registers
-    dots      AVX-512 BF16: pairs of the row, broadcast, times pairs, as they lie
-    tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs, both as they lie
+    widened   AVX2, AVX-512: floats of a row, broadcast, times pairs widened in registers
+    dots      AVX-512 BF16: pairs of a row, broadcast, times pairs
+    tiles     AMX: 16 rows x 32 inputs times 32 inputs x 16 outputs
 
-So a row's numbers do not depend on how many rows there are, nor on the threads. Inputs are filled
-up with zeros to a multiple of 32.
+A row's results depend neither on the number of rows nor on threads. Inputs are padded with zeros to
+a multiple of 32.
 """
 
 from __future__ import annotations
@@ -37,32 +37,30 @@ from kernels.cpu.vectors import (
     prefetch,
 )
 
-STEP = 32  # inputs are a multiple of it
+STEP = 32  # inputs are padded to a multiple of this
 NUM_PARAMETERS = 14
-_ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
-# Rows an item at most, and bytes of them: they are read from the second-level cache.
+_ROWS = 6  # rows per register tile; with four vectors of outputs they fill the registers
+# Minimum and maximum rows per item, and bytes of their inputs, which stay in the L2 cache.
 _LEAST, _MOST, _BYTES = 72, 288, 3 << 18
-# The same for tiles, and bytes: with a panel and the next, what the second-level cache holds.
+# Maximum rows for tiles, and their bytes; with two panels they fit into the L2 cache.
 _TILE_ROWS, _TILE_BYTES = 256, 5 << 18
-_PIECE = 32 * 64  # bytes of a panel that tiles take in one step: 32 inputs of 32 outputs
-_PASS = 16  # steps: that much of a panel stays in the first-level cache, next to rows and sums
-_LEAD = 96  # rows up to which memory is what is waited for
-_AHEAD_OF_TWO, _AHEAD_OF_FOUR = 8, 4  # cache lines of the next panel that are requested in a step
-_DEPTH = 128  # pairs of inputs a pass: that much of a panel stays in the first-level cache
-_ENOUGH = 65536  # multiplications worth a second thread
+_PIECE = 32 * 64  # bytes of a panel per step of tiles: 32 inputs of 32 outputs
+_PASS = 16  # steps per pass: so much of a panel stays in the L1 cache with rows and sums
+_LEAD = 96  # up to this many rows, products are bound by memory
+_AHEAD_OF_TWO, _AHEAD_OF_FOUR = 8, 4  # cache lines of the next panel prefetched per step
+_DEPTH = 128  # pairs of inputs per pass: so much of a panel stays in the L1 cache
+_ENOUGH = 65536  # with fewer multiplications, one thread is faster
 _LINE = PANEL * 4  # bytes of a pair's row of a panel
 
 
 def width_of(body: str) -> int:
-    """Outputs of a panel, as a body wants them."""
+    """Outputs per panel for a body."""
     return 2 * amx.ROWS if "tiles" in body else PANEL
 
 
 def pack(weight: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """[out, in] bfloat16 -> [panels, depth, width, 2], zeros after the last output and input.
-
-    width: that of another body than this processor's, for tests.
-    """
+    """Pack [out, in] bfloat16 to [panels, depth, width, 2], padded with zeros. width: outputs per
+    panel, if not those of this processor's body, for tests."""
     width = width or width_of(BODY)
     num_out, num_in = weight.shape
     panels, depth = -(-num_out // width), -(-num_in // STEP) * STEP // 2
@@ -71,7 +69,7 @@ def pack(weight: torch.Tensor, width: int | None = None) -> torch.Tensor:
         packed.zero_()
     if num_in % 2:
         weight = torch.nn.functional.pad(weight, (0, 1))
-    # A pair is copied as one integer: torch turns those quickly.
+    # A pair is copied as one int32, which torch transposes fast.
     if weight.storage_offset() % 2:
         weight = weight.clone()
     pairs, places = weight.contiguous().view(torch.int32), packed.view(torch.int32)[..., 0]
@@ -85,7 +83,7 @@ def pack(weight: torch.Tensor, width: int | None = None) -> torch.Tensor:
 
 
 def unpack_rows(packed: torch.Tensor, ids: torch.Tensor, num_in: int) -> torch.Tensor:
-    """Rows [I, in] of the weight that was packed, without gaps."""
+    """Rows ``ids`` [I] of the original weight, [I, in] contiguous."""
     width = packed.shape[2]
     return packed[ids // width, :, ids % width].flatten(1)[:, :num_in].contiguous()
 
@@ -99,10 +97,8 @@ def packed_product(
     out_dtype: torch.dtype | None = None,
     body: str | None = None,
 ) -> torch.Tensor:
-    """x [N, in] contiguous bfloat16 -> [N, out], rounded to bfloat16 or as summed in float32.
-
-    bias: [out] float32. body: one of BODIES, for tests; None is this processor's.
-    """
+    """x [N, in] contiguous bfloat16 -> [N, out], bfloat16 or float32 (``out_dtype``). bias: [out]
+    float32. body: a key of BODIES, for tests; None: this processor's."""
     out = x.new_empty((len(x), num_out), dtype=out_dtype or x.dtype)
     added = 0 if bias is None else bias.data_ptr()
     target = _Target(out.data_ptr(), out.element_size(), added, 0)
@@ -113,11 +109,9 @@ def packed_product(
 def gated_product(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, act: str, *, body: str | None = None
 ) -> torch.Tensor:
-    """act(first half of the outputs) * second half [N, out / 2], rounded once; the outputs are a
-    multiple of twice a panel's.
-
-    x: [N, in] contiguous bfloat16; act: a key of ``kernels.cpu.pointwise.ACTS``.
-    """
+    """act(first half of the outputs) * second half, [N, out / 2], rounded once. The number of
+    outputs must be a multiple of two panels. x: [N, in] contiguous bfloat16; act: a key of
+    ``kernels.cpu.pointwise.ACTS``."""
     half = num_out // 2
     out = x.new_empty((len(x), half))
     panels = half // packed.shape[2]
@@ -129,8 +123,8 @@ def gated_product(
 def largest(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, *, body: str | None = None
 ) -> torch.Tensor:
-    """The first of the largest outputs of each row [N] int32, none of which is stored; -1 where
-    there is NaN, +inf, or nothing but -inf. x: [N, in] contiguous bfloat16."""
+    """Index of the largest output of each row [N] int32 (the first of equals), without storing
+    outputs; -1 for rows with NaN, +inf or only -inf. x: [N, in] contiguous bfloat16."""
     num = len(x)
     if not num_out:
         return torch.full((num,), -1, dtype=torch.int32)
@@ -139,21 +133,21 @@ def largest(
     values = np.empty((groups, num), np.float32)
     ids = np.empty((groups, num), np.int32)
     _run(plan, x, packed, _Target(values.ctypes.data, 0, 0, ids.ctypes.data))
-    best = values.argmax(axis=0)  # a NaN is the largest
+    best = values.argmax(axis=0)  # NaN counts as largest
     columns = np.arange(num)
     sound = np.isfinite(values[best, columns])
     return torch.from_numpy(np.where(sound, ids[best, columns], np.int32(-1)))
 
 
 class _Target(NamedTuple):
-    """Addresses of what is written: the outputs, of `size` bytes each; or, if there are `ids`, the
-    largest output of each row in each group of panels, and which it is, both [groups, N]."""
+    """Addresses to write to: outputs of `size` bytes each; or, if `ids` is set, the largest output
+    of each row in each group of panels and its index, both [groups, N]."""
 
     out: int
     size: int
     bias: int
     ids: int
-    gates: int = 0  # panels of gates, with as many after them that they are multiplied with
+    gates: int = 0  # number of gate panels; as many up panels follow them
     act: int = 0
 
 
@@ -161,8 +155,8 @@ class _Plan(NamedTuple):
     body: str
     num_out: int
     threads: int
-    rows: int  # an item
-    panels: int  # an item
+    rows: int  # per item
+    panels: int  # per item
 
 
 def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None) -> _Plan:
@@ -173,8 +167,8 @@ def _plan(x: torch.Tensor, packed: torch.Tensor, num_out: int, body: str | None)
         rows = _evenly(num, min(_TILE_ROWS, max(32, _TILE_BYTES // (packed.shape[1] * 4))))
     else:
         rows = max(1, min(num, _MOST, max(_LEAST, _BYTES // (packed.shape[1] * 8))))
-    # Rows are prepared once an item and memory is read best in order, so as many panels as leave
-    # enough items to share out.
+    # Rows are prepared once per item, and memory is best read in order: use as many panels per item
+    # as leave enough items for all threads.
     items = -(-num // rows) * packed.shape[0]
     panels = panels_an_item(packed.shape[0], items, threads)
     return _Plan(chosen, num_out, threads, rows, panels)
@@ -202,14 +196,14 @@ def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) ->
 
 
 def _evenly(num: int, most: int) -> int:
-    """Rows an item, of blocks as even as tiles allow."""
+    """Rows per item, in blocks of about equal size that are multiples of tiles."""
     rows = -(-num // max(1, -(-num // most)))
     return max(1, min(num, -(-rows // amx.ROWS) * amx.ROWS))
 
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """Write a panel's sums, or keep each row's largest; p: the body's parameters."""
+    """Write a panel's sums, or update each row's largest. p: the body's parameters."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:
@@ -218,7 +212,7 @@ def _finish(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _gate(p, gates, ups, count):
-    """gates [count, width] become activations times ups; p: the body's parameters."""
+    """gates [count, width] = activation of gates * ups. p: the body's parameters."""
     for i in range(count):
         gate, up = gates[i], ups[i]
         if p[14] == 0:
@@ -231,7 +225,8 @@ def _gate(p, gates, ups, count):
 
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
-    """Keep the largest of each row so far, of the panels of this item; NaN once one is unsound."""
+    """Update each row's largest output over the panels of this item; NaN if an output is
+    invalid."""
     num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
@@ -250,7 +245,7 @@ def _compare(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _write(p, sums, first, count, panel):
-    """Rows of sums, with the bias, to the output."""
+    """Write rows of sums, plus the bias, to the output."""
     num_out, size, start = p[8], p[11], panel * sums.shape[1]
     width = min(sums.shape[1], num_out - start)
     if p[3]:
@@ -268,13 +263,13 @@ def _write(p, sums, first, count, panel):
 
 @njit(inline="always")
 def _add_pairs(left, b, c, span, ahead, how):
-    """c[num, PANEL] += a[num] @ b. left: address of a, and bytes from a row to the next; span: num,
-    and pairs of inputs; ahead: where memory is read next, and how many lines of it, which is
-    returned for the next call; how: a literal."""
+    """c[num, PANEL] += a[num] @ b. left: address and row stride of a; span: num, and pairs of
+    inputs; ahead: address and number of cache lines to prefetch, returned for the next call; how: a
+    literal."""
     (a, lda), (num, depth), (wanted, lines) = left, span, ahead
     row = 0
     while row + _ROWS <= num:
-        # Rows after the first find b in the cache, and leave the way to memory free.
+        # Rows after the first find b in the cache, so memory bandwidth is free for prefetches.
         if row > 0 and lines > 0:
             pair_panel_product(a, lda, b, c, depth, wanted, 6, how)
             wanted += depth * LINE
@@ -297,7 +292,7 @@ def _add_pairs(left, b, c, span, ahead, how):
 
 
 def _vector_body(how: int):
-    """The body of products in vector registers: WIDENED, DOTS or SOFT_DOTS."""
+    """The body for products in vector registers. how: WIDENED, DOTS or SOFT_DOTS."""
     size = 4 if how == WIDENED else 2  # bytes of an element of a prepared row
 
     def body(row):
@@ -332,7 +327,8 @@ def _vector_body(how: int):
 
 @njit(inline="always")
 def _panel_pairs(p, a, sums, count, place, how):
-    """Prepared rows times one panel. place: the panel, and whether the next comes after it."""
+    """sums = prepared rows times one panel. place: the panel, and whether the next one is computed
+    after it."""
     (panel, has_next), depth, size = place, p[7], 4 if how == WIDENED else 2
     b, c, stride = p[2] + panel * depth * _LINE, sums.ctypes.data, depth * 2 * size
     sums[:count] = 0
@@ -344,7 +340,7 @@ def _panel_pairs(p, a, sums, count, place, how):
 
 @njit(**INLINE)
 def _prepare(source, target, num_in, width, size):
-    """A row of bfloat16 in elements of `size` bytes, 4 or 2, with zeros after the last input."""
+    """Copy a row of bfloat16 to elements of `size` bytes (4 or 2), padded with zeros."""
     if size == 4:
         floats = f32(target, (width,))
         read_cells(source, floats[:num_in], 2)
@@ -365,7 +361,7 @@ def _tile_body(soft: int):
         panels, blocks = (num_out + 31) // 32, (num + most - 1) // most
         groups, high = (panels + per - 1) // per, (most + 31) // 32 * 32
         state = np.empty(amx.STATE + 64, np.uint8)
-        # Rows that are no whole tile, or whose inputs are no whole number of steps, are copied.
+        # Rows of partial tiles, or all rows if inputs are not a multiple of STEP, are copied.
         copied = np.empty((16 if num_in % STEP == 0 else high, depth * 2), np.uint16)
         sums = np.empty((2 * high, 32), np.float32)
         amx.begin((state.ctypes.data + 63) & -64, soft)
@@ -401,13 +397,13 @@ def _tile_body(soft: int):
 
 @njit(inline="always")
 def _panel_tiles(p, own, rows, copies, sums, place, soft):
-    """Sums of rows times one panel. rows: the first, how many, and how many of them lie in whole
-    tiles; place: the panel, and whether the next one comes after it."""
+    """sums = rows times one panel. rows: the first, their number, and the number in full tiles;
+    place: the panel, and whether the next one is computed after it."""
     (first, count, whole), (panel, has_next), steps = rows, place, p[7] // 16
     size = steps * _PIECE
     ahead = p[2] + (panel + 1) * size
     end = ahead + (size if has_next else 0)
-    # What is read from memory now is read best in order, so by few rows.
+    # The first rows read the panel from memory in order.
     lead = 16 if count <= _LEAD else 0
     for begin in range(0, steps, _PASS):
         num, b = min(_PASS, steps - begin), p[2] + panel * size + begin * _PIECE
@@ -429,8 +425,8 @@ def _panel_tiles(p, own, rows, copies, sums, place, soft):
 
 @njit(inline="always")
 def _two_tiles(own, left, b, c, span, ahead, soft):
-    """c [16, 32] (+)= left @ b. left: address, and bytes from a row to the next; span: the first
-    step of 32 inputs, and how many; ahead: where memory is read next, or 0."""
+    """c [16, 32] (+)= left @ b. left: address and row stride; span: the first step of 32 inputs,
+    and their number; ahead: address to prefetch, or 0."""
     (a, lda), (begin, num) = left, span
     if begin:
         amx.load(own, 0, c, 128, soft)
@@ -452,8 +448,7 @@ def _two_tiles(own, left, b, c, span, ahead, soft):
 
 @njit(inline="always")
 def _four_tiles(own, left, b, c, span, ahead, soft):
-    """c [32, 32] (+)= left @ b, as `_two_tiles`. Rows pass the first-level cache by: what stays
-    there is b."""
+    """c [32, 32] (+)= left @ b, like `_two_tiles`. Rows bypass the L1 cache, which holds b."""
     (a, lda), (begin, num) = left, span
     below, low = a + 16 * lda, c + 16 * 128
     if begin:
@@ -491,6 +486,6 @@ BODIES = {
     "soft tiles": Kernel(_tile_body(1), heavy=True),
 }
 
-# What this processor runs.
+# The body for this processor.
 BODY = {"amx": "tiles", "avx512_bf16": "dots"}.get(isa.LEVEL, "widened")
 PRODUCTS = (BODIES[BODY],)

@@ -1,9 +1,8 @@
-"""Products of a few to many float32 rows with a weight matrix of float32 or float16.
+"""Products of float32 inputs with float32 or float16 weights.
 
-The packed layout is ``[panels, in, 64]``: 64 outputs side by side, so that one pass over a panel
-reads memory in order and feeds whole vectors, whatever the number of rows. One copy serves a single
-row at the speed of memory and thousands at the speed of arithmetic. Of float16, what is read is
-widened in registers.
+Weights are packed as ``[panels, in, 64]``: a panel of 64 outputs is read in memory order in full
+vectors for any number of rows. One packed copy serves one row at memory speed and thousands at
+arithmetic speed. Float16 weights are widened in registers.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from kernels.cpu.native import INLINE, Kernel, f32, i64, next_item
 from kernels.cpu.threads import num_threads
 from kernels.cpu.vectors import LINE, panel_product
 
-PANEL = 64  # outputs side by side
+PANEL = 64  # outputs per panel
 NUM_PARAMETERS = 9
 
-_ROWS = 6  # rows a tile: with four vectors of outputs, what the registers hold
-_BLOCK = 288  # rows at most that go through all panels before the next: x is then read from cache
-_DEPTH = 128  # inputs a pass: that much of a panel stays in the first-level cache
-_ENOUGH = 65536  # multiplications worth a second thread
+_ROWS = 6  # rows per register tile; with four vectors of outputs they fill the registers
+_BLOCK = 288  # maximum rows per item, so that x stays in the cache for all panels
+_DEPTH = 128  # inputs per pass: so much of a panel stays in the L1 cache
+_ENOUGH = 65536  # with fewer multiplications, one thread is faster
 _ITEMS_A_THREAD = 4
-_PANELS = 3  # an item, where there are few of them: the next one is brought while one is computed
+_PANELS = 3  # panels per item if there are few, so that the next one can be prefetched
 _ZERO = np.float32(0)
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[out, in] -> [panels, in, PANEL], zeros after the last output."""
+    """Pack [out, in] to [panels, in, PANEL], padded with zeros."""
     num_out, num_in = weight.shape
     panels = -(-num_out // PANEL)
     packed = weight.new_empty((panels, num_in, PANEL))
@@ -66,7 +65,7 @@ def packed_product(
 
 
 def rows_an_item(num: int, panels: int, threads: int) -> int:
-    """A block that stays in the second-level cache, less if that leaves too few to share out."""
+    """Rows per item: a block that stays in the L2 cache, fewer if there would be too few items."""
     if threads == 1 or panels >= threads * _ITEMS_A_THREAD:
         return max(1, min(num, _BLOCK))
     pieces = -(-threads * _ITEMS_A_THREAD // panels)
@@ -74,14 +73,15 @@ def rows_an_item(num: int, panels: int, threads: int) -> int:
 
 
 def panels_an_item(panels: int, items: int, threads: int) -> int:
-    """Memory is read best in order, so as many as leave enough items to share out."""
+    """Panels per item: as many as leave enough items for all threads, since memory is best read in
+    order."""
     at_least = min(_PANELS, panels // threads)
     return max(1, at_least, min(panels, items // (threads * _ITEMS_A_THREAD)))
 
 
 @njit(**INLINE)
 def _begin(c, ldc, num, width, bias):
-    """Rows of sums start at the bias, or at zero."""
+    """Initialise rows of sums with the bias or zero."""
     for row in range(num):
         sums = f32(c + row * ldc, (width,))
         if bias:
@@ -95,10 +95,9 @@ def _begin(c, ldc, num, width, bias):
 
 @njit(inline="always")
 def _add_rows(left, b, target, span, ahead, size):
-    """c[num, PANEL] += a[num, depth] @ b[depth, PANEL]. left, target: address of a and of c, and
-    bytes from a row to the next; span: num and depth; ahead: where memory is read next, and how
-    many lines of it, which is returned for the next call; size: bytes of an element of b, a
-    literal."""
+    """c[num, PANEL] += a[num, depth] @ b[depth, PANEL]. left, target: address and row stride of a
+    and c; span: num and depth; ahead: address and number of cache lines to prefetch, returned for
+    the next call; size: bytes of an element of b, a literal."""
     (a, lda), (c, ldc), (num, depth), (wanted, lines) = left, target, span, ahead
     row, ldb = 0, PANEL * size
     while row + _ROWS <= num:
@@ -125,7 +124,7 @@ def _add_rows(left, b, target, span, ahead, size):
 
 
 def _packed_body(size: int):
-    """A body for the bytes of an element of the weights."""
+    """The body for weights of `size` bytes per element."""
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
@@ -148,8 +147,8 @@ def _packed_body(size: int):
 
 @njit(inline="always")
 def _panel_rows(p, rows, panel, has_next, edge, size):
-    """Rows times one panel. rows: the first, and how many; edge: room for their sums; has_next:
-    whether the next panel comes after it."""
+    """Compute rows times one panel. rows: the first and their number; edge: room for sums of a
+    partial panel; has_next: the next panel is computed after it."""
     (first, count), num_in, num_out = rows, p[6], p[7]
     start, width = panel * PANEL, min(PANEL, num_out - panel * PANEL)
     out, stride = p[4] + (first * num_out + start) * 4, num_out * 4
@@ -169,5 +168,5 @@ def _panel_rows(p, rows, panel, has_next, edge, size):
                 values[j] = edge[i, j]
 
 
-# By bytes of an element of the weights.
+# By bytes of a weight element.
 PACKED = {size: Kernel(_packed_body(size), heavy=True) for size in (4, 2)}

@@ -1,8 +1,8 @@
-"""Products in 8 bits: weights scaled once per output, rows on arrival.
+"""8-bit products: weights have one scale per output, inputs are quantised per row.
 
-A row is rounded to x = scale * (byte - 128): bytes are unsigned because that is what the machine
-multiplies with signed weights, four products a lane at a time. The 128 is taken out again by the
-sum of each output's weights.
+A row is quantised as x = scale * (byte - 128). Bytes are unsigned, because the instruction
+multiplies unsigned by signed bytes, four per lane. The 128 is corrected with the sum of each
+output's weights.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from kernels.cpu.vectors import HAS_BYTE_PRODUCT, byte_tile_product
 IS_SUPPORTED = HAS_BYTE_PRODUCT
 
 _ROWS = 6
-_DEEP = 4  # inputs a lane takes at once
+_DEEP = 4  # inputs per lane and instruction
 _ZERO_POINT = 128
-_ENOUGH = 262144  # multiplications worth a second thread
+_ENOUGH = 262144  # with fewer multiplications, one thread is faster
 _ZERO, _LARGEST = np.float32(0), np.float32(127)
 _MAGNITUDE = np.int32(0x7FFFFFFF)
 _ROUND = np.float32(_ZERO_POINT + 0.5)
 
 
 class Int8Weight(NamedTuple):
-    """[out, in] as scale * integer, laid out for :func:`int8_product`."""
+    """A weight [out, in] = scale * integer, packed for :func:`int8_product`."""
 
     packed: torch.Tensor  # [panels, ceil(in / 4), PANEL, 4] int8
     scales: torch.Tensor  # [out] float32
-    sums: torch.Tensor  # [panels * PANEL] int32: 128 times the sum of each output's integers
+    sums: torch.Tensor  # [panels * PANEL] int32, 128 times the sum of each output's integers
 
 
 def quantize(weight: torch.Tensor) -> Int8Weight:
-    """Symmetric, one scale an output. weight: [out, in] float."""
+    """Quantise a weight [out, in] symmetrically, with one scale per output."""
     num_out, num_in = weight.shape
     scales = weight.abs().amax(dim=1).float().div_(127).clamp_(min=1e-30)
     panels, depth = -(-num_out // PANEL), -(-num_in // _DEEP)
@@ -55,7 +55,8 @@ def quantize(weight: torch.Tensor) -> Int8Weight:
 
 
 def int8_product(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [N, in] contiguous float32 -> [N, out]. A row that is not finite comes out not finite."""
+    """x [N, in] contiguous float32 -> [N, out] float32. Rows that are not finite stay not
+    finite."""
     num, num_in = x.shape
     num_out = len(weight.scales)
     depth = weight.packed.shape[1]
@@ -98,7 +99,7 @@ def _quantize_body(row):
         if n >= num:
             break
         x, integers = f32(p[1] + n * width * 4, (width,)), u8(p[2] + n * padded, (padded,))
-        # Without their sign, floats order as their bits do, and a NaN lies above them all.
+        # Without the sign bit, floats are ordered like their bits, and NaN is the largest.
         words, most = i32(p[1] + n * width * 4, (width,)), np.int32(0)
         for i in range(width):
             most = max(most, words[i] & _MAGNITUDE)
@@ -113,7 +114,7 @@ def _quantize_body(row):
 
 @njit(**INLINE)
 def _tile(a, lda, b, c, depth, count):
-    """c[count, PANEL] = a[count] . b in integers; count <= _ROWS."""
+    """c[count, PANEL] = a[count] @ b in integers; count <= _ROWS."""
     if count == 6:
         byte_tile_product(a, lda, b, PANEL * 4, c, PANEL * 4, depth, 6, 4, 16, 1)
     elif count == 5:
@@ -148,7 +149,7 @@ def _bytes_body(row):
 
 @njit(**INLINE)
 def _finish(p, totals, first_row, count, first, num_out):
-    """Integers to floats: both scales and the bias."""
+    """Convert integer sums to floats with both scales and the bias."""
     width = min(PANEL, num_out - first)
     scales, sums = f32(p[6] + first * 4, (width,)), i32(p[7] + first * 4, (width,))
     row_scales = f32(p[5] + first_row * 4, (count,))
