@@ -1,4 +1,5 @@
-"""Bodies for CUDA and ROCm devices. Same signatures as :mod:`kernels.reference`."""
+"""Triton implementations for CUDA and ROCm devices, with the signatures of
+:mod:`kernels.reference`."""
 
 from kernels.reference.logits import are_sound
 from kernels.triton.activation import act_mul

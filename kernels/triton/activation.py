@@ -18,12 +18,12 @@ ACTS = ("silu", "gelu_tanh", "gelu")
 
 @triton.jit
 def activate(gate, ACT: tl.constexpr):
-    """act of float32 values."""
+    """The activation of float32 values."""
     if ACT == "silu":
         result = gate / (1.0 + tl.exp(-gate))
     elif ACT == "gelu_tanh":
         inner = 0.7978845608028654 * (gate + 0.044715 * gate * gate * gate)
-        # tanh by a form that saturates instead of overflowing.
+        # A form of tanh that saturates instead of overflowing.
         result = gate * (1.0 - 1.0 / (tl.exp(2.0 * inner) + 1.0))
     else:
         result = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
@@ -34,7 +34,7 @@ def activate(gate, ACT: tl.constexpr):
 def act_mul_kernel(
     gate_up, out, stride, F: tl.constexpr, TILE: tl.constexpr, ACT: tl.constexpr
 ):  # fmt: skip
-    """Program (row, part of the columns). The activation is rounded before it is multiplied."""
+    """Program (row, part of the columns). The activation is rounded before the multiplication."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < F
@@ -48,7 +48,7 @@ def act_mul_kernel(
 def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
     """See kernels.ops.act_mul."""
     if act not in ACTS:
-        raise ValueError(f"unknown activation {act!r}: one of {', '.join(map(repr, ACTS))}")
+        raise ValueError(f"activation {act!r} is unknown; use one of {', '.join(map(repr, ACTS))}")
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     out = gate_up.new_empty((*gate_up.shape[:-1], gate_up.shape[-1] // 2))
     if out.numel():

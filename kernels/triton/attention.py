@@ -1,4 +1,5 @@
-"""Paged attention of a step: single tokens and drafts to the decode kernel, chunks to the other."""
+"""Paged attention of a step: the decode kernel for few query tokens, the prefill kernel for
+chunks."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ def paged_attention(
 
 
 def _room_for_output(q: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-    """Contiguous; zeros where the host cannot tell that every row has a sequence."""
+    """A contiguous output tensor; zeroed if some rows may belong to no sequence."""
     owns_all = len(q) == len(meta.seq_lens) == meta.num_decodes
     return q.new_empty(q.shape) if owns_all else q.new_zeros(q.shape)
 
@@ -46,9 +47,8 @@ def launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """The launches of a step's attention, in order. What they write besides `out` all layers may
-    write."""
-    if meta.batch_invariant:  # every token takes one kernel, tile and order of the keys
+    """The launches of a step's attention, in order. All layers share their scratch memory."""
+    if meta.batch_invariant:  # one kernel, tile and order of keys for every token
         chunks = replace(meta, num_decodes=0, is_mixed=False)
         return prefill_launches(q, kv_layer, chunks, variant, out)
     if meta.is_mixed:
@@ -71,7 +71,7 @@ def mixed_launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Both kernels over the same sequences: each leaves those to the other that it is not for."""
+    """Both kernels over the same sequences; each skips the sequences of the other."""
     step, sizes = (q, kv_layer, meta, variant), (len(meta.seq_lens), tuning.MAX_DECODE_TOKENS)
     chunks = cut(q, kv_layer, meta, variant)
     parts = Parts.of(out, chunks.splits)
@@ -83,5 +83,5 @@ def mixed_launches(
 
 
 def reads_fp8(x: torch.Tensor) -> bool:
-    """Whether attention on the device of x reads a cache of 8-bit floats."""
+    """True if attention on the device of x supports a cache of 8-bit floats."""
     return tuning.reads_fp8(arch_of(x))

@@ -1,7 +1,7 @@
-"""Attention of sequences with few query tokens: the keys are shared among programs, then merged.
+"""Attention of sequences with few query tokens: programs share the keys, then results are merged.
 
-Bound by the bytes of the cache, so what counts is that enough programs read at once, and that none
-reads on when the others have ended. Who reads what is planned once a step (`shares.py`).
+This is bound by reading the cache, so there must be enough programs with equal amounts of keys.
+`shares.py` plans once per step which program reads which keys.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def decode_kernel(  # noqa: PLR0913
 ):  # fmt: skip
     """Program (item of the plan, or sequence; head block).
 
-    A whole sequence goes to out [tokens, Hq, D]; a part to parts [slots, most_tokens, Hq, D] and
-    lse [slots, most_tokens, Hq], logarithms of the sums of the softmax. What has more than
-    most_tokens is left to the other kernel.
+    A complete sequence is written to out [tokens, Hq, D]; a part to parts [slots, most_tokens, Hq,
+    D] and lse [slots, most_tokens, Hq], the logarithms of softmax sums. Sequences with more than
+    most_tokens are skipped; the prefill kernel computes them.
     """
     item = tl.program_id(0)
     seq = item
@@ -59,7 +59,7 @@ def decode_kernel(  # noqa: PLR0913
     rows = head_rows(first_head, num_tokens, S)
     token, head, is_ours = rows
     head = tl.where(is_ours, head, first_head)
-    # A sequence without keys is padding: its row comes out as zeros.
+    # A sequence without keys is padding; its output is zeros.
     end_key = tl.load(seq_lens + seq)
     first_pos = end_key - num_tokens
     bounds = visible_tiles(first_pos, end_key - 1, S)
@@ -98,15 +98,12 @@ def decode_launches(
     num_seqs: int,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Attend the first num_seqs sequences, which own q's first rows.
-
-    q, out: [n, Hq, D] of those rows alone. Rows no sequence owns stay as they are. Each sequence
-    has at most MAX_DECODE_TOKENS query tokens.
-    """
+    """Launches for the first num_seqs sequences, each with at most MAX_DECODE_TOKENS query tokens.
+    q, out: [n, Hq, D], only their rows. Rows that belong to no sequence are not written."""
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
-    # Single tokens are bound by memory: there, more programs a processor are worth more, but for
-    # long rows of 8 bits, which are widened in registers.
+    # Single tokens are bound by memory, so more programs per processor are better than more
+    # registers, except for long 8-bit rows, which are widened in registers.
     fills = not is_single or kind_of(q, kv_layer) == (2, 1, 256)
     return launches_of((q, kv_layer, meta, variant), (num_seqs, tokens), out, fills=fills)
 
@@ -114,7 +111,7 @@ def decode_launches(
 def tile_of(
     q: torch.Tensor, kv_layer: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[tuning.Tile, int]:
-    """Tile and query heads of a program; sizes: sequences, and tokens of one at most."""
+    """Tile and query heads per program; sizes: number of sequences, maximum tokens of one."""
     num_seqs, tokens = sizes
     arch, kind = arch_of(q), kind_of(q, kv_layer)
     group, most = q.shape[1] // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
@@ -131,10 +128,10 @@ def launches_of(
     *,
     fills: bool,
 ) -> list[Launch]:
-    """The plan, if it is not made yet; attention; the merge, if there may be parts.
+    """Launches: the plan at its first use, attention, and the merge if there may be parts.
 
-    step: queries, cache, sequences, variant; sizes: sequences, and tokens of one at most. fills:
-    registers, which see ``Launch``.
+    step: queries, cache, sequences, options; sizes: number of sequences, maximum tokens of one.
+    fills: see ``Launch.fills_registers``.
     """
     q, kv_layer, meta, variant = step
     num_seqs, most_tokens = sizes

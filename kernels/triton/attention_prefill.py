@@ -1,8 +1,8 @@
 """Attention of sequences with many query tokens: tiles of 64 or 128 packed rows on tensor cores.
 
-Bound by arithmetic, so what counts is that a tile is large enough for the warpgroup instructions
-and that the loop over keys which all rows see has no mask. A few tokens after a long context make
-too few tiles for a device: there the keys are split among programs, as those of decodes are.
+This is bound by arithmetic, so tiles must be large enough for warpgroup instructions, and the loop
+over keys that all rows attend to has no mask. A few tokens after a long context have too few tiles
+to fill a device; then the keys are split among programs, as for decodes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def prefill_kernel(  # noqa: PLR0913
     stride_q, stride_block, stride_table, out_row0, num_rows, num_splits, min_tiles,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Program (item of work, head block, split) -> out [splits, num_rows, Hq, D], lse as decodes'.
+    """Program (work item, head block, split); writes out [splits, num_rows, Hq, D] and lse.
 
     work [items, 2]: sequence (-1: none), first token. Row 0 of out is row out_row0 of q.
     """
@@ -66,7 +66,7 @@ def prefill_kernel(  # noqa: PLR0913
     split = tl.program_id(2)
     tiles = split_of(split, bounds, num_splits, min_tiles)
     if split > 0 and tiles[0] >= bounds[3]:
-        return  # its part of lse says so from the beginning
+        return  # its part of lse is initialised to -inf
     kv_head = first_head // S.GROUP
     queries = load_queries(q, stride_q, row0 + token0, rows, S)
     state = start_state(sinks, head, split == 0, S)
@@ -82,10 +82,8 @@ def prefill_kernel(  # noqa: PLR0913
 
 
 def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
-    """Items [n, 2] int32 (sequence or -1, first token) of all but the decodes, longest first.
-
-    Made on the device without asking it anything: n is a bound that the host knows.
-    """
+    """Work items [n, 2] int32 (sequence or -1, first token) of all sequences except decodes, those
+    with most keys first. Computed on the device without synchronisation: n is an upper bound."""
     query_lens = meta.query_start.diff()
     num_items = (query_lens + tokens_a_program - 1) // tokens_a_program
     num_others = len(query_lens) - meta.num_decodes
@@ -108,8 +106,7 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
 
 
 class Chunks(NamedTuple):
-    """How chunks are divided: a program's tile and query heads, items of work, splits of the
-    keys."""
+    """How chunks are divided: tile and query heads per program, work items, splits of keys."""
 
     tile: tuning.Tile
     heads: int
@@ -120,7 +117,8 @@ class Chunks(NamedTuple):
 def cut(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> Chunks:
-    """One division for the layers of a step with a window, softcap or ALiBi, one for the others."""
+    """The division of a step's chunks, cached: one for layers with window, softcap or ALiBi, one
+    for the others."""
     is_bare = not variant.window and not variant.softcap and variant.alibi is None
     key = ("chunks", q.shape[1:], kv_layer.dtype, is_bare)
     if key not in meta.scratch:
@@ -136,8 +134,7 @@ def _cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, is_bare: 
     tile = tuning.prefill_tile(arch, kind, meta.max_query_len * group, is_fixed=is_fixed)
     heads = tuning.heads_a_program(group, tile.rows)
     work = _work(meta, len(q), tile.rows // heads)
-    # Most items of a recorded step may turn out empty: a lone chunk must not be left to few
-    # programs for their sake.
+    # Most items of a recorded step may be empty; the number of splits must suit a single chunk.
     num_items = -(-len(q) * heads // tile.rows) if meta.is_mixed else len(work)
     narrow = tuning.split_tile(arch, kind, tile) if is_bare else tile
     num_programs = num_items * num_heads // heads
@@ -149,7 +146,7 @@ def _cut(q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, is_bare: 
 
 
 def _work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
-    """See `make_work`: once a step."""
+    """`make_work`, computed once per step."""
     key = ("work", tokens_a_program)
     if key not in meta.scratch:
         meta.scratch[key] = make_work(meta, num_tokens, tokens_a_program)
@@ -176,7 +173,7 @@ def prefill_launch(
     chunks: Chunks,
     parts: Parts,
 ) -> Launch:
-    """step: queries, cache, sequences, variant."""
+    """step: queries, cache, sequences, options."""
     q, kv_layer, meta, variant = step
     tile = chunks.tile
     shape = Shape.of(q, kv_layer, variant, chunks.heads, tile)

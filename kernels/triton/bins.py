@@ -1,8 +1,8 @@
-"""Bins of logits: counting what falls into each tells between which of them a row is cut.
+"""Bins of logits, whose counts show in which of them the cut of top-k or top-p lies.
 
-A window is (the largest logit, bins a unit), and the last bin takes all that lies below the others.
-Where a token falls is a matter of a subtraction, a product and rounding down, none of which turns
-an order around: bins part a row cleanly wherever their borders come to lie.
+A window is (largest logit, bins per unit); the last bin contains all lower logits. The bin of a
+logit is computed by a subtraction, a product and a floor, which are monotonic even with rounding,
+so all logits of a bin are larger than those of later bins.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-UNIT = tl.constexpr(2.0**42)  # what the peak weighs: 2**20 tokens stay within 62 bits
-SLACK = tl.constexpr(1e-4)  # by how much weights at borders may be wrong; they are within 2e-5
+UNIT = tl.constexpr(2.0**42)  # integer weight of the peak: sums of 2**20 tokens fit into 62 bits
+SLACK = tl.constexpr(1e-4)  # relative error allowed for weights at borders; it is below 2e-5
 
 
 @triton.jit
@@ -27,22 +27,20 @@ def bin_of(x, window, BINS: tl.constexpr):
 
 @triton.jit
 def mass_bounds(counts, window, scale, BINS: tl.constexpr):
-    """The least and the most that the tokens of each bin weigh together."""
+    """Lower and upper bounds of the sum of weights of each bin's tokens."""
     bin = tl.arange(0, BINS)
     depth = bin.to(tl.float32) / window[1]
     heaviest = tl.exp2(-depth * scale).to(tl.float64) * (UNIT * (1 + SLACK))
     lightest = tl.exp2(-(depth + 1.0 / window[1]) * scale).to(tl.float64) * (UNIT * (1 - SLACK))
-    # Weights are rounded down to whole units.
+    # Weights are rounded down to integers.
     lightest = tl.where(bin == BINS - 1, 0.0, tl.maximum(lightest - 1, 0.0))
     return counts * lightest, counts * heaviest
 
 
 @triton.jit
 def bins_of_cut(counts, total, window, scale, limits, BINS: tl.constexpr):
-    """(first, last): the cut lies in one of the bins between.
-
-    total: what all tokens weigh that min-p leaves; limits: top_k, top_p, whether top_k is on.
-    """
+    """(first, last) bin that may contain the cut. total: sum of weights of all tokens that pass
+    min-p; limits: top_k, top_p, whether top_k is on."""
     top_k, top_p, has_top_k = limits
     bin = tl.arange(0, BINS)
     first = tl.zeros([], tl.int32)
@@ -52,7 +50,7 @@ def bins_of_cut(counts, total, window, scale, limits, BINS: tl.constexpr):
         first = last
     if top_p < 1:
         least, most = mass_bounds(counts, window, scale, BINS)
-        # Of each bin and all above it.
+        # Sums of each bin and all bins above it.
         least_from = tl.cumsum(least)
         most_from = tl.cumsum(most)
         if has_top_k:
@@ -60,8 +58,8 @@ def bins_of_cut(counts, total, window, scale, limits, BINS: tl.constexpr):
             begin = tl.sum((most_from < tl.maximum(top_p * least_total, 1.0)).to(tl.int32))
             first = tl.minimum(begin, last)
         else:
-            # What lies below says more where that is little, as the total is known. Tokens in no
-            # bin weigh less than 1 - top_p of the peak.
+            # The total is known, so bounds from below are better if little lies below. Tokens in no
+            # bin weigh less than 1 - top_p of the peak together.
             whole = total.to(tl.float64)
             target = tl.maximum(top_p * whole, 1.0)
             least_below = tl.sum(least) - least_from

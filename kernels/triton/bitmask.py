@@ -1,4 +1,4 @@
-"""What a row may not choose: masks of grammars and allowed ids, bias, stop tokens, bad words."""
+"""Edits of logits: masks of allowed tokens, bias, stop tokens, bad words."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ import triton.language as tl
 from kernels.reference.logits import BadWords, Edits
 from kernels.triton.launch import Launch
 
-WORDS = 64  # of a mask, a program
-TILE = 128  # edits, or tokens of a word, looked at together
+WORDS = 64  # mask words per program
+TILE = 128  # edits per step
 
 
 @triton.jit(do_not_specialize=["num_words"])
 def bitmask_kernel(
     logits, masks, mask_of_row, stride, vocab_size, num_words, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Program (row, block). Only writes: what is allowed is not touched."""
+    """Program (row, block). Only writes -inf to forbidden tokens."""
     row = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_of_row + row).to(tl.int64)
     if mask < 0:
@@ -37,7 +37,7 @@ def bitmask_kernel(
 def edit_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, ids, values, until, stride, TILE: tl.constexpr
 ):  # fmt: skip
-    """Program row. Atomics, as an id may be both raised and forbidden; the sum is the same."""
+    """Program row. Atomic adds, since an id may have two edits; their order does not matter."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -67,7 +67,7 @@ def words_kernel(  # noqa: PLR0913
     for word in range(tl.load(starts + slot), tl.load(starts + slot + 1)):
         first = tl.load(token_starts + word)
         last = tl.load(token_starts + word + 1) - 1
-        begin = position - (last - first)  # where the word would have begun
+        begin = position - (last - first)  # where the word would begin
         num_wrong = (begin < first_output).to(tl.int32)
         for start in range(first, last, TILE):
             place = start + tl.arange(0, TILE)
@@ -143,7 +143,7 @@ def words_launch(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> Launch:
-    """rows: slots and positions."""
+    """rows: (slots, positions)."""
     args = {
         "logits": logits,
         "slots": rows[0],

@@ -1,8 +1,8 @@
-"""Where top-k and top-p cut the candidates of a row: by bisection on the bits of a float, no sort.
+"""Finds where top-k and top-p cut a row, by bisection on the bits of a float and without sorting.
 
-A cut is a value and an id: tokens above the value remain, and those on it up to the id. Weights are
-whole numbers, so that sums come out the same in whatever order and by whatever programs they are
-added: what lies above the candidates is known exactly without being looked at again.
+A cut is a value and an id: tokens above the value remain, and those equal to it up to the id.
+Weights are integers, so sums do not depend on the order and the program that adds them, and the sum
+above the candidates is known exactly.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def to_key(value):
-    """An integer that grows with a float32; equal for both zeros."""
+    """An integer that is ordered like the float32; equal for both zeros."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 
@@ -31,7 +31,7 @@ def from_key(key):
 
 @triton.jit
 def at_least(limit):
-    """The lowest finite float32 that is not below a float64."""
+    """The smallest finite float32 that is at least a float64."""
     bounded = tl.maximum(limit, LOWEST)
     rounded = bounded.to(tl.float32)
     above = from_key(to_key(rounded) + 1)
@@ -40,32 +40,33 @@ def at_least(limit):
 
 @triton.jit
 def load_part(source, start, end, TILE: tl.constexpr):
-    """Logits from `start` on as float32, -inf from `end` on."""
+    """Load logits from `start` on as float32; -inf from `end` on."""
     place = start + tl.arange(0, TILE)
     return tl.load(source + place, mask=place < end, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def softmax_of(peak, heat):
-    """(peak, what logits are multiplied by): all that `weigh` wants to know of a row."""
+    """(largest logit, factor on logits), the parameters of `weigh` for a row."""
     return peak, tl.minimum(1.0 / heat * LOG2E, 1e30).to(tl.float32)
 
 
 @triton.jit
 def weigh(x, softmax):
-    """Probabilities in whole units, of which the peak has UNIT."""
+    """Integer weights proportional to probabilities; the largest logit has UNIT."""
     return (tl.exp2((x - softmax[0]) * softmax[1]) * UNIT).to(tl.int64)
 
 
 @triton.jit
 def target_of(top_p, total):
-    """What a nucleus has to weigh; the rounding of top_p * total asks for no token more."""
+    """The weight that the top-p tokens must reach. It is rounded down, so that rounding adds no
+    token."""
     return tl.maximum((top_p * total.to(tl.float64)).to(tl.int64), 1)
 
 
 @triton.jit
 def kth_of_tile(values, k, peak):
-    """The k-th largest of a tile, or the lowest finite number if fewer are finite."""
+    """The k-th largest of a tile, or the lowest finite number if fewer than k are finite."""
     low = to_key(tl.full([], LOWEST, tl.float32))
     high = to_key(peak)
     while low < high:
@@ -77,13 +78,13 @@ def kth_of_tile(values, k, peak):
     return from_key(low)
 
 
-# Candidates: (where they lie, how many lie there, the lowest that counts, window, (first, last)).
-# They are what was gathered, or where that was too much, those of a whole row in the bins between.
+# A part is (address of candidates, their number, lowest candidate, window, (first, last) bin). The
+# candidates were gathered, or, if they are too many, are read from the row by their bins.
 
 
 @triton.jit
 def load_candidates(part, start, S: tl.constexpr):
-    """Logits of a part, -inf where they are no candidates."""
+    """Load logits of a part, -inf for those that are not candidates."""
     source, size, lowest, window, between = part
     x = load_part(source, start, size, S.TILE)
     bin = bin_of(x, window, S.BINS)
@@ -93,7 +94,7 @@ def load_candidates(part, start, S: tl.constexpr):
 
 @triton.jit
 def key_range(part, S: tl.constexpr):
-    """The keys of the smallest and of the largest candidate."""
+    """Keys of the smallest and the largest candidate."""
     smallest = tl.full([], float("inf"), tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
     for start in range(0, part[1], S.TILE):
@@ -105,7 +106,7 @@ def key_range(part, S: tl.constexpr):
 
 @triton.jit
 def count_from(part, floor, S: tl.constexpr):
-    """How many candidates are not below floor."""
+    """Number of candidates that are at least floor."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
         count += tl.sum((load_candidates(part, start, S) >= floor).to(tl.int32))
@@ -114,7 +115,7 @@ def count_from(part, floor, S: tl.constexpr):
 
 @triton.jit
 def mass_from(part, floor, softmax, S: tl.constexpr):
-    """What candidates not below floor weigh together."""
+    """Sum of weights of candidates that are at least floor."""
     mass = tl.zeros([], tl.int64)
     for start in range(0, part[1], S.TILE):
         x = load_candidates(part, start, S)
@@ -124,7 +125,7 @@ def mass_from(part, floor, softmax, S: tl.constexpr):
 
 @triton.jit
 def cut_top_k(part, k, S: tl.constexpr):
-    """(cut, how many of those on it remain) so that k candidates remain, of k or more."""
+    """(cut, number of ties at the cut that remain), such that k candidates remain."""
     low, high = key_range(part, S)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -137,10 +138,8 @@ def cut_top_k(part, k, S: tl.constexpr):
 
 @triton.jit
 def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
-    """(cut, how many of those on it remain): the fewest largest that weigh `target` together.
-
-    None below the floor; at the floor itself no more than num_ties are there to remain.
-    """
+    """(cut, number of ties at the cut that remain): the smallest set of largest candidates whose
+    weights reach `target`, at or above floor, with at most num_ties at the floor itself."""
     low, high = key_range(part, S)
     low = tl.maximum(low, to_key(floor))
     while low < high:
@@ -158,7 +157,7 @@ def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
-    """What candidates above a cut and the first num_ties on it weigh together."""
+    """Sum of weights of candidates above a cut and of the first num_ties at it."""
     above = from_key(to_key(cut) + 1)
     num_equal = count_from(part, cut, S) - count_from(part, above, S)
     ties = tl.minimum(num_ties, num_equal).to(tl.int64) * weigh(cut, softmax)
@@ -167,10 +166,8 @@ def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def count_ties(part, ids, cut, last, S: tl.constexpr):
-    """How many candidates on the cut have an id up to `last`.
-
-    ids: (where they are, whether they are to be read or are places, how many the vocabulary has).
-    """
+    """Number of candidates at the cut with an id up to `last`. ids: (address of ids, whether ids
+    are read from there or equal the index, vocabulary size)."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
         place = start + tl.arange(0, S.TILE)
@@ -182,7 +179,7 @@ def count_ties(part, ids, cut, last, S: tl.constexpr):
 
 @triton.jit
 def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
-    """The id of the last of this many tokens on the cut, or one beyond all if there are no more."""
+    """The id of the num_ties-th token at the cut, or the vocabulary size if there are not more."""
     high = tl.full([], ids[2], tl.int32)
     low = tl.where(count_ties(part, ids, cut, high, S) <= num_ties, high, 0)
     while low < high:
@@ -198,8 +195,8 @@ def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
 def cut_candidates(part, ids, known, limits, softmax, S: tl.constexpr):
     """(cut, id of the last tie) of a row.
 
-    known: how many lie above the candidates, what these weigh, what all weigh that min-p leaves;
-    limits: top_k, top_p, is top_k on, does it leave out any that may be a cut.
+    known: number of tokens above the candidates, sum of their weights, sum of weights of all that
+    pass min-p; limits: top_k, top_p, whether top_k is on, whether it excludes candidates.
     """
     num_above, mass_above, total = known
     top_k, top_p, has_top_k, cuts_top_k = limits

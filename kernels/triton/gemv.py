@@ -1,10 +1,9 @@
-"""One row times a matrix of weights as it lies: what a single request's decode step is made of.
+"""One row times a weight matrix, the main operation of a single request's decode step.
 
-Bound by the bytes of the weights. Every thread has eight loads of 16 bytes under way before it adds
-the first, and a program keeps to few outputs, so that there are enough programs to keep the memory
-of a whole device busy; sums stay in registers until the end. cuBLAS, which cuts small matrices into
-parts and adds them up in a kernel of its own, takes 1.05 to 1.7 times as long.
-"""
+It is bound by reading the weights. Every thread issues eight loads of 16 bytes before the first
+add, and a program has few outputs, so that there are enough programs to use the memory bandwidth of
+the device; sums stay in registers until the end. cuBLAS, which splits small matrices and adds the
+parts in a second kernel, takes 1.05 to 1.7 times as long."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ import triton.language as tl
 
 from kernels.triton.launch import Launch
 
-INPUTS = 1024  # of a round
-MANY_WEIGHTS = 1 << 24  # from here on there are programs enough for more outputs each
+INPUTS = 1024  # inputs per step
+MANY_WEIGHTS = 1 << 24  # larger matrices have enough programs with more outputs each
 
 
 @triton.jit
@@ -34,7 +33,7 @@ def gemv_kernel(  # noqa: PLR0913
         is_input = at < num_inputs
         factors = tl.load(x + at, mask=is_input, other=0.0).to(tl.float32)
         mask = is_output[:, None] & is_input[None, :]
-        # Read once a step: nothing is won by keeping it in a cache.
+        # Weights are read once per step, so caching them does not help.
         tile = tl.load(rows + at[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
         sums += tile.to(tl.float32) * factors[None, :]
     product = tl.sum(sums, 1)
@@ -44,7 +43,7 @@ def gemv_kernel(  # noqa: PLR0913
 
 
 def matvec(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [.., K] of one row, weight [N, K], bias [N]: [.., N], sums in float32."""
+    """x [.., K] of one row, weight [N, K], bias [N] -> [.., N], summed in float32."""
     out = x.new_empty((*x.shape[:-1], len(weight)))
     gemv_launch(x, weight, bias, out).run()
     return out
@@ -54,7 +53,7 @@ def gemv_launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> Launch:
     num_outputs, num_inputs = weight.shape
-    is_long = num_inputs > 8 * INPUTS  # few rounds are better shared by more outputs
+    is_long = num_inputs > 8 * INPUTS  # with few steps, more outputs per program are better
     outputs = 8 if weight.numel() >= MANY_WEIGHTS and not is_long else 4
     args = {
         "x": x,
@@ -71,7 +70,7 @@ def gemv_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Matrices of Qwen3 0.6B and Llama 8B, with a bias and without."""
+    """Matrices of Qwen3 0.6B and Llama 8B, with and without bias."""
     for dtype in (torch.bfloat16, torch.float16):
         for num_outputs, num_inputs in ((1024, 3072), (6144, 4096), (4096, 14336)):
             weight = torch.empty((num_outputs, num_inputs), dtype=dtype, device="meta")

@@ -1,7 +1,7 @@
-"""Pairs sorted into blocks of one group: of token and expert, of row and adapter.
+"""Sorts pairs (token and expert, or row and adapter) by group into blocks of one group each.
 
-The order of the pairs is kept and nothing is added atomically: two runs of a batch give the same
-bits. Grids are upper bounds that the host knows without the groups.
+The sort is stable and uses no atomics, so two runs of a batch are bit-identical. Grid sizes are
+upper bounds, which the host knows without the groups.
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ import triton.language as tl
 from kernels.triton.launch import Launch
 from kernels.tuning import pad_power
 
-MOST_CHUNKS = 64  # of pairs that programs count and place
-TABLE = 4096  # pairs times groups that a program compares at a time
-LABELLED = 16  # blocks a program
+MOST_CHUNKS = 64  # maximum number of programs that count and place pairs
+TABLE = 4096  # pairs times groups per step of a program
+LABELLED = 16  # blocks per labelling program
 
 
 class Groups(NamedTuple):
-    """Pairs by group, each group's padded to whole blocks of M. P pairs, B blocks at most."""
+    """P pairs by group, each group padded to full blocks of M; at most B blocks."""
 
-    pairs: torch.Tensor  # [B * M] int32: the pairs; P where a block is padded
-    block_groups: torch.Tensor  # [B] int32: the group of each block; -1 after the last
+    pairs: torch.Tensor  # [B * M] int32, indices of pairs; P: padding
+    block_groups: torch.Tensor  # [B] int32, group of each block; -1: unused
     num_pairs: int
 
     @property
     def block(self) -> int:
-        """M."""
+        """Pairs per block, M."""
         return len(self.pairs) // max(len(self.block_groups), 1)
 
 
 @triton.jit
 def pairs_by_group(groups, start, num_pairs, TILE: tl.constexpr, PAD: tl.constexpr):
-    """(pairs [TILE], whether each is of each group [TILE, PAD])."""
+    """(pairs [TILE], membership of each pair in each group [TILE, PAD])."""
     pair = start + tl.arange(0, TILE)
     found = tl.load(groups + pair, mask=pair < num_pairs, other=-1)
     return pair, found[:, None] == tl.arange(0, PAD)[None, :]
@@ -45,7 +45,7 @@ def pairs_by_group(groups, start, num_pairs, TILE: tl.constexpr, PAD: tl.constex
 def count_kernel(
     groups, counts, num_pairs, num_groups, chunk, TILE: tl.constexpr, PAD: tl.constexpr
 ):
-    """Program chunk of the pairs: counts[chunk, group], how many of each group it has."""
+    """Program chunk of pairs: counts[chunk, group] = number of its pairs in each group."""
     first, group = tl.program_id(0) * chunk, tl.arange(0, PAD)
     count = tl.zeros([PAD], tl.int32)
     for start in range(first, tl.minimum(first + chunk, num_pairs), TILE):
@@ -56,7 +56,7 @@ def count_kernel(
 
 @triton.jit
 def counted(counts, before, num_chunks, num_groups, PAD: tl.constexpr):
-    """Counts of each group: its pairs, and those of the chunks before one; both [PAD]."""
+    """Number of pairs of each group, in total and in the chunks before ``before``; both [PAD]."""
     group = tl.arange(0, PAD)
     total, earlier = tl.zeros([PAD], tl.int32), tl.zeros([PAD], tl.int32)
     for start in range(0, num_chunks, 16):
@@ -73,7 +73,7 @@ def place_kernel(  # noqa: PLR0913
     groups, counts, pairs, block_groups, num_pairs, num_groups, chunk, num_chunks, num_blocks,
     M: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr, LABELLED: tl.constexpr,
 ):  # fmt: skip
-    """Program chunk: the places of its pairs. The programs after: labels and padding of blocks."""
+    """The first programs place the pairs of a chunk, the others label and pad blocks."""
     program = tl.program_id(0)
     total, earlier = counted(counts, program, num_chunks, num_groups, PAD)
     blocks = (total + M - 1) // M
@@ -89,7 +89,7 @@ def place_kernel(  # noqa: PLR0913
             place += tl.sum(is_of.to(tl.int32), 0)
     else:
         block = (program - num_chunks) * LABELLED + tl.arange(0, LABELLED)
-        number = block[:, None] - (end - blocks)[None, :]  # of the block within each group
+        number = block[:, None] - (end - blocks)[None, :]  # index of the block within each group
         is_of = (number >= 0) & (number < blocks[None, :])
         label = tl.sum(tl.where(is_of, tl.arange(0, PAD)[None, :] + 1, 0), 1) - 1
         tl.store(block_groups + block, label, mask=block < num_blocks)
@@ -101,7 +101,7 @@ def place_kernel(  # noqa: PLR0913
 
 
 def align(chosen: torch.Tensor, num_groups: int, block: int) -> Groups:
-    """Sort pairs by group. chosen: int32 of any shape, flattened to P pairs; -1 has no group."""
+    """Sort pairs by group. chosen: groups of P pairs, int32 of any shape; -1: none."""
     groups, launches = align_launches(chosen.reshape(-1).contiguous(), num_groups, block)
     for launch in launches:
         launch.run()
@@ -112,7 +112,7 @@ def align_launches(
     chosen: torch.Tensor, num_groups: int, block: int
 ) -> tuple[Groups, list[Launch]]:
     num_pairs = len(chosen)
-    # Every group but one may end in a block that holds a single pair.
+    # Every group may end with a block of a single pair.
     num_blocks = (num_pairs + min(num_pairs, num_groups) * (block - 1)) // block
     groups = Groups(chosen.new_empty(num_blocks * block), chosen.new_empty(num_blocks), num_pairs)
     padded = pad_power(num_groups)

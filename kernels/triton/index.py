@@ -1,4 +1,4 @@
-"""A step's inputs from what the device knows: the host need not have seen the last tokens."""
+"""Builds a step's inputs on the device, so the host need not know the last tokens."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.reference import index as reference
 from kernels.reference.index import Drawn, Inputs, SlotState
 from kernels.triton.launch import Launch
 
-TILE = 256  # tokens or blocks looked at together
+TILE = 256  # tokens or blocks per step
 REJECTED = tl.constexpr(reference.REJECTED)
 
 
@@ -22,7 +22,7 @@ def prepare_kernel(  # noqa: PLR0913
     input_ids, positions, cache_slots, seq_lens, seq_tables, stride_table, stride_seq_table,
     num_seqs, num_tokens, stride_history, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program sequence; the one after the last writes the padding tokens."""
+    """Program sequence; one more program writes the padding tokens."""
     seq = tl.program_id(0)
     row0 = tl.load(query_start + seq)
     row1 = num_tokens
@@ -94,7 +94,7 @@ def advance_kernel(  # noqa: PLR0913
     num_right = 0
     for i in range(num):
         token = tl.load(tokens + row0 + i)
-        # Each draft before it was right; after drafts, it has a token.
+        # Accepted if all earlier drafts were right and, after drafts, the row has a token.
         stands = (num_right == i) & ((token >= 0) | (i == 0))
         known = tl.maximum(token, 0)
         tl.store(there + i, known, mask=stands)
@@ -201,7 +201,7 @@ def advance_launch(state: SlotState, batch: tuple[torch.Tensor, ...], drawn: Dra
 
 
 def configurations() -> Iterator[Launch]:
-    """Cache blocks of 16 to 64 tokens."""
+    """Block sizes of 16 to 64 tokens."""
     column = torch.empty(64, dtype=torch.int32, device="meta")
     table = torch.empty((64, 512), dtype=torch.int32, device="meta")
     state = SlotState(column, table, table)

@@ -1,9 +1,9 @@
-"""Rows times a matrix of weights, each row's sums in one order whatever other rows there are.
+"""Batch-invariant products: the order of a row's sums does not depend on the other rows.
 
-A library takes other tiles, other instructions and other parts of the sums for other numbers of
-rows. Here a program walks through all inputs in ascending order, nothing is split, and the tile is
-such that rows are multiplied by the same instruction in any step (`kernels.product_tuning`). The
-idea: Horace He and Thinking Machines Lab, "Defeating Nondeterminism in LLM Inference", 2025.
+Libraries choose tiles, instructions and splits by the number of rows. Here a program reads all
+inputs in ascending order, nothing is split, and every tile uses the same instruction
+(`kernels.product_tuning`). The idea is from Horace He and Thinking Machines Lab, "Defeating
+Nondeterminism in LLM Inference", 2025.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from kernels.product_tuning import invariant_tile
 from kernels.triton.launch import Launch, arch_of
 from kernels.triton.repeated import Forms, again
 
-BAND = tl.constexpr(8)  # tiles of rows that go through the weights together
+BAND = tl.constexpr(8)  # tiles of rows that share the weights in the cache
 FORMS = Forms()
 
 
@@ -37,7 +37,7 @@ def invariant_kernel(  # noqa: PLR0913
     output = place // height * T.outputs + tl.arange(0, T.outputs)
     is_row = row < num_rows
     is_output = output < num_outputs
-    # Rows and outputs after the last ones repeat them: nothing of theirs is written.
+    # Rows and outputs after the last read row or output 0; their results are not written.
     held_row = tl.where(is_row, row, 0).to(tl.int64)
     held_output = tl.where(is_output, output, 0).to(tl.int64)
     at = tl.arange(0, T.inputs)
@@ -77,9 +77,10 @@ def invariant_linear(
 def invariant_launch(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 ) -> Launch:
-    """x: [N, inputs]; weight: [outputs, inputs]; out: contiguous."""
+    """x [N, inputs], weight [outputs, inputs], out contiguous. Raises ``ValueError`` for other
+    layouts."""
     if x.dtype is not weight.dtype or x.stride(1) != 1 or weight.stride(1) != 1:
-        raise ValueError("a batch-invariant product needs rows and weights of one type, contiguous")
+        raise ValueError("batch-invariant products need contiguous rows and weights of one dtype")
     num_outputs, num_inputs = weight.shape
     tile = invariant_tile(arch_of(x), len(x), (num_outputs, num_inputs), x.element_size())
     args = {
@@ -99,7 +100,7 @@ def invariant_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Every tile: projections and the output layer of Llama 8B, one row and many; odd sizes."""
+    """Every tile: matrices of Llama 8B and odd sizes, for one row and many."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for num_outputs, num_inputs in ((4096, 14336), (28672, 4096), (1000, 1100)):
             weight = torch.empty((num_outputs, num_inputs), dtype=dtype, device="meta")

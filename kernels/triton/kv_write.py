@@ -1,7 +1,7 @@
-"""QK-norm, rotary positions and the write of K and V to the cache, in one pass over qkv.
+"""QK norm, rotary embedding and the write of K and V to the cache, in one pass over qkv.
 
-Between the steps values are rounded to qkv's dtype just where the reference rounds: greedy tokens
-depend on it. A program takes some heads of one token, of queries, of keys or of values.
+Intermediate values are rounded to qkv's dtype exactly where the reference rounds, because greedy
+tokens depend on it. A program computes some heads of one token's queries, keys or values.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 class Write(NamedTuple):
-    """What the kernel is compiled for."""
+    """Compile-time parameters of the kernel."""
 
     D: int  # head size
     PAD_D: int
     Q_HEADS: int
     KV_HEADS: int
-    HEADS: int  # heads a program, a power of two
+    HEADS: int  # heads per program, a power of two
     PAGE: int
-    ROT: int  # dimensions that turn; 0: none
+    ROT: int  # rotated dimensions; 0: none
     IS_INTERLEAVED: bool
     NORM: int  # 0: none, 1: each head, 2: all heads of a token together
     EPS: float
     ADD_ONE: bool
-    IS_FP8: bool  # the cache
+    IS_FP8: bool  # of the cache
 
 
 @triton.jit
 def partners(dims, S: tl.constexpr):
-    """For each dimension: the one it is rotated with, the index of their angle, the sine's sign."""
+    """For each dimension: its partner in the rotation, the index of the angle, the sine's sign."""
     if S.IS_INTERLEAVED:
         partner = dims ^ 1
         angle = dims // 2
@@ -54,7 +54,7 @@ def partners(dims, S: tl.constexpr):
 
 @triton.jit
 def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
-    """x times its norm's factor and weight, rounded as Llama or Gemma does."""
+    """x times norm factor and weight, rounded as in Llama or Gemma."""
     w = tl.load(weight + where, mask=mask, other=0.0).to(tl.float32)
     if S.ADD_ONE:
         y = (x * factor * (1 + w)).to(dtype)
@@ -65,14 +65,14 @@ def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
 
 @triton.jit
 def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.constexpr):
-    """[HEADS, PAD_D] of one token's heads; `source` is where head 0 of them begins."""
+    """Normalised and rotated heads of one token, [HEADS, PAD_D]; `source`: address of head 0."""
     dtype = source.dtype.element_ty
     dims = tl.arange(0, S.PAD_D)
     mask = (head < num_heads)[:, None] & (dims < S.D)[None, :]
     here = head[:, None] * S.D + dims[None, :]
     x = tl.load(source + here, mask=mask, other=0.0).to(tl.float32)
     factor = 1.0
-    weights = head[:, None] * ((S.NORM - 1) * S.D)  # all heads share theirs, or each has its own
+    weights = head[:, None] * ((S.NORM - 1) * S.D)  # shared by all heads, or one per head
     y = x
     if weight is not None:
         if S.NORM == 1:
@@ -98,10 +98,11 @@ def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.
 
 @triton.jit
 def store_cell(cell, x, half, head, kv_scales, S: tl.constexpr):
-    """half 0: keys, 1: values; `cell`: the slot's row in its block's first head.
+    """Write keys (half 0) or values (half 1); `cell`: address of the slot in its block's first
+    head.
 
-    An 8-bit cache holds x / scale, saturated; what is no number stays none, so that tokens that see
-    it are not sound, as with a cache of 16 bits.
+    An 8-bit cache stores x / scale, clamped. NaN stays NaN, so that errors show as in a 16-bit
+    cache.
     """
     dims = tl.arange(0, S.PAD_D)
     mask = (head < S.KV_HEADS)[:, None] & (dims < S.D)[None, :]
@@ -121,7 +122,7 @@ def write_kernel(  # noqa: PLR0913
     qkv, kv, positions, slots, q_out, cos_sin, q_norm, k_norm, kv_scales,
     stride_qkv, stride_block, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block of heads): of queries first, then of keys, then of values."""
+    """Program (token, block of heads): blocks of queries, then of keys, then of values."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = (S.Q_HEADS + S.HEADS - 1) // S.HEADS
@@ -190,9 +191,9 @@ def write_launch(
     num_heads, num_kv_heads, dim = heads
     rope, norm, kv_scales = variant
     if not kv_layer[0].is_contiguous() or qkv.stride(1) != 1:
-        raise ValueError("the write needs contiguous rows of qkv and contiguous cache blocks")
+        raise ValueError("qkv_rope_write needs contiguous rows of qkv and contiguous cache blocks")
     kind = _norm_kind(norm, dim)
-    # Batch-invariant: sums of squares are cut alike for any number of tokens.
+    # Batch-invariant: sums of squares are split the same way for any number of tokens.
     num_tokens = 1 if meta.batch_invariant else len(qkv)
     share = pad_power(num_heads, 1) if kind == 2 else write_heads(num_tokens, num_kv_heads)
     shape = Write(
@@ -223,7 +224,7 @@ def write_launch(
 
 
 def _norm_kind(norm: HeadNorm, head_dim: int) -> int:
-    """0: none, 1: a weight for each dimension of a head, 2: for each of the whole width."""
+    """0: no norm, 1: weights for each dimension of a head, 2: weights for the full width."""
     weights = [weight for weight in (norm.q, norm.k) if weight is not None]
     if not weights:
         return 0

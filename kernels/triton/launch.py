@@ -1,4 +1,4 @@
-"""A kernel with everything its launch needs, so that it can be run, or only compiled."""
+"""A kernel launch with all its arguments, which can be run or only compiled."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import triton
 
 
 class Launch(NamedTuple):
-    """One launch: `run` it where its tensors lie, or `compile` it for a target that is not here.
+    """A launch to `run` on its tensors' device, or to `compile` for a target that may not be
+    present.
 
-    fills_registers: NVIDIA's assembler likes to spill a little where that lets one more program
-    onto a processor; True says that no such gain is worth a spill.
+    fills_registers: use all registers. NVIDIA's assembler spills a few to fit one more program on a
+    processor; True forbids this.
     """
 
     kernel: Any
@@ -28,7 +29,7 @@ class Launch(NamedTuple):
         return sizes | ({"maxnreg": 255} if self.fills_registers else {})
 
     def run(self) -> Any:
-        """Returns what was compiled; nothing where kernels are interpreted."""
+        """Launch the kernel. Returns the compiled kernel; ``None`` in Triton's interpreter."""
         if needs_triton():
             return self._run_by_triton()
         active = triton.runtime.driver.active
@@ -52,25 +53,25 @@ class Launch(NamedTuple):
         return self.kernel[self.grid](**self.args, **self.options())
 
     def compile(self) -> Any:
-        """The compiled kernel, specialised by the very path that a launch takes."""
+        """Compile the kernel with the specialisation of a real launch."""
         return self.kernel.warmup(**self.args, grid=self.grid, **self.options())
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
-"""What Triton compiled for a launch, by all that it specialises a kernel by. To find it, Triton
-binds arguments by name, writes options out as text and looks at globals: half of what it costs."""
+"""Compiled kernels by everything that specialises them. Triton's own look-up binds arguments by
+name, formats options and checks globals, which is half the cost of a launch."""
 _PARAMETERS: dict[int, list[tuple[str, bool]]] = {}
 
 
 def parameters_of(kernel: Any) -> list[tuple[str, bool]]:
-    """Name of each, and whether it is compiled into the kernel."""
+    """Name of each parameter of a kernel, and whether it is a compile-time constant."""
     if id(kernel) not in _PARAMETERS:
         _PARAMETERS[id(kernel)] = [(one.name, one.is_constexpr) for one in kernel.params]
     return _PARAMETERS[id(kernel)]
 
 
 def _specialised(value: Any) -> Any:
-    """What a compiled kernel depends on of an argument: at least what Triton looks at."""
+    """The properties of an argument by which Triton specialises a kernel, or more."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
@@ -81,32 +82,29 @@ def _specialised(value: Any) -> Any:
 
 
 def needs_triton() -> bool:
-    """Whether Triton itself has to launch: it interprets, a profiler wants to hear of launches from
-    it, or the device is one for which it looks at more."""
+    """True if Triton itself must launch: in its interpreter, with a profiler's hooks, and on
+    ROCm."""
     if is_interpreting() or torch.version.hip:
         return True
     runtime = triton.knobs.runtime
     return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
 
 
-# Bytes of shared memory that the settings of sm_90 and of sm_80 are cut for; the latter also run on
-# 8.6, 8.9 and 12.0. Compute capabilities with as much as 9.0, where there is no device to read them
-# from.
+# Bytes of shared memory that the settings of sm_90 and sm_80 need; the latter also run on 8.6, 8.9
+# and 12.0. WITH_MUCH: compute capabilities with as much as 9.0, used without a device.
 MUCH_SHARED, LITTLE_SHARED = 232_448, 101_376
 WITH_MUCH = (90, 100, 103)
 
 
 @cache
 def is_interpreting() -> bool:
-    """Whether kernels of this process run in Triton's interpreter."""
+    """True if kernels of this process run in Triton's interpreter."""
     return bool(triton.knobs.runtime.interpret)
 
 
 def arch_of(x: torch.Tensor) -> str:
-    """The family of devices, as tuning knows them, that a launch on this tensor is for.
-
-    A tensor on the CPU stands for the driver's target: something is compiled, or interpreted.
-    """
+    """The architecture, a key of the tables in kernels.tuning, of a launch on this tensor. For a
+    CPU tensor (compilation or interpreter) it is that of the driver's target."""
     if is_interpreting():
         return "sm_90"
     return _arch_of_device(x.device.index) if x.is_cuda else _arch_of_target()
@@ -130,14 +128,16 @@ def _arch_of_target() -> str:
 
 
 def family_of(capability: int, max_shared: int) -> str:
-    """Whose settings fit an NVIDIA device: by the shared memory of a program, in bytes, since newer
-    ones have less (12.0) or as much (10.0), and compile the same products to instructions of their
-    own. capability: 90 for 9.0. Raises ``ValueError`` for a device that none fit."""
+    """The architecture whose settings an NVIDIA device uses, by shared memory per program in bytes:
+    newer devices have less (12.0) or as much (10.0), and the compiler chooses their instructions.
+    capability: 90 for 9.0. Raises ``ValueError`` for an unsupported device."""
     if capability < 80:
-        raise ValueError(f"compute capability {capability / 10} is too old: 8.0 is the least")
+        raise ValueError(
+            f"compute capability {capability / 10} is not supported; 8.0 is the minimum"
+        )
     if max_shared < LITTLE_SHARED:
         raise ValueError(
-            f"a program has {max_shared} bytes of shared memory on this device (compute capability "
-            f"{capability / 10}): kernels need {LITTLE_SHARED} at least"
+            f"this device (compute capability {capability / 10}) has {max_shared} bytes of shared "
+            f"memory per program; kernels need at least {LITTLE_SHARED}"
         )
     return "sm_90" if capability >= 90 and max_shared >= MUCH_SHARED else "sm_80"

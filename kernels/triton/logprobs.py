@@ -1,4 +1,4 @@
-"""Log-probabilities of single tokens and their ranks: the normalised row is never written."""
+"""Log-probabilities and ranks of single tokens, without storing normalised rows."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ def sum_kernel(  # noqa: PLR0913
     logits, token_ids, peaks, sums, above, stride, vocab_size, num_blocks, num_ids,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block): its largest, its sum relative to that, how many beat the first id."""
+    """Program (row, block): largest logit, sum relative to it, number above the first token's
+    logit."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     chosen = tl.load(logits + row * stride + tl.load(token_ids + row * num_ids)).to(tl.float32)

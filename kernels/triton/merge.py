@@ -1,6 +1,7 @@
-"""Attention over parts of the keys, put together: in float32, always in the order of the parts.
+"""Merges attention over parts of the keys, in float32 and in the order of the parts.
 
-`merge_kernel` takes the same number of parts of each row; `spans_kernel` as many as a plan says.
+`merge_kernel` has the same number of parts for each row; `spans_kernel` reads the number from a
+plan.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ from kernels.tuning import Splits, pad_power
 
 
 class Parts(NamedTuple):
-    """Where attention is written, whole or in parts of the keys that are merged afterwards."""
+    """Outputs of attention: the final output, or parts of the keys that are merged afterwards."""
 
     out: torch.Tensor  # [n, Hq, D], or [splits, n, Hq, D] float32
-    lse: torch.Tensor | None  # [splits, n, Hq], logarithms of the sums of the softmax
+    lse: torch.Tensor | None  # [splits, n, Hq], logarithms of softmax sums
     splits: Splits
-    first_row: int  # of the batch: row 0 of out
+    first_row: int  # row of the batch that is row 0 of out
     merges: list[Launch]
 
     @classmethod
     def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0) -> Parts:
-        """For these rows of the output, of which some may have no part."""
+        """Outputs for these rows; some of them may get no part."""
         if splits.num == 1:
             return cls(out, None, splits, first_row, [])
         parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)
@@ -35,7 +36,7 @@ class Parts(NamedTuple):
         return cls(parts, lse, splits, first_row, [merge_launch(parts, lse, out)])
 
     def args(self, keys_a_tile: int) -> dict[str, object]:
-        """What decode and prefill kernels take of it."""
+        """Arguments for decode and prefill kernels."""
         return {
             "out": self.out,
             "lse": self.lse,
@@ -51,17 +52,17 @@ def merge_kernel(  # noqa: PLR0913
     parts, part_lse, out, num_rows, num_parts,
     PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
-    """Program row; parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. An empty part
-    is not read, a row of empty parts not written."""
+    """Program row; parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. Empty parts are
+    not read; a row with only empty parts is not written."""
     row = tl.program_id(0)
     part = tl.arange(0, PAD_P)
     dims = tl.arange(0, PAD_D)
     where = part.to(tl.int64) * num_rows + row
     logs = tl.load(part_lse + where, mask=part < num_parts, other=float("-inf"))
     if tl.sum((logs != float("-inf")).to(tl.int32), 0) == 0:
-        return  # a row of another kernel, or of no sequence
+        return  # a row of the other kernel, or of no sequence
     peak = tl.max(logs, 0)
-    base = tl.where(peak == float("-inf"), 0.0, peak)  # of a row that is no number
+    base = tl.where(peak == float("-inf"), 0.0, peak)  # for a row of NaN
     weights = tl.exp2((logs - base) * LOG2E)
     total = tl.sum(weights, 0)
     safe = tl.where(total == 0, 1.0, total)
@@ -80,7 +81,7 @@ def merge_launch(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor)
         "out": out,
         "num_rows": num_tokens * num_heads,
         "num_parts": num_parts,
-        # Of two sizes only: each is compiled for itself.
+        # Only two sizes, since each is compiled separately.
         "PAD_P": 8 if num_parts <= 8 else pad_power(num_parts, 32),
         "D": head_dim,
         "PAD_D": pad_power(head_dim),
@@ -89,7 +90,7 @@ def merge_launch(parts: torch.Tensor, part_lse: torch.Tensor, out: torch.Tensor)
     return Launch(merge_kernel, (num_tokens * num_heads,), args, warps, 1)
 
 
-SPAN_PARTS, SPAN_HEADS = 16, 4  # that a program adds up together
+SPAN_PARTS, SPAN_HEADS = 16, 4  # parts and heads per step of a program
 
 
 @triton.jit(do_not_specialize=["most_tokens"])
@@ -98,8 +99,8 @@ def spans_kernel(  # noqa: PLR0913
     NUM_HEADS: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
     PARTS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence x token, block of heads); parts [slots, most_tokens, NUM_HEADS, D], their
-    lse likewise, spans [sequences, 2]: first slot, number of parts. Sequences without are left."""
+    """Program (sequence x token, block of heads); parts [slots, most_tokens, NUM_HEADS, D],
+    part_lse likewise, spans [sequences, 2]: first slot, number of parts (0: skipped)."""
     seq = tl.program_id(0) // most_tokens
     token = tl.program_id(0) % most_tokens
     num_parts = tl.load(spans + seq * 2 + 1)

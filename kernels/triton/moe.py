@@ -1,8 +1,8 @@
 """Mixtures of experts: pairs of token and expert, sorted into blocks of one expert (groups.py).
 
-Experts are plain or packed. Their products are in the order of the tokens, and nothing is added
-atomically: two runs of a batch give the same bits. How many pairs a program takes depends on how
-many there are, and with that a token's last bits."""
+Experts are plain or packed. Sums are in the order of the tokens and without atomics, so two runs of
+a batch are bit-identical. The number of pairs per program, and with it a token's last bits, depends
+on the total number of pairs."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from kernels.tuning import pad_power
 
 
 class Tiles(NamedTuple):
-    """What a product's program takes."""
+    """Tile of one program."""
 
     M: int  # pairs
-    N: int  # columns of the result
-    K: int  # columns multiplied at a time
+    N: int  # outputs
+    K: int  # inputs per step
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -65,7 +65,7 @@ def packed_experts_kernel(  # noqa: PLR0913
     a, values, scales, zeros, order, out, pairs, block_groups, weights, num_pairs, stride_a,
     num_outputs, num_steps, FAN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the outputs, block): as product_kernel, of packed matrices."""
+    """Program (part of the outputs, block): product_kernel for packed matrices."""
     block = tl.program_id(1)
     group = tl.load(block_groups + block).to(tl.int64)
     if group < 0:
@@ -83,7 +83,7 @@ def packed_experts_kernel(  # noqa: PLR0913
         order += group * S.K
     tables = scales + table, zeros, column, num_outputs
     acc = packed_sums((rows, is_pair, order), matrix, tables, (0, num_steps), S)
-    # Read anew, not kept over the loop, in which there is no register to spare.
+    # Read again, to save registers during the loop.
     pair = tl.load(pairs + block * S.M + tl.arange(0, S.M), cache_modifier=".cg")
     is_pair, sums = pair < num_pairs, tl.trans(acc)
     if weights is not None:
@@ -95,7 +95,7 @@ def packed_experts_kernel(  # noqa: PLR0913
 
 @triton.jit
 def sum_kernel(parts, chosen, out, H: tl.constexpr, FAN: tl.constexpr, TILE: tl.constexpr):
-    """Program (token, part of the columns): the sum over its experts, in their order."""
+    """Program (token, part of the columns): sum over the token's experts, in their order."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
@@ -106,7 +106,7 @@ def sum_kernel(parts, chosen, out, H: tl.constexpr, FAN: tl.constexpr, TILE: tl.
     tl.store(out + token * H + column, total.to(out.dtype.element_ty), mask=column < H)
 
 
-# Bytes of x -> pairs a program -> (tiles, warps, stages).
+# Bytes of an element of x -> pairs per program -> (tiles, warps, stages).
 _TILES = {
     2: {
         16: (Tiles(16, 64, 128), 4, 3),
@@ -118,7 +118,7 @@ _TILES = {
 
 
 def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
-    """Pairs a program: few of them leave tensor cores idle anyway."""
+    """Pairs per program; with few pairs per group, tensor cores are idle anyway."""
     a_group = num_pairs // num_groups
     if itemsize == 4:
         return 16 if a_group < 32 else 32
@@ -126,7 +126,7 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
 
 
 def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
-    """How many of these pairs a program of these experts takes."""
+    """Pairs per program for these experts."""
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 
@@ -161,7 +161,7 @@ def mixture(
 
 
 def sizes_of(experts: Experts) -> tuple[int, int]:
-    """(how many, outputs of each)."""
+    """(number of experts, outputs of each)."""
     values = experts.values if isinstance(experts, Packed) else experts
     return values.shape[0], values.shape[1]
 
@@ -172,7 +172,7 @@ def experts_launch(
     weights: torch.Tensor | None,
     fan: int,
 ) -> Launch:
-    """tensors: rows [P / fan, K], experts of N outputs and K inputs, and out [P, N]."""
+    """tensors: rows [P / fan, K], experts with N outputs and K inputs, out [P, N]."""
     a, experts, out = tensors
     if isinstance(experts, Packed):
         return packed_launch((a, out), experts, groups, weights, fan)
@@ -253,7 +253,7 @@ def sum_launch(parts: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> 
 
 
 def configurations() -> Iterator[Launch]:
-    """128 experts of which 8 are taken, plain and packed, decodes to long prompts."""
+    """128 experts, 8 per token, plain and packed, for decodes to long prompts."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for num_tokens in (64, 1024, 8192):
             x = torch.empty((num_tokens, 2048), dtype=dtype, device="meta")
@@ -278,8 +278,8 @@ def of_experts(x: torch.Tensor, gate_up: Experts, down: Experts) -> Iterator[Lau
 
 
 def forms() -> Iterator[tuple[Packed, Packed]]:
-    """Experts as AWQ has them, as GPTQ has them in groups of 32 or with inputs in any order, and in
-    blocks of 8-bit floats."""
+    """Experts in formats of AWQ, GPTQ (groups of 32, or sorted inputs) and block-wise 8-bit
+    floats."""
     for dtype, bits, group_size, has_zeros, is_sorted in (
         (torch.uint8, 4, 128, True, False),
         (torch.uint8, 4, 32, False, False),

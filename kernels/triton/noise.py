@@ -1,4 +1,4 @@
-"""The noise of `kernels.reference.sampling`, bit for bit up to the logarithms' last place."""
+"""The noise of `kernels.reference.sampling`, equal except for the last bits of logarithms."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def mix(z):
 
 @triton.jit
 def row_key(seed, position):
-    """seed: int64, of which all bits count."""
+    """Hash of seed (all 64 bits) and position."""
     start = mix(seed.to(tl.uint64, bitcast=True) + GOLDEN)
     return mix(start + (position.to(tl.uint64) + 1) * GOLDEN)
 
 
 @triton.jit
 def steps_of(key, ids):
-    """The uniform numbers of tokens, in whole steps."""
+    """The uniform numbers of tokens as integer numbers of steps."""
     return (mix(key + (ids.to(tl.uint64) + 1) * GOLDEN) >> UNUSED_BITS).to(tl.int64)
 
 
 @triton.jit
 def uniform(steps):
-    """Inside (0, 1), float64."""
+    """A number inside (0, 1), float64."""
     return (steps.to(tl.float64) + 0.5) * STEP
 
 
 @triton.jit
 def gumbel(steps):
-    """Float64. log1p by the way of a log whose argument's rounding cancels."""
+    """Gumbel noise in float64; log1p by a log whose rounding errors cancel."""
     v = uniform(steps)
     rest = 1.0 - v
     logs = tl.where(rest == 1.0, -v, tl.log(rest) * (v / (1.0 - rest)))
@@ -53,7 +53,7 @@ def gumbel(steps):
 
 @triton.jit
 def rough_gumbel(steps):
-    """Float32, within 1e-5: logarithms on devices have few digits close to one."""
+    """Gumbel noise in float32 with an error below 1e-5; device logarithms are inexact near one."""
     v = (steps.to(tl.float32) + 0.5) * STEP
     rest = ((-steps + STEPS).to(tl.float32) - 0.5) * STEP
     series = 1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5 + v * (1.0 / 6)))))

@@ -1,4 +1,4 @@
-"""RMS norms: rows of the residual stream, and what is added to it."""
+"""RMS norms, with or without the residual addition."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.triton.launch import Launch
 from kernels.triton.repeated import Forms, again
 from kernels.tuning import pad_power
 
-TILE = 2048  # elements a program, if a row has no more
+TILE = 2048  # elements per program, or one row if it has more
 ROWS = torch.contiguous_format
 FORMS = Forms()
 
@@ -23,7 +23,7 @@ def norm_kernel(  # noqa: PLR0913
     stride_x, stride_residual, H: tl.constexpr, PAD_H: tl.constexpr, ROWS: tl.constexpr,
     ADD_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Program this many rows. residual, total: None for a norm alone."""
+    """Program of ROWS rows. residual, total: None without the addition."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PAD_H)
     mask = (row < num_rows)[:, None] & (column < H)[None, :]
@@ -33,7 +33,7 @@ def norm_kernel(  # noqa: PLR0913
     values = stored.to(tl.float32)
     if residual is not None:
         added = tl.load(residual + row * stride_residual + column, mask=mask, other=0.0)
-        # Rounded before it is normalised, as the stream that goes on is.
+        # The sum is rounded before it is normalised, like the stored residual stream.
         rounded = (values + added.to(tl.float32)).to(stored.dtype)
         tl.store(total + row * H + column, rounded, mask=mask)
         values = rounded.to(tl.float32)
@@ -92,7 +92,7 @@ def norm_launch(
     eps: float,
     add_one: bool,
 ) -> Launch:
-    """inputs: x [N, H] and what is added to it; outputs: contiguous."""
+    """inputs: x [N, H] and the residual; outputs: normalised and sum, contiguous."""
     x, residual = inputs
     num_rows, hidden = x.shape
     padded = pad_power(hidden)
@@ -117,7 +117,7 @@ def norm_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Heads and hidden sizes of common models, both roundings, with and without a sum."""
+    """Head and hidden sizes of common models, both roundings, with and without the addition."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for hidden in (128, 1024, 4096, 5120, 16384):
             x = torch.empty((64, hidden), dtype=dtype, device="meta")

@@ -1,4 +1,4 @@
-"""Penalties on tokens seen before; what was seen is counted on the device."""
+"""Penalties on tokens that occurred; occurrences are counted on the device."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def penalise_kernel(  # noqa: PLR0913
             draft = tl.load(drafts + row * stride_drafts + i)
             count = tl.where(ids == draft, count + 1, count)
     packed = tl.load(prompt_bits + slot * num_words + (ids >> 5), mask=is_token, other=0)
-    is_known = count + ((packed >> (ids & 31)) & 1) > 0  # neither, past the vocabulary
+    is_known = count + ((packed >> (ids & 31)) & 1) > 0  # False beyond the vocabulary
     here = logits + row * stride + ids
     x = tl.load(here, mask=is_known, other=0.0).to(tl.float64)
     x = x * tl.where(x > 0, inverse, factor)
@@ -49,7 +49,7 @@ def seat_kernel(  # noqa: PLR0913
     token_ids, prompt_bits, counts, slot, num_tokens, num_prompt, vocab_size, num_words,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program part of the tokens. Atomics of integers: their order changes nothing."""
+    """Program part of the tokens. Integer atomics, whose order does not matter."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(token_ids + place, mask=place < num_tokens, other=0)
     slot = slot.to(tl.int64)
@@ -148,7 +148,7 @@ def penalise_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """With and without drafts, one token a row and several."""
+    """With and without drafts, one token per row and several."""
     state = new_penalties(8, 151936, "meta")
     logits = torch.empty((64, 151936), device="meta")
     slots = torch.empty(64, dtype=torch.int32, device="meta")

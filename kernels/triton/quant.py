@@ -1,8 +1,8 @@
 """Products with quantised weights: integers of 4 and 8 bits, 8-bit floats, scales by group.
 
-Weights are dequantised in registers, on their way to the product (unpack.py). Of very many rows,
-where arithmetic is the bound, a pass dequantises them into scratch memory, and the library
-multiplies. Sums over parts of the inputs are added in order: no atomics.
+Weights are dequantised in registers (unpack.py). For very many rows, which are bound by arithmetic,
+they are dequantised to scratch memory and torch's library multiplies. Sums over parts of the inputs
+are added in order, without atomics.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kernels.triton.unpack import bytes_of, of_group, packed_sums, piece_of, sha
 
 FP8 = torch.float8_e4m3fn
 SUM_TILE = 1024
-DEQUANTISED_OUTPUTS = 32  # a program
-MOST_GATHERED_ROWS = 16  # above, columns are put in the order of a matrix once, for all programs
+DEQUANTISED_OUTPUTS = 32  # per program
+MOST_GATHERED_ROWS = 16  # for more rows, columns of x are reordered once for all programs
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_steps", "steps_a_split"])
@@ -31,9 +31,7 @@ def packed_product_kernel(  # noqa: PLR0913
     steps_a_split, S: tl.constexpr,
 ):  # fmt: skip
     """Program (rows, outputs, split): out[split, row, output] = x @ weight.T over its inputs.
-
-    Programs of the same weights stand side by side: memory gives these to the first of them.
-    """
+    Programs with the same weights are adjacent, so that the weights are read from memory once."""
     row = tl.program_id(0) * S.M + tl.arange(0, S.M)
     output = tl.program_id(1) * S.N + tl.arange(0, S.N)
     split = tl.program_id(2)
@@ -53,7 +51,7 @@ def packed_product_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["size", "num_splits"])
 def sum_kernel(parts, bias, out, size, num_outputs, num_splits, TILE: tl.constexpr):
-    """Program tile of out, flattened: the sum of its parts, in their order, and the bias."""
+    """Program tile of flattened out: sum of the parts, in order, plus the bias."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     total = tl.zeros([TILE], tl.float32)
@@ -84,10 +82,8 @@ def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(x, scale, out, scales, stride_x, K: tl.constexpr, TILE: tl.constexpr):
-    """Program row: x / scale as 8-bit floats, by the scale given or the row's largest number.
-
-    Saturates; what is no number stays none, so that the product's row is seen not to be sound.
-    """
+    """Program row: x / scale as 8-bit floats, with the given scale or that of the row's largest
+    number. Values are clamped. NaN stays NaN, so that errors show in the product."""
     row = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, TILE)
     if scale is None:
@@ -124,8 +120,7 @@ def weight_only_product(
 def product_launches(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor
 ) -> list[Launch]:
-    """Launches of a product of one row or more; the weight is never dequantised but in
-    registers."""
+    """Launches of a product of at least one row that dequantises weights in registers."""
     tile = product_tile(arch_of(x), len(x), x.element_size())
     programs = triton.cdiv(packed.num_outputs, tile.outputs) * triton.cdiv(len(x), tile.rows)
     num_steps = triton.cdiv(packed.values.shape[1], packed.piece)
@@ -145,7 +140,7 @@ def product_launch(
     num_steps: int,
     splits: int,
 ) -> Launch:
-    """tensors: x [M, K], the matrix, bias [N] and out [splits, M, N]."""
+    """tensors: x [M, K], the weight, bias [N], out [splits, M, N]."""
     x, packed, bias, out = tensors
     steps = triton.cdiv(num_steps, splits)
     args = {
@@ -182,7 +177,7 @@ def sum_launch(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 
 
 def dequantized(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """The weight [N, K], its columns in the order they are packed in."""
+    """Dequantise to [N, K], with columns in packed order."""
     shape = (packed.num_outputs, packed.num_inputs)
     out = torch.empty(shape, dtype=dtype, device=packed.values.device)
     dequantize_launch(packed, out).run()
@@ -230,7 +225,8 @@ def quantize_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Groups of 32, 128 and whole rows, zeros and none, sorted inputs, decodes to prompts."""
+    """Groups of 32, 128 and full rows, with and without zero points, sorted inputs, decodes to
+    prompts."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for packed in list(examples())[:: 5 if dtype is torch.float16 else 1]:
             yield from of_rows(packed, dtype)
@@ -253,7 +249,7 @@ def of_rows(packed: Packed, dtype: torch.dtype) -> Iterator[Launch]:
 
 
 def examples() -> Iterator[Packed]:
-    """Matrices as files of each kind hold them, 4096 by 4096."""
+    """Matrices of each format, 4096 by 4096."""
     for dtype, bits, group_size, has_zeros, is_sorted in (
         (torch.uint8, 4, 128, True, False),
         (torch.uint8, 4, 128, False, True),

@@ -1,8 +1,7 @@
-"""Launches that are run again on other tensors of the same form, as they are layer after layer.
+"""Repeats launches on other tensors of the same shapes, as for each layer of a step.
 
-What a launch is worked out from is the same for all layers of a step: tiles, grids, arguments by
-name, which compiled kernel. Where its tensors lie is not. The first time launches are built and
-run; after that only pointers are put in their places.
+Tiles, grids, other arguments and the compiled kernel are the same for all layers; only addresses
+differ. The first time, launches are built and run; later only the pointers are replaced.
 """
 
 from __future__ import annotations
@@ -19,16 +18,15 @@ from kernels.triton.launch import Launch, is_interpreting, needs_triton, paramet
 Tensors = Sequence[torch.Tensor | None]
 Build = Callable[[], Sequence[Launch]]
 
-MOST_FORMS = 512  # that are remembered beyond a step
-ALIGNED = 15  # bits of a pointer that kernels are specialised by
+MOST_FORMS = 512  # entries of a cache that outlives a step
+ALIGNED = 15  # bits of a pointer by which kernels are specialised
 
 
 def again(known: dict[Any, Any], key: tuple[Hashable, ...], tensors: Tensors, build: Build) -> None:
-    """Run the launches that `build` makes of these tensors.
+    """Run the launches that `build` makes for these tensors, cached in `known` by `key`.
 
-    Launches built for an equal key differ in nothing but where these tensors lie; what else they
-    read and write is the same memory, and those that touch none of these are run once. `known`
-    remembers them.
+    Launches with an equal key must only differ in the addresses of these tensors; other memory that
+    they use must be the same. Launches that use none of these tensors are run only once.
     """
     found: Repeated | None = known.get(key)
     if found is None:
@@ -43,7 +41,7 @@ def again(known: dict[Any, Any], key: tuple[Hashable, ...], tensors: Tensors, bu
 
 
 class Forms(dict[Any, Any]):
-    """What `again` remembers where there is no step to remember it with."""
+    """A cache for `again` that outlives a step."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= MOST_FORMS:
@@ -52,7 +50,7 @@ class Forms(dict[Any, Any]):
 
 
 class Moved(NamedTuple):
-    """An argument that lies within the tensor of this place in the order, this many bytes in."""
+    """An argument that is a view of tensor ``place`` at a byte ``offset``."""
 
     place: int
     offset: int
@@ -66,21 +64,21 @@ class Moved(NamedTuple):
 
 
 class RepeatedCall(NamedTuple):
-    """A compiled launch: all that its launcher takes, and where in it pointers are put."""
+    """A compiled launch: the launcher's arguments, and where pointers are replaced."""
 
     run: Any
     grid: tuple[int, int, int]
     values: list[Any]
-    moved: list[tuple[int, int, int]]  # place in values, of the tensor, bytes from its beginning
+    moved: list[tuple[int, int, int]]  # index in values, index of the tensor, byte offset
 
 
 class Repeated:
-    """Launches without those of their tensors that differ from run to run."""
+    """Launches whose tensors are replaced in each run."""
 
     def __init__(
         self, launches: Sequence[Launch], compiled: Sequence[Any], tensors: Tensors
     ) -> None:
-        """compiled: what Triton made of each launch; nothing where kernels are interpreted."""
+        """compiled: the compiled kernel of each launch; ``None`` in Triton's interpreter."""
         self._pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         self._device = next(t.get_device() for t in tensors if t is not None)
         without = [_without(launch, tensors) for launch in launches]
@@ -92,7 +90,7 @@ class Repeated:
         ]
 
     def run(self, tensors: Tensors) -> None:
-        """Run them on other tensors in the same order."""
+        """Run the launches on other tensors, in the same order."""
         pointers, differing = [], 0
         for tensor, before in zip(tensors, self._pointers, strict=True):
             pointer = 0 if tensor is None else tensor.data_ptr()
@@ -110,11 +108,12 @@ class Repeated:
             run(*grid, stream, *values)
 
     def compare(self, launches: Sequence[Launch], tensors: Tensors) -> None:
-        """Raise ``AssertionError`` unless these differ from the remembered ones in tensors only."""
+        """Raise ``AssertionError`` if these launches differ from the cached ones in more than
+        tensors."""
         without = [_without(launch, tensors) for launch in launches]
         built = [_form(launch) for launch in without if _is_moved(launch)]
         known = [_form(launch) for launch in self._launches]
-        assert built == known, f"launches of one key differ: {built} {known}"
+        assert built == known, f"launches with equal keys differ: {built} {known}"
 
 
 def _without(launch: Launch, tensors: Tensors) -> Launch:
@@ -134,13 +133,13 @@ def _with(launch: Launch, tensors: Tensors) -> Launch:
     for name, value in args.items():
         if isinstance(value, Moved):
             tensor = tensors[value.place]
-            assert tensor is not None, "a tensor is missing that was there when this was built"
+            assert tensor is not None, "a tensor is missing that was given at the first run"
             args[name] = value.within(tensor)
     return launch._replace(args=args)
 
 
 def _moved(value: torch.Tensor, tensors: Tensors) -> torch.Tensor | Moved:
-    """Where the argument lies within one of the tensors; itself if it does in none."""
+    """The argument as a view of one of the tensors; unchanged if it is not within any."""
     begin = value.data_ptr()
     for place, tensor in enumerate(tensors):
         if tensor is not None and 0 <= begin - tensor.data_ptr() < _span(tensor):
@@ -150,13 +149,13 @@ def _moved(value: torch.Tensor, tensors: Tensors) -> torch.Tensor | Moved:
 
 
 def _are_apart(tensors: Tensors) -> bool:
-    """Whether each place in memory is of one of them at most."""
+    """True if the tensors do not overlap in memory."""
     spans = sorted((t.data_ptr(), t.data_ptr() + _span(t)) for t in tensors if t is not None)
     return all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from its first element to the end of its last."""
+    """Bytes from a tensor's first element to the end of its last."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 
@@ -169,7 +168,7 @@ def _call_of(launch: Launch, compiled: Any) -> RepeatedCall:
         if isinstance(value, Moved):
             moved.append((len(values), value.place, value.offset))
         elif isinstance(value, torch.Tensor):
-            value = value.data_ptr()  # the launch keeps it
+            value = value.data_ptr()  # the launch keeps the tensor alive
         values.append(value)
     x, y, z = (*launch.grid, 1, 1)[:3]
     return RepeatedCall(compiled.run, (x, y, z), values, moved)

@@ -1,9 +1,9 @@
-"""Choosing tokens without a sort, in five launches of which greedy rows take part in two.
+"""Samples tokens without sorting, in five launches, two of which do work for greedy rows.
 
-Four of them cut rows and pick the tokens of greedy ones: `kernels.triton.truncate`. Then `race`
-adds noise to what remains, block by block: numbers of few digits tell which tokens of the block may
-win, and these few are worked out in float64. The last of its programs to be done with a row
-compares the blocks' winners. Tokens are those of `kernels.cpu.sampling`.
+The first four truncate rows and choose the tokens of greedy rows (`kernels.triton.truncate`). Then
+`race` adds noise to the remaining tokens of each block: float32 scores exclude most tokens, and
+the few that may win are scored in float64. The last program of a row to finish compares the blocks'
+winners. Tokens equal those of `kernels.cpu.sampling`.
 """
 
 from __future__ import annotations
@@ -34,34 +34,34 @@ from kernels.triton.truncate import (
 )
 from kernels.tuning import pad_power
 
-MARGIN = tl.constexpr(1e-3)  # by how much rough scores may be wrong; they are within 1e-4
+MARGIN = tl.constexpr(1e-3)  # error allowed for float32 scores; it is below 1e-4
 
 
 class Sizes(NamedTuple):
-    """What the kernels are compiled for."""
+    """Compile-time parameters of the kernels."""
 
-    BLOCK: int = 4096  # logits a program
-    STRETCH: int = 128  # logits of which the largest is kept
-    BINS: int = 256  # that logits are counted in
-    TILE: int = 4096  # candidates looked at together
-    CAPACITY: int = 16384  # candidates a row, beyond which the row itself is searched
+    BLOCK: int = 4096  # logits per program
+    STRETCH: int = 128  # logits per stored maximum
+    BINS: int = 256
+    TILE: int = 4096  # candidates per step
+    CAPACITY: int = 16384  # with more candidates, the row itself is searched
 
 
 SIZES = Sizes()
 
 
 class Cuts(NamedTuple):
-    """What is left of each row: tokens above the cut, and those on it up to an id."""
+    """The remaining tokens of each row: those above the cut, and those equal to it up to an id."""
 
-    value: torch.Tensor  # [R] float32; +inf where nothing can be sampled
+    value: torch.Tensor  # [R] float32; +inf if the row is greedy or invalid
     last_tie: torch.Tensor  # [R] int32
-    greedy: torch.Tensor  # [R] int32: the largest of greedy rows, else -1
-    arrived: torch.Tensor  # [R] int32: 0, to count the programs that are done with a row's race
+    greedy: torch.Tensor  # [R] int32, argmax of greedy rows, else -1
+    arrived: torch.Tensor  # [R] int32, number of programs that finished a row's race; starts at 0
 
 
 @triton.jit
 def race(row, x, ids, key, heat, S: tl.constexpr):
-    """(score, id) of the best of a block; x: logits, -inf where cut, at least one is not."""
+    """(score, id) of the winner of a block; x: logits, -inf if excluded; at least one is not."""
     peak = tl.max(x)
     per_unit = tl.minimum(1.0 / heat, 1e30).to(tl.float32)
     rough = (x - peak) * per_unit + rough_gumbel(steps_of(key, ids))
@@ -85,7 +85,7 @@ def race(row, x, ids, key, heat, S: tl.constexpr):
 
 @triton.jit
 def kept(row, start, vocab_size, value, last_tie, S: tl.constexpr):
-    """(logits of a block, -inf where the cut leaves them out; their ids)."""
+    """(logits of a block, -inf for those excluded by the cut; their ids)."""
     x = load_part(row, start, vocab_size, S.BLOCK)
     ids = start + tl.arange(0, S.BLOCK)
     stays = (x > value) | ((x == value) & (ids <= last_tie))
@@ -97,7 +97,7 @@ def race_kernel(  # noqa: PLR0913
     logits, slots, positions, temperature, seeds, value, last_tie, greedy, arrived, scores,
     winners, chosen, stride, vocab_size, num_blocks, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block); the last of a row finishes it."""
+    """Program (row, block); the last program of a row chooses the token."""
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cut = tl.load(value + n)
@@ -123,7 +123,7 @@ def race_kernel(  # noqa: PLR0913
 
 @triton.jit
 def finish(scores, winners, num_blocks, PAD: tl.constexpr):
-    """The winner of the best score, the lowest id of equal ones."""
+    """The winner with the largest score; of equal ones the lowest id."""
     place = tl.arange(0, PAD)
     score = tl.load(scores + place, mask=place < num_blocks, other=float("-inf"))
     is_best = (score == tl.max(score)) & (score > float("-inf"))
@@ -139,10 +139,7 @@ def choose_tokens(
     seeds: NDArray[np.uint64],
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
-    """See kernels.reference.sampling.choose_tokens.
-
-    Copies the columns to the logits' device and waits.
-    """
+    """See kernels.reference.sampling.choose_tokens. Copies the columns to the device and waits."""
     host = (temperature, top_k, top_p, min_p, seeds.view(np.int64), positions)
     on_device = [torch.from_numpy(np.ascontiguousarray(c)).to(logits.device) for c in host]
     slots = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
@@ -151,7 +148,7 @@ def choose_tokens(
 
 
 def sample(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> torch.Tensor:
-    """The token of each row [R] int32, -1 where there is none; nothing leaves the device."""
+    """See `kernels.reference.sampling.sample`. Does not wait for the device."""
     chosen = torch.empty_like(rows.slots)
     if len(chosen):
         cuts = cut(rows, columns, sizes)
@@ -169,7 +166,7 @@ def sample_allowed(
 
 
 def cut(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> Cuts:
-    """Where each row is cut, and the tokens of greedy rows."""
+    """Compute the cut of each row, and the tokens of greedy rows."""
     slots = rows.slots
     cuts = Cuts(
         torch.empty(len(slots), dtype=torch.float32, device=slots.device),
@@ -242,7 +239,7 @@ def race_launch(
 
 
 def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, Columns]:
-    """Empty tensors of the types that kernels are compiled for."""
+    """Meta tensors to compile kernels for."""
     row = torch.empty(64, dtype=torch.int32, device="meta")
     logits = torch.empty((64, vocab_size), dtype=dtype, device="meta")
     numbers = row.double()
@@ -250,7 +247,7 @@ def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, Columns]:
 
 
 def configurations() -> Iterator[Launch]:
-    """Vocabularies of 32k and 152k in the dtypes a model's head may give."""
+    """Vocabularies of 32k and 152k in all dtypes of logits."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for vocab_size in (32000, 151936):
             rows, columns = meta_rows(dtype, vocab_size)

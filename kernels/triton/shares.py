@@ -1,14 +1,13 @@
-"""Which keys a program of decode attention reads: shares as even as there can be, planned once a
-step on the device.
+"""Plans, once per step on the device, which keys each program of decode attention reads: equal
+shares of the keys of all sequences.
 
-    sequences of    16    16   1563    16 tiles     all together / programs wanted = 26 a share
+    sequences of    16    16   1563    16 tiles     total / number of programs = 26 per share
     items            1     1     61     1           (sequence, first tile, end, slot)
 
-A sequence within one share is written whole (slot -1); the parts of a longer one go to slots of
-memory, one after the other, and are merged. How many items and slots there may be is known to the
-host, so a recorded step plans whatever sequences it meets. Idea: Stream-K's even split of work
-(Osama et al. 2023), as FlashInfer's planner cuts attention.
-"""
+A sequence within one share is written directly to the output (slot -1); the parts of a longer one
+go to consecutive slots of scratch memory and are merged. The host only knows upper bounds of items
+and slots, so a recorded step works for any sequences. The idea is Stream-K's even split (Osama et
+al. 2023), as in FlashInfer's planner."""
 
 from __future__ import annotations
 
@@ -22,14 +21,15 @@ from kernels.meta import AttentionMeta
 from kernels.triton.launch import Launch
 from kernels.tuning import Shares
 
-SEQS = 128  # that a program of the plan looks at together
+SEQS = 128  # sequences per step of the plan
 
 
 @triton.jit
 def tiles_seen(
     seq, query_start, seq_lens, num_seqs, most_tokens, KEYS: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """First tile and number of tiles that sequences see; whether they are for decode attention."""
+    """First tile and number of tiles that sequences attend to, and whether decode attention
+    computes them."""
     there = seq < num_seqs
     num_tokens = tl.load(query_start + seq + 1, mask=there, other=0)
     num_tokens -= tl.load(query_start + seq, mask=there, other=0)
@@ -44,9 +44,10 @@ def tiles_seen(
 
 @triton.jit
 def cut_of(tiles, is_ours, even):
-    """Tiles of a part, and parts of each sequence: 0 of those that are not for this kernel."""
+    """Tiles per part, and number of parts of each sequence (0: not computed by decode
+    attention)."""
     count = tl.maximum((tiles + even - 1) // even, 1)
-    share = tl.maximum((tiles + count - 1) // count, 1)  # parts of one sequence are even
+    share = tl.maximum((tiles + count - 1) // count, 1)  # equal parts within a sequence
     count = tl.maximum((tiles + share - 1) // share, 1)
     return share, tl.where(is_ours, count, 0)
 
@@ -57,10 +58,8 @@ def plan_kernel(  # noqa: PLR0913
     num_seqs, num_items, num_shares, least_tiles, most_tokens,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Program: SEQS sequences. items [num_items, 4]: sequence (-1: none), first tile, end, slot.
-
-    spans [num_seqs, 2]: first slot of a sequence's parts, how many (0: written whole).
-    """
+    """Program of SEQS sequences. items [num_items, 4]: sequence (-1: none), first tile, end, slot;
+    spans [num_seqs, 2]: first slot of a sequence's parts and their number (0: not split)."""
     total = 0
     for start in range(0, num_seqs, SEQS):
         seq = start + tl.arange(0, SEQS)
@@ -101,7 +100,7 @@ def plan_kernel(  # noqa: PLR0913
 
 
 class SharesPlan(NamedTuple):
-    """A step's items, for all layers with one window."""
+    """A step's work items, shared by all layers with the same window."""
 
     items: torch.Tensor  # [n, 4] int32
     spans: torch.Tensor  # [sequences, 2] int32
@@ -111,8 +110,8 @@ class SharesPlan(NamedTuple):
     def of(
         cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
     ) -> tuple[SharesPlan, list[Launch]]:
-        """The step's plan, and what makes it at its first use. sizes: the first this many
-        sequences, with this many tokens at most; keys: number in a tile."""
+        """The step's plan, cached, and the launch that computes it at its first use. sizes: number
+        of sequences, maximum tokens of one; keys: keys per tile."""
         scratch_key = ("shares", shares, sizes, keys, window)
         if scratch_key in meta.scratch:
             return meta.scratch[scratch_key], []

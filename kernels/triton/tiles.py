@@ -1,9 +1,9 @@
-"""What prefill and decode attention share: tiles of keys, their masks, the running softmax.
+"""Common parts of prefill and decode attention: tiles of keys, their masks, the running softmax.
 
-Rows of a program are the query heads of one key head, packed: row m is token m // HEADS, head
-m % HEADS. The softmax runs in base 2. Three loops follow each other so that the middle one, which
-does nearly all work, has no mask: tiles that the window cuts, tiles that every row sees whole,
-tiles that the diagonal cuts. Ascending, so that a row's sums do not depend on the batch.
+A program's rows are query heads of one KV head: row m is token m // HEADS, head m % HEADS. The
+softmax is in base 2. Keys are read in three loops: tiles that the window cuts, tiles that every row
+attends to completely, and tiles that the diagonal cuts, so that the middle loop, with nearly all of
+the work, has no mask. Keys are in ascending order, so a row's sums do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 class Shape(NamedTuple):
-    """What an attention kernel is compiled for."""
+    """Compile-time parameters of an attention kernel."""
 
     D: int  # head size
-    PAD_D: int  # the power of two that holds it
-    PAGE: int  # tokens a cache block
+    PAD_D: int  # head size padded to a power of two
+    PAGE: int  # tokens per cache block
     KV_HEADS: int
-    GROUP: int  # query heads a key head
-    HEADS: int  # query heads a program, a divisor of GROUP
-    ROWS: int  # packed query rows a program, a power of two
-    KEYS: int  # keys a tile
+    GROUP: int  # query heads per KV head
+    HEADS: int  # query heads per program, a divisor of GROUP
+    ROWS: int  # packed query rows per program, a power of two
+    KEYS: int  # keys per tile
     SCALE: float
     WINDOW: int  # 0: none
     SOFTCAP: float  # 0: none
@@ -45,7 +45,7 @@ class Shape(NamedTuple):
         heads: int,
         tile: Tile,
     ):
-        """q: [N, Hq, D], kv_layer: [blocks, 2, Hkv, page, D]; `heads` of them share a program."""
+        """q: [N, Hq, D], kv_layer: [blocks, 2, Hkv, page, D]; heads: query heads per program."""
         _, num_heads, dim = q.shape
         _, _, kv_heads, page, _ = kv_layer.shape
         group = num_heads // kv_heads
@@ -68,7 +68,7 @@ def attention_args(
     variant: AttentionOptions,
     shape: Shape,
 ) -> dict[str, Any]:
-    """What prefill and decode kernels both take, less where they write."""
+    """The common arguments of prefill and decode kernels, except outputs."""
     if not kv_layer[0].is_contiguous() or not q[0].is_contiguous():
         raise ValueError("attention needs contiguous query rows and contiguous cache blocks")
     return {
@@ -89,18 +89,15 @@ def attention_args(
 
 @triton.jit
 def head_rows(first_head, num_tokens, S: tl.constexpr):
-    """Token and query head of every row, and whether the row is one of the program's."""
+    """Token and query head of every row, and whether the row is used."""
     row = tl.arange(0, S.ROWS)
     return row // S.HEADS, first_head + row % S.HEADS, row < num_tokens * S.HEADS
 
 
 @triton.jit
 def places_of(first_token, first_head, S: tl.constexpr):
-    """Index of every row in what is [token, query head]; first_token: that of row 0.
-
-    Worked out from there and not from what queries were read by: that would be kept through the
-    loops, in registers that they need.
-    """
+    """Index of every row in a tensor [token, query head]; first_token: that of row 0. Computed
+    again after the loops and not reused from loading the queries, to save registers."""
     row = first_token * S.HEADS + tl.arange(0, S.ROWS)
     head = first_head + row % S.HEADS
     return (row // S.HEADS).to(tl.int64) * (S.KV_HEADS * S.GROUP) + head
@@ -117,7 +114,8 @@ def load_queries(q, stride_q, row0, rows, S: tl.constexpr):
 
 @triton.jit
 def visible_tiles(first_pos, last_pos, S: tl.constexpr):
-    """Tiles seen by rows at first_pos .. last_pos: first, first and end of the whole ones, end."""
+    """Tiles for rows at first_pos .. last_pos: first tile, first and end of those without mask,
+    end."""
     end = (last_pos + S.KEYS) // S.KEYS
     first = 0
     whole_from = 0
@@ -131,7 +129,7 @@ def visible_tiles(first_pos, last_pos, S: tl.constexpr):
 
 @triton.jit
 def blocks_at(table, tile, end_key, S: tl.constexpr):
-    """The block that a tile lies in; of each of its keys where a tile spans several."""
+    """The block of a tile, or of each of its keys if a tile spans several blocks."""
     if S.PAGE % S.KEYS == 0:
         blocks = tl.load(table + tile * S.KEYS // S.PAGE)
     else:
@@ -142,11 +140,10 @@ def blocks_at(table, tile, end_key, S: tl.constexpr):
 
 @triton.jit
 def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
-    """Offset of a tile within one head of the cache, or of each of its keys.
+    """Offset of a tile in one head of the cache, or of each of its keys.
 
-    Distances within a block are the same in all tiles and worked out once: fewer instructions, but
-    more registers, of which decodes have none to spare if many programs are to wait for memory
-    together.
+    Computing offsets within a block only once saves instructions but takes registers, which decodes
+    need in order to have many programs per processor.
     """
     if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
         rows = blocks.to(tl.int64) * stride_block + (tile * S.KEYS % S.PAGE) * S.D
@@ -158,7 +155,7 @@ def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
-    """[KEYS, PAD_D] of keys or values; nothing is read that no row sees."""
+    """Load keys or values [KEYS, PAD_D]. Keys that no row attends to are not read."""
     dims = tl.arange(0, S.PAD_D)
     if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
         where = base + rows + ((tl.arange(0, S.KEYS) * S.D)[:, None] + dims[None, :])
@@ -175,10 +172,10 @@ def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
-    """(scores, a factor that is still to be laid on them): in base 2, capped, biased by distance.
+    """(scores, factor): scores times factor are in base 2, with softcap and ALiBi applied.
 
-    The factor is left to the multiply-add that takes the largest away: scores cost an instruction
-    less, and masked and whole tiles round alike, whatever a compiler contracts.
+    The factor is applied by the multiply-add that subtracts the largest score. This saves an
+    instruction, and tiles with and without mask round the same way, whatever the compiler fuses.
     """
     factor = scale * LOG2E
     scores = products
@@ -198,10 +195,10 @@ def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
 def attend_tiles(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, S: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Take tiles[0] .. tiles[1] - 1 into the running softmax `state`.
+    """Add tiles[0] .. tiles[1] - 1 to the running softmax `state`.
 
-    A tile's block is looked up while the tile before it is computed: an address that a load of the
-    same round gives would keep keys and values from being fetched ahead.
+    A tile's block is looked up one round earlier, because an address loaded in the same round would
+    prevent the prefetch of keys and values.
     """
     acc, peak, total = state
     keys, values, table, stride_block = cache
@@ -224,7 +221,7 @@ def attend_tiles(  # noqa: PLR0913
             scores = tl.where(seen, scores, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(scores, 1) * factor)
         base = new_peak
-        if MASKED:  # a row may have seen nothing yet
+        if MASKED:  # a row may have no keys yet
             base = tl.where(new_peak == float("-inf"), 0.0, new_peak)
         weights = tl.exp2(tl.fma(scores, factor, -base[:, None]))
         decay = tl.exp2(peak - base)
@@ -237,7 +234,7 @@ def attend_tiles(  # noqa: PLR0913
 
 @triton.jit
 def start_state(sinks, head, is_first, S: tl.constexpr):
-    """A softmax over nothing, or over the sinks where this is a row's first range of keys."""
+    """The initial softmax state: empty, or with the sinks in a row's first range of keys."""
     acc = tl.full([S.ROWS, S.PAD_D], 0.0, tl.float32)
     total = tl.full([S.ROWS], 0.0, tl.float32)
     peak = tl.full([S.ROWS], float("-inf"), tl.float32)
@@ -251,7 +248,7 @@ def start_state(sinks, head, is_first, S: tl.constexpr):
 def attend_range(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, bounds, S: tl.constexpr
 ):
-    """The three loops over tiles tiles[0] .. tiles[1] - 1; `bounds` from visible_tiles."""
+    """The three loops over tiles[0] .. tiles[1] - 1; `bounds`: from visible_tiles."""
     first, end = tiles
     whole_from = bounds[1]
     whole_to = bounds[2]
@@ -266,8 +263,8 @@ def attend_range(  # noqa: PLR0913
 
 @triton.jit
 def split_of(split, bounds, num_splits, min_tiles):
-    """First and end of a split's tiles, in even parts, each of min_tiles at least; an empty one
-    begins at the end or after it. Depends on the sequence and the number of splits alone."""
+    """First and end of a split's tiles: equal parts of at least min_tiles; an empty one starts at
+    or after the end. Depends only on the sequence and the number of splits."""
     num_tiles = bounds[3] - bounds[0]
     share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
     first = bounds[0] + split * share
@@ -276,14 +273,15 @@ def split_of(split, bounds, num_splits, min_tiles):
 
 @triton.jit
 def cache_of(kv, table, stride_block, kv_head, S: tl.constexpr):
-    """Keys and values of one head, [.., PAGE, D] in each block, and the sequence's block table."""
+    """Addresses of keys and values of one head, [.., PAGE, D] in each block, and the block
+    table."""
     keys = kv + kv_head * (S.PAGE * S.D)
     return keys, keys + S.KV_HEADS * S.PAGE * S.D, table, stride_block
 
 
 @triton.jit
 def scale_of(kv_scales, kv_head, S: tl.constexpr):
-    """The factor of scores: the model's, times that of the keys as they lie in the cache."""
+    """The factor on scores: the model's scale times that of cached keys."""
     scale = tl.full([], S.SCALE, tl.float32)
     if kv_scales is not None:
         scale = scale * tl.load(kv_scales + kv_head)
@@ -294,7 +292,7 @@ def scale_of(kv_scales, kv_head, S: tl.constexpr):
 def store_rows(  # noqa: PLR0913
     state, out, lse, kv_scales, where, rows, kv_head, S: tl.constexpr
 ):
-    """Divide by the sums and write; `where`: index of each row as [token, query head]."""
+    """Divide by the softmax sums and write. `where`: index of each row in [token, query head]."""
     acc, peak, total = state
     _, _, is_ours = rows
     safe = tl.where(total == 0, 1.0, total)

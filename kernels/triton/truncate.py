@@ -1,12 +1,12 @@
-"""Cutting rows by min-p, top-k and top-p, in four launches of which greedy rows take part in two.
+"""Truncates rows by min-p, top-k and top-p, in four launches, two of which do work for greedy rows.
 
-`survey` finds the largest logit of every short stretch. From these `aim` picks the tokens of greedy
-rows, and for rows to be cut how low the cut can lie. `count` sorts the tokens above that into bins,
-whose counts tell between which of them it lies. `gather` collects what these hold, and the last of
-its programs to be done with a row cuts it. Stretches whose largest logit says that they hold
-nothing of interest are not read again.
+`survey` finds the largest logit of every stretch of 128. From these, `aim` chooses the tokens of
+greedy rows, and for other rows a lower bound of the cut. `count` counts the tokens above the bound
+in bins, which shows the bins that may contain the cut. `gather` collects the tokens of these bins,
+and the last of its programs to finish a row computes the cut. Stretches whose largest logit is too
+low are not read again.
 
-Whatever programs of a row add up, they add up in integers: their order changes nothing.
+Programs of a row only add integers, so their order does not matter.
 """
 
 from __future__ import annotations
@@ -25,24 +25,23 @@ from kernels.triton.cut import (
     weigh,
 )
 
-# What is known of a row. `state` int32: whether it is to be cut, how many programs have counted and
-# how many have gathered; the bins of the cut, how many tokens they hold, how many of these have a
-# place.
+# Data of a row. `state` int32: whether it is truncated, number of programs that have counted and
+# that have gathered; first and last bin of the cut, number of tokens in them, number gathered.
 IS_CUT, COUNTED, GATHERED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 FIRST, LAST, SIZE, TAKEN = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5), tl.constexpr(6)
 STATE = tl.constexpr(8)
-# `marks` float32: the largest logit, bins a unit, the lowest logit that min-p leaves, the lowest
-# that may be a cut.
+# `marks` float32: largest logit, bins per unit, lowest logit that passes min-p, lowest possible
+# cut.
 PEAK, PER_UNIT, FLOOR, BOUND = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 MARKS = tl.constexpr(4)
-# `masses` int64: of all that min-p leaves, of what lies above the bins of the cut.
+# `masses` int64: sum of weights of all tokens that pass min-p, and of those above the cut's bins.
 TOTAL, ABOVE = tl.constexpr(0), tl.constexpr(1)
 MASSES = tl.constexpr(2)
 
 
 @triton.jit(do_not_specialize=["num_maxima"])
 def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.constexpr):
-    """Program (row, block). A NaN counts as +inf: neither can be sampled from."""
+    """Program (row, block). NaN is treated as +inf, since both make a row invalid."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if tl.load(slots + row) < 0:
@@ -56,7 +55,7 @@ def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.c
 
 @triton.jit
 def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
-    """The lowest id of a logit equal to the peak."""
+    """The lowest id whose logit equals the peak."""
     stretch = tl.min(tl.where(maxima == peak, tl.arange(0, PAD), PAD))
     ids = stretch * S.STRETCH + tl.arange(0, S.STRETCH)
     x = load_part(row, stretch * S.STRETCH, vocab_size, S.STRETCH)
@@ -65,7 +64,7 @@ def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def load_limits(top_k, top_p, slot, vocab_size):
-    """(top_k, top_p, whether top_k leaves out any)."""
+    """(top_k, top_p, whether top_k excludes any token)."""
     k = tl.load(top_k + slot)
     return k, tl.load(top_p + slot), (k > 0) & (k < vocab_size)
 
@@ -106,10 +105,10 @@ def aim_kernel(  # noqa: PLR0913
     if has_top_k:
         bound = tl.maximum(floor, kth_of_tile(peaks, k, peak))
     else:
-        # Tokens further down weigh less than 1 - top_p altogether: outside any nucleus.
+        # All tokens below this together have a probability of less than 1 - top_p.
         depth = heat * tl.log(tl.cast(vocab_size, tl.float64) / (1 - p))
         bound = tl.maximum(floor, at_least(peak.to(tl.float64) - depth))
-    # Hardly a token lies deeper than this: bins are not to be spent on where none are.
+    # Hardly any token is lower than this, so bins do not extend further.
     usual = peak - 3 * (peak - tl.min(tl.where(peaks > float("-inf"), peaks, peak)))
     window = window_of(peak, tl.maximum(bound, usual), S.BINS)
     marks += n * MARKS
@@ -125,7 +124,7 @@ def aim_kernel(  # noqa: PLR0913
 
 @triton.jit
 def load_maxima(maxima, num_maxima, S: tl.constexpr):
-    """The maxima of the stretches of this program's block."""
+    """The maxima of the stretches in this program's block."""
     NUM: tl.constexpr = S.BLOCK // S.STRETCH
     row = tl.program_id(0).to(tl.int64)
     return tl.load(maxima + row * num_maxima + tl.program_id(1) * NUM + tl.arange(0, NUM))
@@ -133,7 +132,7 @@ def load_maxima(maxima, num_maxima, S: tl.constexpr):
 
 @triton.jit
 def load_stretches(row, is_wanted, vocab_size, S: tl.constexpr):
-    """Logits of this program's block, -inf in stretches that are not wanted."""
+    """Logits of this program's block, -inf in unwanted stretches."""
     NUM: tl.constexpr = S.BLOCK // S.STRETCH
     stretch = tl.program_id(1) * NUM + tl.arange(0, NUM)
     ids = stretch[:, None] * S.STRETCH + tl.arange(0, S.STRETCH)[None, :]
@@ -144,7 +143,7 @@ def load_stretches(row, is_wanted, vocab_size, S: tl.constexpr):
 
 @triton.jit
 def is_last(done, num):
-    """Whether a program is the last of `num` to be done: it then sees what the others wrote."""
+    """True in the last of `num` programs to finish, which then sees the writes of the others."""
     tl.debug_barrier()
     return tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num - 1
 
@@ -160,7 +159,7 @@ def count_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, state, marks, bins, masses,
     stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block); the last of a row finds the bins of the cut."""
+    """Program (row, block); the last program of a row finds the bins of the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:
@@ -192,7 +191,7 @@ def count_kernel(  # noqa: PLR0913
 
 @triton.jit
 def write_candidates(part, room, room_ids, place, number, S: tl.constexpr):
-    """This many of this program's block, from a place on; in steps: addresses take up registers."""
+    """Write this program's `number` candidates from `place` on, in steps to save registers."""
     STEP: tl.constexpr = S.BLOCK // 8
     source, size, bound, window, between = part
     start = tl.program_id(1) * S.BLOCK
@@ -213,7 +212,7 @@ def gather_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, value, last_tie, state, marks, bins, masses,
     room, room_ids, stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block); the last of a row cuts it."""
+    """Program (row, block); the last program of a row computes the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:

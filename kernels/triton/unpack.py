@@ -1,8 +1,8 @@
-"""Sums over packed weights, for the products that read them: of one matrix, of many experts.
+"""Sums over packed weights, for products with one matrix or with many experts.
 
-Weights are dequantised in registers, once for all rows of a program, and are the left matrix of the
-product: tensor cores take that one from registers. A group's scale meets the sums, so what is
-multiplied are whole numbers, exact in 16 bits.
+Weights are dequantised in registers, once for all rows of a program, and are the left operand of
+the product, which tensor cores read from registers. A group's scale is applied to the sums, so the
+multiplied values are integers, exact in 16 bits.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kernels.quantized import Packed
 
 
 class UnpackShape(NamedTuple):
-    """What the kernels are compiled for."""
+    """Compile-time parameters of the kernels."""
 
     K: int  # inputs
     WIDTH: int  # bytes of a row of the matrix
@@ -24,9 +24,9 @@ class UnpackShape(NamedTuple):
     GROUP: int
     GROUPS: int
     PIECE: int
-    STEP: int  # inputs a step: a piece of 8 bits, two of 4
-    M: int = 0  # rows of x, a program
-    N: int = 0  # outputs, a program
+    STEP: int  # inputs per step: one piece with 8 bits, two with 4 bits
+    M: int = 0  # rows of x per program
+    N: int = 0  # outputs per program
 
 
 def shape_of(packed: Packed, rows: int, outputs: int) -> UnpackShape:
@@ -45,10 +45,8 @@ def shape_of(packed: Packed, rows: int, outputs: int) -> UnpackShape:
 
 @triton.jit
 def nibble_as_float(nibble, dtype: tl.constexpr):
-    """Numbers below 16, of 16 bits plus a power of two: they become bits of the mantissa.
-
-    The power cancels against that of the zero, and nothing is converted, which is slow.
-    """
+    """Integers below 16 as 16-bit floats plus a power of two, by setting bits of the mantissa,
+    which is faster than a conversion. The power cancels against that of the zero point."""
     if dtype == tl.bfloat16:
         return (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:
@@ -59,11 +57,8 @@ def nibble_as_float(nibble, dtype: tl.constexpr):
 
 @triton.jit
 def byte_as_float(byte, dtype: tl.constexpr):
-    """Numbers below 256 minus 128, exact; bits of the mantissa likewise.
-
-    bfloat16 has seven: the lowest are 128 too many, and so is what is taken away, or 256 where the
-    highest bit is missing.
-    """
+    """Integers below 256 minus 128 as floats, exact, by setting bits of the mantissa. bfloat16 has
+    only seven, so the highest bit is handled by the value that is subtracted."""
     if dtype == tl.bfloat16:
         low = ((byte & 0x7F).to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
         return low - ((byte & 0x80).to(tl.int16) ^ 0x4380).to(tl.bfloat16, bitcast=True)
@@ -75,10 +70,8 @@ def byte_as_float(byte, dtype: tl.constexpr):
 
 @triton.jit
 def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr):
-    """Values minus their zeros [N]: [N, PIECE] of dtype, exact.
-
-    8-bit floats have no zeros.
-    """
+    """Values minus zero points [N], exact: [N, PIECE] of dtype. 8-bit floats have no zero
+    points."""
     if raw.dtype != tl.uint8:
         value = raw.to(tl.float32)
     elif S.BITS == 4:
@@ -91,10 +84,8 @@ def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def of_group(tables, k, S: tl.constexpr):
-    """(scales [N] float32, zeros [N]) of the group of input k; zeros None: the middle.
-
-    tables: scales and zeros [G, num_outputs], outputs [N], num_outputs.
-    """
+    """(scales [N] float32, zero points [N]) of the group of input k. tables: scales and zeros [G,
+    num_outputs] (zeros None: the default), outputs [N], num_outputs."""
     scales, zeros, outputs, num_outputs = tables
     place = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + outputs
     scale = tl.load(scales + place).to(tl.float32)
@@ -106,7 +97,7 @@ def of_group(tables, k, S: tl.constexpr):
 
 @triton.jit
 def bytes_of(matrix, step, S: tl.constexpr):
-    """matrix: [N, 1] pointers to rows -> a step's bytes [N, PIECE]."""
+    """Load a step's bytes [N, PIECE]; matrix: [N, 1] pointers to rows."""
     byte = step * S.PIECE + tl.arange(0, S.PIECE)[None, :]
     if S.WIDTH % S.PIECE == 0:
         return tl.load(matrix + byte)
@@ -116,11 +107,9 @@ def bytes_of(matrix, step, S: tl.constexpr):
 
 @triton.jit
 def inputs_of(x, k, S: tl.constexpr):
-    """The piece from column k on: [PIECE, M].
-
-    x: pointers to rows [1, M], whether each is one [M], the order of columns. What is no row has
-    the address of one; where rows may be many, it is read as such.
-    """
+    """Load the piece of inputs from column k on, [PIECE, M]. x: pointers to rows [1, M], whether
+    each is a row [M], order of columns. Pointers of missing rows are valid; with large M they are
+    read without a mask."""
     rows, is_row, order = x
     place = k + tl.arange(0, S.PIECE)
     is_in = (place < S.K)[:, None]
@@ -136,7 +125,7 @@ def inputs_of(x, k, S: tl.constexpr):
 
 @triton.jit
 def add_step(acc, raw, x, step, zero, S: tl.constexpr):
-    """acc + the weights of a step, which lies in one group, times x: [N, M], without scales."""
+    """acc [N, M] + x times the weights of a step that is in one group, without scales."""
     for half in tl.static_range(8 // S.BITS):
         a = inputs_of(x, step * S.STEP + half * S.PIECE, S)
         acc = tl.dot(piece_of(raw, half, zero, a.dtype, S), a, acc, input_precision="ieee")
@@ -145,7 +134,7 @@ def add_step(acc, raw, x, step, zero, S: tl.constexpr):
 
 @triton.jit
 def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
-    """acc + the weights of a step, whose pieces have groups of their own, times x: [N, M]."""
+    """acc [N, M] + x times the weights of a step whose pieces are in different groups."""
     for half in tl.static_range(8 // S.BITS):
         k = step * S.STEP + half * S.PIECE
         a = inputs_of(x, k, S)
@@ -157,10 +146,10 @@ def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
 
 @triton.jit
 def packed_sums(x, matrix, tables, steps, S: tl.constexpr):
-    """The weights of steps[0] .. steps[1] - 1 times x: [N, M] float32.
+    """x times the weights of steps[0] .. steps[1] - 1: [N, M] float32.
 
-    x: as of inputs_of. matrix: [N, 1] pointers to rows of bytes; tables: as of of_group, of the
-    same outputs. Scales and zeros are read once for a step, and requested in the step before.
+    x: as for inputs_of; matrix: [N, 1] pointers to rows of bytes; tables: as for of_group. Scales
+    and zero points are read once per step, one step in advance.
     """
     first, last = steps
     acc = tl.full([S.N, S.M], 0.0, tl.float32)

@@ -124,6 +124,6 @@ def test_weights_and_biases_of_another_type_are_bound_anew(launches: Launches) -
     for own in (None, bias, bias.half()):
         bodies.invariant_linear(x, weight, own)
     assert len(launches.built) == 3 and not launches.values
-    with pytest.raises(ValueError, match="of one type"):
+    with pytest.raises(ValueError, match="of one dtype"):
         bodies.invariant_linear(x, weight.bfloat16(), None)
     invariant.FORMS.clear()

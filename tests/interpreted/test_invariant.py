@@ -44,7 +44,7 @@ def test_no_row_is_nothing_to_do() -> None:
 
 
 def test_inputs_of_another_type_are_refused() -> None:
-    with pytest.raises(ValueError, match="of one type"):
+    with pytest.raises(ValueError, match="of one dtype"):
         invariant_linear(torch.zeros(2, 16), torch.zeros(8, 16).bfloat16(), None)
 
 
