@@ -96,11 +96,11 @@ MORE = (
     ("`tiny`, 256 decoding: tokens/s", TINY, "D256 steady_tok_s"),
 )
 SERVER = (
-    ("goodput_per_s", "requests that kept the promise, a second"),
+    ("goodput_per_s", "requests that met the targets, per second"),
     ("ttft_ms_p50", "time to first token p50, ms"),
     ("ttft_ms_p99", "time to first token p99, ms"),
     ("itl_ms_p99", "time between tokens p99, ms"),
-    ("serving_us_per_token", "processor time of the server, us a token"),
+    ("serving_us_per_token", "processor time of the server, us per token"),
 )
 STEPS = (
     ("decode step with 1 request, us", "decode_1", "both_us"),
@@ -111,12 +111,12 @@ STEPS = (
     ("128 requests, blocks for a third of them: all steps, ms", "preempting", "total_ms"),
     ("512 prompts of 2,000 tokens, 3/4 in common: all steps, ms", "shared", "total_ms"),
     ("512 prompts of 2,000 tokens in chunks: all steps, ms", "chunked", "total_ms"),
-    ("hash and look up 8,000 tokens, absent, us", "hash_sha256", "miss_us"),
+    ("hash and look up 8,000 tokens, not cached, us", "hash_sha256", "miss_us"),
     ("hash and look up 8,000 tokens, cached, us", "hash_sha256", "hit_us"),
 )
 GPU_STEPS = (
     ("256 of 100 to 1024, seed 0", 256, "tok/s", "256 requests, 100 to 1,024 in and out: tokens/s"),
-    ("one request alone", 1, "ms", "one request, 128 in, 256 out: ms a token"),
+    ("one request alone", 1, "ms", "one request, 128 in, 256 out: ms per token"),
     ("step, graphs", 64, "ms", "decode step of 64 after 1,024 tokens: ms"),
     ("step, graphs", 256, "ms", "decode step of 256 after 1,024 tokens: ms"),
     ("a prompt of 64 each step, graphs", 64, "ms", "step of 64 decodes and 64 prompt tokens: ms"),
