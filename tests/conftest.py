@@ -88,9 +88,11 @@ def _log_level_is_kept() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def _no_process_left_behind() -> Iterator[None]:
-    """A child process that outlives its test holds cores, memory and locks of the next one."""
+    """A child process that outlives its test holds cores, memory and locks of the next one. A
+    server that is shared by tests was there before."""
+    before = set(multiprocessing.active_children())
     yield
-    children = multiprocessing.active_children()
+    children = set(multiprocessing.active_children()) - before
     for child in children:
         child.kill()
         child.join()

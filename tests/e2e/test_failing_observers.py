@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import zmq
 from support.patience import WAIT_SECONDS
-from support.served import Served, free_port, served
+from support.served import Served, forked, free_port
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -93,8 +93,7 @@ def test_all_observers_fail_and_requests_do_not(
     )
     variables = {"OTEL_BSP_SCHEDULE_DELAY": "50", "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "1"}
     with (
-        log.open("wb") as file,
-        served(*OPTIONS, *options, log=file, **variables) as server,
+        forked(*OPTIONS, *options, log=log, **variables) as server,
         zmq.Context() as context,
         context.socket(zmq.SUB) as stalled,
     ):

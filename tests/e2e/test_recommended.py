@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.served import Served, served
+from support.served import Served, forked
 
 from engine import LLM, SamplingParams
 
@@ -43,10 +43,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path, log: Path) -> Iterator[Served]:
-    with (
-        log.open("wb") as file,
-        served(*OPTIONS, "--generation-config", str(directory), log=file) as made,
-    ):
+    with forked(*OPTIONS, "--generation-config", str(directory), log=log) as made:
         yield made
 
 

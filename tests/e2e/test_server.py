@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.patience import SOON_SECONDS
-from support.served import Served, served
+from support.served import Served, forked, served
 
 openai = pytest.importorskip("openai")
 
@@ -210,7 +210,7 @@ def test_who_leaves_is_not_served_on(server: Served) -> None:
 
 
 def test_keys_and_an_end_that_drains() -> None:
-    with served("--served-model-name", MODEL, *COMMON, METRONOME_API_KEY="secret") as server:
+    with forked("--served-model-name", MODEL, *COMMON, METRONOME_API_KEY="secret") as server:
         body = json.dumps({"model": MODEL, "prompt": "x", "max_tokens": 2}).encode()
         url = f"{server.url}/v1/completions"
         assert post(url, body)[0] == 401

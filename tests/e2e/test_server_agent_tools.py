@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.chat_templates import HERMES
 from support.openai_events import events_of
-from support.served import Served, served
+from support.served import Served, forked
 from support.turn_templates import GEMMA_2, QWEN_35
 
 openai = pytest.importorskip("openai")
@@ -66,7 +66,7 @@ def server(
 def started(root: Path, template: str, *options: str, **how: Any) -> Any:
     path = root / "template.jinja"
     path.write_text(template)
-    return served(*COMMON, "--max-model-len", "1024", "--chat-template", str(path), *options, **how)
+    return forked(*COMMON, "--max-model-len", "1024", "--chat-template", str(path), *options, **how)
 
 
 def post(server: Served, path: str, asked: dict[str, Any]) -> tuple[int, Any, Any]:
@@ -179,7 +179,7 @@ HISTORY = [
 
 def test_tools_that_a_server_would_run_are_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with log.open("wb") as written, started(tmp_path, HERMES, log=written) as server:
+    with started(tmp_path, HERMES, log=log) as server:
         for path, asked, kinds in WITH_SERVER_TOOLS:
             limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": 4}
             for stream in (False, True):

@@ -15,7 +15,7 @@ from speech.corpus import EDIT, Case
 from speech.families import TOOLS, markers_of, signs_of
 from speech.playing import Read, events_in
 from support.patience import WAIT_SECONDS
-from support.served import Served, served
+from support.served import Served, forked
 from tokenizers import Tokenizer
 
 import engine
@@ -95,7 +95,7 @@ def scripted(
     make_model(root, family)
     file = tmp_path_factory.mktemp("script") / "ids.json"
     variables = {"METRONOME_SCRIPT": str(file), "PYTHONPATH": str(TESTS)}
-    with served("--model", str(root), *COMMON, **variables) as server:
+    with forked("--model", str(root), *COMMON, **variables) as server:
         yield Scripted(family, server, Tokenizer.from_file(str(root / "tokenizer.json")), file)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from support.chat_templates import HERMES
 from support.openai_events import events_of
-from support.served import Served, served
+from support.served import Served, forked
 
 openai = pytest.importorskip("openai")
 anthropic = pytest.importorskip("anthropic")
@@ -43,7 +43,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     template: Path = tmp_path_factory.mktemp("template") / "hermes.jinja"
     template.write_text(HERMES)
     options = ("--served-model-name", MODEL, *COMMON, "--chat-template", str(template))
-    with served(*options) as made:
+    with forked(*options) as made:
         yield made
 
 
@@ -156,7 +156,7 @@ def test_wrong_tools(client: Any, asked: Any, message: str) -> None:
 
 
 def test_a_template_of_no_family() -> None:
-    with served("--served-model-name", MODEL, *COMMON) as server:
+    with forked("--served-model-name", MODEL, *COMMON) as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         asked = {"model": MODEL, "messages": ASK, "seed": 1}
         said = client.chat.completions.create(max_tokens=4, **asked)

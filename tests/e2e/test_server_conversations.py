@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from support.chat_templates import HERMES
-from support.served import Served, served
+from support.served import Served, forked
 from support.turn_templates import GEMMA_2, QWEN_35
 
 import engine
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     config = json.loads((root / "config.json").read_text())
     (root / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
     template = write(root, HERMES)
-    with served(
+    with forked(
         "--model", str(root), *COMMON, "--dtype", "float32", "--chat-template", template
     ) as made:
         yield made
@@ -50,7 +50,7 @@ def strict(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     template = write(tmp_path_factory.mktemp("strict"), request.param)
-    with served(*COMMON, "--max-model-len", "768", "--chat-template", template) as made:
+    with forked(*COMMON, "--max-model-len", "768", "--chat-template", template) as made:
         yield made
 
 

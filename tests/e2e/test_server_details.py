@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from support.served import Served, served
+from support.served import Served, forked
 
 openai = pytest.importorskip("openai")
 
@@ -21,7 +21,7 @@ COMMON = ("--num-threads", "1", "--max-model-len", "512", "--num-kv-blocks", "40
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served("--served-model-name", MODEL, *COMMON, "--dtype", "float32") as made:
+    with forked("--served-model-name", MODEL, *COMMON, "--dtype", "float32") as made:
         yield made
 
 
@@ -221,7 +221,7 @@ def test_what_is_not_there_yet_says_so(server: Served, client: Any, path: str) -
 def test_a_full_queue_says_when_to_ask_again() -> None:
     """And takes requests again once there is room."""
     queue = ("--max-num-seqs", "1", "--max-waiting-requests", "2")
-    with served("--served-model-name", MODEL, *COMMON, *queue, "--dtype", "float32") as server:
+    with forked("--served-model-name", MODEL, *COMMON, *queue, "--dtype", "float32") as server:
         client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
         asked = {"model": MODEL, "prompt": "x", "extra_body": {"ignore_eos": True}}
         with ThreadPoolExecutor(8) as pool:

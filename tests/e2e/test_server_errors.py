@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from support import made_tokenizers as made
 from support.patience import WAIT_SECONDS
-from support.served import Served, served
+from support.served import Served, forked
 
 from engine.config.model import ModelConfig
 from engine.text.tokenizer import Tokenizer, load_tokenizer
@@ -49,7 +49,7 @@ def tokenizer(directory: Path) -> Tokenizer:
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[Served]:
     options = ("--load-format", "dummy", "--num-threads", "1", "--num-kv-blocks", "400")
-    with served(str(directory), "--served-model-name", MODEL, *options) as made_one:
+    with forked(str(directory), "--served-model-name", MODEL, *options) as made_one:
         yield made_one
 
 

@@ -19,7 +19,7 @@ import psutil
 import pytest
 from support.patience import SOON_SECONDS, WAIT_SECONDS
 from support.raw_http import Said, answer_of, connect, request, say
-from support.served import Served, served
+from support.served import Served, forked
 
 MODEL, KEY = "box", "secret-key-of-the-test"
 OPTIONS = (
@@ -43,10 +43,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(log: Path) -> Iterator[Served]:
     variables = {"METRONOME_API_KEY": KEY, "METRONOME_LOG_LEVEL": "info"}
-    with (
-        log.open("wb") as file,
-        served("--served-model-name", MODEL, *OPTIONS, log=file, **variables) as made,
-    ):
+    with forked("--served-model-name", MODEL, *OPTIONS, log=log, **variables) as made:
         yield made
 
 

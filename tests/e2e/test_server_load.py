@@ -15,7 +15,7 @@ from contextlib import closing
 import pytest
 from http_load import Load, Row, Shape, closed_loop
 from support.patience import SOON_SECONDS, WAIT_SECONDS
-from support.served import Served, served
+from support.served import Served, forked
 
 from tools.server_campaign import COMMON, NAME, Disconnects, Drains, disconnects, drains, outcome_of
 
@@ -40,7 +40,7 @@ def run(load: Load, seconds: float = WAIT_SECONDS) -> None:
 def server() -> Iterator[Served]:
     """For the next four tests, in this order: the last one ends it."""
     limits = ("--max-num-seqs", "8", "--max-waiting-requests", "4", "--reader-timeout", "1")
-    with served(*COMMON, *limits) as made:
+    with forked(*COMMON, *limits) as made:
         yield made
 
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 import pytest
 from support.kill_cells import Scene
 from support.patience import WAIT_SECONDS
-from support.served import Served, free_port, is_ready, served
+from support.served import Served, forked, free_port, is_ready, served
 
 OPTIONS = ("--num-threads", "1", "--max-model-len", "1024")
 SECRET = "the words of a prompt"
@@ -67,7 +67,7 @@ def log(tmp_path_factory: pytest.TempPathFactory) -> Log:
 @pytest.fixture(scope="module")
 def server(log: Log) -> Iterator[Served]:
     options = ("--request-log", "json", "--log-level", "warning", "--api-key", "a-key")
-    with log.path.open("wb") as file, served(*OPTIONS, *options, log=file) as made:
+    with forked(*OPTIONS, *options, log=log.path) as made:
         yield made
 
 

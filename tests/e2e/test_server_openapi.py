@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from support.schema_fuzz import fuzz
-from support.served import Served, served
+from support.served import Served, forked
 
 trustme = pytest.importorskip("trustme")
 pytest.importorskip("schemathesis")
@@ -26,7 +26,7 @@ OPTIONS = (
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    with served(*OPTIONS) as made:
+    with forked(*OPTIONS) as made:
         yield made
 
 
@@ -104,7 +104,7 @@ def test_tls(tmp_path: Path, has_clients: bool) -> None:
     if has_clients:
         options += ["--ssl-ca-certs", str(made.ca)]
     context = made.client(is_known=has_clients)
-    with served(*OPTIONS, *options, tls=context) as server:
+    with forked(*OPTIONS, *options, tls=context) as server:
         assert server.url.startswith("https://")
         assert get(f"{server.url}/v1/models", context)[0] == 200
         body = json.dumps({"model": "box", "prompt": "x", "max_tokens": 3, "stream": True}).encode()

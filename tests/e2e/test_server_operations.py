@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import psutil
 import pytest
 from support.patience import SOON_SECONDS, WAIT_SECONDS
-from support.served import Served, served
+from support.served import Served, forked
 
 openai = pytest.importorskip("openai")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -120,7 +120,7 @@ def server(collector: Collector, key_file: Path) -> Iterator[Served]:
     options = ("--api-key", KEY, "--api-key-file", str(key_file))
     more = ("--otlp-traces-endpoint", collector.endpoint)
     variables = {"METRONOME_ADMIN_API_KEY": ADMIN, "OTEL_BSP_SCHEDULE_DELAY": "100"}
-    with served(*OPTIONS, *options, *more, **variables) as made:
+    with forked(*OPTIONS, *options, *more, **variables) as made:
         yield made
 
 
@@ -405,7 +405,7 @@ def drafting() -> Iterator[Served]:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
         options = ("--otlp-traces-endpoint", endpoint, "--speculative-config", json.dumps(drafts))
-        with served(*OPTIONS, *options, OTEL_BSP_SCHEDULE_DELAY="50") as made:
+        with forked(*OPTIONS, *options, OTEL_BSP_SCHEDULE_DELAY="50") as made:
             yield made
 
 
@@ -413,7 +413,7 @@ def drafting() -> Iterator[Served]:
 def split() -> Iterator[Served]:
     """With a core in a process of its own, which may die."""
     options = ("--multiprocess", "--health-timeout", "0.5", "--on-core-death", "stay")
-    with served(*OPTIONS, *options) as made:
+    with forked(*OPTIONS, *options) as made:
         yield made
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.patience import WAIT_SECONDS
-from support.served import Served, served
+from support.served import Served, forked
 
 PAGE, OTHER = "http://localhost:5173", "http://evil.example"
 KEY = "secret-key"
@@ -21,7 +21,7 @@ KEY = "secret-key"
 def server() -> Iterator[Served]:
     options = ("--num-threads", "1", "--max-model-len", "256", "--no-multiprocess")
     origins = ("--allowed-origins", f'["{PAGE}"]')
-    with served(*options, *origins, "--api-key", KEY) as made:
+    with forked(*options, *origins, "--api-key", KEY) as made:
         yield made
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 from support.patience import WAIT_SECONDS
-from support.served import Served, served
+from support.served import Served, forked
 
 from engine import SamplingParams
 from engine.cli.main import main
@@ -130,7 +130,7 @@ def test_a_core_at_work_is_read_beside_it(core: tuple[subprocess.Popen[str], str
 
 def test_a_server_at_work_is_read_beside_it() -> None:
     options = ("--served-model-name", "box", "--num-threads", "1", "--api-key", "k1")
-    with served(*options, "--max-num-seqs", "2") as server:
+    with forked(*options, "--max-num-seqs", "2") as server:
         body = {"model": "box", "prompt": ["def f(x):"] * 4, "max_tokens": 200, "ignore_eos": True}
         is_over: list[bool] = []
         threads = [Thread(target=ask_until, args=(server, body, is_over)) for _ in range(2)]
