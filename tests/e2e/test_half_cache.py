@@ -14,7 +14,7 @@ from engine import EngineArgs, LLMEngine, SamplingParams
 from engine.errors import ConfigError
 from engine.worker.memory import choose_kv_dtype
 
-NATIVE = ["gemma2", "mistral-window"]
+NATIVE = ["gemma2", "phi3-partial-window"]
 GENERAL = ["gpt-oss-sinks"]
 NUM_NEW = 24
 

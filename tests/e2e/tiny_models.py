@@ -12,6 +12,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 VOCAB = 300
 
+# Attention is compiled for each head size and number of query heads a key head, in seconds: cases
+# share few pairs of them.
 BASE: dict[str, Any] = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -156,7 +158,7 @@ CASES: dict[str, Case] = {
         "Gemma3",
         {
             "head_dim": 24,
-            "num_key_value_heads": 4,
+            "num_key_value_heads": 1,
             "sliding_window": 12,
             "layer_types": [SLIDING, SLIDING, FULL],
             "rope_parameters": {
@@ -183,7 +185,7 @@ CASES: dict[str, Case] = {
         },
     ),
     "olmo2": Case("Olmo2", {}),
-    "olmo2-mqa": Case("Olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "olmo2-mqa": Case("Olmo2", {"num_key_value_heads": 1, "head_dim": 24, "attention_bias": True}),
     "granite": Case(
         "Granite",
         {
