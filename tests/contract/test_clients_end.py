@@ -43,21 +43,6 @@ def test_death_reaches_who_waits_and_who_comes_later_with_its_cause(kind: str, o
 
 
 @pytest.mark.behaviour(110)
-@pytest.mark.parametrize("waits_in", ["step", "call"])
-def test_a_killed_core_is_noticed_within_a_second(waits_in: str) -> None:
-    client = spawn_client(FakeBuild(step_seconds=0.3))
-    client.add(make_request("a", [1], 400))
-    assert client.call("echo", 1) == 1
-    os.kill(pid_of(client), signal.SIGKILL)
-    start = time.monotonic()
-    with pytest.raises(EngineDeadError, match="its process was killed by SIGKILL"):
-        for _ in range(100):
-            client.step() if waits_in == "step" else client.call("echo", 2)
-    assert time.monotonic() - start < SOON_SECONDS
-    client.shutdown()
-
-
-@pytest.mark.behaviour(110)
 def test_what_building_the_core_raised_is_reported() -> None:
     with pytest.raises(EngineDeadError, match="initialization failed: ValueError: no luck") as info:
         start_core(fake_config(), FakeBuild(fail_start="no luck"))

@@ -32,7 +32,7 @@ def quickly(few: tuple[Any, ...], others: tuple[Any, ...]) -> list[Any]:
 
 
 GROUPS = quickly((1, 12), (2, 3, 4, 5, 6, 7, 8, 16, 71))
-SEATS = quickly((1, 256), (4, 8, 64))
+SEATS = quickly((256,), (1, 4, 8, 64))
 FORM = StructuredOutputsParams(regex="(the|dog|fox)+")
 COMMON = {"max_tokens": 3, "ignore_eos": True, "temperature": 0.0}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -183,7 +183,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("family", quickly(tuple(LAYERS)[:2], tuple(LAYERS)[2:]))
+@pytest.mark.parametrize("family", quickly(tuple(LAYERS)[:1], tuple(LAYERS)[1:]))
 def test_every_kind_of_layer(family: str, keys: Keys, tmp_path: Path) -> None:
     options = LAYERS[family]
     serve(model(tmp_path, family, **options), keys, 2, 8)

@@ -27,17 +27,6 @@ BATCHES: dict[str, dict[str, Any]] = {
 }
 
 
-def cases() -> list[object]:
-    """In bfloat16 gemma2, with norms, windows and caps; the others are slow. `test_company` asks
-    the same of the model in the box."""
-    usual = {"bfloat16": {"gemma2"}, "float32": set()}
-    return [
-        pytest.param(name, dtype, marks=[pytest.mark.slow] * (name not in names))
-        for dtype, names in usual.items()
-        for name in FAMILIES
-    ]
-
-
 def asked() -> dict[str, list[int]]:
     return {str(index): ids[:90] for index, ids in enumerate(prompts(VOCAB))}
 
@@ -54,10 +43,14 @@ def computed(path: Path, how: str, options: dict[str, Any]) -> Answers:
         return found
 
 
-@pytest.mark.parametrize(("name", "dtype"), cases())
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_request_gives_the_same_bits_in_whatever_company(
     tmp_path: Path, name: str, dtype: str
 ) -> None:
+    """`property/test_company.py` has the model in the box, in every run of the tests, and
+    `contract/test_cpu_attention_bits.py` windows and caps."""
     path = make(name, tmp_path, torch.bfloat16)
     options = {"dtype": dtype, "device": "cpu"}
     with engine_for(str(path), **ALONE, **options) as engine:

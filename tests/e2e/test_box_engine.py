@@ -1,12 +1,11 @@
 """The whole engine with the model in the box: mixed loads, tasks, mistakes of users."""
 
 import asyncio
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
-from e2e.box_engine import EXACT, KINDS, PROMPTS, SIZES, greedy, joined
+from e2e.box_engine import PROMPTS, SIZES, greedy, joined
 
 from engine import (
     LLM,
@@ -20,7 +19,6 @@ from engine import (
     SamplingParams,
 )
 from engine.assets import BOX_MODEL
-from engine.messages.requests import FinishReason
 
 
 def test_bad_input_harms_nobody(llm_engine: LLMEngine, answer: tuple[str, list[int]]) -> None:
@@ -50,63 +48,6 @@ def test_llm_keeps_the_order_and_agrees_with_the_engine(answer: tuple[str, list[
         (reply,) = llm.chat([{"role": "user", "content": "Hello"}], greedy(), use_tqdm=False)
         assert reply.prompt is not None and reply.prompt.endswith("<|im_start|>assistant\n")
         assert reply.outputs[0].token_ids
-
-
-def test_200_mixed_requests_are_answered_once(seed: int) -> None:
-    """Random lengths, parameters, aborts, stop strings; outputs equal those of runs alone."""
-    dice = random.Random(seed)
-    todo = {}
-    for i in range(200):
-        params = SamplingParams(
-            temperature=dice.choice([0.0, 1.0]),
-            seed=i,
-            top_k=dice.choice([0, 20]),
-            max_tokens=dice.randint(1, 24),
-            stop=dice.choice([[], [" the"], ["a ", "class "]]),
-            logprobs=dice.choice([None, 2]),
-            output_kind=dice.choice(KINDS),
-        )
-        prompt = [dice.randrange(4, 4000) for _ in range(dice.randint(1, 60))]
-        todo[f"mixed-{i}"] = (prompt, params)
-    aborted = set(dice.sample(sorted(todo), 20))
-    with LLMEngine.from_engine_args(EngineArgs(**SIZES, **EXACT)) as exact:
-        answers = _run_mixed(exact, todo, aborted, dice)
-        assert answers.keys() == todo.keys()
-        for name in dice.sample(sorted(todo.keys() - aborted), 25):
-            assert _run_mixed(exact, {name: todo[name]}, set(), dice)[name] == answers[name]
-        stats = exact.stats()
-        assert stats is not None
-        assert (stats.num_running, stats.num_waiting, stats.kv_usage) == (0, 0, 0.0)
-
-
-Mixed = dict[str, tuple[list[int], SamplingParams]]
-
-
-def _run_mixed(
-    llm_engine: LLMEngine, todo: Mixed, aborted: set[str], dice: random.Random
-) -> dict[str, tuple[str, list[int], FinishReason | None]]:
-    waiting = list(todo)
-    texts = dict.fromkeys(todo, "")
-    tokens: dict[str, list[int]] = {name: [] for name in todo}
-    answers: dict[str, tuple[str, list[int], FinishReason | None]] = {}
-    while waiting or llm_engine.has_unfinished_requests():
-        for _ in range(min(len(waiting), dice.randint(0, 20))):
-            name = waiting.pop()
-            llm_engine.add_request(name, todo[name][0], todo[name][1])
-        for output in llm_engine.step():
-            completion, name = output.outputs[0], output.request_id
-            assert name not in answers
-            if todo[name][1].output_kind == "delta":
-                texts[name] += completion.text
-                tokens[name] += completion.token_ids
-            else:
-                texts[name], tokens[name] = completion.text, completion.token_ids
-            if output.finished:
-                answers[name] = (texts[name], tokens[name], completion.finish_reason)
-        for name in sorted(aborted - set(waiting)):
-            if dice.random() < 0.1:
-                llm_engine.abort_request(name)
-    return answers
 
 
 # The asynchronous engine

@@ -12,6 +12,7 @@ import pytest
 from support.simulate import make_request
 
 from engine import LLM, ConfigError, EngineDeadError, SamplingParams
+from engine.cli.main import main
 from engine.ipc.address import address_of
 from engine.rpc.zmq_client import EngineCoreClient
 
@@ -87,11 +88,9 @@ def test_sigterm_drains_and_leaves_nothing(core: tuple[subprocess.Popen[str], st
         (["--multiprocess"], "--multiprocess is for clients of a core"),
     ],
 )
-def test_addresses_that_cannot_work_are_refused(options: list[str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "engine.cli.main", "core", *options],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2 and message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+def test_addresses_that_cannot_work_are_refused(
+    options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["core", *options]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert message in line

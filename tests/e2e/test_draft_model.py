@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import transformers
-from e2e.references import engine_for, run
-from e2e.test_ngram import ASKED, BOX, NGRAM, NUM_NEW, answers, check_that_it_hears_the_same
+from e2e.test_ngram import ASKED, BOX, NUM_NEW, answers, check_that_it_hears_the_same
 from e2e.test_structured import answers as structured_answers
 from e2e.test_structured import make as structured
 from e2e.test_structured import params as structured_params
@@ -98,32 +95,6 @@ def test_scores_end_with_the_text() -> None:
             out = llm.generate("one two three", own, use_tqdm=False)[0].outputs[0]
             assert out.logprobs is not None
             assert len(out.logprobs) == len(out.token_ids) == said.index(token) + 1 <= place + 1
-
-
-@pytest.mark.parametrize("method", ["draft_model", "ngram"])
-def test_as_transformers_does_with_drafts(tiny_models: TinyModels, method: str) -> None:
-    """Assisted generation and prompt lookup there, and ours, say what each says without."""
-    path, draft = tiny_models.path("llama"), tiny_models.path("qwen2")
-    prompts = [[5 + (7 * i + 3 * j) % 90 for j in range(40 + i)] for i in range(4)]
-    if method == "ngram":
-        options: dict[str, Any] = {"prompt_lookup_num_tokens": 4}
-        config: dict[str, Any] = {**NGRAM["speculative_config"]}
-    else:
-        assistant = transformers.AutoModelForCausalLM.from_pretrained(draft)
-        options, config = {"assistant_model": assistant}, {**SELF, "model": str(draft)}
-    model = tiny_models.reference("llama")
-    wanted = [drafted(model, ids, options) for ids in prompts]
-    with engine_for(str(path), dtype="float32", speculative_config=config) as engine:
-        assert run(engine, prompts, NUM_NEW)[0] == wanted
-        assert engine.stats().counters["drafts.num_drafts"] > 0
-
-
-def drafted(model: Any, ids: list[int], options: dict[str, Any]) -> list[int]:
-    fixed = {"do_sample": False, "max_new_tokens": NUM_NEW, "min_new_tokens": NUM_NEW}
-    inputs = torch.tensor([ids])
-    said = model.generate(inputs, attention_mask=torch.ones_like(inputs), **fixed, **options)
-    tokens: list[int] = said[0, len(ids) :].tolist()
-    return tokens
 
 
 @pytest.mark.parametrize("adaptive", [False, pytest.param(True, marks=pytest.mark.slow)])

@@ -14,7 +14,7 @@ from e2e.tiny_models import CASES, TinyModels
 
 METHODS = ("ngram", "suffix", "draft_model")  # of which all that is proposed is verified
 NUM_NEW = 24
-QUICK = ("qwen3-window-biased", "granite")  # beside those that other files have
+QUICK = ("qwen3-window-biased",)
 
 
 # Transformers takes other tables of positions from a length on that is passed here, for new tokens
