@@ -10,8 +10,6 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,14 +29,8 @@ ADMIN = {"Authorization": "Bearer the-admin"}
 
 
 def post(server: Served, path: str, body: object, **headers: str) -> tuple[int, str]:
-    about = {"Content-Type": "application/json", **headers}
-    request = urllib.request.Request(f"{server.url}{path}", json.dumps(body).encode(), about)
-    try:
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
-            return answer.status, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        with error:
-            return error.code, error.read().decode()
+    answer = server.ask(path, body, **headers)
+    return answer.status, answer.body.decode()
 
 
 def text_of(server: Served) -> str:
@@ -50,8 +42,7 @@ def text_of(server: Served) -> str:
 
 def failures(server: Served) -> dict[str, float]:
     """By observer, as Prometheus reads them."""
-    with urllib.request.urlopen(f"{server.url}/metrics", timeout=WAIT_SECONDS) as answer:
-        page = answer.read().decode()
+    page = server.ask("/metrics").body.decode()
     line = re.compile(r'^metronome_observer_failures_total\{.*observer="([^"]+)"\} (\S+)$', re.M)
     return {name: float(num) for name, num in line.findall(page)}
 

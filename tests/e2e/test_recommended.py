@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -48,10 +47,8 @@ def server(directory: Path, log: Path) -> Iterator[Served]:
 
 
 def ask(server: Served, path: str, **fields: Any) -> dict[str, Any]:
-    body = None if path == "/v1/models" else json.dumps({"model": "box", **fields}).encode()
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        found: dict[str, Any] = json.loads(answer.read())
+    body = None if path == "/v1/models" else {"model": "box", **fields}
+    found: dict[str, Any] = server.ask(path, body).json
     return found
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,13 +69,8 @@ def started(root: Path, template: str, *options: str, **how: Any) -> Any:
 
 def post(server: Served, path: str, asked: dict[str, Any]) -> tuple[int, Any, Any]:
     """Status, answer and headers."""
-    body = json.dumps({"model": MODEL, "seed": 1, **asked}).encode()
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, json.loads(answer.read()), answer.headers
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read()), error.headers
+    answer = server.ask(path, {"model": MODEL, "seed": 1, **asked})
+    return answer.status, answer.json, answer.headers
 
 
 FORCED = {
@@ -183,12 +176,8 @@ def test_tools_that_a_server_would_run_are_named(tmp_path: Path) -> None:
         for path, asked, kinds in WITH_SERVER_TOOLS:
             limit = {"max_output_tokens" if path == RESPONSES else "max_tokens": 4}
             for stream in (False, True):
-                body = json.dumps({"model": MODEL, "stream": stream, **limit, **asked}).encode()
-                about = {"Content-Type": "application/json"}
-                request = urllib.request.Request(server.url + path, body, about)
-                with urllib.request.urlopen(request) as answer:
-                    assert answer.status == 200 and answer.headers[LEFT_OUT] == kinds
-                    answer.read()
+                answer = server.ask(path, {"model": MODEL, "stream": stream, **limit, **asked})
+                assert answer.status == 200 and answer.headers[LEFT_OUT] == kinds
         said = [{"role": "assistant", "content": HISTORY}]
         asked = {"messages": [*ASK, *said, *ASK], "tools": [CLAUDE_SEARCH], "max_tokens": 4}
         assert post(server, MESSAGES, asked)[0] == 200

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ from speech.cases import CASES
 from speech.corpus import EDIT, Case
 from speech.families import TOOLS, markers_of, signs_of
 from speech.playing import Read, events_in
-from support.patience import WAIT_SECONDS
 from support.served import Served, forked
 from tokenizers import Tokenizer
 
@@ -51,14 +49,7 @@ class Scripted(NamedTuple):
         return len(ids)
 
     def ask(self, name: str, **more: Any) -> bytes:
-        asked = {**asked_of(name, stream=False), **more}
-        request = urllib.request.Request(
-            self.server.url + PATHS[name], json.dumps(asked).encode(),
-            {"Content-Type": "application/json"},
-        )  # fmt: skip
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
-            body: bytes = answer.read()
-            return body
+        return self.server.ask(PATHS[name], {**asked_of(name, stream=False), **more}).body
 
 
 def make_model(root: Path, family: str) -> None:

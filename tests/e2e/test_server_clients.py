@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -481,11 +479,5 @@ def test_thinking_and_calls_go_back_in_order(client: Any) -> None:
 
 
 def post(server: Served, path: str, asked: Any) -> tuple[int, Any]:
-    request = urllib.request.Request(
-        server.url + path, json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    )
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    answer = server.ask(path, asked)
+    return answer.status, answer.json

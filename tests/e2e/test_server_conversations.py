@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,13 +55,8 @@ def strict(
 def post(server: Served, path: str, asked: dict[str, Any]) -> tuple[int, Any]:
     limit = "max_output_tokens" if path == RESPONSES else "max_tokens"
     sampling = {limit: 4, "temperature": 0} if path in (CHAT, MESSAGES, RESPONSES) else {}
-    body = json.dumps({"model": MODEL, **sampling, **asked}).encode()
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    answer = server.ask(path, {"model": MODEL, **sampling, **asked})
+    return answer.status, answer.json
 
 
 TOOL = {
@@ -227,9 +220,7 @@ def test_several_texts_without_chance_are_the_same(server: Served) -> None:
 
 def events_of(server: Served, path: str, asked: dict[str, Any]) -> list[Any]:
     """The data of a stream's events."""
-    body = json.dumps({"model": MODEL, "temperature": 0, "stream": True, **asked}).encode()
-    request = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request) as answer:
-        lines = [line.decode().strip() for line in answer]
+    answer = server.ask(path, {"model": MODEL, "temperature": 0, "stream": True, **asked})
+    lines = answer.body.decode().splitlines()
     found = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
     return [json.loads(each) for each in found if each != "[DONE]"]

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,13 +28,8 @@ def client(server: Served) -> Any:
 
 
 def post(server: Served, path: str, **fields: object) -> tuple[int, Any]:
-    body = json.dumps(fields).encode()
-    asked = urllib.request.Request(server.url + path, body, {"Content-Type": "application/json"})
-    try:
-        with urllib.request.urlopen(asked) as answer:
-            return answer.status, json.loads(answer.read())
-    except urllib.error.HTTPError as error:
-        return error.code, json.loads(error.read())
+    answer = server.ask(path, fields)
+    return answer.status, answer.json
 
 
 def test_an_echo_is_the_prompt_and_the_text(server: Served, client: Any) -> None:
@@ -190,7 +182,7 @@ def test_tokenising_holds_up_nobody(server: Served) -> None:
         long = [pool.submit(post, server, "/tokenize", prompt=text) for _ in range(3)]
         num = 0
         while not all(each.done() for each in long):
-            urllib.request.urlopen(f"{server.url}/health").close()
+            assert server.ask("/health").status == 200
             num += 1
         assert all(each.result()[0] == 200 for each in long)
     assert num > 3

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from support import made_tokenizers as made
-from support.patience import WAIT_SECONDS
 from support.served import Served, forked
 
 from engine.config.model import ModelConfig
@@ -62,14 +59,8 @@ def ask(server: Served, path: str, **fields: Any) -> tuple[int, bytes]:
         RESPONSE: {"input": "x"},
         MESSAGE: {"messages": word, "max_tokens": 4},
     }
-    body = json.dumps({"model": MODEL, **good[path], **fields}).encode()
-    request = urllib.request.Request(f"{server.url}/v1/{path}", body)
-    request.add_header("Content-Type", "application/json")
-    try:
-        with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
-            return answer.status, answer.read()
-    except urllib.error.HTTPError as error:
-        return error.code, error.read()
+    answer = server.ask(f"/v1/{path}", {"model": MODEL, **good[path], **fields})
+    return answer.status, answer.body
 
 
 def refused(server: Served, path: str, **fields: Any) -> tuple[int, dict[str, Any]]:

@@ -42,14 +42,8 @@ class Watched:
 
     def ask(self, path: str, body: Any = None) -> tuple[int, dict[str, Any], Any]:
         """Status, answer and headers."""
-        data = None if body is None else json.dumps(body).encode()
-        headers = {"Content-Type": "application/json"}
-        asked = urllib.request.Request(self.server.url + path, data, headers)
-        try:
-            with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
-                return answer.status, json.loads(answer.read()), answer.headers
-        except urllib.error.HTTPError as error:
-            return error.code, json.loads(error.read()), error.headers
+        answer = self.server.ask(path, body)
+        return answer.status, answer.json, answer.headers
 
     def complete(self) -> tuple[int, dict[str, Any], Any]:
         return self.ask("/v1/completions", {"model": "box", "prompt": "a", "max_tokens": 3})
@@ -103,20 +97,6 @@ def open_stream(it: Watched) -> Iterator[Any]:
         yield stream
 
 
-def test_the_last_core_dies_and_the_server_ends(tmp_path: Path) -> None:
-    with watched(tmp_path) as it:
-        (core,) = it.cores()
-        with open_stream(it) as stream:
-            os.kill(core, signal.SIGKILL)
-            tail = stream.read()
-        assert b'"code":"engine_dead"' in tail and tail.endswith(b"data: [DONE]\n\n")
-        assert it.process.wait(WAIT_SECONDS) == 1
-        (line,) = it.lines("CRITICAL")
-        assert "the engine core died: its process was killed by SIGKILL" in line
-        (line,) = it.lines("engine.requests")
-        assert "status=200" in line and "error=engine_dead" in line
-
-
 DEADLY = """
 from engine.sched.policy import Policy
 
@@ -147,10 +127,15 @@ def test_one_of_two_cores_dies_and_then_the_other(tmp_path: Path) -> None:
         until(lambda: it.ask("/health")[1].get("cores_alive") == 1)
         (line,) = it.lines("ERROR")
         assert "was killed by SIGSEGV" in line and "1 of 2 cores go on" in line
-        assert it.complete()[0] == 200
-        os.kill(second, signal.SIGKILL)
+        with open_stream(it) as stream:
+            os.kill(second, signal.SIGKILL)
+            tail = stream.read()
+        assert b'"code":"engine_dead"' in tail and tail.endswith(b"data: [DONE]\n\n")
         assert it.process.wait(WAIT_SECONDS) == 1
-        assert "was killed by SIGKILL" in it.lines("CRITICAL")[0]
+        (line,) = it.lines("CRITICAL")
+        assert "was killed by SIGKILL" in line
+        (line,) = it.lines("engine.requests")
+        assert "status=200" in line and "error=engine_dead" in line
 
 
 @pytest.mark.parametrize("num_cores", [1, pytest.param(2, marks=pytest.mark.slow)])
@@ -176,28 +161,11 @@ def test_dead_cores_are_started_again(tmp_path: Path, num_cores: int) -> None:
         assert len(deaths) == num_cores
         assert all("it is started again (1 of 5 times)" in line for line in deaths)
         assert len(it.lines("serves again, started in")) == num_cores
-        assert 'metronome_engine_up{model_name="box"} 1.0' in metrics(it)
+        metrics = it.server.ask("/metrics").body
+        assert b'metronome_engine_up{model_name="box"} 1.0' in metrics
         tree = Scene.tree(it.process.pid)
         assert it.server.end() == 0
         until(lambda: not any(map(is_running, tree)))
-
-
-def test_a_server_may_stay_without_a_core(tmp_path: Path) -> None:
-    with watched(tmp_path, "--on-core-death", "stay") as it:
-        os.kill(it.cores()[0], signal.SIGKILL)
-        until(lambda: it.ask("/health")[0] == 503)
-        status, told, headers = it.complete()
-        assert (status, told["error"]["code"]) == (503, "engine_dead")
-        assert int(headers["Retry-After"]) >= 1
-        assert it.lines("was killed by SIGKILL")
-        assert it.lines("no core is left: requests are answered with 503")
-        assert 'metronome_engine_up{model_name="box"} 0.0' in metrics(it)
-        assert it.server.end() == 0
-
-
-def metrics(it: Watched) -> str:
-    with urllib.request.urlopen(f"{it.server.url}/metrics", timeout=WAIT_SECONDS) as answer:
-        return str(answer.read().decode())
 
 
 def test_names_and_addresses_are_taken_as_they_are_reported(tmp_path: Path) -> None:

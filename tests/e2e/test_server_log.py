@@ -7,10 +7,7 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -19,23 +16,12 @@ from typing import IO, Any
 import pytest
 from support.kill_cells import Scene
 from support.patience import WAIT_SECONDS
-from support.served import Served, forked, free_port, is_ready, served
+from support.served import Served, forked, served
 
 OPTIONS = ("--num-threads", "1", "--max-model-len", "1024")
 SECRET = "the words of a prompt"
-
-
-def ask(url: str, path: str, body: Any = None, **headers: str) -> int:
-    data = None if body is None else json.dumps(body).encode()
-    given = {name.replace("_", "-"): value for name, value in headers.items()}
-    given["Content-Type"] = "application/json"
-    asked = urllib.request.Request(url + path, data, given)
-    try:
-        with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
-            answer.read()
-            return int(answer.status)
-    except urllib.error.HTTPError as error:
-        return error.code
+KEY = {"Authorization": "Bearer a-key"}
+FIVE = {"model": "box", "prompt": "a", "max_tokens": 5}
 
 
 class Log:
@@ -73,10 +59,9 @@ def server(log: Log) -> Iterator[Served]:
 
 def test_a_request_is_one_line_with_its_figures(server: Served, log: Log) -> None:
     body = {"model": "box", "prompt": SECRET, "max_tokens": 7, "ignore_eos": True}
-    key = {"Authorization": "Bearer a-key"}
-    assert ask(server.url, "/v1/completions", body, X_Request_Id="whole", **key) == 200
-    stream = {**body, "stream": True, "n": 2}
-    assert ask(server.url, "/v1/completions?key=a-key", stream, X_Request_Id="parts", **key) == 200
+    assert server.ask("/v1/completions", body, X_Request_Id="whole", **KEY).status == 200
+    stream, path = {**body, "stream": True, "n": 2}, "/v1/completions?key=a-key"
+    assert server.ask(path, stream, X_Request_Id="parts", **KEY).status == 200
     for name, num_texts in (("whole", 1), ("parts", 2)):
         line = log.of(name)
         assert (line["method"], line["path"]) == ("POST", "/v1/completions")
@@ -89,20 +74,19 @@ def test_a_request_is_one_line_with_its_figures(server: Served, log: Log) -> Non
 
 def test_refusals_are_lines_with_their_code(server: Served, log: Log) -> None:
     body = {"model": "box", "prompt": SECRET, "max_tokens": 7}
-    key = {"Authorization": "Bearer a-key"}
 
     def refused(name: str, path: str, body: Any, **headers: str) -> dict[str, Any]:
-        status = ask(server.url, path, body, X_Request_Id=name, **headers)
+        status = server.ask(path, body, X_Request_Id=name, **headers).status
         line = log.of(name)
         assert line["status"] == status and "finish_reason" not in line
         return line
 
     assert refused("no-key", "/v1/completions", body)["error"] == "invalid_api_key"
-    wrong = refused("wrong", "/v1/completions", {**body, "max_tokens": -5}, **key)
+    wrong = refused("wrong", "/v1/completions", {**body, "max_tokens": -5}, **KEY)
     assert wrong["status"] == 400 and wrong["param"] == "max_tokens" and wrong["error"]
-    model = refused("model", "/v1/completions", {**body, "model": SECRET}, **key)
+    model = refused("model", "/v1/completions", {**body, "model": SECRET}, **KEY)
     assert (model["status"], model["error"]) == (404, "model_not_found")
-    lost = refused("lost", "/no/such%0a%7bpath", body, **key)
+    lost = refused("lost", "/no/such%0a%7bpath", body, **KEY)
     assert (lost["status"], lost["path"]) == (404, "/no/such%0a%7bpath")
 
 
@@ -131,47 +115,36 @@ def test_who_leaves_is_named(server: Served, log: Log, is_stream: bool) -> None:
         if is_stream:
             assert client.recv(100).startswith(b"HTTP/1.1 200")
         else:  # the engine has it
-            while not json.loads(fetched(server, "/load"))["running"]:
+            while not server.ask("/load", **KEY).json["running"]:
                 pass
     line = log.of(name)
     assert line["client_left"] is True and line["status"] == (200 if is_stream else 499)
     assert line["finish_reason"] == "abort" and line["output_tokens"] < 900
 
 
-def fetched(server: Served, path: str) -> bytes:
-    asked = urllib.request.Request(server.url + path, headers={"Authorization": "Bearer a-key"})
-    with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
-        return bytes(answer.read())
-
-
 def test_probes_that_succeed_are_no_lines(server: Served, log: Log) -> None:
     for path in ("/health", "/ready", "/load", "/metrics"):
-        fetched(server, path)
-    assert ask(server.url, "/v1/models", X_Request_Id="after", Authorization="Bearer a-key") == 200
+        assert server.ask(path, **KEY).status == 200
+    assert server.ask("/v1/models", X_Request_Id="after", **KEY).status == 200
     assert log.of("after")
     assert not {line["path"] for line in log.lines()} & {"/health", "/ready", "/load", "/metrics"}
 
 
 def test_no_request_waits_for_a_log_that_nobody_reads() -> None:
     """Lines of the log fill its pipe many times over."""
-    port = free_port()
-    server = Served.start(port, *OPTIONS, "--log-level", "info", log=subprocess.PIPE)
-    assert server.process.stderr is not None
-    try:
-        while not is_ready(server.url):
-            assert server.process.poll() is None
-        name = "x" * 128
-        for _ in range(1000):
-            assert ask(server.url, "/v1/models", X_Request_Id=name) == 200
-        body = {"model": "box", "prompt": "a", "max_tokens": 5}
-        assert ask(server.url, "/v1/completions", body) == 200
-        server.process.terminate()
-        assert server.process.wait(WAIT_SECONDS) == 0
-        assert name.encode() in server.process.stderr.read()
-    finally:
-        server.process.kill()
-        server.process.wait()
-        server.process.stderr.close()
+    name = "x" * 128
+    reader, writer = os.pipe()
+    with (
+        open(reader, "rb") as log,
+        open(writer, "wb") as file,
+        served(*OPTIONS, "--log-level", "info", log=file) as server,
+    ):
+        file.close()
+        for _ in range(500):
+            assert server.ask("/v1/models", X_Request_Id=name).status == 200
+        assert server.ask("/v1/completions", FIVE).status == 200
+        assert server.end() == 0
+        assert name.encode() in log.read()
 
 
 def cores_of(pid: int) -> list[int]:
@@ -196,19 +169,15 @@ def full_pipe() -> Iterator[IO[bytes]]:
 
 
 def alive_cores(server: Served) -> int:
-    try:
-        return int(json.loads(fetched(server, "/health"))["cores_alive"])
-    except urllib.error.HTTPError:
-        return 0
+    return int(server.ask("/health").json.get("cores_alive", 0))
 
 
 @pytest.mark.slow
 def test_no_core_waits_for_a_log_that_nobody_reads() -> None:
     """Cores log as well, while they load and later: a core that waited would never be ready."""
     options = ("--data-parallel-size", "2", "--on-core-death", "restart")
-    body = {"model": "box", "prompt": "a", "max_tokens": 5}
     with full_pipe() as log, served(*OPTIONS, *options, log=log) as server:
-        assert ask(server.url, "/v1/completions", body) == 200
+        assert server.ask("/v1/completions", FIVE).status == 200
         os.kill(cores_of(server.process.pid)[0], signal.SIGKILL)
         for num in (1, 2):
             end = time.monotonic() + WAIT_SECONDS
@@ -216,21 +185,16 @@ def test_no_core_waits_for_a_log_that_nobody_reads() -> None:
                 assert time.monotonic() < end
                 time.sleep(0.05)
         for _ in range(4):
-            assert ask(server.url, "/v1/completions", body) == 200
+            assert server.ask("/v1/completions", FIVE).status == 200
         assert server.end() == 0
 
 
 def test_the_log_may_be_closed() -> None:
-    port = free_port()
-    server = Served.start(port, *OPTIONS, "--log-level", "info", log=subprocess.PIPE)
-    assert server.process.stderr is not None
-    server.process.stderr.close()
-    try:
-        while not is_ready(server.url):
-            assert server.process.poll() is None
-        body = {"model": "box", "prompt": "a", "max_tokens": 5}
-        assert ask(server.url, "/v1/completions", body) == 200
+    reader, writer = os.pipe()
+    os.close(reader)
+    with (
+        open(writer, "wb") as file,
+        served(*OPTIONS, "--log-level", "info", log=file) as server,
+    ):
+        assert server.ask("/v1/completions", FIVE).status == 200
         assert server.end() == 0
-    finally:
-        server.process.kill()
-        server.process.wait()

@@ -9,18 +9,15 @@ import signal
 import socket
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Iterator
-from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
 from support.patience import SOON_SECONDS, WAIT_SECONDS
-from support.served import Served, forked
+from support.served import Answer, Served, forked
 
 openai = pytest.importorskip("openai")
 parser = pytest.importorskip("prometheus_client.parser")
@@ -33,30 +30,6 @@ OPTIONS = (
 )  # fmt: skip
 KEY, ADMIN = "key-one", "the-admin"
 PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
-
-
-class Answer(NamedTuple):
-    status: int
-    headers: Message
-    body: bytes
-
-    @property
-    def json(self) -> Any:
-        return json.loads(self.body)
-
-
-def ask(
-    server: Served, path: str, body: object = None, *, method: str | None = None, **headers: str
-) -> Answer:
-    data = None if body is None else json.dumps(body).encode()
-    about = {"Content-Type": "application/json", **headers}
-    request = urllib.request.Request(f"{server.url}{path}", data, about, method=method)
-    try:
-        with urllib.request.urlopen(request) as answer:
-            return Answer(answer.status, answer.headers, answer.read())
-    except urllib.error.HTTPError as error:
-        with error:
-            return Answer(error.code, error.headers, error.read())
 
 
 def bearer(key: str) -> dict[str, str]:
@@ -135,7 +108,7 @@ Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 
 def scrape(server: Served, key: str = KEY) -> Samples:
     """Each sample by name and labels, less the model's name, which all of ours have."""
-    answer = ask(server, "/metrics", **bearer(key))
+    answer = server.ask("/metrics", **bearer(key))
     assert answer.status == 200 and answer.headers.get_content_type() == "text/plain"
     samples: Samples = {}
     for family in parser.text_string_to_metric_families(answer.body.decode()):
@@ -176,9 +149,9 @@ def test_metrics_are_what_clients_saw(server: Served, client: Any) -> None:
     assert stopped.choices[0].finish_reason == "stop"
     with pytest.raises(openai.BadRequestError):
         client.completions.create(**{**fixed, "temperature": -1})
-    assert ask(server, "/v1/models/box", **bearer(KEY)).status == 200
-    assert ask(server, "/v1/models", **bearer("wrong")).status == 401
-    assert ask(server, "/an/other", **bearer(KEY)).status == 404
+    assert server.ask("/v1/models/box", **bearer(KEY)).status == 200
+    assert server.ask("/v1/models", **bearer("wrong")).status == 401
+    assert server.ask("/an/other", **bearer(KEY)).status == 404
     now = moved(before, scrape(server))
 
     answers = {name: num for name, num in now.items() if "http_responses" in name and num}
@@ -272,7 +245,7 @@ def test_who_leaves_is_an_abort_and_open_requests_are_load(server: Served) -> No
     async def leave() -> None:
         async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY) as client:
             streams = [await client.completions.create(**asked) for _ in range(3)]
-            load = (await asyncio.to_thread(ask, server, "/load", **bearer(KEY))).json
+            load = (await asyncio.to_thread(server.ask, "/load", **bearer(KEY))).json
             assert load["server_load"] == 3 and load["running"] <= 3
             assert load["waiting"] == 0 and 0 <= load["kv_usage"] <= 1
             for stream in streams:
@@ -281,43 +254,43 @@ def test_who_leaves_is_an_abort_and_open_requests_are_load(server: Served) -> No
     asyncio.run(leave())
     name = "vllm:request_success_total abort"
     eventually(lambda: moved(before, scrape(server))[name] == 3)
-    assert ask(server, "/load", **bearer(KEY)).json["server_load"] == 0
+    assert server.ask("/load", **bearer(KEY)).json["server_load"] == 0
 
 
 def test_operations_take_the_admin_key(server: Served, client: Any) -> None:
     admin = bearer(ADMIN)
 
     def post(path: str, **headers: str) -> Answer:
-        return ask(server, path, {}, **headers)
+        return server.ask(path, {}, **headers)
 
     for wrong in (bearer(KEY), bearer("x"), {}):
         refused = post("/pause", **wrong)
         assert refused.status == 401 and refused.headers["WWW-Authenticate"] == "Bearer"
     assert post("/pause", **admin, Origin="http://elsewhere.example").status == 403
     assert post("/pause", **admin, Origin="null").status == 403
-    assert ask(server, "/pause", **admin).status == 405
+    assert server.ask("/pause", **admin).status == 405
     assert "must be all or new" in post("/pause?what=some", **admin).json["error"]["message"]
     assert post("/pause", **admin, Origin=server.url).status == 200
     try:
-        assert ask(server, "/is_paused", **admin).json == {"is_paused": True}
-        unready = ask(server, "/ready")
+        assert server.ask("/is_paused", **admin).json == {"is_paused": True}
+        unready = server.ask("/ready")
         assert unready.status == 503 and int(unready.headers["Retry-After"]) > 0
-        assert ask(server, "/health").status == 200  # it is well, and paused
+        assert server.ask("/health").status == 200  # it is well, and paused
         texts: list[str] = []
         asked = {"model": MODEL, "prompt": "x", "max_tokens": 3}
         waiter = threading.Thread(
             target=lambda: texts.append(client.completions.create(**asked).choices[0].text)
         )
         waiter.start()
-        eventually(lambda: ask(server, "/load", **admin).json["waiting"] == 1)
+        eventually(lambda: server.ask("/load", **admin).json["waiting"] == 1)
         assert not texts
         waits = scrape(server)
         assert waits["vllm:num_requests_waiting_by_reason", (("reason", "capacity"),)] == 1
     finally:
         assert post("/resume", **admin).status == 200
     waiter.join()
-    assert len(texts) == 1 and ask(server, "/ready").status == 200
-    assert ask(server, "/is_paused", **admin).json == {"is_paused": False}
+    assert len(texts) == 1 and server.ask("/ready").status == 200
+    assert server.ask("/is_paused", **admin).json == {"is_paused": False}
     assert post("/reset_prefix_cache", **admin).status == 200
     assert post("/reset_prefix_cache?reset_running_requests=1", **admin).status == 400
     profile = post("/start_profile", **admin)
@@ -329,18 +302,18 @@ def test_keys_are_read_again(server: Served, key_file: Path) -> None:
         statuses = {0, 1}
         while len(statuses) == 2:  # the file may be read between two requests
             statuses = {
-                ask(server, "/v1/models", **bearer(key)).status,
-                ask(server, "/v1/models", **{"x-api-key": key}).status,
+                server.ask("/v1/models", **bearer(key)).status,
+                server.ask("/v1/models", **{"x-api-key": key}).status,
             }
         assert statuses < {200, 401}
         return statuses == {200}
 
     assert lets_in(KEY) and lets_in("key-in-file") and lets_in(ADMIN) and not lets_in("another")
-    assert ask(server, "/v1/models", Authorization=KEY).status == 401
-    assert ask(server, "/metrics").status == 401
+    assert server.ask("/v1/models", Authorization=KEY).status == 401
+    assert server.ask("/metrics").status == 401
     for path in ("/health", "/ping", "/ready", "/version"):
-        assert ask(server, path).status == 200
-    assert ask(server, "/ping", {}).status == 200
+        assert server.ask(path).status == 200
+    assert server.ask("/ping", {}).status == 200
     new = key_file.with_name("new")
     new.write_text("another\n")
     new.replace(key_file)
@@ -410,10 +383,15 @@ def drafting() -> Iterator[Served]:
 
 
 @pytest.fixture
-def split() -> Iterator[Served]:
+def log(tmp_path: Path) -> Path:
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def split(log: Path) -> Iterator[Served]:
     """With a core in a process of its own, which may die."""
     options = ("--multiprocess", "--health-timeout", "0.5", "--on-core-death", "stay")
-    with forked(*OPTIONS, *options) as made:
+    with forked(*OPTIONS, *options, log=log) as made:
         yield made
 
 
@@ -426,7 +404,7 @@ def test_drafts_are_counted_and_no_request_waits_for_spans(drafting: Served) -> 
     took = []
     for _ in range(10):
         began = time.monotonic()
-        assert ask(drafting, "/v1/completions", body).status == 200
+        assert drafting.ask("/v1/completions", body).status == 200
         took.append(time.monotonic() - began)
     assert max(took) < SOON_SECONDS
     now = moved(before, scrape(drafting))
@@ -445,7 +423,7 @@ def ends_unready(server: Served) -> None:
 
     def is_unready() -> bool:
         try:
-            return ask(server, "/ready").status == 503
+            return server.ask("/ready").status == 503
         except OSError:
             return True
 
@@ -460,10 +438,10 @@ def ends_unready(server: Served) -> None:
     assert server.process.wait() == 0
 
 
-def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
+def test_a_core_that_hangs_or_dies_is_seen(split: Served, log: Path) -> None:
     """The server's own process is well all the time, and ends when it is told to."""
     for path in ("/pause", "/resume", "/reset_prefix_cache", "/start_profile"):
-        refused = ask(split, path, {}, **bearer("x"))
+        refused = split.ask(path, {}, **bearer("x"))
         assert refused.status == 403 and "--admin-api-key" in refused.json["error"]["message"]
     (core,) = (
         child for child in psutil.Process(split.process.pid).children(recursive=True)
@@ -474,26 +452,28 @@ def test_a_core_that_hangs_or_dies_is_seen(split: Served) -> None:
     try:
         for path in ("/health", "/ready"):
             began = time.monotonic()
-            answer = ask(split, path)
+            answer = split.ask(path)
             assert time.monotonic() - began < SOON_SECONDS
             assert answer.status == 503 and int(answer.headers["Retry-After"]) > 0
             assert "not answered within 0.5 s" in answer.json["error"]["message"]
         samples = scrape(split)
         assert samples["metronome_engine_up", ()] == 0
         assert ("vllm:num_requests_running", ()) in samples  # as last known
-        assert "running" in ask(split, "/load").json
+        assert "running" in split.ask("/load").json
     finally:
         core.resume()
-    eventually(lambda: ask(split, "/health").status == 200)
-    assert ask(split, "/ready").status == 200
+    eventually(lambda: split.ask("/health").status == 200)
+    assert split.ask("/ready").status == 200
     core.send_signal(signal.SIGKILL)
-    eventually(lambda: ask(split, "/health").status == 503)
-    dead = ask(split, "/health")
-    assert int(dead.headers["Retry-After"]) > 0
-    assert dead.json["error"]["code"] == "engine_dead"
+    eventually(lambda: split.ask("/health").status == 503)
+    refused = split.ask("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": 3})
+    for dead in (split.ask("/health"), refused):
+        assert dead.status == 503 and int(dead.headers["Retry-After"]) > 0
+        assert dead.json["error"]["code"] == "engine_dead"
+    for line in ("was killed by SIGKILL", "no core is left: requests are answered with 503"):
+        assert line in log.read_text()
     assert scrape(split)["metronome_engine_up", ()] == 0
-    split.process.terminate()
-    assert split.process.wait() is not None
+    assert split.end() == 0
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import socket
-import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from typing import Any
 
@@ -29,15 +27,8 @@ def ask(
     server: Served, path: str, origin: str, body: Any = None, method: str | None = None,
     **headers: str,
 ) -> tuple[int, Any, str]:  # fmt: skip
-    data = None if body is None else json.dumps(body).encode()
-    given = {name.replace("_", "-"): value for name, value in headers.items()}
-    given |= {"Origin": origin, "Content-Type": "application/json"}
-    asked = urllib.request.Request(server.url + path, data, given, method=method)
-    try:
-        with urllib.request.urlopen(asked, timeout=WAIT_SECONDS) as answer:
-            return answer.status, answer.headers, answer.read().decode()
-    except urllib.error.HTTPError as error:
-        return error.code, error.headers, error.read().decode()
+    answer = server.ask(path, body, method=method, Origin=origin, **headers)
+    return answer.status, answer.headers, answer.body.decode()
 
 
 def preflight(server: Served, path: str, origin: str) -> tuple[int, Any, str]:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
@@ -155,12 +154,8 @@ def test_a_server_at_work_is_read_beside_it() -> None:
 
 
 def ask_until(server: Served, body: dict[str, Any], is_over: list[bool]) -> None:
-    about = {"Content-Type": "application/json", "Authorization": "Bearer k1"}
-    data = json.dumps(body).encode()
     while not is_over:
-        request = urllib.request.Request(f"{server.url}/v1/completions", data, about)
-        with urllib.request.urlopen(request) as answer:
-            answer.read()
+        server.ask("/v1/completions", body, Authorization="Bearer k1")
 
 
 class Terminal:

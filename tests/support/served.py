@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -14,8 +15,9 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from email.message import Message
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, NamedTuple
 
 from support.patience import WAIT_SECONDS
 
@@ -27,6 +29,16 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+class Answer(NamedTuple):
+    status: int
+    headers: Message
+    body: bytes
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.body)
 
 
 class Forked:
@@ -92,6 +104,21 @@ class Served:
         """One that is not ready yet."""
         command = [sys.executable, "-m", "engine.cli.main", "serve", "--port", str(port), *options]
         return cls(subprocess.Popen(command, env={**os.environ, **variables}, stderr=log), port)
+
+    def ask(
+        self, path: str, body: object = None, *, method: str | None = None, **headers: str
+    ) -> Answer:
+        """An answer of any status. body: bytes, or a value to be written as JSON."""
+        data = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+        about = {name.replace("_", "-"): value for name, value in headers.items()}
+        about.setdefault("Content-Type", "application/json")
+        request = urllib.request.Request(self.url + path, data, about, method=method)
+        try:
+            with urllib.request.urlopen(request, timeout=WAIT_SECONDS) as answer:
+                return Answer(answer.status, answer.headers, answer.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                return Answer(error.code, error.headers, error.read())
 
     def end(self, number: int = signal.SIGTERM, seconds: float = WAIT_SECONDS) -> int:
         """Its exit status."""
