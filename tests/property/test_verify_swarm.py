@@ -1,6 +1,6 @@
 """The simulation tier: every shipped policy in random engines, with every check after every step.
 
-Forty thousand steps, others each day: the first seeds are printed, and METRONOME_SEED
+Twenty thousand steps, others each day: the first seeds are printed, and METRONOME_SEED
 chooses them. The campaign's are `metronome verify --steps 20000000`.
 """
 
@@ -19,7 +19,7 @@ from policylab.verify.simulation import Simulation
 from policylab.verify.starvation import wait_in_overload
 from policylab.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
-NUM_STEPS = 40_000
+NUM_STEPS = 20_000
 STEPS_EACH = NUM_STEPS // len(POLICIES) + 1
 SEEDS_A_DAY = 1000  # far more than a day takes of them
 DAYS = 1000  # until the same seeds come again
