@@ -24,7 +24,6 @@ def test_two_processes_give_the_same_table(capsys: pytest.CaptureFixture[str]) -
     asked = ("fcfs", COPY, "residual-sjf", "--seeds", "2", "--loads", "0.6,0.9")
     alone = told(capsys, *asked)
     assert told(capsys, *asked, "--jobs", "2") == alone
-    assert told(capsys, *asked) == alone
 
 
 def test_a_process_that_dies_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:

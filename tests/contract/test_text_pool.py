@@ -19,7 +19,7 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 KINDS: tuple[OutputKind, ...] = ("cumulative", "delta", "final")
 
 
-@pytest.fixture(scope="module", params=[1, 2], ids="pool of {}".format)
+@pytest.fixture(scope="module", params=[pytest.param(1, marks=pytest.mark.slow), 2])
 def pool(request: pytest.FixtureRequest, model: ModelConfig) -> Iterator[TextPool]:
     started = TextPool(model, request.param)
     started.wait_until_ready()

@@ -69,7 +69,7 @@ def test_answers_are_valid(wanted: list[Any]) -> None:
         assert Draft202012Validator(ALL[seed % 2]).is_valid(json.loads(text)), text
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["preempted", "by n-grams too"])
 def test_answers_are_the_same_in_every_mode(mode: str, wanted: list[Any]) -> None:
     with make(dtype="float32", **{"speculative_config": SPEC, **MODES[mode]}) as engine:
         assert told(engine, everything()) == wanted

@@ -13,12 +13,12 @@ from engine.errors import ConfigError
 CORES = {"core here": {}, "core in a process": {"multiprocess": True}}
 
 
-@pytest.fixture(params=CORES, ids=str)
+@pytest.fixture(scope="module", params=CORES, ids=str)
 def where(request: pytest.FixtureRequest) -> dict[str, Any]:
     return CORES[request.param]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def pooled(where: dict[str, Any]) -> Iterator[LLM]:
     with LLM(**SIZES, **where, tokenizer_pool_size=2) as llm:
         yield llm
