@@ -1,5 +1,8 @@
 """Kills, stops and misleads each process of an engine in each phase, and checks the others.
 
+What becomes of texts whose tokenizer or detokenizer dies is in
+`tests/contract/test_text_pool_faults.py`.
+
     python tools/kill_matrix.py [--restarts 100] [--only TARGET/FAULT/PHASE]
 
 Prints a line for each cell: how long it took until everybody knew, and what was wrong. Exit status
@@ -24,7 +27,6 @@ from support.kill_cells import TREE_SECONDS, Cell, Outcome, Scene, run_cell  # n
 from support.live_core import own_directory, wait_until  # noqa: E402
 
 PHASES = ("handshake", "idle", "prefill", "decode", "draining")
-TEXT_FAULTS = ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage")
 FAULTS = {
     "core": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "hang", "garbage"),
     "client": ("SIGKILL", "SIGSTOP", "SIGTERM", "raise", "garbage"),
@@ -32,10 +34,6 @@ FAULTS = {
     "server": ("SIGKILL", "SIGSTOP", "SIGTERM"),
     "served_core": ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGSEGV"),
     "restarted_core": ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGSEGV"),
-    "tokenizer": TEXT_FAULTS,
-    "detokenizer": TEXT_FAULTS,
-    "ngram": ("SIGKILL", "SIGSTOP", "SIGTERM"),  # cores with a model, grammars and such drafts
-    "draft_model": ("SIGKILL", "SIGSTOP", "SIGTERM"),
 }
 NEVER = {  # what cannot happen then: steps without work, messages of who has sent nothing yet
     *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
@@ -46,12 +44,6 @@ NEVER = {  # what cannot happen then: steps without work, messages of who has se
     ),
     ("core", "garbage", "handshake"),
     ("client", "garbage", "handshake"),
-    *(
-        (target, fault, phase)  # no grammar and no draft is there
-        for target in ("ngram", "draft_model")
-        for fault in ("SIGKILL", "SIGSTOP", "SIGTERM")
-        for phase in ("handshake", "idle")
-    ),
 }
 ONLY = (Cell("core", "hang", "add"),)  # outside a step: while a policy takes a request in
 

@@ -9,16 +9,42 @@ from typing import Any
 
 import pytest
 import torch
-from support.kill_drafts import DRAFTS, FORMS, engine_of
 
-from engine import LLMEngine, SamplingParams, StructuredOutputsParams
+from engine import EngineArgs, LLMEngine, SamplingParams, StructuredOutputsParams
+from engine.assets import BOX_MODEL
 from engine.messages.requests import RequestOutput
 from engine.spec import compute
 from engine.worker import worker
 
+FEW = {"num_speculative_tokens": 3, "adaptive": False}
+DRAFTS: dict[str, dict[str, Any]] = {
+    "ngram": {"method": "ngram", **FEW, "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+    "draft_model": {"method": "draft_model", "model": str(BOX_MODEL), **FEW},
+}
+NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 90, "maxItems": 99}
+FORMS: tuple[dict[str, Any], ...] = (
+    {"regex": "([a-z]{2,7} ){90,99}"},
+    {"json": NUMBERS, "disable_any_whitespace": True},
+    {"grammar": 'start: "[" start "]" /[0-9]{1,3}/ start | "."\n'},
+)
 RAISES, NAN = 4001, 4002  # tokens that a model cannot bear, and of which it makes NaN
 PROMPT = [40, 41, 42, 40, 41, 42, 40, 41]
 CHOICE = StructuredOutputsParams(choice=["yes", "no"])
+
+
+def engine_of(**options: Any) -> LLMEngine:
+    args = EngineArgs(
+        model=str(BOX_MODEL),
+        dtype="float32",
+        num_threads=1,
+        num_kv_blocks=400,
+        max_model_len=256,
+        max_num_seqs=8,
+        disable_log_stats=True,
+        log_level="error",
+        **options,
+    )
+    return LLMEngine.from_engine_args(args)
 
 
 def late(params: SamplingParams, prompt: list[int]) -> Callable[..., Any] | None:

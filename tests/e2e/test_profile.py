@@ -70,12 +70,13 @@ def test_without_the_option_it_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        ["generate", "--max-tokens", "3", "one"],
         ["generate", "--max-tokens", "3", "one", "two"],
         ["bench", "throughput", "--num-prompts", "2", "--output-len", "3", "--num-iters", "1"],
-        ["bench", "latency", "--output-len", "3", "--num-iters", "1"],
+        pytest.param(
+            ["bench", "latency", "--output-len", "3", "--num-iters", "1"], marks=pytest.mark.slow
+        ),
     ],
-    ids=["one", "two", "throughput", "latency"],
+    ids=["generate", "throughput", "latency"],
 )
 def test_a_command_records_what_it_does(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]

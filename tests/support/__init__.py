@@ -56,14 +56,9 @@ Who dies, and what becomes of the others
   kill_cells: One fault in one process of an engine in one phase, and what the others must do
       about it.
   kill_actor: A process that uses a core and is then killed, stopped or led astray.
-  kill_drafts: Whole engines whose core dies while requests with grammars and with drafts are in
-      flight.
   kill_server: A server with streams, whose core or which itself dies or is stopped.
-  kill_text: Text processes of a whole engine that die or are stopped: every text must come out
-      as if not.
   deadly_program: The program of a text process, with inputs that kill it, hang it, or make it
       talk rubbish.
-  hurt_text: The program of a text process that raises, or talks rubbish, when it gets a signal.
   poison: Requests that nobody should send, as they come over the wire, and what must become of
       each.
   one_bad: Twelve requests of a model that adds up its tokens; the sixth has a token that it

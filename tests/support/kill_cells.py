@@ -17,7 +17,7 @@ from pathlib import Path
 from engine.errors import EngineDeadError
 from engine.ipc.address import Address
 from engine.rpc.zmq_client import EngineCoreClient
-from support import kill_actor, kill_drafts, kill_server, kill_text
+from support import kill_actor, kill_server
 from support.hostile import Hostile
 from support.live_core import is_running, own_directory, pid_of, shared_names, wait_until
 from support.patience import WAIT_SECONDS
@@ -366,47 +366,6 @@ def _hit_parent(cell: Cell, scene: Scene, outcome: Outcome) -> None:
             scene.kill(pid, signal.SIGKILL)
 
 
-# The processes that make ids and text
-
-
-def _hit_text(cell: Cell, scene: Scene, outcome: Outcome) -> None:
-    texts = kill_text.texts_with(
-        cell.target, cell.phase, cell.fault, core=lambda pid: scene.kill(pid, signal.SIGTERM)
-    )
-    outcome.check(texts == kill_text.texts_of_nobody_hurt(), "texts differ")
-
-
-# A core with a model, in which requests have grammars and drafts
-
-
-def _hit_drafting(cell: Cell, scene: Scene, outcome: Outcome) -> None:
-    streams = kill_drafts.Streams(cell.target)
-    pid = pid_of(streams.client)
-    try:
-        caller = EngineCoreClient(streams.client.address, hang_timeout=kill_drafts.HANG_SECONDS)
-        streams.come_to(cell.phase)
-        outcome.check(streams.num_drafts or cell.phase == "prefill", "nothing was drafted")
-        waiters = [
-            Waiter("streams", lambda waiter: streams.read_for_ever()),
-            Waiter("calls", lambda waiter: _call_for_ever(waiter, caller)),
-        ]
-        began = time.monotonic()
-        scene.kill(pid, signal.Signals[cell.fault])
-        hang = kill_drafts.HANG_SECONDS + 1.0
-        limit = hang if cell.fault == "SIGSTOP" else DEATH_SECONDS
-        is_told_once = cell.fault == "SIGTERM" and cell.phase != "draining"
-        _hear_of_it(waiters, began, WORK_SECONDS if is_told_once else limit, outcome)
-        caller.shutdown()
-    finally:
-        streams.engine.shutdown()
-    whole = kill_drafts.texts_of_nobody_hurt()
-    so_far = all(map(str.startswith, whole, streams.texts))
-    outcome.check(so_far, f"{streams.texts} are no beginnings of {whole}")
-    if is_told_once:
-        outcome.check(streams.texts == list(whole), "texts are not whole, though it drained")
-    outcome.check(wait_until(lambda: not is_running(pid)), "the core lives on")
-
-
 # A server, and the core behind it
 
 
@@ -476,7 +435,4 @@ HITS: dict[str, Callable[[Cell, Scene, Outcome], None]] = {
     "server": _hit_server,
     "served_core": _hit_served_core,
     "restarted_core": _hit_restarted_core,
-    "tokenizer": _hit_text,
-    "detokenizer": _hit_text,
-    **dict.fromkeys(kill_drafts.DRAFTS, _hit_drafting),
 }
