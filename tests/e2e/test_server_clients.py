@@ -268,11 +268,9 @@ def test_a_response_with_a_schema(client: Any) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"background": True}, "background is true, which is not"),
         ({"truncation": "auto"}, "use disabled"),
         ({"tools": [{"type": "web_serch"}]}, "type 'web_serch'"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "type 'item_reference'"),
-        ({"extra_body": {"conversation": "c"}}, "conversation is not supported"),
     ],
 )
 def test_wrong_responses(client: Any, asked: Any, message: str) -> None:
@@ -359,7 +357,6 @@ def test_message_events_are_of_the_clients_types(server: Served) -> None:
         ({"messages": [*ASK, {"role": "assistant", "content": "I "}]}, "ends with white space"),
         ({"messages": []}, "at least one"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image'"),
-        ({"extra_body": {"mcp_servers": [{"type": "url"}]}}, "mcp_servers is not supported"),
     ],
 )
 def test_wrong_messages(claude: Any, asked: Any, message: str) -> None:
@@ -431,28 +428,6 @@ def test_a_tool_whose_schema_is_none(client: Any, broken: dict[str, Any]) -> Non
         client.chat.completions.create(
             model=MODEL, messages=ASK, tools=[{"type": "function", "function": function}]
         )
-
-
-def test_null_is_as_good_as_nothing(server: Served) -> None:
-    nothing = dict.fromkeys(("n", "stream", "presence_penalty", "stop", "tools", "logprobs"))
-    asked = {"model": MODEL, "messages": ASK, "max_tokens": 2, **nothing}
-    status, body = post(server, CHAT, asked)
-    assert status == 200 and len(body["choices"]) == 1
-    status, body = post(server, CHAT, None)
-    assert status == 400 and "got `null`" in body["error"]["message"]
-
-
-def test_a_prompt_that_is_too_long(client: Any, claude: Any) -> None:
-    long = [{"role": "user", "content": "word " * 4000}]
-    with pytest.raises(openai.BadRequestError, match="prompt is too long") as told:
-        client.chat.completions.create(model=MODEL, messages=long)
-    assert told.value.code == "context_length_exceeded"
-    shortened = client.chat.completions.create(
-        model=MODEL, messages=long, max_tokens=1, extra_body={"truncate_prompt_tokens": 50}
-    )
-    assert shortened.usage.prompt_tokens == 50
-    with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
-        claude.messages.create(model=MODEL, messages=long, max_tokens=1)
 
 
 def test_log_probabilities_of_a_response_are_of_all_its_text(client: Any) -> None:
