@@ -12,6 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from support.patience import WAIT_SECONDS
 from support.schema_fuzz import fuzz
 from support.served import Served, forked
 
@@ -67,7 +68,7 @@ def test_the_document_names_fields_and_ranges(server: Served) -> None:
 
 
 def test_the_server_does_as_its_document_says(server: Served) -> None:
-    found = fuzz(server.url, examples=3, seed=1, seconds=100)
+    found = fuzz(server.url, examples=3, seed=1, seconds=WAIT_SECONDS)
     assert found.status == 0, found.said
     assert found.num_cases > 500
 
