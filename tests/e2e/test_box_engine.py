@@ -12,7 +12,6 @@ from engine import (
     AsyncLLMEngine,
     ConfigError,
     EngineArgs,
-    EngineDeadError,
     LLMEngine,
     RequestError,
     RequestOutput,
@@ -88,31 +87,6 @@ async def test_an_answer_to_a_conversation() -> None:
         assert outputs[-1].finished and outputs[-1].prompt == text
     finally:
         async_engine.shutdown()
-
-
-@pytest.mark.behaviour(126)
-async def test_a_hundred_at_once() -> None:
-    async_engine = AsyncLLMEngine.from_engine_args(EngineArgs(**SIZES))
-    try:
-        for _ in range(2):  # ids are free again
-            params = [greedy(max_tokens=1 + i % 8, ignore_eos=True) for i in range(100)]
-            tasks = [
-                asyncio.create_task(collect(async_engine, str(i), own))
-                for i, own in enumerate(params)
-            ]
-            await asyncio.sleep(0.05)
-            for task in tasks[3::10]:
-                task.cancel()
-            results = await asyncio.gather(*tasks, return_exceptions=True)
-            for i, result in enumerate(results):
-                if isinstance(result, list):
-                    assert len(result[-1].outputs[0].token_ids) == 1 + i % 8
-                else:
-                    assert i % 10 == 3 and isinstance(result, asyncio.CancelledError)
-    finally:
-        async_engine.shutdown()
-    with pytest.raises(EngineDeadError):
-        await collect(async_engine, "late", greedy())
 
 
 # What is wrong with a model or an option is said before anything is loaded

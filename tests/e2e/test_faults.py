@@ -79,17 +79,8 @@ async def test_an_idle_engine_hears_of_its_core_s_death() -> None:
     await asyncio.to_thread(engine.shutdown)
 
 
-def test_sigterm_drains_and_the_second_one_ends_at_once() -> None:
-    client = spawn_client(SLOW)
-    client.add(make_request("a", [1], 60))
-    os.kill(pid_of(client), signal.SIGTERM)
-    tokens, reasons = [], []
-    while not reasons:
-        for batch in client.step():
-            tokens += batch.token_ids
-            reasons += [end.reason for end in batch.finished]
-    assert tokens == expected([1], 60) and reasons == ["length"]
-    client.shutdown()
+def test_a_second_sigterm_ends_at_once() -> None:
+    """`contract/test_core_process.py` has the first, which drains."""
     client = spawn_client(SLOW)
     client.add(make_request("a", [1], 500))
     for _ in range(2):
@@ -101,18 +92,6 @@ def test_sigterm_drains_and_the_second_one_ends_at_once() -> None:
             reasons += [(end.reason, end.message) for end in batch.finished]
     assert reasons == [("abort", "the core was shut down")]
     client.shutdown()
-
-
-def test_a_core_starts_again_after_every_death() -> None:
-    for turn in range(3):
-        client = spawn_client(FakeBuild(raise_at=4 if turn == 2 else None))
-        client.add(make_request("a", [1], 400))
-        client.step()
-        process = psutil.Process(pid_of(client))
-        if turn == 0:
-            process.kill()
-        client.shutdown()
-        assert not process.is_running()
 
 
 def test_only_socket_files_listen() -> None:

@@ -13,10 +13,7 @@ import pytest
 from engine import LLM, AsyncLLMEngine, EngineArgs, RequestError, SamplingParams
 
 PROMPTS = ["A list comprehension", "def f(x):", "Once upon a time", "The", "for i in"] * 2
-ELSEWHERE = {
-    "a process": {"multiprocess": True},
-    "two processes": {"multiprocess": True, "data_parallel_size": 2},
-}
+TWO = {"multiprocess": True, "data_parallel_size": 2, "num_threads": 2}
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, max_tokens=24),
     "sampled": SamplingParams(temperature=0.8, seed=5, max_tokens=24, top_p=0.9),
@@ -38,9 +35,8 @@ def results(llm: LLM, params: SamplingParams) -> list[Any]:
     return [(o.prompt, o.prompt_token_ids, o.outputs, o.prompt_logprobs) for o in outputs]
 
 
-@pytest.mark.parametrize("where", ELSEWHERE)
-def test_outputs_and_errors_are_those_of_a_core_in_this_process(where: str, here: LLM) -> None:
-    with LLM(num_threads=2 if "two" in where else 1, **ELSEWHERE[where]) as llm:
+def test_outputs_and_errors_are_those_of_a_core_in_this_process(here: LLM) -> None:
+    with LLM(**TWO) as llm:
         for params in PARAMS.values():
             assert results(llm, params) == results(here, params)
         for wrong in ([1 << 30], [], "x" * 100_000):
