@@ -145,7 +145,9 @@ def write_general(root: Path, hf: dict[str, Any], dtype: torch.dtype) -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_peak_memory_of_loading_through_transformers(
     tmp_path: Path, dtype: torch.dtype, measured: Callable[[str, Path, Path], int]
 ) -> None:
@@ -159,7 +161,13 @@ def test_peak_memory_of_loading_through_transformers(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("stored", WRITERS)
+@pytest.mark.parametrize(
+    "stored",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name not in ("bfloat16", "awq")))
+        for name in WRITERS
+    ],
+)
 def test_peak_memory_of_loading(
     tmp_path: Path, stored: str, measured: Callable[[str, Path, Path], int]
 ) -> None:

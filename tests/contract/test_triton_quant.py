@@ -23,7 +23,7 @@ def kernels_of(every: int) -> list[Launch]:
 @pytest.mark.parametrize(
     ("name", "every"),
     [
-        ("sm_90", 18),
+        ("sm_90", 40),
         *(pytest.param(*each, marks=pytest.mark.slow) for each in (("sm_80", 17), ("gfx942", 29))),
     ],
 )
