@@ -116,7 +116,7 @@ def unruly_policy(hook: str, answer: Any) -> Policy:
 
 
 def run_all(seed: int, **options: Any) -> tuple[Run, dict[str, list[int]]]:
-    """Twelve requests that compete for seats and blocks; what each must say."""
+    """Twenty requests that compete for seats and blocks; what each must say."""
     rng, clock = random.Random(seed), FakeClock(0.0)
     sizes = {
         "num_blocks": 16,
@@ -127,7 +127,7 @@ def run_all(seed: int, **options: Any) -> tuple[Run, dict[str, list[int]]]:
     }
     run = make_run(depth=2, clock=clock, **sizes, **options)
     wanted = {}
-    for request in random_requests(rng, 12):
+    for request in random_requests(rng, 20):
         run.add(request)
         wanted[request.request_id] = expected(request.prompt_token_ids, request.max_tokens)
         clock.now += 0.5
