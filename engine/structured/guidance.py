@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
+from copy import copy
 from functools import partial
 from queue import SimpleQueue
 from threading import Lock, Thread, stack_size
@@ -299,7 +300,13 @@ class GuidanceCompilation:
     def poll(self) -> Matcher | None:
         if self.is_late:
             raise self.lateness
-        return self.future.result()() if self.future.done() else None
+        if not self.future.done():
+            return None
+        if (error := self.future.exception()) is not None:
+            # A raised error keeps alive all that the frames it went through hold, and this one
+            # stays for later requests with the same grammar.
+            raise copy(error) from None
+        return self.future.result()()
 
     def wait(self) -> Matcher:
         while (matcher := self.poll()) is None:

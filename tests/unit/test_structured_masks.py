@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
+from contextlib import suppress
 from enum import Enum
 from functools import cache
 from typing import Any
@@ -208,3 +211,25 @@ def test_a_schema_that_is_no_json_is_refused_however_it_is_read():
     large = StructuredOutputsParams(json={"const": 10**300, "enum": (1, 2), "x": {1: 2}})
     read = json.loads(grammar_from(grammar_of(large)).text)
     assert read == {"const": 10**300, "enum": [1, 2], "x": {"1": 2}}
+
+
+def test_a_kept_refusal_forgets_those_it_was_raised_for() -> None:
+    """The same wrong grammar, asked for again and again, must not keep every request in memory."""
+    compiler = guidance_of(small_tokenizer, VOCAB_SIZE)
+
+    class Requester:
+        """Stands for all that the frames of a request hold."""
+
+    def is_refused() -> weakref.ref[Requester]:
+        held = Requester()
+        with suppress(GrammarError):
+            compiler.submit("no grammar", [END]).wait()
+            pytest.fail("it was compiled")
+        return weakref.ref(held)
+
+    try:
+        requesters = [is_refused() for _ in range(3)]
+        gc.collect()
+        assert [requester() for requester in requesters] == [None] * 3
+    finally:
+        compiler.shutdown()
