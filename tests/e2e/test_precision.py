@@ -54,12 +54,17 @@ ROUTED = {"mixtral", "mixtral-window", "qwen3-moe", "qwen3-moe-mixed", "olmoe", 
 }
 
 
+OTHER_HEADS = {"mistral-window", "qwen3", "qwen3-moe-mixed", "phi3-longrope"}
+
+
 def cases() -> list[object]:
     """Each family and, in turn, one of the ways next to a batch; variants of a family are slow, and
-    so are most that transformers computes itself."""
+    so are most that transformers computes itself, and those for whose heads attention would be
+    compiled anew."""
     made = []
     for index, name in enumerate([*CASES, *GENERAL_CASES]):
-        marks = [pytest.mark.slow] * (name not in [*NATIVE, *GENERAL[:3]])
+        is_short = name in [*NATIVE, *GENERAL[:3]] and name not in OTHER_HEADS
+        marks = [] if is_short else [pytest.mark.slow]
         made.append(pytest.param(name, OTHERS[index % len(OTHERS)], marks=marks))
     return made
 

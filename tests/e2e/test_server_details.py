@@ -177,7 +177,7 @@ def test_what_is_no_text_or_tokens_is_named(
 
 def test_tokenising_holds_up_nobody(server: Served) -> None:
     """Other requests are answered while long texts are tokenised."""
-    text = "def f(x):\n    return 'abc' * 17\n" * 60_000
+    text = "def f(x):\n    return 'abc' * 17\n" * 25_000
     with ThreadPoolExecutor(3) as pool:
         long = [pool.submit(post, server, "/tokenize", prompt=text) for _ in range(3)]
         num = 0
@@ -208,26 +208,6 @@ def test_what_is_not_there_yet_says_so(server: Served, client: Any, path: str) -
     assert "not supported yet" in answer["error"]["message"]
     with pytest.raises(openai.BadRequestError, match="not supported yet"):
         client.embeddings.create(model=MODEL, input="x")
-
-
-def test_a_full_queue_says_when_to_ask_again() -> None:
-    """And takes requests again once there is room."""
-    queue = ("--max-num-seqs", "1", "--max-waiting-requests", "2")
-    with forked("--served-model-name", MODEL, *COMMON, *queue, "--dtype", "float32") as server:
-        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0)
-        asked = {"model": MODEL, "prompt": "x", "extra_body": {"ignore_eos": True}}
-        with ThreadPoolExecutor(8) as pool:
-            crowd = [
-                pool.submit(client.completions.create, **asked, max_tokens=400) for _ in range(8)
-            ]
-            refused = [each.exception() for each in crowd]
-        assert None in refused  # whichever came first
-        told = [error for error in refused if error is not None]
-        assert told and all(isinstance(error, openai.InternalServerError) for error in told)
-        for error in told:
-            assert error.status_code == 503 and error.code == "queue_full"
-            assert int(error.response.headers["retry-after"]) >= 1
-        assert client.completions.create(model=MODEL, prompt="x", max_tokens=1).choices
 
 
 KIND = {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}

@@ -12,7 +12,7 @@ from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan
 from engine.spec.decide import Drafts
 
-STEPS = 1_600  # for each of six parameter sets
+STEPS = 800
 MANY_STEPS = 4_000
 
 
