@@ -28,7 +28,7 @@ from engine.errors import ConfigError, EngineDeadError
 from engine.frontend.pace import QueueLimits, QueuePace
 from engine.frontend.prompt import Prompt, RequestOptions, Submission, TextPrompt
 from engine.frontend.session import PauseScope, Session
-from engine.frontend.streams import Reader, Stream
+from engine.frontend.streams import OutputReader, Stream
 from engine.messages.params import SamplingParams
 from engine.messages.requests import (
     FinishedRequest,
@@ -37,7 +37,7 @@ from engine.messages.requests import (
 )
 from engine.messages.stats import SchedulerStats
 from engine.messages.structured import ObjectRules
-from engine.observe.guard import Failures, Guard
+from engine.observe.guard import Failures, ObserverGuard
 from engine.observe.histograms import Latencies
 from engine.observe.stats_log import TokenCounts
 from engine.text.chat import Messages
@@ -70,7 +70,7 @@ class AsyncLLMEngine:
         self._queue_limits: QueueLimits | None = None
         # Used only by the thread.
         self._live: dict[str, Stream] = {}
-        self._observers: list[tuple[Observer, Guard]] = []
+        self._observers: list[tuple[Observer, ObserverGuard]] = []
         self._on_death: Callable[[], object] | None = None
         self._thread = threading.Thread(target=self._run, name="engine-core", daemon=True)
         self._thread.start()
@@ -120,8 +120,8 @@ class AsyncLLMEngine:
         sampling_params: SamplingParams | None,
         request_id: str,
         **options: Unpack[RequestOptions],
-    ) -> Reader:
-        """Like ``generate``, but returns a ``Reader``: call ``next`` until an output is
+    ) -> OutputReader:
+        """Like ``generate``, but returns an ``OutputReader``: call ``next`` until an output is
         ``finished``, then ``close``."""
         self._check_alive()
         self.check_room()
@@ -135,7 +135,7 @@ class AsyncLLMEngine:
         submission = inputs.process(request_id, prompt, sampling_params, options, started)
         stream = Stream(asyncio.get_running_loop(), request_id, submission.params.output_kind)
         self._open_stream(submission, stream)
-        return Reader(stream, self._close_stream)
+        return OutputReader(stream, self._close_stream)
 
     async def render_chat(self, messages: Messages, **options: Any) -> TextPrompt:
         """Render a conversation to a prompt without blocking other tasks. ``options``: as for
@@ -461,7 +461,7 @@ class AsyncLLMEngine:
     def _observe(self, observer: Observer) -> None:
         name = getattr(observer, "__qualname__", type(observer).__qualname__)
         effect = "it is called again for the next request"
-        self._observers.append((observer, Guard(self.failures, name, effect)))
+        self._observers.append((observer, ObserverGuard(self.failures, name, effect)))
         self._session.outputs.on_finished = self._notify_observers
 
     def _notify_observers(self, finished: FinishedRequest) -> None:

@@ -21,18 +21,18 @@ from kernels.cpu import slots as cpu_slots
 from kernels.reference import index, logits, sampling
 from kernels.reference.index import REJECTED, UNKNOWN, Drawn, Inputs, SlotState
 from kernels.reference.logits import BadWords, Edits, Penalties, new_penalties
-from kernels.reference.sampling import Columns, Rows
+from kernels.reference.sampling import Rows, SamplingColumns
 
 __all__ = [
     "REJECTED",
     "UNKNOWN",
     "BadWords",
-    "Columns",
     "Drawn",
     "Edits",
     "Inputs",
     "Penalties",
     "Rows",
+    "SamplingColumns",
     "SlotState",
     "advance",
     "apply_bitmask",

@@ -50,7 +50,7 @@ def _sample(logits: torch.Tensor, settings: tuple[float, int, float]) -> Call:
         return torch.full((num,), value, dtype=dtype, device=device)
 
     temperature, top_k, top_p = settings
-    columns = slots.Columns(
+    columns = slots.SamplingColumns(
         column(temperature, torch.float64),
         column(top_k, torch.int32),
         column(top_p, torch.float64),

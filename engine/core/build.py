@@ -32,7 +32,7 @@ from engine.kv.prefix_index import BlockHasher, Sha256Hasher
 from engine.kv.tables import FULL
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.messages.structured import Grammar
-from engine.observe.guard import Failures, Guard
+from engine.observe.guard import Failures, ObserverGuard
 from engine.sched.interface import SchedulerInterface
 from engine.sched.plugins.find import Chosen, choose, make_scheduler
 from engine.sched.resource import Resource
@@ -351,7 +351,9 @@ def make_kv_manager(
         publisher = KVEventPublisher(
             cache.kv_events_endpoint,
             num_remembered=cache.kv_events_buffer_steps,
-            guard=Guard(failures, "kv_events", "events that cannot be published are dropped"),
+            guard=ObserverGuard(
+                failures, "kv_events", "events that cannot be published are dropped"
+            ),
         )
         logger.info("KV cache events are published at %s", publisher.endpoint)
         events = EventLog(publisher, block_size=decided.block_size, clock=clock)

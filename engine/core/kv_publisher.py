@@ -22,7 +22,7 @@ import zmq
 from engine.errors import ConfigError
 from engine.ipc.address import IPC, Directory
 from engine.messages.kv_events import KVEventBatch
-from engine.observe.guard import Failures, Guard
+from engine.observe.guard import Failures, ObserverGuard
 
 PAGE = 500  # batches per reply; below the 1000 messages that a socket queues per subscriber
 END = -1  # the sequence number after a page
@@ -49,9 +49,9 @@ class KVEventPublisher:
         endpoint: str | None,
         *,
         num_remembered: int = 10_000,
-        guard: Guard | None = None,
+        guard: ObserverGuard | None = None,
     ) -> None:
-        self._guard = guard or Guard(Failures(), "kv_events", "it is dropped")
+        self._guard = guard or ObserverGuard(Failures(), "kv_events", "it is dropped")
         self._directory: Directory | None = None  # private directory of the socket file
         if endpoint is None:
             self._directory = Directory.create()

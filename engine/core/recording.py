@@ -18,7 +18,7 @@ from engine.messages.requests import AddRequest, FinishReason
 from engine.messages.stats import SchedulerStats
 from engine.messages.step import Masks, StepPlan, StepResult
 from engine.observe import steplog
-from engine.observe.guard import Failures, Guard
+from engine.observe.guard import Failures, ObserverGuard
 from engine.observe.steplog import FORMAT, Header, PlanCoder, Record, StepLogWriter
 from engine.sched.interface import (
     FinishedRequest,
@@ -64,7 +64,7 @@ def record(
     """
     recorded = RecordedClock(clock)
     effect = f"the log {str(path)!r} ends here and can be replayed up to here"
-    guard = Guard(failures or Failures(), STEP_LOG, effect, stops=True)
+    guard = ObserverGuard(failures or Failures(), STEP_LOG, effect, stops=True)
     return RecordingScheduler(make(recorded), recorded, StepLogWriter(path, header), guard)
 
 
@@ -106,7 +106,11 @@ class RecordingScheduler(SchedulerInterface):
     """
 
     def __init__(
-        self, inner: SchedulerInterface, clock: RecordedClock, log: StepLogWriter, guard: Guard
+        self,
+        inner: SchedulerInterface,
+        clock: RecordedClock,
+        log: StepLogWriter,
+        guard: ObserverGuard,
     ) -> None:
         self.inner = inner
         self._clock = clock
@@ -117,7 +121,7 @@ class RecordingScheduler(SchedulerInterface):
 
     def add_request(self, add: AddRequest) -> object:
         try:
-            self._write(steplog.Adding(add))
+            self._write(steplog.AddCall(add))
         except (TypeError, ValueError, OverflowError, RecursionError) as error:  # not plain data
             raise RequestError(
                 f"request {add.request_id!r} cannot be recorded in step_log: {error}; give plain "
@@ -127,15 +131,15 @@ class RecordingScheduler(SchedulerInterface):
             req = self.inner.add_request(add)
         except Exception as error:
             story = f"{type(error).__name__}: {error}"
-            self._record(lambda times: steplog.Added(times, story))
+            self._record(lambda times: steplog.AddResult(times, story))
             raise
-        self._record(steplog.Added)
+        self._record(steplog.AddResult)
         return req
 
     def schedule(self) -> StepPlan:
         plan = self.inner.schedule()
         for judgement in self.inner.take_judgements():
-            self._guard.run(self._log.write, steplog.Judged([], *judgement))
+            self._guard.run(self._log.write, steplog.TimedDecision([], *judgement))
         self._record(lambda times: self._plans.encode(plan, times))
         return plan
 
@@ -146,7 +150,7 @@ class RecordingScheduler(SchedulerInterface):
 
     def take_outputs(self) -> StepOutputs:
         outputs = self.inner.take_outputs()
-        self._record(steplog.Taken)
+        self._record(steplog.OutputsCall)
         return outputs
 
     def finish_requests(
@@ -156,21 +160,21 @@ class RecordingScheduler(SchedulerInterface):
             request_ids = [request_ids]
         names = None if request_ids is None else list(request_ids)
         finished = self.inner.finish_requests(names, reason)
-        self._record(lambda times: steplog.Ended(times, names, reason))
+        self._record(lambda times: steplog.FinishCall(times, names, reason))
         return finished
 
     def wake(self, request_id: str) -> None:
         self.inner.wake(request_id)
-        self._record(lambda times: steplog.Woken(times, request_id))
+        self._record(lambda times: steplog.WakeCall(times, request_id))
 
     def reset_prefix_cache(self, reset_running: bool = False) -> bool:
         answer = self.inner.reset_prefix_cache(reset_running)
-        self._record(lambda times: steplog.Reset(times, reset_running))
+        self._record(lambda times: steplog.ResetCall(times, reset_running))
         return answer
 
     def set_pause_state(self, state: PauseState) -> None:
         self.inner.set_pause_state(state)
-        self._record(lambda times: steplog.Paused(times, state.value))
+        self._record(lambda times: steplog.PauseCall(times, state.value))
 
     def shutdown(self) -> None:
         self._close()

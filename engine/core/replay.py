@@ -151,11 +151,11 @@ class Replay:
         difference = None
         coming = iter(records)
         for record in coming:
-            if isinstance(record, steplog.Adding):
+            if isinstance(record, steplog.AddCall):
                 outcome = next(coming, None)
                 if outcome is None:  # the engine ended during the call
                     break
-                assert isinstance(outcome, steplog.Added)
+                assert isinstance(outcome, steplog.AddResult)
                 difference = self._add(record, outcome)
             else:
                 difference = self._repeat(record)
@@ -166,29 +166,29 @@ class Replay:
     def _repeat(self, record: steplog.Record) -> PlanDifference | None:
         """Repeat a recorded call."""
         scheduler = self.scheduler
-        assert not isinstance(record, steplog.Adding)
+        assert not isinstance(record, steplog.AddCall)
         self._clock.set(record.times)
         match record:
-            case steplog.Planned():
+            case steplog.PlanRecord():
                 return self._plan(record)
-            case steplog.Judged():
+            case steplog.TimedDecision():
                 scheduler.expect_judgement(Judgement(record.step, record.is_kept))
-            case steplog.Settled():
+            case steplog.ResultRecord():
                 plan = self._flight.popleft()
                 self._outputs(scheduler.update_from_output(plan, steplog.result_of(record, plan)))
-            case steplog.Taken():
+            case steplog.OutputsCall():
                 self._outputs(scheduler.take_outputs())
-            case steplog.Ended():
+            case steplog.FinishCall():
                 scheduler.finish_requests(record.request_ids, record.reason)
-            case steplog.Woken():
+            case steplog.WakeCall():
                 scheduler.wake(record.request_id)
-            case steplog.Paused():
+            case steplog.PauseCall():
                 scheduler.set_pause_state(PauseState(record.state))
-            case steplog.Reset():
+            case steplog.ResetCall():
                 scheduler.reset_prefix_cache(record.reset_running)
         return None
 
-    def _add(self, adding: steplog.Adding, added: steplog.Added) -> PlanDifference | None:
+    def _add(self, adding: steplog.AddCall, added: steplog.AddResult) -> PlanDifference | None:
         self._clock.set(added.times)
         self._num_requests += 1
         request_id, error = adding.request.request_id, ""
@@ -202,7 +202,7 @@ class Replay:
             return None
         return PlanDifference(self._step, request_id, added.error or "taken", error or "taken")
 
-    def _plan(self, planned: steplog.Planned) -> PlanDifference | None:
+    def _plan(self, planned: steplog.PlanRecord) -> PlanDifference | None:
         plan = self.last_plan = self.scheduler.schedule()
         then = self._plans.decode(planned)
         self._step = planned.step
@@ -213,7 +213,7 @@ class Replay:
         return difference
 
     def _compare(
-        self, planned: steplog.Planned, then: PlanColumns, plan: StepPlan
+        self, planned: steplog.PlanRecord, then: PlanColumns, plan: StepPlan
     ) -> PlanDifference | None:
         """The first difference of two plans: in the tokens of a request, else in another field."""
         shares_then = _shares(then)

@@ -143,7 +143,7 @@ class OutputProcessor:
                 elif sequence.is_shown:
                     moved[request] = request.sequences
 
-    def _process_row(self, reading: Reading, moved: Moved) -> None:
+    def _process_row(self, reading: SequenceUpdate, moved: Moved) -> None:
         core_id, row, token_ids, logprobs, end, time = reading
         if not token_ids and end is None:
             return
@@ -172,7 +172,7 @@ class OutputProcessor:
             self._abort(reading, moved)
         return outputs_of(moved)
 
-    def _abort(self, reading: Reading, moved: Moved) -> None:
+    def _abort(self, reading: SequenceUpdate, moved: Moved) -> None:
         reading.row.sequence.read([], reading.end)
         self._moved(reading.core_id, reading.row, reading.end, reading.time, moved)
 
@@ -183,14 +183,14 @@ class OutputProcessor:
             reading.row.sequence.end = reading.end
             self._ended(reading.core_id, reading.row, time)
 
-    def _endings(self, request_ids: Iterable[str], time: float) -> Iterator[Reading]:
+    def _endings(self, request_ids: Iterable[str], time: float) -> Iterator[SequenceUpdate]:
         """An abort for each unfinished sequence of these requests."""
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             for core_id in request.core_ids if request else ():
                 if core_id in self._rows:
                     end = Finished(0, "abort")
-                    yield Reading(core_id, self._rows[core_id], [], None, end, time)
+                    yield SequenceUpdate(core_id, self._rows[core_id], [], None, end, time)
 
     def withdraw(self, submission: Submission) -> list[str]:
         """Remove a request that the core refused. Returns the core ids of its sequences."""
@@ -294,7 +294,7 @@ class OutputProcessor:
                 self.on_finished(request.finished(sequence.end.reason))
 
 
-class Reading(NamedTuple):
+class SequenceUpdate(NamedTuple):
     """What a step's outputs contain for one sequence."""
 
     core_id: str
@@ -314,10 +314,10 @@ class Row(NamedTuple):
 
 def reading_of(
     batch: CoreOutputs, index: int, row: Row, token_ids: list[int], end: Finished | None
-) -> Reading:
+) -> SequenceUpdate:
     """What a step's outputs contain for one row."""
     logprobs = batch.logprobs.get(index)
-    return Reading(batch.request_ids[index], row, token_ids, logprobs, end, batch.time)
+    return SequenceUpdate(batch.request_ids[index], row, token_ids, logprobs, end, batch.time)
 
 
 def outputs_of(moved: Moved) -> list[RequestOutput]:

@@ -22,8 +22,8 @@ from engine.errors import EngineDeadError, RequestError, WireError
 from engine.frontend.output import (
     Moved,
     OutputProcessor,
-    Reading,
     Row,
+    SequenceUpdate,
     outputs_of,
     reading_of,
     tokens_of,
@@ -35,7 +35,7 @@ from engine.messages.text import Job, Opening, Read, Reply, TextDelta, TextWish
 from engine.text.detokenizer import wish_of
 from engine.text.tokenizer import Tokenizer
 
-Come = deque[tuple[Reading, TextDelta | EngineDeadError]]
+Come = deque[tuple[SequenceUpdate, TextDelta | EngineDeadError]]
 
 
 class PooledOutputs(OutputProcessor):
@@ -65,13 +65,13 @@ class PooledOutputs(OutputProcessor):
             if (row := self._rows.get(core_id)) is not None:
                 self._process_row(reading_of(batch, index, row, token_ids, ends.get(index)), moved)
 
-    def _process_row(self, reading: Reading, moved: Moved) -> None:
+    def _process_row(self, reading: SequenceUpdate, moved: Moved) -> None:
         if not reading.row.sequence.params.detokenize:
             super()._process_row(reading, moved)
         elif reading.token_ids or reading.end is not None:
             self._send(reading)
 
-    def _send(self, reading: Reading) -> None:
+    def _send(self, reading: SequenceUpdate) -> None:
         """Send tokens whose text is needed now; tokens are output when the text arrives."""
         core_id, row, token_ids, logprobs, end, time = reading
         request, sequence = row
@@ -112,7 +112,7 @@ class PooledOutputs(OutputProcessor):
         self._texts.send()
         return outputs + self.take_texts()
 
-    def _abort(self, reading: Reading, moved: Moved) -> None:
+    def _abort(self, reading: SequenceUpdate, moved: Moved) -> None:
         if not reading.row.sequence.params.detokenize:
             super()._abort(reading, moved)
         elif reading.core_id not in self._only_text:
@@ -160,7 +160,9 @@ class PooledText:
         self._num_streams[index] += 1
         self._streams[core_id] = TextStream(next(self._numbers), index, prompt_token_ids, wish)
 
-    def add(self, core_id: str, token_ids: list[int], is_last: bool, reading: Reading) -> None:
+    def add(
+        self, core_id: str, token_ids: list[int], is_last: bool, reading: SequenceUpdate
+    ) -> None:
         """Queue the next tokens of a sequence for the next ``send``."""
         stream = self._streams[core_id]
         deliver = partial(_deliver, self._come, reading)
@@ -173,10 +175,10 @@ class PooledText:
                 self._waiting[index] = []
                 self._queues[index].put(tasks)
 
-    def take(self) -> list[tuple[Reading, TextDelta]]:
+    def take(self) -> list[tuple[SequenceUpdate, TextDelta]]:
         """Return texts that arrived, in order for each sequence. Raises ``EngineDeadError``."""
         self._has_come.clear()
-        texts: list[tuple[Reading, TextDelta]] = []
+        texts: list[tuple[SequenceUpdate, TextDelta]] = []
         while self._come:
             reading, text = self._come[0]
             if isinstance(text, EngineDeadError):
@@ -279,7 +281,7 @@ class ReadTask(Task):
         return RequestError(f"the detokenizer process died over its tokens, {MAX_DEATHS} times")
 
 
-def _deliver(come: Come, reading: Reading, text: TextDelta | EngineDeadError) -> None:
+def _deliver(come: Come, reading: SequenceUpdate, text: TextDelta | EngineDeadError) -> None:
     come.append((reading, text))
 
 

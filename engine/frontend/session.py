@@ -30,7 +30,7 @@ from engine.messages.requests import CoreOutputs, RequestOutput
 from engine.messages.stats import SchedulerStats
 from engine.messages.structured import ObjectRules
 from engine.messages.wire import Welcome
-from engine.observe.guard import Failures, Guard, with_failures
+from engine.observe.guard import Failures, ObserverGuard, with_failures
 from engine.observe.logs import LOST, set_up_logging
 from engine.observe.stats_log import StatsLog
 from engine.rpc.launch import open_core
@@ -69,7 +69,9 @@ class Session:
         self.clock = clock
         self.failures = Failures()
         """Counts failures of observers (logs, traces, metrics) in this process."""
-        self._stats_guard = Guard(self.failures, "stats_log", "no figures are logged", stops=True)
+        self._stats_guard = ObserverGuard(
+            self.failures, "stats_log", "no figures are logged", stops=True
+        )
         self._stats_log: StatsLog | None = None
         if not config.disable_log_stats:
             self._stats_log = StatsLog(self.outputs.counts, client.latest_stats, clock)

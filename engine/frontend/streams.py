@@ -16,7 +16,7 @@ LOGPROB_BYTES = 200  # a log-probability, its text and its dict entry
 Sink = Callable[[RequestOutput], bool]
 
 
-class Reader(NamedTuple):
+class OutputReader(NamedTuple):
     """Reads the outputs of one request, in its event loop."""
 
     stream: Stream

@@ -24,7 +24,7 @@ from engine.layers.sublayers import (
     ResidualNorm,
     RMSNorm,
 )
-from engine.models.decoder import Decoder, DecoderBlock, Sublayer
+from engine.models.decoder import DecoderBlock, NativeDecoder, Sublayer
 from engine.models.spec import DecoderSpec
 from engine.models.weights import Weights
 
@@ -42,7 +42,7 @@ class Placement:
     batch_invariant: bool = False
 
 
-def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> Decoder:
+def assemble(spec: DecoderSpec, weights: Weights, placement: Placement) -> NativeDecoder:
     """Build the decoder. It takes the tensors of ``targets(spec)`` from ``weights`` in that
     order."""
     return Assembly(spec, weights, placement).decoder()
@@ -57,12 +57,12 @@ class Assembly:
         self.placement = placement
         self.tables: dict[RopeSpec, torch.Tensor] = {}
 
-    def decoder(self) -> Decoder:
+    def decoder(self) -> NativeDecoder:
         spec = self.spec
         embedding, head = self.embedding_and_head()
         blocks = [self.block(index) for index in range(len(spec.layers))]
         output = OutputLayer(head, spec.logit_multiplier, spec.logit_softcap)
-        return Decoder(
+        return NativeDecoder(
             embedding,
             blocks,
             ResidualNorm(self.norm("norm")),

@@ -72,7 +72,7 @@ class DecoderBlock:
         return self.around_mlp.leave(self.mlp(x)), residual
 
 
-class Decoder:
+class NativeDecoder:
     """A decoder-only language model over a paged KV cache; see ``engine.models.model.Model``."""
 
     has_own_products = True

@@ -14,7 +14,7 @@ from engine.errors import ConfigError, ModelError
 from engine.layers.linear import check_quantization, is_cpu
 from engine.models.assemble import Placement, assemble, compute_dtype
 from engine.models.checkpoint import Checkpoint
-from engine.models.decoder import Decoder
+from engine.models.decoder import NativeDecoder
 from engine.models.families import FAMILIES
 from engine.models.hf_config import NotNative
 from engine.models.kv_scales import kv_scales
@@ -157,7 +157,7 @@ def load_decoder(
     info: ModelInfo,
     form: Format | None,
     placement: Placement,
-) -> Decoder:
+) -> NativeDecoder:
     """Load the decoder of a native family. form: the format of quantised weights, if they are."""
     started = time.perf_counter()
     if config.load_format == "dummy":
@@ -186,7 +186,7 @@ def load_decoder(
 
 def _build(
     spec: DecoderSpec, source: WeightSource, dtype: torch.dtype, placement: Placement
-) -> Decoder:
+) -> NativeDecoder:
     with Weights(targets(spec), source, dtype) as weights:
         decoder = assemble(spec, weights, placement)
         decoder.weight_dtype = dtype

@@ -10,7 +10,7 @@ from engine.layers.rope import RopeSpec
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Attention of all layers; windows and rotary embeddings are in ``LayerSpec``."""
+    """Attention of all layers; windows and rotary embeddings are in ``DecoderLayerSpec``."""
 
     num_heads: int
     num_kv_heads: int
@@ -71,7 +71,7 @@ class NormSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
+class DecoderLayerSpec:
     """Properties that differ by layer."""
 
     rope: RopeSpec | None
@@ -90,7 +90,7 @@ class DecoderSpec:
     attention: AttentionSpec
     mlp: MLPSpec
     norm: NormSpec
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[DecoderLayerSpec, ...]
     moe: MoESpec | None = None
     tied: bool = False
     """The output layer uses the embedding table."""

@@ -1,7 +1,7 @@
 """Keeps failures of observers (logs, traces, metrics, events) away from requests.
 
-Each observer is called through a ``Guard``: its first failure is logged with the cause, all are
-counted, and the step continues.
+Each observer is called through an ``ObserverGuard``: its first failure is logged with the cause,
+all are counted, and the step continues.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def with_failures(stats: SchedulerStats | None, failures: Failures) -> Scheduler
     return msgspec.structs.replace(stats, counters={**stats.counters, **counters})
 
 
-class Guard:
+class ObserverGuard:
     """Calls an observer and catches its errors.
 
     name: the observer's name in the counters. effect: the consequence of a failure, for the log,

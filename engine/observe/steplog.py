@@ -43,20 +43,20 @@ class Header(msgspec.Struct, array_like=True):
     seed: int
 
 
-class Adding(msgspec.Struct, array_like=True, tag="add"):
+class AddCall(msgspec.Struct, array_like=True, tag="add"):
     """``add_request`` is called; the next record is its result."""
 
     request: AddRequest
 
 
-class Added(msgspec.Struct, array_like=True, tag="added"):
+class AddResult(msgspec.Struct, array_like=True, tag="added"):
     """Result of ``add_request``. ``error``: why the request was refused; empty if accepted."""
 
     times: list[float]
     error: str = ""
 
 
-class Ended(msgspec.Struct, array_like=True, tag="end"):
+class FinishCall(msgspec.Struct, array_like=True, tag="end"):
     """``finish_requests``. ``request_ids``: ``None`` for all."""
 
     times: list[float]
@@ -64,34 +64,34 @@ class Ended(msgspec.Struct, array_like=True, tag="end"):
     reason: FinishReason
 
 
-class Woken(msgspec.Struct, array_like=True, tag="wake"):
+class WakeCall(msgspec.Struct, array_like=True, tag="wake"):
     """``wake``."""
 
     times: list[float]
     request_id: str
 
 
-class Paused(msgspec.Struct, array_like=True, tag="pause"):
+class PauseCall(msgspec.Struct, array_like=True, tag="pause"):
     """``set_pause_state`` with the state's value."""
 
     times: list[float]
     state: str
 
 
-class Reset(msgspec.Struct, array_like=True, tag="reset"):
+class ResetCall(msgspec.Struct, array_like=True, tag="reset"):
     """``reset_prefix_cache``."""
 
     times: list[float]
     reset_running: bool
 
 
-class Taken(msgspec.Struct, array_like=True, tag="take"):
+class OutputsCall(msgspec.Struct, array_like=True, tag="take"):
     """``take_outputs``."""
 
     times: list[float]
 
 
-class Judged(msgspec.Struct, array_like=True, tag="judge"):
+class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
     """A decision that the scheduler based on measured times in the call of the next record. A
     replay uses it, because it may round floats differently."""
 
@@ -100,7 +100,7 @@ class Judged(msgspec.Struct, array_like=True, tag="judge"):
     is_kept: bool
 
 
-class Planned(msgspec.Struct, array_like=True, tag="plan"):
+class PlanRecord(msgspec.Struct, array_like=True, tag="plan"):
     """``schedule``. ``rows``, ``counts``: ``None`` if equal to those of the previous plan;
     ``starts``: ``None`` if equal to its starts plus counts. ``digest``: of all other fields."""
 
@@ -113,7 +113,7 @@ class Planned(msgspec.Struct, array_like=True, tag="plan"):
     digest: bytes
 
 
-class Settled(msgspec.Struct, array_like=True, tag="result"):
+class ResultRecord(msgspec.Struct, array_like=True, tag="result"):
     """``update_from_output``. ``counts``: ``None`` if each sampling row has one token."""
 
     times: list[float]
@@ -127,7 +127,18 @@ class Settled(msgspec.Struct, array_like=True, tag="result"):
     codes: dict[int, str] = {}
 
 
-Record = Adding | Added | Ended | Woken | Paused | Reset | Taken | Judged | Planned | Settled
+Record = (
+    AddCall
+    | AddResult
+    | FinishCall
+    | WakeCall
+    | PauseCall
+    | ResetCall
+    | OutputsCall
+    | TimedDecision
+    | PlanRecord
+    | ResultRecord
+)
 
 
 class PlanColumns(NamedTuple):
@@ -151,10 +162,10 @@ class PlanCoder:
     def __init__(self) -> None:
         self._last = NO_PLAN
 
-    def encode(self, plan: StepPlan, times: list[float]) -> Planned:
+    def encode(self, plan: StepPlan, times: list[float]) -> PlanRecord:
         """Make the record of a plan."""
         last, self._last = self._last, PlanColumns.of(plan)
-        return Planned(
+        return PlanRecord(
             times,
             plan.step,
             _unless(last.rows, self._last.rows),
@@ -164,7 +175,7 @@ class PlanCoder:
             digest_of(plan),
         )
 
-    def decode(self, planned: Planned) -> PlanColumns:
+    def decode(self, planned: PlanRecord) -> PlanColumns:
         """Restore the columns of a record."""
         last = self._last
         self._last = PlanColumns(
@@ -194,9 +205,9 @@ def digest_of(plan: StepPlan) -> bytes:
     return digest.digest()
 
 
-def settled(plan: StepPlan, result: StepResult, times: list[float]) -> Settled:
+def settled(plan: StepPlan, result: StepResult, times: list[float]) -> ResultRecord:
     """Make the record of a result."""
-    return Settled(
+    return ResultRecord(
         times,
         result.step,
         result.token_ids.tobytes(),
@@ -209,7 +220,7 @@ def settled(plan: StepPlan, result: StepResult, times: list[float]) -> Settled:
     )
 
 
-def result_of(record: Settled, plan: StepPlan) -> StepResult:
+def result_of(record: ResultRecord, plan: StepPlan) -> StepResult:
     """Restore the result of a plan from its record."""
     return StepResult(
         record.step,

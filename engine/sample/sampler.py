@@ -24,7 +24,7 @@ from engine.sample.edits import EditTables, PenaltyTables, SamplingSpec, Upload
 from engine.sample.logprobs import Scored, score
 from engine.sample.processors import LogitsProcessorFactory, NamedProcessor, ProcessorError
 from kernels import slots as on_slots
-from kernels.slots import Columns, Rows
+from kernels.slots import Rows, SamplingColumns
 
 
 class DraftRows(NamedTuple):
@@ -83,7 +83,7 @@ class RowScores(NamedTuple):
 class SlotTables(NamedTuple):
     """Device columns that the sampler reads by slot."""
 
-    requested: Columns  # options of the choice
+    requested: SamplingColumns  # options of the choice
     history: torch.Tensor  # [slots, max_len] int32, output tokens by position
     num_prompt: torch.Tensor  # [slots] int32
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from engine.frontend.streams import Reader
+from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, RequestOutput, code_of
 from engine.server.blame import with_client_names
 from engine.server.bodies import RequestBody
@@ -85,7 +85,7 @@ class HttpAnswer(ABC):
         """Wait for the end of the generation and return the complete response body."""
 
     @abstractmethod
-    async def open(self) -> Reader:
+    async def open(self) -> OutputReader:
         """Add the request to the engine. Only for an answer that needs one engine request."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from engine.frontend.streams import Reader
+from engine.frontend.streams import OutputReader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import HttpAnswer, TokenCounter
 from engine.server.dialogue import ChatGeneration
@@ -102,7 +102,7 @@ class BlockAnswer(HttpAnswer):
                 list(self._events(output))
         return msgspec.json.encode(self.response)
 
-    async def open(self) -> Reader:
+    async def open(self) -> OutputReader:
         return await self._generation.open(self.name)
 
     def events_of(self, output: RequestOutput) -> bytes:

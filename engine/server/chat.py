@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from engine.frontend.streams import Reader
+from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.bodies import ChatRequest
@@ -73,7 +73,7 @@ class Chat(OpenAIAnswer):
         encoded = [self._whole_choice(choices[index]) for index in sorted(choices)]
         return self._encoded(encoded, has_usage=True)
 
-    async def open(self) -> Reader:
+    async def open(self) -> OutputReader:
         if not self._has_logprobs:
             choice = b'{"index":0,"delta":{"content":' + TEXT + b'},"logprobs":null'
             self._text_frame = self._frame(choice)

@@ -10,7 +10,7 @@ import msgspec
 
 from engine.async_engine import AsyncLLMEngine
 from engine.frontend.prompt import Prompt
-from engine.frontend.streams import Reader
+from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.server.answers import TEXT, Frame, OpenAIAnswer, reason_of
 from engine.server.bodies import CompletionRequest, copies
@@ -67,7 +67,7 @@ class Completion(OpenAIAnswer):
         choices.sort(key=lambda choice: int(choice["index"]))
         return self._encoded(choices, has_usage=True)
 
-    async def open(self) -> Reader:
+    async def open(self) -> OutputReader:
         if self._num_logprobs is None and not self._has_echo:
             self._text_frame = self._frame(b'{"index":0,"text":' + TEXT + b',"logprobs":null')
         return await self._open(0)
@@ -107,7 +107,7 @@ class Completion(OpenAIAnswer):
             async for output in outputs:
                 yield output
 
-    async def _open(self, place: int) -> Reader:
+    async def _open(self, place: int) -> OutputReader:
         prompt = self._prompts[place]
         if self._has_echo:
             prompt = await self._with_text(prompt)

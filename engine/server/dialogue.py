@@ -12,7 +12,7 @@ import msgspec
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import RefusedError, RequestError
 from engine.frontend.prompt import TextPrompt
-from engine.frontend.streams import Reader
+from engine.frontend.streams import OutputReader
 from engine.messages.requests import CompletionOutput, RequestOutput
 from engine.messages.structured import StructuredOutputsParams, with_rules
 from engine.server.adapt import adapter_of, strictest
@@ -146,7 +146,7 @@ class ChatGeneration:
         """Names of tools whose input is plain text instead of JSON."""
         return frozenset() if self._tools is None else self._tools.custom
 
-    async def open(self, name: str) -> Reader:
+    async def open(self, name: str) -> OutputReader:
         """Add the request to the engine under the id ``name``."""
         prompt = await self.prompt()
         self._prompt = self._as_read(prompt)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from starlette.types import Receive, Scope, Send
 
-from engine.frontend.streams import Reader
+from engine.frontend.streams import OutputReader
 from engine.messages.requests import RequestOutput
 from engine.server.answers import HttpAnswer
 from engine.server.errors import log_unforeseen
@@ -21,7 +21,7 @@ class DirectStream(Streaming):
         super().__init__()
         self._answer = answer
         self._first = b""
-        self._reader: Reader | None = None  # until ``begin`` has succeeded
+        self._reader: OutputReader | None = None  # until ``begin`` has succeeded
         self._writer: Writer | None = None
         self._error: Exception | None = None
 
@@ -45,7 +45,7 @@ class DirectStream(Streaming):
         finally:
             self._reader.close()
 
-    async def _send_all(self, reader: Reader, scope: Scope, send: Send) -> None:
+    async def _send_all(self, reader: OutputReader, scope: Scope, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.headers})
         await send({"type": "http.response.body", "body": self._first, "more_body": True})
         self._writer = writer_of(scope)

@@ -26,7 +26,7 @@ from engine.errors import EngineDeadError, EngineError, RestartingError
 from engine.messages.requests import FinishedRequest
 from engine.messages.stats import SchedulerStats
 from engine.observe.guard import PREFIX as FAILURES
-from engine.observe.guard import Guard
+from engine.observe.guard import ObserverGuard
 from engine.observe.histograms import (
     NUM_SEQUENCES,
     REQUEST_SECONDS,
@@ -266,7 +266,7 @@ class Metrics(Collector):
         engine.add_observer(self._requests.observe)
         self._stats: SchedulerStats | None = None
         self._is_up = False
-        self._guard = Guard(engine.failures, "metrics", "GET /metrics fails")
+        self._guard = ObserverGuard(engine.failures, "metrics", "GET /metrics fails")
         self._registry = CollectorRegistry()
         self._registry.register(self)
         ProcessCollector(registry=self._registry)

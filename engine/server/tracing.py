@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from engine.async_engine import AsyncLLMEngine
 from engine.errors import ConfigError
 from engine.messages.requests import FinishedRequest
-from engine.observe.guard import Guard
+from engine.observe.guard import ObserverGuard
 from engine.server.answers import OURS
 
 SERVICE = "metronome"
@@ -59,7 +59,7 @@ class Tracing:
         self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
         effect = f"spans are dropped while {self._endpoint} does not accept them"
         exporter = GuardedExporter(
-            OTLPSpanExporter(self._endpoint), Guard(engine.failures, "traces", effect)
+            OTLPSpanExporter(self._endpoint), ObserverGuard(engine.failures, "traces", effect)
         )
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
         engine.add_observer(Spans(self._provider, model))
@@ -76,7 +76,7 @@ class Tracing:
 class GuardedExporter(SpanExporter):
     """An exporter whose failures are counted, and logged once."""
 
-    def __init__(self, inner: SpanExporter, guard: Guard) -> None:
+    def __init__(self, inner: SpanExporter, guard: ObserverGuard) -> None:
         self._inner = inner
         self._guard = guard
         self._log = LastMessage()

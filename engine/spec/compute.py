@@ -27,7 +27,7 @@ from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError
 from engine.messages.step import Column, DraftPart, StepPlan, StepResult
 from engine.models.assemble import compute_dtype
-from engine.models.decoder import Decoder
+from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
@@ -110,7 +110,7 @@ class DraftModel(Feature):
             model = load_model(own, self._info, device=device, max_model_len=self._limit)
         except ConfigError as error:
             raise type(error)(f"speculative_config: {error}") from error
-        if isinstance(model, Decoder) and not platform.shares_memory:
+        if isinstance(model, NativeDecoder) and not platform.shares_memory:
             model.group_experts()
         return model
 

@@ -19,7 +19,7 @@ from engine.worker.platform import Platform
 from engine.worker.slots import LiveSeqs, NewSlots, Slots
 from kernels import AttentionMeta
 from kernels import slots as on_slots
-from kernels.slots import UNKNOWN, Columns, Inputs
+from kernels.slots import UNKNOWN, Inputs, SamplingColumns
 
 MAX_ROOMS = 256  # step sizes whose tensor views are cached
 ASCENDING: Column = np.arange(1 << 14, dtype=np.int32)
@@ -73,7 +73,7 @@ class Extent(NamedTuple):
     is_mixed: bool = False  # see ``AttentionMeta.is_mixed``
 
 
-class Read(NamedTuple):
+class ReadTokens(NamedTuple):
     """Tokens whose hidden states are needed for logits, on the device."""
 
     tokens: torch.Tensor  # [R] int64, index among the step's tokens
@@ -90,7 +90,7 @@ class Picked(NamedTuple):
     slots: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [R] int32, position of the token to sample
     drafts: torch.Tensor | None  # [R] int32, see ``DraftRows.judged``
-    read: Read | None  # None: every token of the step is sampled after
+    read: ReadTokens | None  # None: every token of the step is sampled after
 
 
 class Room(NamedTuple):
@@ -218,7 +218,7 @@ class Batches:
         )
         return ForwardBatch(inputs.input_ids, inputs.positions, meta)
 
-    def build_picked(self, staged: Staged, read: Read | None) -> ForwardBatch:
+    def build_picked(self, staged: Staged, read: ReadTokens | None) -> ForwardBatch:
         """Prepare a staged step's forward pass that returns the hidden states of ``read`` (None:
         all)."""
         rows, room = staged.rows, staged.room
@@ -297,7 +297,7 @@ class Batches:
             slots=add(draws.slots),
             positions=add(draws.positions),
             drafts=None if draws.drafts is None else add(draws.drafts.judged),
-            read=None if read is None else Read(*(add(column) for column in read)),
+            read=None if read is None else ReadTokens(*(add(column) for column in read)),
         )
 
 
@@ -436,7 +436,7 @@ def _new_slots(
         slots=add((seq.slot for seq in new), np.int64),
         num_computed=add((starts[seq.slot] for seq in new), np.int32),
         num_prompt=add((seq.num_prompt for seq in new), np.int32),
-        requested=Columns(
+        requested=SamplingColumns(
             temperature=add((spec.temperature for spec in specs), np.float64),
             top_k=add((spec.top_k for spec in specs), np.int32),
             top_p=add((spec.top_p for spec in specs), np.float64),

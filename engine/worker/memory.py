@@ -16,7 +16,7 @@ from engine.config.gpu_memory import shortage
 from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
 from engine.layers.linear import is_cpu
-from engine.models.decoder import Decoder
+from engine.models.decoder import NativeDecoder
 from engine.models.model import Model
 from engine.models.weights import own_pages
 from engine.worker.platform import Platform
@@ -104,7 +104,7 @@ def apply_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.
     dtype = choose_kv_dtype(requested, model.dtype, device)
     if dtype is FP8:
         num_layers = model.kv_spec.num_layers
-        num_scaled = model.scale_cache(device) if isinstance(model, Decoder) else 0
+        num_scaled = model.scale_cache(device) if isinstance(model, NativeDecoder) else 0
         logger.info(
             "keys and values are stored as float8_e4m3fn: %d of %d layers have scales in the "
             "checkpoint, the others use 1.0; values above 448 are clamped to 448",

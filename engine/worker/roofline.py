@@ -23,7 +23,7 @@ import torch
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.step import Column
-from engine.models.decoder import Decoder
+from engine.models.decoder import NativeDecoder
 from engine.models.load import native_spec
 from engine.models.quant import format_of
 from engine.models.work import ModelWork, Shapes
@@ -101,7 +101,12 @@ class Roofline:
 
 
 def make_roofline(
-    config: ModelConfig, info: ModelInfo, model: Decoder, kv_dtype: torch.dtype, *, is_quiet: bool
+    config: ModelConfig,
+    info: ModelInfo,
+    model: NativeDecoder,
+    kv_dtype: torch.dtype,
+    *,
+    is_quiet: bool,
 ) -> Roofline | None:
     """Create a model's roofline; ``None`` for quantized weights and for models that transformers
     computes, whose work per step is unknown.

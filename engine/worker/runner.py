@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from engine.messages.step import Column, MaskPart, Masks, StepPlan, StepResult
-from engine.observe.guard import Failures, Guard
+from engine.observe.guard import Failures, ObserverGuard
 from engine.sample.edits import WORD, SamplingSpec
 from engine.sample.sampler import Draws, RowMasks, RowScores
 from engine.worker.batches import (
@@ -62,7 +62,7 @@ class Driver:
     def __init__(self, runner: Runner, failures: Failures | None = None) -> None:
         self.runner = runner
         effect = "no roofline share is reported"
-        self.watching = Guard(failures or Failures(), "roofline", effect, stops=True)
+        self.watching = ObserverGuard(failures or Failures(), "roofline", effect, stops=True)
         """Keeps errors of the roofline measurement away from the steps."""
         self.roofline: Roofline | None = None  # None: unknown for this model or device
         self._measured: list[Measured] = []  # not in a report yet

@@ -15,7 +15,7 @@ from engine.messages.step import NewSeq, StepPlan
 from engine.sample.sampler import SlotTables
 from engine.worker.platform import Platform
 from kernels import slots as on_slots
-from kernels.slots import Columns, Drawn, SlotState
+from kernels.slots import Drawn, SamplingColumns, SlotState
 
 
 class LiveSeqs:
@@ -52,7 +52,7 @@ class NewSlots(NamedTuple):
     slots: torch.Tensor
     num_computed: torch.Tensor
     num_prompt: torch.Tensor
-    requested: Columns
+    requested: SamplingColumns
 
 
 class Slots:
@@ -76,7 +76,7 @@ class Slots:
             block_tables=column(torch.int32, -(-max_model_len // block_size)),
         )
         self.tables = SlotTables(
-            requested=Columns(
+            requested=SamplingColumns(
                 temperature=column(torch.float64),
                 top_k=column(torch.int32),
                 top_p=column(torch.float64),

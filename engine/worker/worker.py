@@ -25,7 +25,7 @@ from engine.errors import ConfigError
 from engine.kv.layout import KVSpec
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
 from engine.models.assemble import activation_dtype, compute_dtype
-from engine.models.decoder import Decoder
+from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.observe.guard import Failures
@@ -117,7 +117,7 @@ class ModelWorker:
                 device=device,
                 max_model_len=sched.max_model_len,
             )
-            if isinstance(model, Decoder) and not is_cpu:
+            if isinstance(model, NativeDecoder) and not is_cpu:
                 model.group_experts()
         self._kv_dtype = apply_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
         self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
@@ -182,7 +182,7 @@ class ModelWorker:
         seconds = warm_up(self.driver, num_blocks)
         if self.platform.shares_memory:
             model, is_quiet = runner.machine.model, seconds < SLOW_SECONDS
-            if isinstance(model, Decoder):
+            if isinstance(model, NativeDecoder):
                 self.driver.roofline = self.driver.watching.run(
                     make_roofline,
                     config.model,
@@ -340,7 +340,7 @@ def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> R
     ``enforce_eager``."""
     if not platform.shares_memory or config.gpu.enforce_eager:
         return None
-    is_plain = isinstance(model, Decoder) and config.model.quantization is None
+    is_plain = isinstance(model, NativeDecoder) and config.model.quantization is None
     return Recorder(most_mixed=MOST_MIXED if is_plain and takes_tiles(model.dtype) else 0)
 
 

@@ -27,7 +27,7 @@ from kernels.cpu.native import INNER, Kernel, f32, f64, i32, i64, next_item, u64
 from kernels.cpu.threads import num_threads
 from kernels.reference import sampling as reference
 from kernels.reference.logits import WORD
-from kernels.reference.sampling import Columns, Rows
+from kernels.reference.sampling import Rows, SamplingColumns
 
 SERIAL_SIZE = 2**18  # up to this many logits, one thread is faster than waking others
 GOLDEN = np.uint64(reference.GOLDEN)
@@ -43,13 +43,13 @@ MAX_GUMBEL = -math.log(-math.log1p(-0.5 / UNIFORM_STEPS)) + 1e-6
 ZERO = np.float32(0)
 
 
-def sample(rows: Rows, columns: Columns) -> torch.Tensor:
+def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
     """See `kernels.reference.sampling.sample`. Logits: contiguous float32."""
     return _sample(rows, columns, None)
 
 
 def sample_allowed(
-    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
+    rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
     """See `kernels.reference.sampling.sample_allowed`. Only the logits of allowed tokens are read;
     grammars usually allow few."""
@@ -57,7 +57,7 @@ def sample_allowed(
 
 
 def _sample(
-    rows: Rows, columns: Columns, masks: tuple[torch.Tensor, torch.Tensor] | None
+    rows: Rows, columns: SamplingColumns, masks: tuple[torch.Tensor, torch.Tensor] | None
 ) -> torch.Tensor:
     logits, slots, positions = rows
     num, vocab_size = logits.shape
@@ -97,7 +97,7 @@ def choose_tokens(
     positions: NDArray[np.int32],
 ) -> NDArray[np.int32]:
     """See `kernels.reference.sampling.choose_tokens`. logits: [R, V] contiguous float32."""
-    columns = Columns(
+    columns = SamplingColumns(
         torch.tensor(temperature, dtype=torch.float64),
         torch.tensor(top_k, dtype=torch.int32),
         torch.tensor(top_p, dtype=torch.float64),

@@ -23,7 +23,7 @@ MIX_2 = 0x94D049BB133111EB
 UNIFORM_BITS = 52  # the most for which (k + 1/2) / 2**bits is exact in float64
 
 
-class Columns(NamedTuple):
+class SamplingColumns(NamedTuple):
     """Sampling options by slot, on the device. See `choose_tokens`."""
 
     temperature: torch.Tensor  # float64
@@ -41,7 +41,7 @@ class Rows(NamedTuple):
     positions: torch.Tensor  # [R] int32 or int64, position of the token to sample
 
 
-def sample(rows: Rows, columns: Columns) -> torch.Tensor:
+def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
     """Sample one token per row, [R] int32; -1 if the row has none."""
     chosen = torch.full_like(rows.slots, -1)
     real = (rows.slots >= 0).nonzero()[:, 0]
@@ -56,7 +56,7 @@ def sample(rows: Rows, columns: Columns) -> torch.Tensor:
 
 
 def sample_allowed(
-    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
+    rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
     """Like `sample`, among the tokens that each row's mask allows. Masks: as in
     `kernels.reference.logits.apply_bitmask`. The logits are not changed."""

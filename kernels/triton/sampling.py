@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from numpy.typing import NDArray
 
-from kernels.reference.sampling import Columns, Rows
+from kernels.reference.sampling import Rows, SamplingColumns
 from kernels.triton.bitmask import apply_bitmask
 from kernels.triton.cut import load_part
 from kernels.triton.launch import Launch
@@ -144,10 +144,10 @@ def choose_tokens(
     on_device = [torch.from_numpy(np.ascontiguousarray(c)).to(logits.device) for c in host]
     slots = torch.arange(len(logits), dtype=torch.int32, device=logits.device)
     rows = Rows(logits, slots, on_device.pop())
-    return sample(rows, Columns(*on_device)).cpu().numpy()
+    return sample(rows, SamplingColumns(*on_device)).cpu().numpy()
 
 
-def sample(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> torch.Tensor:
+def sample(rows: Rows, columns: SamplingColumns, sizes: Sizes = SIZES) -> torch.Tensor:
     """See `kernels.reference.sampling.sample`. Does not wait for the device."""
     chosen = torch.empty_like(rows.slots)
     if len(chosen):
@@ -157,7 +157,7 @@ def sample(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> torch.Tensor:
 
 
 def sample_allowed(
-    rows: Rows, columns: Columns, masks: torch.Tensor, mask_of_row: torch.Tensor
+    rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
     """See `kernels.reference.sampling.sample_allowed`."""
     logits = rows.logits.clone()
@@ -165,7 +165,7 @@ def sample_allowed(
     return sample(rows._replace(logits=logits), columns)
 
 
-def cut(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> Cuts:
+def cut(rows: Rows, columns: SamplingColumns, sizes: Sizes = SIZES) -> Cuts:
     """Compute the cut of each row, and the tokens of greedy rows."""
     slots = rows.slots
     cuts = Cuts(
@@ -179,7 +179,7 @@ def cut(rows: Rows, columns: Columns, sizes: Sizes = SIZES) -> Cuts:
     return cuts
 
 
-def cut_launches(rows: Rows, columns: Columns, cuts: Cuts, sizes: Sizes) -> list[Launch]:
+def cut_launches(rows: Rows, columns: SamplingColumns, cuts: Cuts, sizes: Sizes) -> list[Launch]:
     logits, slots, _ = rows
     num_rows, vocab_size = logits.shape
     num_blocks = triton.cdiv(vocab_size, sizes.BLOCK)
@@ -216,7 +216,7 @@ def cut_launches(rows: Rows, columns: Columns, cuts: Cuts, sizes: Sizes) -> list
 
 
 def race_launch(
-    rows: Rows, columns: Columns, cuts: Cuts, chosen: torch.Tensor, sizes: Sizes
+    rows: Rows, columns: SamplingColumns, cuts: Cuts, chosen: torch.Tensor, sizes: Sizes
 ) -> Launch:
     num_rows, vocab_size = rows.logits.shape
     num_blocks = triton.cdiv(vocab_size, sizes.BLOCK)
@@ -238,12 +238,12 @@ def race_launch(
     return Launch(race_kernel, shape, args, 8, 1)
 
 
-def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, Columns]:
+def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, SamplingColumns]:
     """Meta tensors to compile kernels for."""
     row = torch.empty(64, dtype=torch.int32, device="meta")
     logits = torch.empty((64, vocab_size), dtype=dtype, device="meta")
     numbers = row.double()
-    return Rows(logits, row, row), Columns(numbers, row, numbers, numbers, row.long())
+    return Rows(logits, row, row), SamplingColumns(numbers, row, numbers, numbers, row.long())
 
 
 def configurations() -> Iterator[Launch]:

@@ -66,19 +66,19 @@ class _Stopwatch(LogReader):
         self._added = self._added_tokens = 0
         self._was_idle = True
 
-    def _add(self, adding: steplog.Adding, added: steplog.Added) -> PlanDifference | None:
+    def _add(self, adding: steplog.AddCall, added: steplog.AddResult) -> PlanDifference | None:
         self._was_idle |= not (self.num_living or self._flight)
         self._added += 1
         self._added_tokens += len(adding.request.prompt_token_ids)
         return super()._add(adding, added)
 
     def _repeat(self, record: steplog.Record) -> PlanDifference | None:
-        if isinstance(record, steplog.Taken):
+        if isinstance(record, steplog.OutputsCall):
             self._was_idle = True
-        if isinstance(record, steplog.Settled):
+        if isinstance(record, steplog.ResultRecord):
             self._settle(record)
         difference = super()._repeat(record)
-        if isinstance(record, steplog.Planned) and self.last_plan.num_tokens:
+        if isinstance(record, steplog.PlanRecord) and self.last_plan.num_tokens:
             self._plan_at(record.times[0])
         return difference
 
@@ -89,7 +89,7 @@ class _Stopwatch(LogReader):
         self._added = self._added_tokens = 0
         self._was_idle = False
 
-    def _settle(self, record: steplog.Settled) -> None:
+    def _settle(self, record: steplog.ResultRecord) -> None:
         plan, time = self._flight[0], record.times[0]
         if plan.num_tokens:
             began, host, *before = self._launched.pop(plan.step)

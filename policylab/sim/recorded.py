@@ -30,7 +30,12 @@ from policylab.sim.records import Seen, totals_of
 from policylab.sim.run import FORMAT, Engine, Run
 from policylab.sim.worker import StepCost
 
-INSIDE = (steplog.Planned, steplog.Judged, steplog.Settled, steplog.Taken)  # calls of a step
+INSIDE = (
+    steplog.PlanRecord,
+    steplog.TimedDecision,
+    steplog.ResultRecord,
+    steplog.OutputsCall,
+)  # calls of a step
 
 
 class RecordedEnd(NamedTuple):
@@ -94,7 +99,7 @@ class LogReader(Replay):
         self._places: dict[str, int] = {}  # in the run's columns
         self._kv_peak = 0.0
 
-    def _add(self, adding: steplog.Adding, added: steplog.Added) -> PlanDifference | None:
+    def _add(self, adding: steplog.AddCall, added: steplog.AddResult) -> PlanDifference | None:
         if self._seen is None:
             self._seen = Seen(adding.request.arrival_time)
             self._start = adding.request.arrival_time
@@ -107,7 +112,7 @@ class LogReader(Replay):
             self._counts[job.request_id] = 0
         return super()._add(adding, added)
 
-    def _plan(self, planned: steplog.Planned) -> PlanDifference | None:
+    def _plan(self, planned: steplog.PlanRecord) -> PlanDifference | None:
         difference = super()._plan(planned)
         self._kv_peak = max(self._kv_peak, self.kv.usage)
         return difference
@@ -209,9 +214,9 @@ class _Again(LogReader):
             self._note(self._core.step())
             return
         record = self.take()
-        if isinstance(record, steplog.Adding):
+        if isinstance(record, steplog.AddCall):
             added = self.take()
-            assert isinstance(added, steplog.Added)
+            assert isinstance(added, steplog.AddResult)
             difference = self._add(record, added)
         else:
             difference = self._repeat(record)
@@ -234,10 +239,10 @@ class _Again(LogReader):
 
     def schedule(self) -> StepPlan:
         record = self.take()
-        while isinstance(record, steplog.Judged):
+        while isinstance(record, steplog.TimedDecision):
             self.scheduler.expect_judgement(Judgement(record.step, record.is_kept))
             record = self.take()
-        if not isinstance(record, steplog.Planned):
+        if not isinstance(record, steplog.PlanRecord):
             self.other_call(record, "planned")
         self._clock.set(record.times)
         if (difference := self._plan(record)) is not None:
@@ -246,7 +251,7 @@ class _Again(LogReader):
 
     def settle(self, plan: StepPlan, result: StepResult) -> StepOutputs:
         record = self.take()
-        if not isinstance(record, steplog.Settled):
+        if not isinstance(record, steplog.ResultRecord):
             self.other_call(record, "settled")
         self._flight.popleft()
         self._clock.set(record.times)
@@ -255,7 +260,7 @@ class _Again(LogReader):
 
     def take_outputs(self) -> StepOutputs:
         record = self.take()
-        if not isinstance(record, steplog.Taken):
+        if not isinstance(record, steplog.OutputsCall):
             self.other_call(record, "taken")
         self._clock.set(record.times)
         return self.scheduler.take_outputs()

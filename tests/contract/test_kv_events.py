@@ -26,7 +26,7 @@ from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
 from engine.kv.tables import Group
 from engine.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
-from engine.observe.guard import Failures, Guard
+from engine.observe.guard import Failures, ObserverGuard
 from policylab.verify.fake import DigestWorker
 
 
@@ -315,7 +315,9 @@ def test_an_engine_publishes_what_its_requests_leave_behind(tmp_path):
 
 def test_cache_events_that_cannot_be_sent_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     failures = Failures()
-    publisher = KVEventPublisher(None, guard=Guard(failures, "kv_events", "they are dropped"))
+    publisher = KVEventPublisher(
+        None, guard=ObserverGuard(failures, "kv_events", "they are dropped")
+    )
     try:
         for number in range(3):
             publisher.publish(KVEventBatch(number, 0.0, [object()]))  # type: ignore[list-item]

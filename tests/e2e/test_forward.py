@@ -12,7 +12,7 @@ from e2e.paged import PagedRun
 from e2e.tiny_models import CASES, FULL, VOCAB, Case, TinyModels, config_of, random_model, reference
 
 from engine.config.model import ModelConfig, read_model_info
-from engine.models.decoder import Decoder
+from engine.models.decoder import NativeDecoder
 from engine.models.families import FAMILIES
 from engine.models.load import load_model
 from engine.models.model import Model
@@ -50,7 +50,7 @@ def assert_same(ours: torch.Tensor, theirs: torch.Tensor, what: str) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_logits_equal_transformers(tiny_models: TinyModels, name: str, seed: int) -> None:
     model = load(tiny_models.path(name))
-    assert isinstance(model, Decoder)
+    assert isinstance(model, NativeDecoder)
     reference = tiny_models.reference(name)
     a, b = tokens_of(seed), tokens_of(seed + 1, 29)
     expected = {"a": reference_logits(reference, a), "b": reference_logits(reference, b)}
@@ -82,7 +82,7 @@ def test_what_a_native_family_does_not_compute_runs_through_transformers(
     caplog.set_level("INFO", logger="engine.models")
     random_model(config_of(Case("Llama", {"hidden_act": "relu"})), seed).save_pretrained(tmp_path)
     model, tokens = load(tmp_path), tokens_of(seed)
-    assert not isinstance(model, Decoder)
+    assert not isinstance(model, NativeDecoder)
     assert "'relu'" in caplog.text and "transformers' module" in caplog.text
     assert_same(
         PagedRun(model).prefill("a", tokens), reference_logits(reference(tmp_path), tokens), "relu"

@@ -8,7 +8,7 @@ import torch
 
 from kernels.cpu import sampling as cpu
 from kernels.reference import sampling as reference
-from kernels.reference.sampling import Columns, Rows
+from kernels.reference.sampling import Rows, SamplingColumns
 from kernels.triton import sampling
 from kernels.triton.sampling import Sizes
 
@@ -40,10 +40,10 @@ def asked_of(num: int, rng: np.random.Generator) -> dict[str, np.ndarray]:
     }
 
 
-def on_device(asked: dict[str, np.ndarray]) -> Columns:
+def on_device(asked: dict[str, np.ndarray]) -> SamplingColumns:
     names = ("temperature", "top_k", "top_p", "min_p")
     seeds = torch.from_numpy(asked["seeds"].view(np.int64))
-    return Columns(*(torch.from_numpy(asked[name]) for name in names), seeds)
+    return SamplingColumns(*(torch.from_numpy(asked[name]) for name in names), seeds)
 
 
 def logits_of(num: int, vocab_size: int, rng: np.random.Generator) -> torch.Tensor:

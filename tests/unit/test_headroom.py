@@ -186,14 +186,14 @@ def test_what_was_judged_is_in_the_step_log_and_is_not_judged_again(tmp_path, se
     """Floats may be rounded otherwise where a log is replayed."""
     path = tmp_path / "log"
     run_recorded(path, random.Random(seed))
-    found = [record for record in StepLog(path) if isinstance(record, steplog.Judged)]
+    found = [record for record in StepLog(path) if isinstance(record, steplog.TimedDecision)]
     assert any(record.is_kept for record in found), f"seed {seed}"
     assert replay(path).difference is None, f"seed {seed}"
     monkeypatch.setattr(LinearCost, "combine", lambda self, weights: (-1.0, 0.0))
     assert replay(path).difference is None, f"seed {seed}: another machine judges otherwise"
     bare = StepLogWriter(tmp_path / "bare", StepLog(path).header)
     for kept in StepLog(path):
-        if not isinstance(kept, steplog.Judged):
+        if not isinstance(kept, steplog.TimedDecision):
             bare.write(kept)
     bare.close()
     assert replay(tmp_path / "bare").difference is not None, f"seed {seed}: it did not matter"

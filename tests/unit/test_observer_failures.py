@@ -25,7 +25,7 @@ from engine.core.replay import replay
 from engine.errors import ConfigError
 from engine.kv.manager import KVManager
 from engine.messages.requests import FinishedRequest
-from engine.observe.guard import Failures, Guard
+from engine.observe.guard import Failures, ObserverGuard
 from engine.observe.logs import LossyHandler
 from engine.observe.steplog import StepLog
 from engine.sched.interface import SchedulerInterface
@@ -168,7 +168,9 @@ def test_failures_are_in_the_statistics() -> None:
 
 def test_a_guard_stops_only_what_is_to_stop(caplog: pytest.LogCaptureFixture) -> None:
     failures = Failures()
-    once, always = (Guard(failures, name, "x", stops=name == "once") for name in ("once", "always"))
+    once, always = (
+        ObserverGuard(failures, name, "x", stops=name == "once") for name in ("once", "always")
+    )
     for guard in (once, always):
         assert guard.run(divmod, 7, 2) == (3, 1)
         for _ in range(3):

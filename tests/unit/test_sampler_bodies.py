@@ -171,7 +171,7 @@ def test_a_draw_that_lays_masks_is_one_from_masked_logits(seed: int) -> None:
     bits = rng.random((num, -(-vocab_size // 32) * 32)) < share[:, None]
     words = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32))
     of_row = torch.from_numpy(np.where(rng.random(num) < 0.8, np.arange(num), -1).astype(np.int32))
-    asked = sampling.Columns(
+    asked = sampling.SamplingColumns(
         torch.from_numpy(rng.choice([0.0, 0.7, 1.0], num)),
         torch.from_numpy(rng.choice([0, 1, 20, vocab_size], num).astype(np.int32)),
         torch.from_numpy(rng.choice([0.5, 1.0], num)),

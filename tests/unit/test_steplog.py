@@ -181,7 +181,7 @@ def test_plans_that_follow_from_the_one_before_cost_little(tmp_path: Path) -> No
     while core.has_work:
         core.step()
     scheduler.shutdown()
-    plans = [r for r in StepLog(tmp_path / "log") if isinstance(r, steplog.Planned)]
+    plans = [r for r in StepLog(tmp_path / "log") if isinstance(r, steplog.PlanRecord)]
     assert all((p.rows, p.counts, p.starts) == (None, None, None) for p in plans[2:20])
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from engine.config.model import ModelConfig, read_model_info
 from engine.errors import ModelError
 from engine.models.checkpoint import Checkpoint
-from engine.models.decoder import Decoder
+from engine.models.decoder import NativeDecoder
 from engine.models.families import FAMILIES
 from engine.models.load import load_model
 from engine.models.targets import Target, targets
@@ -67,10 +67,10 @@ def read(
         return {target.name: weights.take(target.name) for target in wanted}
 
 
-def load(root: Path, **options: Any) -> Decoder:
+def load(root: Path, **options: Any) -> NativeDecoder:
     config = ModelConfig(model=str(root), **options)
     model = load_model(config, read_model_info(root), device="cpu", max_model_len=64)
-    assert isinstance(model, Decoder)
+    assert isinstance(model, NativeDecoder)
     return model
 
 

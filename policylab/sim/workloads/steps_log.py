@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from engine.core.replay import Replay
 from engine.errors import ConfigError
 from engine.messages.requests import AddRequest
-from engine.observe.steplog import Added, Adding, StepLog
+from engine.observe.steplog import AddCall, AddResult, StepLog
 from engine.sched.interface import StepOutputs
 from policylab.sim.job import Span
 from policylab.sim.workloads.draws import RandomDraws
@@ -49,7 +49,7 @@ class StepsLog(Reader):
 
     def _added(self) -> Iterator[AddRequest]:
         """Each request that was handed to the scheduler."""
-        return (record.request for record in self._log() if isinstance(record, Adding))
+        return (record.request for record in self._log() if isinstance(record, AddCall))
 
     @cached_property
     def _outputs(self) -> array[int]:
@@ -76,9 +76,9 @@ class _Counted:
     def __iter__(self) -> Iterator[Any]:
         name = ""
         for record in self._log:
-            if isinstance(record, Adding):
+            if isinstance(record, AddCall):
                 name = record.request.request_id
-            elif isinstance(record, Added):
+            elif isinstance(record, AddResult):
                 self.numbers.append(NOT_TAKEN if record.error else 0)
                 if not record.error:
                     self._places[name] = len(self.numbers) - 1
