@@ -92,7 +92,7 @@ def test_a_schema_without_an_end_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="json of structured_outputs has no finite value"):
         check_finite(grammar_of(StructuredOutputsParams(json=schema)))
     tags = {"structures": [{"begin": "<a>", "schema": schema, "end": "</a>"}], "triggers": ["<a>"]}
-    with pytest.raises(RequestError, match=r"structures\[0\] in structural_tag .* no value"):
+    with pytest.raises(RequestError, match=r"structures\[0\] in structural_tag .* no finite value"):
         check_finite(grammar_of(StructuredOutputsParams(structural_tag=tags)))
 
 

@@ -175,7 +175,7 @@ def test_patterns_are_written_for_the_whole_text() -> None:
 PARAMS: dict[str, tuple[dict[str, Any], str]] = {
     "no library": ({"json": {}, "backend": "outlines"}, "is 'outlines', must be one of: auto, "),
     "no text": ({"json": {}, "backend": 1}, "must be a str"),
-    "another form": ({"regex": "a", "backend": "xgrammar"}, "it is offered for json, json_object"),
+    "another form": ({"regex": "a", "backend": "xgrammar"}, "supports only json, json_object"),
     "whitespace": (
         {"json": {}, "backend": "xgrammar", "whitespace_pattern": " "},
         "whitespace_pattern is ' '",
