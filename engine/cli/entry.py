@@ -1,4 +1,4 @@
-"""Where the command ``metronome`` begins."""
+"""The entry point of the command ``metronome``."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     prompts = parsed.prompts or [_standard_input()]
-    sampling_params(parsed)  # what is wrong is reported before anything is loaded
+    sampling_params(parsed)  # reports errors before anything is loaded
     complete = _stream_one if len(prompts) == 1 else _complete_many
     figures = complete(prompts, parsed, engine_args(parsed))
     print(f"\n[{figures}]")

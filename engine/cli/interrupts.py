@@ -147,7 +147,7 @@ def _be_silent() -> None:
 def _write_line(text: str) -> None:
     try:
         os.write(2, text.encode())
-    except OSError:  # nobody reads it
+    except OSError:  # the reader is gone
         return
 
 

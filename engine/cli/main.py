@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.cli.interrupts import INTERRUPTED, Interrupts
 
-if __name__ == "__main__":  # before the imports, which take a second
+if __name__ == "__main__":  # before slow imports
     interrupts = Interrupts.install()
 
 import argparse

@@ -126,7 +126,7 @@ def readings(
 
 def _watch(source: ReadingSource, screen: Screen, parsed: argparse.Namespace) -> None:
     """Show readings until the user or the engine ends."""
-    console = Console(markup=False, highlight=False)  # names of causes may have brackets
+    console = Console(markup=False, highlight=False)  # causes may contain brackets
     if parsed.json or not console.is_terminal:
         for _ in readings(source, parsed.interval, screen):
             if screen.has_rates:

@@ -29,7 +29,7 @@ from engine.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineArgs(  # a dataclass has the fields of its last base first
+class EngineArgs(  # fields come from the last base first
     PollOptions,
     CoreOptions,
     EngineOptions,

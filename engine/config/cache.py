@@ -64,5 +64,6 @@ class CacheConfig:
             )
         if self.enable_kv_events and not self.enable_prefix_caching:
             raise ConfigError(
-                "enable_kv_events needs enable_prefix_caching: without it there are no events"
+                "enable_kv_events is True and enable_prefix_caching is False: without the cache "
+                "there are no events; set both or neither"
             )

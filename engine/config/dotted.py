@@ -20,7 +20,7 @@ def load_dotted(path: str, option: str) -> Any:
         raise ConfigError(f"{option}: {path!r} is not a dotted path like package.module.Name")
     try:
         return getattr(import_module(module), name)
-    except (Exception, SystemExit) as error:  # importing third-party code may raise anything
+    except (Exception, SystemExit) as error:  # third-party code may raise anything
         raise ConfigError(
             f"{option}: cannot load {path!r}: {type(error).__name__}: {error}"
             f"{_way_out(module, name, error)}"

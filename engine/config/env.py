@@ -15,7 +15,7 @@ from engine.errors import ConfigError, reason_of
 logger = logging.getLogger("engine.config")
 
 PREFIX = "METRONOME_"
-MAX_DIGITS = 10  # of a number of threads
+MAX_DIGITS = 10  # in a number of threads
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 LOG_LEVEL = "METRONOME_LOG_LEVEL"

@@ -124,7 +124,9 @@ class ModelInfo:
     def vocab_size(self) -> int:
         value = self.hf.get("vocab_size")
         if not isinstance(value, int):
-            raise ModelError(f"{self.path / 'config.json'} has vocab_size {value!r}, not a number")
+            raise ModelError(
+                f"{self.path / 'config.json'} is damaged: vocab_size is {value!r}, must be a number"
+            )
         return value
 
     @property
@@ -138,7 +140,9 @@ class ModelInfo:
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             value = self.hf.get(key)
             if value and not isinstance(value, int):
-                raise ModelError(f"{self.path / 'config.json'} has {key} {value!r}, not a number")
+                raise ModelError(
+                    f"{self.path / 'config.json'} is damaged: {key} is {value!r}, must be a number"
+                )
             if value:
                 return int(value)
         return 2048
@@ -166,7 +170,7 @@ def read_model_info(path: str | Path) -> ModelInfo:
         )
     config = read_json(root / "config.json")
     if config is None:
-        raise ModelError(f"{root} has no config.json; is it a Hugging Face model directory?")
+        raise ModelError(f"{root} has no config.json; name a Hugging Face model directory")
     part = config.get("text_config")
     text = {**config, **part} if isinstance(part, dict) else config
     architectures = config.get("architectures") or [""]
@@ -175,7 +179,9 @@ def read_model_info(path: str | Path) -> ModelInfo:
             f"{root / 'config.json'} is damaged: architectures is {architectures!r}, must be a list"
         )
     if not any([*architectures, config.get("model_type")]):
-        raise ModelError(f"{root / 'config.json'} names neither architectures nor model_type")
+        raise ModelError(
+            f"{root / 'config.json'} names neither architectures nor model_type: add one"
+        )
     generation = read_json(root / "generation_config.json") or {}
     eos = _ids(root / "config.json", text) + _ids(root / "generation_config.json", generation)
     return ModelInfo(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-MOST = 2  # names in a hint
+MOST = 2  # suggested names
 MOST_SLIPS = 3  # typing errors
 LEAST_PREFIX = 4  # characters of a prefix that stands for the rest of a name
 
@@ -77,7 +77,7 @@ def _most_slips(meant: str) -> int:
 
 
 def _are_same_words(typed: list[str], meant: list[str]) -> bool:
-    if len(typed) != len(meant):  # a separator was left out, or typed too often
+    if len(typed) != len(meant):  # a separator is missing or repeated
         return True
     return all(_is_same_word(a, b) for a, b in zip(typed, meant, strict=True))
 

@@ -133,11 +133,11 @@ def check_given(given: Mapping[str, Any]) -> None:
     for name in ("method", "num_speculative_tokens"):
         if name not in given and given.get("method") != "suffix":
             example = EXAMPLE_OF_MODEL if "model" in given else EXAMPLE
-            raise ConfigError(f"speculative_config lacks {name!r}; one looks like {example}")
+            raise ConfigError(f"speculative_config lacks {name!r}; write one like {example}")
     if given["method"] == "draft_model" and given.get("model", "") == "":
         raise ConfigError(
-            "speculative_config lacks 'model', a directory or name of the draft model; one looks "
-            f"like {EXAMPLE_OF_MODEL}"
+            "speculative_config lacks 'model', a directory or name of the draft model; write "
+            f"one like {EXAMPLE_OF_MODEL}"
         )
     for prefix, method in PREFIXES.items():
         for name, value in given.items():

@@ -1,1 +1,1 @@
-"""Models by name: from a repository of a hub to a directory of this machine."""
+"""Downloads models by name from a hub to a local directory."""

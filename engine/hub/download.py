@@ -123,7 +123,7 @@ class Download:
         if absent := [name for name in names if name not in sizes]:
             raise ModelError(
                 f"{self._where()} is incomplete: its {files.INDEX} names {', '.join(absent[:3])}, "
-                "which is missing; set another revision"
+                "which the repository lacks; set another revision"
             )
         return names
 

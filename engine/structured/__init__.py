@@ -1,1 +1,1 @@
-"""Output that must follow a grammar."""
+"""Structured output: text that must match a schema, an expression or a grammar."""

@@ -25,13 +25,13 @@ Choices = tuple[tuple[int, int], ...]  # each choice on the way to a schema, wit
 
 OF_OTHERS = ("additionalProperties", "unevaluatedProperties")
 _ANSWERS = (*OF_OTHERS, "const", "enum")  # keywords that limit all properties
-# Keywords with schemas that hold for the same value: all of them, or some.
+# Keywords whose schemas apply to the same value: all of them, or some.
 _ALL, _SOME = ("allOf",), ("anyOf", "oneOf")
 _CASES = ("if", "then", "else")
 _DEFINITIONS = ("$defs", "definitions")
 # Keywords whose schemas test a value and do not describe it.
 _QUESTIONS = ("if", "not", "contains", "propertyNames")
-# Keywords with schemas of parts of a value: by name, in a list, alone.
+# Keywords with schemas for parts of a value: by name, in a list, or a single one.
 _PARTS_BY_NAME = ("properties", "patternProperties")
 _PARTS_IN_LISTS = ("prefixItems", "items")
 _PARTS = ("items", "additionalItems", "unevaluatedItems", *OF_OTHERS)

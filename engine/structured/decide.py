@@ -165,7 +165,7 @@ class GrammarProgress:
 
     def __init__(self) -> None:
         self.compilation: Compilation | None = None
-        self.fault = ""  # what is wrong with the grammar
+        self.fault = ""  # why the grammar cannot be used
         self.matcher: Matcher | None = None
         self.num_followed = 0  # output tokens that the matcher has advanced past
         self.early = EarlySampling()

@@ -1,1 +1,1 @@
-"""Between text and tokens: tokenizer, chat templates, detokenizer, stop strings; no torch."""
+"""Text and tokens: tokenizer, chat templates, detokenizer, stop strings. No torch."""

@@ -58,8 +58,8 @@ def _templates_in(value: Any, root: Path) -> dict[str, str]:
         return {entry["name"]: entry["template"] for entry in value}
     except (TypeError, KeyError) as error:
         raise ModelError(
-            f"chat_template in {root / 'tokenizer_config.json'} is neither a template nor a list "
-            "of named ones"
+            f"chat_template in {root / 'tokenizer_config.json'} must be a template or a list of "
+            "named templates"
         ) from error
 
 

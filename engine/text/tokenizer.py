@@ -226,7 +226,12 @@ def _read_tokenizer(root: Path) -> Tokenizer:
     named = _named_tokens(options)
     try:
         _add_special_tokens(tokenizer, options, named)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:  # fields of wrong types
+    except (
+        TypeError,
+        ValueError,
+        KeyError,
+        AttributeError,
+    ) as error:  # fields may have wrong types
         raise ModelError(
             f"{root / 'tokenizer_config.json'} is damaged: its special tokens cannot be read "
             f"({type(error).__name__}: {error})"

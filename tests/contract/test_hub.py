@@ -358,7 +358,9 @@ def test_an_index_that_names_what_is_not_there(hub: FakeHub, fetch: Fetch) -> No
     files = {**SPLIT}
     del files["model-00002-of-00002.safetensors"]
     hub.add("org/tiny", files)
-    with pytest.raises(ModelError, match=r"index.json names model-00002.* which is missing"):
+    with pytest.raises(
+        ModelError, match=r"index.json names model-00002.* which the repository lacks"
+    ):
         fetch()
 
 

@@ -283,7 +283,10 @@ def test_the_past_of_a_port_is_told_on_the_next():
         ({"kv_events_endpoint": "tcp://h:65535"}, "port in 1..65534"),
         ({"kv_events_endpoint": "tcp://h:" + "9" * 5000}, "port in 1..65534"),
         ({"kv_events_buffer_steps": 0}, "kv_events_buffer_steps is 0, must be in 1"),
-        ({"enable_kv_events": True, "enable_prefix_caching": False}, "needs enable_prefix_caching"),
+        (
+            {"enable_kv_events": True, "enable_prefix_caching": False},
+            "enable_prefix_caching is False",
+        ),
         ({"prefix_caching_hash_algo": "md5"}, "is 'md5', must be one of: sha256, fast"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_run_with_a_draft_model_replays_to_identical_plans(tmp_path: Path, dep
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
-    "no model": ({"model": None}, "lacks 'model'.*one looks like"),
+    "no model": ({"model": None}, "lacks 'model'.*write one like"),
     "no directory": ({"model": "/no/such"}, "speculative_config: .*'/no/such' does not exist"),
     "other method": (
         {"method": "ngram"},

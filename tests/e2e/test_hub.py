@@ -176,7 +176,7 @@ def test_an_interrupt_ends_a_download_at_once(hub: FakeHub, programs: Programs) 
 def test_mistakes_are_one_line(hub: FakeHub, programs: Programs) -> None:
     hub.add("org/gated", files_of(BOX_MODEL)).readers = {"hf_of_another"}
     for model, message in (
-        ("org/none", "model 'org/none' is neither a directory of"),
+        ("org/none", "model 'org/none' is neither a directory in"),
         ("org/gated", f"model 'org/gated' is gated, and the account of .* at {hub.url}/org/gated"),
     ):
         done = programs.metronome(*GENERATE, "--model", model, "--hf-token", TOKEN)

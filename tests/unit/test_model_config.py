@@ -60,7 +60,7 @@ def test_a_damaged_configuration_is_named(tmp_path: Path, config: Any, says: str
 
 def test_a_length_that_is_no_number_is_named(tmp_path: Path) -> None:
     found = info(tmp_path, {**LLAMA, "max_position_embeddings": "long"})
-    with pytest.raises(ModelError, match="max_position_embeddings 'long', not a number"):
+    with pytest.raises(ModelError, match="max_position_embeddings is 'long', must be a number"):
         _ = found.max_position_embeddings
 
 

@@ -109,7 +109,7 @@ def test_a_size_that_was_not_given_is_as_the_other(given, sizes):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({}, "speculative_config lacks 'method'; one looks like"),
+        ({}, "speculative_config lacks 'method'; write one like"),
         ({**NGRAM, "method": None}, "lacks 'method'"),
         ({"method": "ngram"}, "lacks 'num_speculative_tokens'"),
         ({**NGRAM, "method": "eagle"}, "method 'eagle' is not available; there are: ngram"),

@@ -34,7 +34,7 @@ _NUMBER_END = re.compile(rb"[^0-9eE.+-]")
 _FRACTION = re.compile(rb"[.eE]")
 _ESCAPES = b'"\\/bfnrtu'
 _DIGITS = b"0123456789abcdefABCDEF"
-# Where a text stands.
+# The modes of a state: what it reads next.
 VALUE, NAME, COLON, AFTER, STRING, NUMERAL, LITERAL = range(7)
 DUPLICATE = "a name that is written twice"
 SYNTAX = "JSON"
@@ -103,9 +103,9 @@ class CheckerState:
         if not self.checker.is_only_of_names:
             return 0
         if self.mode == NUMERAL and b"e" in self.buffer.lower():
-            return 0  # with further digits it may be huge
+            return 0  # further digits may make it huge
         if self.mode == STRING and b"\\" not in self.buffer:
-            return 3  # of the string, and of a name after it
+            return 3  # the end of this string, and both ends of a name after it
         return 1 if self.buffer and self.mode in (NAME, STRING) else 2
 
     @property

@@ -201,7 +201,7 @@ def _most_properties(most: int) -> Judge:
 
 
 def _early_names(rule: Rule) -> tuple[str, ...] | None:
-    """The names whose values decide about all members; ``None`` if any name may."""
+    """Return the names that alone have demands on their values; ``None`` if any name may have."""
     others = (rule.members.additional, rule.members.names, rule.members.unevaluated)
     is_open = rule.members.patterns or any(each is not None for each in others)
     return None if is_open else tuple(rule.members.properties)

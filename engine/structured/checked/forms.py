@@ -22,7 +22,7 @@ def checker_of(grammar: Grammar) -> Checker | Layout | None:
         plan = plan_of(schema, grammar)
         if plan.needs_checker:
             return _checker(plan, grammar)
-        return Checker(True) if plan.may_repeat else None  # of names that come twice
+        return Checker(True) if plan.may_repeat else None  # refuses repeated names
     if grammar.kind == "structural_tag":
         tags = msgspec.json.decode(grammar.text)["structures"]
         places = [(each["begin"], "", False, each["schema"], grammar) for each in tags]

@@ -120,7 +120,7 @@ class Vocabulary:
             is_stop[[*stops.bytes]] = True
             places = np.arange(len(flat)) - np.repeat(starts, ends - starts)
             places[~is_stop[flat]] = -1
-            places[ends - 1] = -1  # of the zeros between
+            places[ends - 1] = -1  # the separating zeros
             self._last_stops[stops.bytes] = np.maximum.reduceat(places, starts)
         return self._last_stops[stops.bytes]
 

@@ -192,7 +192,7 @@ class Objects:
         if not optional:
             return [] if is_closed else [{**written, "minProperties": least}]
         if not is_closed:
-            self._loosen("minProperties", least)  # others may still follow
+            self._loosen("minProperties", least)  # unnamed ones may follow
             return [written]
         if missing > len(optional):
             return []

@@ -472,7 +472,7 @@ def _number(own: Schema) -> Schema:
     if "maximum" in bounds and "exclusiveMaximum" in bounds:
         bounds.pop("maximum" if bounds["exclusiveMaximum"] <= bounds["maximum"] else _EXCLUSIVE[1])
     if bounds and low > high and len(bounds) == 2:
-        raise NothingAllowedError(f"minimum is {low} and maximum {high}")
+        raise NothingAllowedError(f"minimum is {low} and maximum is {high}, which allows nothing")
     return dict(bounds)
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from engine.structured.schemas import SchemaError
 
-Ranges = list[tuple[int, int]]  # of code points, both ends included
+Ranges = list[tuple[int, int]]  # code points from first to last, inclusive
 
 MAX_REPEATS = 1_000  # in one counted repeat
 MAX_NESTED = 100  # the product of nested counts: compiling takes seconds
@@ -163,11 +163,11 @@ class _PatternReader:
         end = self._text.find("}", self._at)
         low, comma, high = self._text[self._at + 1 : max(end, 0)].partition(",")
         if not low.isdecimal() or not (high.isdecimal() or high == "") or len(low + high) > 12:
-            raise self.refusal("is no count of repeats")
+            raise self.refusal("is not a count of repeats")
         self._at = end + 1
         most = int(high) if high else None if comma else int(low)
         if most is not None and most < int(low):
-            raise self.refusal("is no count of repeats")
+            raise self.refusal("is not a count of repeats")
         return int(low), most
 
     def _atom(self) -> _WrittenPart:
@@ -208,7 +208,7 @@ class _PatternReader:
                 self._at += 1
                 last = self._one()
                 if not _is_single(first) or not _is_single(last) or last < first:
-                    raise self.refusal("is no range of characters")
+                    raise self.refusal("is not a range of characters")
                 first = [(first[0][0], last[0][0])]
             found += first
         return without(ALL, found) if is_negated else found
@@ -249,7 +249,7 @@ class _PatternReader:
     def refusal(self, why: str) -> SchemaError:
         """Make an error that shows the current position."""
         shown = self._text[max(self._at - 4, 0) : self._at + 8]
-        return SchemaError(f"pattern is {self._text!r:.80}, of which {shown!r} {why}")
+        return SchemaError(f"pattern is {self._text!r:.80}, where {shown!r} {why}")
 
 
 def _are_alike(ways: list[_WrittenPart]) -> bool:
