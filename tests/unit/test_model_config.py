@@ -66,7 +66,7 @@ def test_a_length_that_is_no_number_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_vocabulary_size_is_named(tmp_path: Path) -> None:
     found = info(tmp_path, {"model_type": "llama"})
-    with pytest.raises(ModelError, match="vocab_size None"):
+    with pytest.raises(ModelError, match="vocab_size is None"):
         _ = found.vocab_size
 
 
