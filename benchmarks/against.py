@@ -34,11 +34,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import machine
+from figures import keep, print_table
 from measure import Usage
 from pairs import Pair, estimate_for, in_order, interval
-from rich.console import Console
-from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 CHILD = ROOT / "benchmarks" / "peers" / "turns.py"
@@ -194,20 +192,19 @@ def tell_progress(kind: str, number: int, rounds: int, rows: Iterable[Row]) -> N
 
 
 def show(figures: list[dict[str, Any]], other: str) -> None:
-    view = Table(title=f"this checkout against {other}: above 1, this one is faster")
-    for name in ("", "ratio", "95 %", "pairs", "other ms", "this ms", "other CPU s", "this CPU s"):
-        view.add_column(name, justify="right" if name else "left")
-    for each in figures:
-        least, most = each["interval"]
-        view.add_row(
+    head = ("", "ratio", "95 %", "pairs", "other ms", "this ms", "other CPU s", "this CPU s")
+    rows = [
+        (
             each["name"],
             f"{each['ratio']:.3f}",
-            f"{least:.3f} to {most:.3f}",
+            "{:.3f} to {:.3f}".format(*each["interval"]),
             str(each["pairs"]),
             *(f"{each['ms'][side]:.2f}" for side in (OTHER, OURS)),
             *(f"{each['cpu_s'][side]:.1f}" for side in (OTHER, OURS)),
         )
-    Console(width=100).print(view)
+        for each in figures
+    ]
+    print_table(f"this checkout against {other}: above 1, this one is faster", head, rows)
 
 
 def commit_of(checkout: Path) -> str:
@@ -243,15 +240,13 @@ def main() -> None:
             rows.append(run_turns(other, kind, name, args.rounds, args.turns))
     figures = [row.figures() for row in rows]
     show(figures, commit_of(other))
-    if args.json:
-        body = {
-            "machine": machine.describe(),
-            "commits": {OTHER: commit_of(other), OURS: commit_of(ROOT)},
-            "model": args.model and args.model.name,
-            "usage": Usage.now().since(before),
-            "figures": figures,
-        }
-        args.json.write_text(json.dumps(body, indent=1) + "\n")
+    keep(
+        args.json,
+        commits={OTHER: commit_of(other), OURS: commit_of(ROOT)},
+        model=args.model and args.model.name,
+        usage=Usage.now().since(before),
+        figures=figures,
+    )
 
 
 if __name__ == "__main__":

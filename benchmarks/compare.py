@@ -29,13 +29,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import figures
 import machine
 import roofline
 import workloads
 from pairs import Pair, in_order, interval, ratio_of_sums
 from peers.driver import Task
-from rich.console import Console
-from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
@@ -369,28 +368,25 @@ def measured_ceilings() -> dict[str, float]:
 
 def show(table: list[Row], engines: list[str]) -> None:
     """Ratios over 1 mean that ours is better."""
-    view = Table(
-        title="median (smallest - largest), share of what the machine allows\n"
-        "ratio > 1: ours is better; ~ machine was busy"
-    )
-    view.add_column("")
+    title = "median (smallest - largest), share of what the machine allows\n"
+    title += "ratio > 1: ours is better; ~ machine was busy"
     others = [name for name in engines if name != OURS]
-    for name in (*engines, *(f"ours / {name}" for name in others)):
-        view.add_column(name, justify="right")
-    for row in table:
-        ratios = (row.ratios.get(name) for name in others)
-        view.add_row(row.label, *map(row.cell, engines), *(str(ratio or "") for ratio in ratios))
-    Console(width=160).print(view)
+    rows = [
+        (
+            row.label,
+            *map(row.cell, engines),
+            *(str(row.ratios.get(name) or "") for name in others),
+        )
+        for row in table
+    ]
+    figures.print_table(title, ("", *engines, *(f"ours / {name}" for name in others)), rows)
 
 
 def keep(args: argparse.Namespace, body: dict[str, Any]) -> Path:
-    about = machine.describe()
-    stamp = about["date"].replace(":", "").replace("+0000", "Z")
+    stamp = machine.describe()["date"].replace(":", "").replace("+0000", "Z")
     name = "-".join(part for part in (Path(args.model).name, args.label, stamp) if part)
     path = HERE / "results" / f"{name}.json"
-    path.parent.mkdir(exist_ok=True)
-    asks = {"model": Path(args.model).name, "rate": args.rate, "dtype": args.dtype}
-    path.write_text(json.dumps({"machine": about, **asks, **body}, indent=1) + "\n")
+    figures.keep(path, model=Path(args.model).name, rate=args.rate, dtype=args.dtype, **body)
     return path
 
 

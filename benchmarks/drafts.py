@@ -13,7 +13,6 @@ same run; d is the number that brings most. At acceptance 0 both should be as fa
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -23,9 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import machine
+from figures import keep, print_table
 from measure import median_interval
-from rich.console import Console
-from rich.table import Table
 
 from engine import EngineArgs, LLMEngine, Request, SamplingParams
 from engine.messages.step import StepResult
@@ -152,24 +150,20 @@ def main() -> int:
                     "allowed": allowed(acceptance, cost, args.drafts),
                 }
             )
-    about = machine.describe()
-    table = Table(title=f"{Path(args.model).name}, {about['cpu']}")
-    for name in ("acceptance", "speed-up", "95 %", "steps allow", "share"):
-        table.add_column(name)
-    for row in rows:
-        low, high = row["interval"]
-        table.add_row(
+    shown = [
+        (
             f"{row['acceptance']:g}",
             f"{row['speed_up']:.2f}",
-            f"{low:.2f} to {high:.2f}",
+            "{:.2f} to {:.2f}".format(*row["interval"]),
             f"{row['allowed']:.2f}",
             f"{row['speed_up'] / row['allowed']:.2f}",
         )
-    Console().print(table)
+        for row in rows
+    ]
+    title = f"{Path(args.model).name}, {machine.describe()['cpu']}"
+    print_table(title, ("acceptance", "speed-up", "95 %", "steps allow", "share"), shown)
     print("ms a step, by tokens:", {n: round(1e3 * s, 1) for n, s in sorted(cost.items())})
-    if args.json:
-        kept = {"machine": about, "rows": rows, "step_seconds": cost}
-        args.json.write_text(json.dumps(kept, indent=1) + "\n")
+    keep(args.json, rows=rows, step_seconds=cost)
     return 0
 
 

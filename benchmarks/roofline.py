@@ -13,18 +13,15 @@ float32 of widened weights are what arithmetic allows.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import machine
 import numpy as np
 import workloads
-from rich.console import Console
-from rich.table import Table
+from figures import keep, print_table
 
 from engine.config.model import read_model_info
 from engine.models.load import native_spec
@@ -123,19 +120,16 @@ def both(threads: int) -> tuple[Ceilings, Ceilings]:
 
 
 def show(all_ceilings: Sequence[Ceilings]) -> None:
-    view = Table(title=machine.describe()["cpu"])
-    for name in ("threads", "GB/s read", "float32 GFLOP/s", "bfloat16 GFLOP/s"):
-        view.add_column(name, justify="right")
-    for each in all_ceilings:
-        rates = (each.bytes, each.float32, each.bfloat16)
-        view.add_row(str(each.threads), *(f"{rate / 1e9:.4g}" for rate in rates))
-    Console(width=100).print(view)
+    rows = [
+        [str(each.threads)]
+        + [f"{rate / 1e9:.4g}" for rate in (each.bytes, each.float32, each.bfloat16)]
+        for each in all_ceilings
+    ]
+    head = ("threads", "GB/s read", "float32 GFLOP/s", "bfloat16 GFLOP/s")
+    print_table(machine.describe()["cpu"], head, rows)
 
 
 def show_floors(model: Model, ceilings: Ceilings, args: argparse.Namespace) -> None:
-    view = Table(title=f"{args.model.name}, {args.dtype}, {ceilings.threads} threads")
-    for name in ("phase", "GB", "GFLOP", "bytes ms", "operations ms", "floor ms", "tokens/s"):
-        view.add_column(name, justify="left" if name == "phase" else "right")
     works = {
         f"decode, {args.batch} at {args.context}": (
             model.decode(args.batch, args.context, args.dtype),
@@ -146,6 +140,7 @@ def show_floors(model: Model, ceilings: Ceilings, args: argparse.Namespace) -> N
             args.batch * args.prompt,
         ),
     }
+    rows = []
     for name, (work, num_tokens) in works.items():
         floor = ceilings.floor(work, args.dtype)
         figures = (
@@ -156,8 +151,9 @@ def show_floors(model: Model, ceilings: Ceilings, args: argparse.Namespace) -> N
             1e3 * floor,
             num_tokens / floor,
         )
-        view.add_row(name, *(f"{figure:.4g}" for figure in figures))
-    Console(width=100).print(view)
+        rows.append([name, *(f"{figure:.4g}" for figure in figures)])
+    head = ("phase", "GB", "GFLOP", "bytes ms", "operations ms", "floor ms", "tokens/s")
+    print_table(f"{args.model.name}, {args.dtype}, {ceilings.threads} threads", head, rows)
 
 
 def main() -> None:
@@ -174,9 +170,7 @@ def main() -> None:
     show(found)
     if args.model:
         show_floors(Model.of(args.model), found[-1], args)
-    if args.json:
-        body: dict[str, Any] = {"machine": machine.describe(), "ceilings": list(map(asdict, found))}
-        args.json.write_text(json.dumps(body, indent=1) + "\n")
+    keep(args.json, ceilings=list(map(asdict, found)))
 
 
 if __name__ == "__main__":

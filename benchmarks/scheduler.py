@@ -17,10 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import machine
 from compare import Figure, is_quiet
-from rich.console import Console
-from rich.table import Table
+from figures import keep, print_table
 from scheduler_loads import LOADS, OURS_ONLY, SIZES
 
 HERE = Path(__file__).resolve().parent
@@ -165,10 +163,7 @@ def run_all(args: argparse.Namespace) -> Runs:
 
 
 def show(runs: Runs) -> None:
-    view = Table(title="median (smallest - largest); ratio: theirs / ours; ~ machine was busy")
-    view.add_column("")
-    for name in (*runs, "ratio", "wanted", ""):
-        view.add_column(name, justify="right")
+    rows = []
     for row in table_rows():
         ours, theirs, ratio = row.ours(runs), row.theirs(runs), row.ratio(runs)
         if ours is None:
@@ -177,17 +172,17 @@ def show(runs: Runs) -> None:
         if THEIRS in runs:
             cells.append(str(theirs or ""))
         cells += ["" if ratio is None else f"{ratio:.2f}", row.wanted]
-        view.add_row(row.label, *cells, {True: "met", False: "missed", None: ""}[row.is_met(runs)])
-    Console(width=140).print(view)
+        met = {True: "met", False: "missed", None: ""}[row.is_met(runs)]
+        rows.append((row.label, *cells, met))
+    title = "median (smallest - largest); ratio: theirs / ours; ~ machine was busy"
+    print_table(title, ("", *runs, "ratio", "wanted", ""), rows)
 
 
 def main() -> None:
     args = parse()
     runs = run_all(args)
     show(runs)
-    args.json.parent.mkdir(exist_ok=True)
-    body = {"machine": machine.describe(), "runs": runs}
-    args.json.write_text(json.dumps(body, indent=1) + "\n")
+    keep(args.json, runs=runs)
     print(f"kept in {args.json}")
 
 

@@ -39,7 +39,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import machine
+import figures
 from compare import OURS, vllm_environment
 from http_load import (
     Promise,
@@ -292,8 +292,7 @@ def keep(kind: str, args: argparse.Namespace, found: dict[str, Any]) -> None:
     path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
     # Of a path its last part: where it lay on this machine is nobody's business.
     options = {name: str(value).rpartition("/")[2] for name, value in vars(args).items()}
-    body = {"machine": machine.describe(), "options": options, **found}
-    path.write_text(json.dumps(body, indent=1) + "\n")
+    figures.keep(path, options=options, **found)
     print(path)
 
 

@@ -25,7 +25,7 @@ from statistics import median
 from typing import Any
 
 import numpy as np
-from machine import describe
+from figures import keep
 
 from policylab.sim.run import Engine, rate_at, run
 from policylab.sim.workloads import find_workload
@@ -107,9 +107,7 @@ def main() -> None:
         is_met = value >= wanted if figure in LARGER_IS_BETTER else value <= wanted
         print(f"{name:22} {figure} {value:9.2f}  wanted {wanted:g}  {'' if is_met else 'MISSED'}")
         print(" " * 22, ", ".join(f"{key} {each:.1f}" for key, each in kept[name].items()))
-    if parsed.json:
-        whole = {"machine": describe(), "cases": kept, "rounds": parsed.rounds}
-        parsed.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
+    keep(parsed.json, cases=kept, rounds=parsed.rounds)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ small as these loads allow, since what of it is never touched takes no memory.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import tempfile
@@ -24,9 +23,8 @@ from typing import Any
 import compare
 import machine
 import roofline
+from figures import keep, print_table
 from pairs import in_order
-from rich.console import Console
-from rich.table import Table
 
 OTHER_MIB = 400
 MIB = 1 << 20
@@ -102,15 +100,9 @@ def main() -> None:
     found = runs_of(args)
     shown = figures(args, found)
     dtype = found["warm"][0]["dtype"]
-    view = Table(title=f"{args.model.name}, {dtype}, {machine.describe()['cpu']}")
-    view.add_column("")
-    view.add_column("", justify="right")
-    for name, value in shown.items():
-        view.add_row(name, f"{value:.4g}")
-    Console(width=100).print(view)
-    if args.json:
-        body = {"machine": machine.describe(), "dtype": dtype, "figures": shown, "runs": found}
-        args.json.write_text(json.dumps(body, indent=1) + "\n")
+    title = f"{args.model.name}, {dtype}, {machine.describe()['cpu']}"
+    print_table(title, ("", ""), [(name, f"{value:.4g}") for name, value in shown.items()])
+    keep(args.json, dtype=dtype, figures=shown, runs=found)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,6 @@ Medians over the rounds with 95 % intervals of the ratios.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -24,9 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import machine
+from figures import keep, print_table
 from measure import median_interval, quantile
-from rich.console import Console
-from rich.table import Table
 from schemas_for_peers import long_schema, simple_schema
 
 from engine import EngineArgs, LLMEngine, RequestError, SamplingParams, StructuredOutputsParams
@@ -173,15 +171,27 @@ def measure_bombs(engine: LLMEngine, num: int, num_tokens: int, rounds: int) -> 
     }
 
 
-def show_bombs(title: str, found: dict[str, Any]) -> None:
-    table = Table("", "", title=title)
-    for name, ratio in found.items():
-        low, high = ratio["interval"]
-        table.add_row(
-            f"between tokens, {name}, next to harmful or harmless ones",
-            f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]",
-        )
-    Console().print(table)
+def ratio_row(name: str, ratio: dict[str, Any]) -> tuple[str, str]:
+    """A line of the table: a ratio with its interval."""
+    low, high = ratio["interval"]
+    return name, f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]"
+
+
+def rows_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """The lines of the table of ``measure``."""
+    ratios = found["ratios"].items()
+    return [
+        *(
+            (f"tokens/s, schema: {name}", f"{r:.1f}")
+            for name, r in found["tokens_per_second"].items()
+        ),
+        *(ratio_row(f"{name}, with to without", ratio) for name, ratio in ratios),
+        ("first token later by, a new schema, ms", f"{found['delay_of_a_new_schema_ms']:.1f}"),
+        (
+            "the same, the first schema of a process, ms",
+            f"{found['delay_of_the_first_schema_ms']:.0f}",
+        ),
+    ]
 
 
 def main() -> int:
@@ -204,26 +214,13 @@ def main() -> int:
     with LLMEngine.from_engine_args(engine_args) as engine:
         how = measure_bombs if args.bombs else measure
         found = how(engine, args.num, args.tokens, args.rounds)
-    about = machine.describe()
-    if args.json:
-        args.json.write_text(json.dumps({"machine": about, **found}, indent=1) + "\n")
+    keep(args.json, **found)
     if args.bombs:
-        show_bombs(f"{Path(args.model).name}, {about['cpu']}", found)
-        return 0
-    table = Table("", "", title=f"{Path(args.model).name}, {about['cpu']}")
-    for name, rate in found["tokens_per_second"].items():
-        table.add_row(f"tokens/s, schema: {name}", f"{rate:.1f}")
-    for name, ratio in found["ratios"].items():
-        low, high = ratio["interval"]
-        table.add_row(f"{name}, with to without", f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]")
-    table.add_row(
-        "first token later by, a new schema, ms", f"{found['delay_of_a_new_schema_ms']:.1f}"
-    )
-    table.add_row(
-        "the same, the first schema of a process, ms",
-        f"{found['delay_of_the_first_schema_ms']:.0f}",
-    )
-    Console().print(table)
+        words = "between tokens, {}, next to harmful or harmless ones"
+        rows = [ratio_row(words.format(name), ratio) for name, ratio in found.items()]
+    else:
+        rows = rows_of(found)
+    print_table(f"{Path(args.model).name}, {machine.describe()['cpu']}", ("", ""), rows)
     return 0
 
 

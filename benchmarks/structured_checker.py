@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import machine
+from figures import keep, print_table
 from measure import median_interval, quantile
 from pairs import in_order
-from rich.console import Console
-from rich.table import Table
 from schemas_for_peers import ITEM as SHORT
+from structured import ratio_row, run
 
 HERE = Path(__file__).resolve()
 ROOT = HERE.parents[1]
@@ -90,8 +90,6 @@ SCHEMAS = {
 
 def measured(model: str, side: str, num: int, num_tokens: int) -> dict[str, float]:
     """In this process: the load of one side, all requests and then half of them."""
-    from structured import run
-
     from engine import EngineArgs, LLMEngine
 
     schema = SCHEMAS[side]() if side in SCHEMAS else None
@@ -149,11 +147,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         order = in_order(sides, turn)
         rounds.append({side: in_a_process(options, side, path) for side, path in order.items()})
     ratios = compared(rounds)
-    about = machine.describe()
-    if options.json:
-        kept = {"machine": about, "rounds": rounds, "ratios": ratios}
-        options.json.write_text(json.dumps(kept, indent=1) + "\n")
-    show(f"{Path(options.model).name}, {about['cpu']}", rounds, ratios)
+    keep(options.json, rounds=rounds, ratios=ratios)
+    show(f"{Path(options.model).name}, {machine.describe()['cpu']}", rounds, ratios)
     return 0
 
 
@@ -171,15 +166,13 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def show(title: str, rounds: Sequence[Any], ratios: dict[str, dict[str, Any]]) -> None:
-    table = Table("", "", title=title)
+    rows = []
     for side in rounds[0]:
         for what, unit, scale in (("tokens_per_second", "tokens/s", 1), ("p99", "p99, ms", 1e3)):
             middle = scale * statistics.median(one[side][what] for one in rounds)
-            table.add_row(f"{side}, {unit}", f"{middle:.1f}")
-    for name, ratio in ratios.items():
-        low, high = ratio["interval"]
-        table.add_row(name, f"{ratio['median']:.3f} [{low:.3f}, {high:.3f}]")
-    Console().print(table)
+            rows.append((f"{side}, {unit}", f"{middle:.1f}"))
+    rows += [ratio_row(name, ratio) for name, ratio in ratios.items()]
+    print_table(title, ("", ""), rows)
 
 
 if __name__ == "__main__":
