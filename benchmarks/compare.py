@@ -38,7 +38,6 @@ from peers.driver import Task
 
 HERE = Path(__file__).resolve().parent
 OURS = "metronome"
-OLD = "another checkout"
 VARIANT = "with other options"
 RUN_SECONDS = 1800
 Runs = dict[str, list[dict[str, Any]]]
@@ -168,16 +167,6 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=JSON",
         help="options of a second engine of ours, which is compared as a peer is",
     )
-    parser.add_argument(
-        "--old", type=Path, help="another checkout of ours, which is compared as a peer is"
-    )
-    parser.add_argument(
-        "--old-option",
-        action="append",
-        default=[],
-        metavar="NAME=JSON",
-        help="an engine option of that one",
-    )
     parser.add_argument("--label", default="", help="part of the name of the result file")
     return parser.parse_args(argv)
 
@@ -191,10 +180,6 @@ def peers(args: argparse.Namespace) -> list[Peer]:
         found.append(ours)
         if args.variant:
             found.append(replace(ours, name=VARIANT, options=options | options_in(args.variant)))
-        if args.old:
-            there = {"PYTHONPATH": str(args.old.absolute())}
-            options = options | options_in(args.old_option)
-            found.append(replace(ours, name=OLD, options=options, environment=there))
     if args.vllm_python:
         found.append(
             Peer(

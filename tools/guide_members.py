@@ -1,13 +1,12 @@
-"""Writes what `view.cost`, `view.kv` and `view.lengths` answer into `docs/policy-guide.md`.
+"""Writes the table of `view.cost`, `view.kv` and `view.lengths` in `docs/policy-guide.md`.
 
-    python tools/guide_members.py [--check]
+    python tools/guide_members.py
 
-Signatures and sentences are those of the code. `tests/unit/test_guide.py` holds the page to them.
+Signatures and sentences are read from the code; `tests/unit/test_guide.py` compares the page.
 """
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import sys
 from pathlib import Path
@@ -70,14 +69,5 @@ def document() -> str:
     return before + BEGIN + table() + END + after
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--check", action="store_true", help="say whether the page is up to date")
-    if parser.parse_args().check:
-        is_whole = TARGET.read_text(encoding="utf-8") == document()
-        sys.exit(0 if is_whole else f"{TARGET.name} is out of date: run this without --check")
-    TARGET.write_text(document(), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main()
+    TARGET.write_text(document(), encoding="utf-8")

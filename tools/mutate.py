@@ -1,10 +1,10 @@
 """Mutation score of the decision packages: how many small changes the fast tests notice.
 
-    python tools/mutate.py [--sample N] [--seed S] [--only PART] [--jobs J] [--ledger FILE]
+    python tools/mutate.py [--sample N] [--seed S] [--only PART] [--jobs J]
 
 Each mutant runs a short swarm in a forked process and, if it survives that, the fast tests of
 scheduler and KV, those near its module first. Prints the survivors and the score; exit status 1 if
-it is below 85 %. With a ledger, what was tried on the same source before is not tried again.
+it is below 85 %.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from __future__ import annotations
 import argparse
 import ast
 import glob
-import hashlib
 import importlib
 import importlib.abc
 import importlib.util
-import json
 import logging
 import os
 import resource
@@ -57,7 +55,7 @@ FAST = (
 )
 COMPILED = ("fast_hash.py",)  # kept under the file's name, which a mutant shares with its original
 POLICIES = ("policies_margins", "policies_order", "policies_batching", "policies_sharing")
-# More of them, for the modules that they are about; these run first.
+# Further tests by the module that they are about; these run first.
 NEAR: dict[str, tuple[str, ...]] = {
     "engine/kv/": ("kv",),
     "sched/policies/": ("options", "policies_shipped", *POLICIES),
@@ -107,7 +105,7 @@ def files(only: str) -> list[str]:
 
 
 def run_forked(planted: Planted | None) -> int:
-    """The process that tries a mutant: its exit status is 0 if nothing was noticed.
+    """Start a process that tries a mutant; its exit status is 0 if the mutant survives.
 
     Without one it runs all tests that any mutant runs.
     """
@@ -142,14 +140,14 @@ def tests_near(path: Path) -> list[str]:
 
 
 def test_files(parts: list[str]) -> list[str]:
-    """Files of the tests whose names begin so, each once."""
+    """Test files whose names begin with one of the parts, each once."""
     kinds = ("unit", "contract", "property")
     patterns = [f"tests/{kind}/test_{part}*py" for part in parts for kind in kinds]
     return [*dict.fromkeys(path for pattern in patterns for path in sorted(glob.glob(pattern)))]
 
 
 def survives(parts: list[str]) -> bool:
-    """Whether neither swarm nor tests notice anything."""
+    """Whether the swarm and the tests pass."""
     from policylab.verify.swarm import Swarm, replay_corpus
 
     logging.disable(logging.CRITICAL)
@@ -162,20 +160,6 @@ def survives(parts: list[str]) -> bool:
     return pytest.main([*options, *test_files(parts)]) == 0
 
 
-def key_of(mutant: Mutant) -> str:
-    """A key for a mutant of this very source."""
-    source = hashlib.sha256((ROOT / mutant.file).read_bytes()).hexdigest()[:16]
-    return f"{mutant.file}:{source}:{mutant.number}: {mutant.before} -> {mutant.after}"
-
-
-def read_ledger(path: Path | None) -> set[str]:
-    """Keys of what was noticed before. What survived is tried again: there may be more tests."""
-    if path is None or not path.exists():
-        return set()
-    entries = [json.loads(line) for line in path.read_text().splitlines()]
-    return {key for key, outcome, _ in entries if outcome == KILLED}
-
-
 def choose(only: str, sample: int | None, seed: int) -> list[Mutant]:
     """All mutants, or some of them."""
     sources = [(file, Path(file).read_text(encoding="utf-8")) for file in files(only)]
@@ -186,17 +170,15 @@ def choose(only: str, sample: int | None, seed: int) -> list[Mutant]:
 
 
 def plant(mutant: Mutant) -> Planted:
-    """Imports of its module give the mutant from now on."""
+    """The finder that imports the mutant in place of its module."""
     source = Path(mutant.file).read_text(encoding="utf-8")
     _, tree = next(islice(mutants(mutant.file, source), mutant.number, None))
     return Planted(mutant, tree)
 
 
-def try_all(chosen: list[Mutant], jobs: int, ledger: Path | None) -> dict[Mutant, int]:
-    """Outcome of each mutant."""
-    known, running = read_ledger(ledger), {}
-    todo = [mutant for mutant in chosen if key_of(mutant) not in known]
-    outcomes = {mutant: KILLED for mutant in chosen if key_of(mutant) in known}
+def try_all(chosen: list[Mutant], jobs: int) -> dict[Mutant, int]:
+    """Try each mutant and return its outcome."""
+    todo, running, outcomes = chosen[:], {}, {}
     while todo or running:
         while todo and len(running) < jobs:
             mutant = todo.pop()
@@ -204,16 +186,13 @@ def try_all(chosen: list[Mutant], jobs: int, ledger: Path | None) -> dict[Mutant
         pid, status = os.wait()
         mutant = running.pop(pid)
         outcomes[mutant] = SURVIVED if status == 0 else KILLED
-        if ledger is not None:
-            with ledger.open("a") as lines:
-                lines.write(json.dumps([key_of(mutant), outcomes[mutant], mutant]) + "\n")
         if status == 0:
             print(f"{mutant.file}:{mutant.line}: {mutant.before}  ->  {mutant.after}", flush=True)
     return outcomes
 
 
 def interval(num_killed: int, num_tried: int) -> tuple[float, float]:
-    """Where the score of all mutants lies with 95 % confidence (Wilson), if these were drawn."""
+    """The 95 % interval of the score of all mutants, if these are a random sample (Wilson)."""
     share, z = num_killed / num_tried, 1.96
     middle = share + z * z / (2 * num_tried)
     half = z * sqrt(share * (1 - share) / num_tried + z * z / (4 * num_tried**2))
@@ -226,7 +205,6 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="of that choice")
     parser.add_argument("--only", default="", metavar="PART", help="of the names of modules")
     parser.add_argument("--jobs", type=int, default=1, metavar="J")
-    parser.add_argument("--ledger", type=Path, metavar="FILE")
     parsed = parser.parse_args()
     os.chdir(ROOT)
     assert not any(name.startswith(("engine.sched", "engine.kv")) for name in sys.modules)
@@ -235,7 +213,7 @@ def main() -> int:
         print("the source as it is does not pass: its mutants show nothing")
         return 2
     chosen = choose(parsed.only, parsed.sample, parsed.seed)
-    outcomes = try_all(chosen, parsed.jobs, parsed.ledger)
+    outcomes = try_all(chosen, parsed.jobs)
     if not outcomes:
         print(f"there is nothing to mutate in modules named {parsed.only!r}")
         return 2

@@ -1,18 +1,16 @@
 """Writes the figures of `README.md` and the tables of `docs/performance.md` from kept results.
 
-    python tools/performance_tables.py [--check]
+    python tools/performance_tables.py
 
-Every figure is read from a file of `benchmarks/results`; none is typed in. They stand in the pages
-between `<!-- NAME -->` and `<!-- NAME end -->`. `--check` only compares.
+Every figure is read from a file of `benchmarks/results`; none is typed in. The text between
+`<!-- NAME -->` and `<!-- NAME end -->` in a page is replaced.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import json
 import re
-import sys
 import textwrap
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -321,14 +319,8 @@ def page(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
-    parser.add_argument("--check", action="store_true", help="say whether the pages are up to date")
-    is_check = parser.parse_args().check
     for path in PAGES:
-        text = path.read_text(encoding="utf-8")
-        if is_check and text != page(text):
-            sys.exit(f"{path.name} is out of date: run this without --check")
-        path.write_text(page(text), encoding="utf-8")
+        path.write_text(page(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Follows the JSON-Schema-Test-Suite token by token through the compiler of schemas.
 
     python tools/schema_suite.py [--suite DIR] [--drafts draft7,...] [--keywords not,...] [--all]
-                                 [--json FILE] [--keep DIR]
+                                 [--keep DIR]
 
 --suite: the folder `json` of the source package of `jsonschema`, which has the suite; without it
 the package is downloaded by pip into --cache. Objects are opened and their properties may come in
@@ -59,12 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for draft in DRAFTS:
         if own := [one for one in found if one.group.draft == draft]:
             print_table(draft, own, is_whole=options.all)
-    accepted, valid = _accepted(found)
+    accepted, valid = num_accepted(found)
     print(f"of all {valid} valid instances {accepted} are accepted: {accepted / valid:.2%}\n")
     print_refusals(found)
     print_wrong(found)
-    if options.json:
-        options.json.write_text(json.dumps(report(found), ensure_ascii=False, indent=1) + "\n")
     return 0 if is_good(found) else 1
 
 
@@ -78,7 +76,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--drafts", default=",".join(DRAFTS), help="only these")
     add("--keywords", default="", help="only these, as the suite's files are named")
     add("--all", action="store_true", help="all keywords, also where nothing is short")
-    add("--json", type=Path, help="file for what was found, by schema")
     add("--keep", type=Path, help="write the tests' part of the suite into this folder instead")
     return parser.parse_args(argv)
 
@@ -123,7 +120,7 @@ def print_table(draft: str, found: Sequence[Followed], *, is_whole: bool) -> Non
 
 
 def _row(keyword: str, found: Sequence[Followed]) -> tuple[str, ...]:
-    accepted, valid = _accepted(found)
+    accepted, valid = num_accepted(found)
     refused = sum(len(one.refused) for one in found) + sum(
         _count(one, is_valid=False) for one in found if one.refusal
     )
@@ -139,11 +136,11 @@ def _row(keyword: str, found: Sequence[Followed]) -> tuple[str, ...]:
 
 
 def _is_clean(found: Sequence[Followed]) -> bool:
-    accepted, valid = _accepted(found)
+    accepted, valid = num_accepted(found)
     return accepted == valid and not any(one.not_refused for one in found)
 
 
-def _accepted(found: Iterable[Followed]) -> tuple[int, int]:
+def num_accepted(found: Iterable[Followed]) -> tuple[int, int]:
     """Valid instances that are accepted, and all of them."""
     accepted = valid = 0
     for one in found:
@@ -190,22 +187,8 @@ def print_wrong(found: Sequence[Followed]) -> None:
 def is_good(found: Sequence[Followed]) -> bool:
     if any(one.not_refused for one in found):
         return False
-    accepted, valid = _accepted(found)
+    accepted, valid = num_accepted(found)
     return accepted >= MIN_ACCEPTED * valid
-
-
-def report(found: Sequence[Followed]) -> list[dict[str, Any]]:
-    return [
-        {
-            "schema": one.group.name,
-            "refusal": one.refusal,
-            "accepted": one.accepted,
-            "in other spelling": one.respelled,
-            "valid, not accepted": one.not_accepted,
-            "invalid, not refused": one.not_refused,
-        }
-        for one in found
-    ]
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     python tools/schemas_in_the_wild.py [--kinds wild,pydantic,zod] [--model DIR] [--num 2000]
                                         [--walks 5] [--only WORD,...] [--max-tokens 384] [--all]
-                                        [--folder DIR] [--cache DIR] [--json FILE]
+                                        [--folder DIR] [--cache DIR]
 
 wild: ninety JSON schemas that packages on PyPI and npm ship (`tests/structured/wild.jsonl` lists
 package, version, file and hash), downloaded once by pip and npm into the cache. pydantic: what
@@ -27,7 +27,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -65,8 +65,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     bench = Bench(options.model, MAX_SECONDS)
     kinds = ["folder"] if options.folder else options.kinds.split(",")
     found = [check(bench, kind, options) for kind in kinds]
-    if options.json:
-        options.json.write_text(json.dumps(report(found), indent=1) + "\n")
     return 0 if all(map(is_good, found)) else 1
 
 
@@ -112,7 +110,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--only", default="", help="only schemas with one of these words in their names")
     add("--form", default="{}", help="further fields of structured_outputs, as JSON")
     add("--all", action="store_true", help="all schemas in the tables, not those with faults")
-    add("--json", type=Path, help="file for what was found, by schema")
     return parser.parse_args(argv)
 
 
@@ -189,16 +186,6 @@ def is_good(checked: Checked) -> bool:
         and not any(one.invalid for one in (*walked, *written))
         and dead_ends <= MAX_DEAD_ENDS * texts
     )
-
-
-def report(found: Sequence[Checked]) -> dict[str, Any]:
-    def entry(one: Outcome) -> dict[str, Any]:
-        return {"name": one.case.name, **{k: v for k, v in vars(one).items() if k != "case"}}
-
-    return {
-        one.kind: {"walked": [*map(entry, one.walked)], "written": [*map(entry, one.written)]}
-        for one in found
-    }
 
 
 if __name__ == "__main__":

@@ -15,14 +15,11 @@ among the development packages.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -70,8 +67,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     faults += completion_faults(checked)
     for fault in faults:
         print("WRONG", fault)
-    if options.json:
-        options.json.write_text(json.dumps(report(checked, faults), ensure_ascii=False, indent=1))
     return 1 if faults else 0
 
 
@@ -85,7 +80,6 @@ def _options(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--max-tokens", type=int, default=512, help="of each text")
     add("--groups", default="", help="only groups with one of these words in their names, or bomb")
     add("--num", type=int, default=NUM, help="right texts of each entry, and wrong ones")
-    add("--json", type=Path, help="what was found, by entry, goes to this file too")
     return parser.parse_args(argv)
 
 
@@ -150,13 +144,6 @@ def completion_faults(checked: Sequence[Checked]) -> list[str]:
         if complete < MIN_COMPLETE * texts:
             found.append(f"{kind}: only {complete} of {texts} texts are complete")
     return found
-
-
-def report(checked: Sequence[Checked], faults: list[str]) -> dict[str, Any]:
-    return {
-        "faults": faults,
-        "entries": [{**asdict(one), "entry": one.entry.name} for one in checked],
-    }
 
 
 if __name__ == "__main__":

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from shapes import Shape, Step
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.varlen import varlen_attn
 
 import kernels
 from gpu.box import Box, Call, Row, Rows, share
@@ -108,18 +106,15 @@ def prompts(box: Box) -> Rows:
                 "%": share(floor, timed.least),
             }
             if not any(context for _, context in sequences):
-                for name, other in COMPARED.items():
-                    row[name] = _compared(box, other, shape, sequences, operations)
+                row["cuDNN TFLOP/s"] = _of_cudnn(box, shape, sequences, operations)
             yield row
             box.clear()
 
 
-def _compared(
-    box: Box, other: Callable[..., Call], shape: Shape, sequences: list, operations: float
-) -> object:
-    """TFLOP/s of another implementation on the same tokens, or why there are none."""
+def _of_cudnn(box: Box, shape: Shape, sequences: list, operations: float) -> object:
+    """TFLOP/s of cuDNN on the same tokens, or the error that it raises."""
     try:
-        call = other(box, shape, len(sequences), sequences[0][0])
+        call = cudnn(box, shape, len(sequences), sequences[0][0])
         return operations / box.time([call]).least / 1e12
     except Exception as error:  # not built in, other signature, unknown head size
         return f"{type(error).__name__}: {error}"[:60]
@@ -139,22 +134,3 @@ def cudnn(box: Box, shape: Shape, batch: int, length: int) -> Call:
             return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
     return attend
-
-
-def varlen(box: Box, shape: Shape, batch: int, length: int) -> Call:
-    """torch's attention over sequences of different lengths."""
-
-    def made(heads: int) -> torch.Tensor:
-        size = (batch * length, heads, shape.head_dim)
-        return torch.randn(size, device=box.device, dtype=box.dtype)
-
-    q, k, v = made(shape.heads), made(shape.kv_heads), made(shape.kv_heads)
-    starts = torch.arange(batch + 1, dtype=torch.int32, device=box.device) * length
-    known = inspect.signature(varlen_attn).parameters
-    causal = {"is_causal": True} if "is_causal" in known else {"window_size": (-1, 0)}
-    if "enable_gqa" in known:
-        causal["enable_gqa"] = True
-    return lambda: varlen_attn(q, k, v, starts, starts, length, length, **causal)
-
-
-COMPARED = {"cuDNN TFLOP/s": cudnn, "varlen TFLOP/s": varlen}

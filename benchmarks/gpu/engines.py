@@ -122,6 +122,11 @@ def _prompt(length: int, index: int) -> list[int]:
     return random.Random(index).choices(range(3, 500), k=length)
 
 
+def _row(what: str, requests: int, seconds: float, num_tokens: int, floor: float = 0.0) -> Row:
+    row = {"what": what, "requests": requests, "ms": 1e3 * seconds, "tok/s": num_tokens / seconds}
+    return {**row, "floor ms": 1e3 * floor, "%": share(floor, seconds)} if floor else row
+
+
 def _steps(box: Box, llm: LLM, shape: Shape, label: str) -> Rows:
     """Milliseconds of a step of decodes, scheduling and all."""
     for num in box.sizes((1, 64, 256), (2,)):
@@ -129,14 +134,7 @@ def _steps(box: Box, llm: LLM, shape: Shape, label: str) -> Rows:
         loads = [Load(_prompt(length, index), num_new) for index in range(num)]
         taken = decode_seconds(run(llm, loads), num)
         floor = step_floor(shape, num, num * (length + num_new // 2), box.ceilings)
-        yield {
-            "what": f"step, {label}",
-            "requests": num,
-            "ms": 1e3 * taken,
-            "tok/s": num / taken,
-            "floor ms": 1e3 * floor,
-            "%": share(floor, taken),
-        }
+        yield _row(f"step, {label}", num, taken, num, floor)
 
 
 def _alone(box: Box, llm: LLM, shape: Shape) -> Row:
@@ -144,14 +142,7 @@ def _alone(box: Box, llm: LLM, shape: Shape) -> Row:
     run(llm, [Load(_prompt(length, 0), num_new)])
     taken = decode_seconds(run(llm, [Load(_prompt(length, 1), num_new)]), 1)
     floor = step_floor(shape, 1, length + num_new // 2, box.ceilings)
-    return {
-        "what": "one request alone",
-        "requests": 1,
-        "ms": 1e3 * taken,
-        "tok/s": 1 / taken,
-        "floor ms": 1e3 * floor,
-        "%": share(floor, taken),
-    }
+    return _row("one request alone", 1, taken, 1, floor)
 
 
 def _headline(box: Box, llm: LLM, shape: Shape) -> Row:
@@ -159,15 +150,8 @@ def _headline(box: Box, llm: LLM, shape: Shape) -> Row:
     marks = run(llm, loads, temperature=0.6)
     taken, floor = marks[-1][0] - marks[0][0], floor_of(shape, loads, box.ceilings)
     num = sum(load.num_new for load in loads)
-    return {
-        "what": "256 of 100 to 1024, seed 0",
-        "requests": len(loads),
-        "ms": 1e3 * taken,
-        "tok/s": num / taken,
-        "floor ms": 1e3 * floor,
-        "%": share(floor, taken),
-        "steps": len(marks) - 1,
-    }
+    row = _row("256 of 100 to 1024, seed 0", len(loads), taken, num, floor)
+    return {**row, "steps": len(marks) - 1}
 
 
 def _arrivals(box: Box, llm: LLM, label: str) -> Row:
@@ -183,12 +167,7 @@ def _arrivals(box: Box, llm: LLM, label: str) -> Row:
     while engine.has_unfinished_requests():
         engine.step()
     taken = statistics.median(gaps[num_new + 1 :] or gaps)
-    return {
-        "what": f"a prompt of {length} each step, {label}",
-        "requests": num_new,
-        "ms": 1e3 * taken,
-        "tok/s": num_new / taken,
-    }
+    return _row(f"a prompt of {length} each step, {label}", num_new, taken, num_new)
 
 
 def of_model(name: str, box: Box) -> Rows:
