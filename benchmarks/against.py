@@ -4,10 +4,10 @@
                                  [--trips in-process,process] [--loads decode_256,pressure]
                                  [--rounds 12] [--turns 40] [--json FILE]
 
-A machine that others use changes its speed by a fifth within minutes, which hides a difference of a
-few percent between two runs. Here a fresh process of each checkout waits while the other one does
-its step, and which is first alternates, so that what the machine does falls on both alike. Figures
-are ratios, above 1 where this checkout is faster, with their 95 % interval (Efron 1979).
+A shared machine changes its speed by a fifth within minutes, which hides a difference of a few
+percent between two runs. Here a process of each checkout waits while the other one runs a step, and
+the first one alternates, so that changes of the machine affect both alike. Figures are ratios,
+above 1 where this checkout is faster, with 95 % intervals (bootstrap, Efron 1979).
 
     workloads   engine steps of `workloads.py` with this model; the ratio of the sums of a round,
                 its median over the rounds
@@ -17,8 +17,8 @@ are ratios, above 1 where this checkout is faster, with their 95 % interval (Efr
                 quartile of a turn; of loads that run to their end, the sum over the steps, each
                 the lower quartile of all turns
 
-Each round has fresh processes. The other checkout needs no more than what is measured: its adapters
-in `benchmarks/peers`, `wire_cores.py` and `scheduler_loads.py`.
+Each round starts new processes. The other checkout needs only the adapters of its load:
+`benchmarks/peers`, `wire_cores.py` and `scheduler_loads.py`.
 """
 
 import argparse
@@ -47,7 +47,7 @@ NUM_SKIPPED = {"trips": 4, "loads": 1}  # first turns of a process, in which it 
 
 @dataclass
 class Row:
-    """Everything that was measured under one name."""
+    """All measurements of one load."""
 
     kind: str
     name: str
@@ -102,7 +102,7 @@ class Child:
             raise
 
     def turn(self) -> Turn | None:
-        """Let the child do one thing; ``None`` when all is done."""
+        """Run one turn of the child; ``None`` when its load has ended."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -155,7 +155,7 @@ def run_workloads(other: Path, names: list[str], model: str, rounds: int) -> Ite
 
 
 def step_in_turn(children: Children, rows: dict[str, Row]) -> dict[str, dict[str, list[float]]]:
-    """Seconds of each step, by checkout and workload, until both have done all workloads."""
+    """Run all workloads; return the seconds of each step by checkout and workload."""
     seconds: dict[str, dict[str, list[float]]] = {side: {} for side in children}
     unfinished, turn = dict(children), 0
     while unfinished:
@@ -171,7 +171,7 @@ def step_in_turn(children: Children, rows: dict[str, Row]) -> dict[str, dict[str
 
 
 def run_turns(other: Path, kind: str, name: str, rounds: int, turns: int) -> Row:
-    """Trips or loads: `turns` turns in each round."""
+    """Measure trips or a load with this many turns in each round."""
     row = Row(kind, name)
     for number in range(rounds):
         with both(other, number, kind, name, "") as children:

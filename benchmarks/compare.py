@@ -1,20 +1,20 @@
-"""Our engine next to others: same model directories, same workloads, alternating fresh processes.
+"""Compares this engine with others on the same models and workloads, in alternating processes.
 
     python benchmarks/compare.py MODEL_DIR --vllm-python VENV/bin/python [--rounds 6]
                                  [--dtype bfloat16] [--w4-share 0.6]
 
-Each round starts every engine once, in turn, each in a process of its own; who is first alternates.
-Without --dtype each engine computes in what it chooses by itself. Shown are medians over the
-rounds, and ratios: the median of those of each round, with its 95 % interval (Efron 1979). A run
-during which others used more than a twentieth of a core (`others_s`, `steal_s`) says little: its
-round counts only where there is no better one, and figures are then marked with ~.
+Each round starts every engine once, one after the other, in a process of its own; the first one
+alternates. Without --dtype each engine chooses its type. The table shows medians over the rounds,
+and the median of the rounds' ratios with its 95 % interval (bootstrap, Efron 1979). A round during
+which other programs used more than a twentieth of a core (`others_s`, `steal_s`) counts only if
+there is no quiet one; its figures are marked with ~.
 
-Each round also measures the machine's ceilings (`roofline.py`). The floor of what an engine
-computes in stands next to each figure as a share: 80 % means that no engine could be more than a
-quarter faster. Floors are of plain weights, not of quantised ones, and of native families.
+Each round also measures the bandwidth and peak operations of the machine (`roofline.py`). Next to a
+figure stands its share of what they allow in the engine's type: at 80 % no engine could be more
+than a quarter faster. Shares are known for native families without quantisation.
 
---w4-share 0.6: arrivals of W4 ask for this share of the output tokens a second that the first
-peer reaches in W1, which is measured first. All runs are kept in benchmarks/results/.
+With --w4-share 0.6 the arrivals of W4 request this share of the output tokens a second that the
+first peer reaches in W1, which is measured first. All runs are kept in benchmarks/results/.
 """
 
 import argparse
@@ -67,7 +67,7 @@ METRICS = {
 
 @dataclass(frozen=True)
 class Peer:
-    """How to start one engine's adapter."""
+    """The command, model and options of one engine's adapter."""
 
     name: str
     module: str
@@ -98,7 +98,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Ratio:
-    """How much better ours is: the median over the rounds, and its 95 % interval."""
+    """The factor by which this engine is better: median over the rounds, 95 % interval."""
 
     value: float
     least: float
@@ -238,7 +238,7 @@ def run_once(peer: Peer, repeat: int, args: argparse.Namespace) -> dict[str, Any
         options=peer.options,
     )
     environment = dict(os.environ)
-    if peer.python != sys.executable:  # modules of this environment are no business of theirs
+    if peer.python != sys.executable:  # they must not import modules of this environment
         environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [str(Path(peer.python).absolute()), "-m", peer.module, json.dumps(asdict(task))],
@@ -304,7 +304,7 @@ def rows(runs: Runs, workloads: list[str], floors: "Floors | None" = None) -> li
 
 
 class Floors:
-    """What the machine allows this model, for engines that compute in these types."""
+    """The least times that the machine allows for a model, by the type of each engine."""
 
     def __init__(
         self, model: roofline.Model, ceilings: roofline.Ceilings, dtypes: dict[str, str]
@@ -316,7 +316,7 @@ class Floors:
     def shares(
         self, row: Row, workload: str, metric: str, is_more_better: bool
     ) -> dict[str, float]:
-        """How near to its floor each engine came: 1 is as fast as can be."""
+        """By engine, the share of the highest possible speed that it reached."""
         found = {}
         for name, dtype in self.dtypes.items():
             phases = roofline.phases(self.model, self.ceilings, dtype, workload)
@@ -329,7 +329,7 @@ class Floors:
 
 
 def floors_for(args: argparse.Namespace, runs: Runs, ceilings: list[Any]) -> Floors | None:
-    """``None``, with a line that says why, for a model of which shapes are not known."""
+    """The floors; ``None``, after a printed reason, for a model of unknown shapes."""
     try:
         model = roofline.Model.of(args.model)
     except ValueError as error:
@@ -352,7 +352,7 @@ def measured_ceilings() -> dict[str, float]:
 
 
 def show(table: list[Row], engines: list[str]) -> None:
-    """Ratios over 1 mean that ours is better."""
+    """Print the table; ratios above 1 mean that this engine is better."""
     title = "median (smallest - largest), share of what the machine allows\n"
     title += "ratio > 1: ours is better; ~ machine was busy"
     others = [name for name in engines if name != OURS]
@@ -376,7 +376,7 @@ def keep(args: argparse.Namespace, body: dict[str, Any]) -> Path:
 
 
 def rate_at_share(share: float, peer: Peer, args: argparse.Namespace) -> float:
-    """Arrivals a second at which W4 asks for this share of what a peer reaches in W1."""
+    """Arrivals a second at which W4 requests this share of what a peer reaches in W1."""
     alone = run_once(replace(peer, workloads=["W1"]), 0, args)["workloads"]["W1"]
     outputs = [arrival.num_output for arrival in workloads.make("W4")]
     rate = share * alone["output_tok_s"] / statistics.mean(outputs)

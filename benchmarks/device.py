@@ -2,11 +2,11 @@
 
     python benchmarks/device.py [--only ceilings,decode,...] [--json FILE] [--dry-run]
 
-Measured are what the device can do at all, attention, sampler, launches, and the engine on random
-weights of two published shapes, each figure next to its floor; `pytest -m gpu` shows whether
-results are right. Every section has a budget; what is found is written after each row, so that a
-run that is cut off loses nothing. Ends with status 1 if something raised. With --dry-run the CPU
-goes through all of it on tiny sizes with interpreted kernels: figures mean nothing then.
+Measures bandwidth and peak operations, attention, sampler, launches, and the engine on random
+weights of two published shapes, each figure next to the least possible time; `pytest -m gpu` tests
+the results of kernels. Every section has a budget of seconds, and rows are written at once, so that
+a run that is cut off loses nothing. The exit status is 1 after an error. With --dry-run all
+sections run on the CPU with tiny sizes and interpreted kernels; the figures then mean nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def sections_of(is_dry: bool, only: str) -> list[Section]:
         known = ", ".join(section.name for section in chosen)
         raise SystemExit(f"no section {', '.join(sorted(unknown))}; there are: {known}")
     chosen = [section for section in chosen if section.name in names]
-    # An interpreter's seconds say nothing: a dry run is there to end.
+    # A dry run has no budgets: all sections must be reached.
     return [section._replace(budget=inf) for section in chosen] if is_dry else chosen
 
 

@@ -1,13 +1,13 @@
-"""What drafts bring: a proposer that is right at a given rate, against what steps cost.
+"""Measures the speed-up by drafts whose rate of acceptance is given.
 
     python benchmarks/drafts.py MODEL_DIR [--acceptance 0.6,0.8,0.9] [--drafts 4] [--tokens 128]
                                 [--rounds 5] [--json FILE]
 
 One stream, greedy, ``batch_invariant=True``, so that the text is the same with and without drafts.
 The proposer knows the text and is wrong on purpose. Two engines in one process run in turn. Next to
-the speed-up stands what the costs of steps allow: a step with d drafts brings
-1 + a + ... + a^d tokens and takes as long as such steps were measured to take in the workers of the
-same run; d is the number that brings most. At acceptance 0 both should be as fast.
+the speed-up stands the highest one that the costs of steps allow: a step with d drafts yields
+1 + a + ... + a^d tokens on average, and its time was measured in the same run; d is the best
+number. At acceptance 0 both engines should be equally fast.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PROMPT = list(range(20, 148))
 
 
 class Oracle:
-    """Knows the text after the prompt, and how often to be right."""
+    """A proposer that knows the text after the prompt, and is right at a given rate."""
 
     def __init__(self) -> None:
         self.text: list[int] = []
@@ -82,7 +82,7 @@ class Steps:
 
 
 def generate(engine: LLMEngine, num_tokens: int) -> tuple[list[int], float]:
-    """The text, and the seconds from its first token to its last."""
+    """Generate the text; returns it and the seconds from its first token to its last."""
     params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False)
     engine.add_request("0", {"prompt_token_ids": PROMPT}, params)
     began, tokens = 0.0, []
@@ -100,7 +100,7 @@ def allowed(acceptance: float, cost: dict[int, float], most: int) -> float:
 
 
 def costs(engine: LLMEngine, oracle: Oracle, num_tokens: int) -> dict[int, float]:
-    """Median seconds of steps of one to five tokens: the proposer finds fewer on purpose."""
+    """Median seconds of a step by its number of tokens, up to one more than the drafts."""
     steps, text = Steps(engine), oracle.text
     oracle.acceptance = 1.0
     for _ in range(3):

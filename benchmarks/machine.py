@@ -1,4 +1,4 @@
-"""Describes the machine a figure was measured on; a figure without it says little."""
+"""Describes the machine on which figures are measured."""
 
 import datetime
 import os

@@ -1,6 +1,6 @@
-"""What a run took: times of tokens, processor seconds, memory, and what others took of the machine.
+"""Measures a run: times of tokens, processor seconds, memory, and the load of other programs.
 
-Reads /proc alone, so that it works in every engine's environment.
+Reads /proc and imports nothing else, so that it works in every engine's environment.
 """
 
 import itertools
@@ -41,11 +41,11 @@ def cpu_seconds() -> float:
 
 @dataclass(frozen=True)
 class Usage:
-    """Processor seconds so far; the difference of two is what happened between them."""
+    """Processor seconds until now, to be compared by ``since``."""
 
     own: float  # this process tree
-    machine: float  # everybody on this machine
-    steal: float  # the host gave away
+    machine: float  # all processes
+    steal: float  # taken by the host of a virtual machine
 
     @classmethod
     def now(cls) -> "Usage":

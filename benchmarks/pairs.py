@@ -1,4 +1,4 @@
-"""Ratios of two sides that were measured in turn, and how certain they are."""
+"""Ratios of two sides that are measured in turn, and their intervals."""
 
 import random
 import statistics
@@ -12,14 +12,14 @@ NUM_DRAWS = 1000  # of the bootstrap
 
 
 class Pair(NamedTuple):
-    """Seconds of what both did in turn."""
+    """Seconds of both sides in one turn."""
 
     other: list[float]
     ours: list[float]
 
 
 def in_order(sides: dict[str, T], turn: int) -> dict[str, T]:
-    """Who is first alternates: what the machine does meanwhile falls on all alike."""
+    """The sides, in reverse order in every other turn, so that drifts affect all alike."""
     return sides if turn % 2 == 0 else dict(reversed(sides.items()))
 
 

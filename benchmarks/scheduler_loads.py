@@ -1,4 +1,4 @@
-"""What the schedulers are given: the same prompts, pools and seats for every engine.
+"""Loads of the schedulers: the same prompts, pools and seats for every engine.
 
 decode_N      N requests decode; nobody comes or ends while the clock runs
 *_hooks       the same under a policy that overrides every hook (ours only)
@@ -29,7 +29,7 @@ Kind = Literal["decode", "drain", "lookup", "queue"]
 
 @dataclass(frozen=True)
 class Setup:
-    """What an engine's scheduler is built with. ``policy`` and ``hash_algo`` are names."""
+    """Options of an engine's scheduler. ``policy`` and ``hash_algo`` are names."""
 
     num_blocks: int
     max_num_seqs: int

@@ -1,5 +1,4 @@
-"""`metronome serve` next to `vllm serve`: the same model directory, the same requests, alternating
-fresh processes, each engine with its defaults.
+"""Compares `metronome serve` with `vllm serve` on the same model and requests, with defaults.
 
     python benchmarks/server.py MODEL_DIR --vllm-python VENV/bin/python [--tiny TINY_DIR]
                                 [--rounds 3] [--seconds 60] [--shares 0.5,0.8,1.2] [--label NAME]
@@ -8,17 +7,18 @@ fresh processes, each engine with its defaults.
 With --other the peer is another checkout of this project, and each figure's ratio (this one to the
 other) is printed with its 95 % interval over the rounds.
 
-First the peer alone: its unloaded medians, and its capacity: requests a second with 64 streams that
-run all the time. The promise is --ttft (5) times its median to the first token, and --itl (3) times
-its median between two events for 99 % of a request's gaps. Then in each round every engine, in a
-process of its own: how soon it is ready, the given shares of the peer's capacity as open loads
-(Poisson arrivals, see http_load.py), and the highest rate at which 95 % of requests are given the
-promise. With --tiny also the tokens a second of 256 streams of that model. Both engines get the
-same requests, and no request comes twice: its prompt would be cached.
+The peer is measured first: its medians for one stream, and its capacity, the requests a second with
+64 streams at all times. The promise to a request is --ttft (5) times the peer's median time to the
+first token, and --itl (3) times its median time between events for 99 % of the gaps. Then each
+round starts every engine in a process of its own and measures the time until it is ready, loads at
+the given shares of the peer's capacity (Poisson arrivals, see http_load.py), and the highest rate
+at which 95 % of the requests are given the promise; with --tiny also the tokens a second of 256
+streams of that model. Both engines get the same requests, and no prompt comes twice, since it would
+be cached.
 
-What the serving side takes of a token is processor time of the process that answers HTTP, with all
-its threads; in both engines the model is computed by a process of its own, which is not counted.
-The load generator runs on the same machine; what it takes is reported, too.
+The serving cost of a token is the processor time of the process that answers HTTP, with all its
+threads, without the process that computes the model. The processor time of the load generator,
+which runs on the same machine, is reported too.
 """
 
 import argparse
@@ -287,10 +287,10 @@ def shares_of(args: argparse.Namespace) -> list[float]:
 
 
 def keep(kind: str, args: argparse.Namespace, found: dict[str, Any]) -> None:
-    """Write a result file."""
+    """Write the result file."""
     label = "-".join(part for part in (kind, Path(args.model).name, args.label) if part)
     path = HERE / "results" / f"{label}-{time.strftime('%Y%m%d-%H%M%S')}.json"
-    # Of a path its last part: where it lay on this machine is nobody's business.
+    # Only the last part of a path: folders of this machine are private.
     options = {name: str(value).rpartition("/")[2] for name, value in vars(args).items()}
     figures.keep(path, options=options, **found)
     print(path)

@@ -1,7 +1,6 @@
-"""Shapes of models, the steps they are measured on, and the least that memory and arithmetic allow.
+"""Shapes of models, and the tokens and KV cache of a step on which they are measured.
 
-Counted are bytes that must be read once, and products at two operations each; nothing for what
-could stay in a cache.
+Sizes count bytes that must be read once, and two operations for each product.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from kernels import AttentionMeta
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a decoder's configuration decides its time."""
+    """The sizes in a decoder's configuration."""
 
     architecture: str
     layers: int
@@ -122,7 +121,7 @@ class Step:
         ]
 
     def meta(self) -> AttentionMeta:
-        """Metadata, made anew: what a step's layers share is worked out again."""
+        """New metadata, without what the layers of a step have computed and shared."""
         starts, lens, tables, positions, slots = self._tensors
         return AttentionMeta(starts, lens, tables, positions, slots, *self._sizes)
 

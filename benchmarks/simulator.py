@@ -1,4 +1,4 @@
-"""Measures how fast the policy lab simulates, drawing of requests included, on one core.
+"""Measures how fast the policy lab simulates on one core, the making of requests included.
 
     python benchmarks/simulator.py [--rounds 3] [--million] [--json FILE]
 
@@ -7,8 +7,8 @@ long outputs     32 seats, load 0.8, outputs of 500 to 2,000 tokens: times real 
 a busy step      log-uniform requests at load 0.9, 32 and 256 seats, step by step: us a step
 --million        a million requests, and the memory that they take
 
-Steps cost what ``StepCost`` says by default, ``fcfs`` serves. Each case runs in a process of its
-own; figures are medians of the rounds.
+Step costs are the defaults of ``StepCost``, the policy is ``fcfs``. Each case runs in a process of
+its own; figures are medians of the rounds.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ LARGER_IS_BETTER = ("times_real",)
 
 
 def one(name: str) -> dict[str, float]:
-    """A case, in this process. Finding the rate of a load is not timed."""
+    """Run a case in this process. Finding the rate for a load is not timed."""
     text, engine, load = CASES[name]
     workload = find_workload(text)
     rate = None if load is None else rate_at(load, workload, engine)

@@ -1,12 +1,11 @@
-"""Measures what a start costs: seconds to the first token, and memory against what a model needs.
+"""Measures the seconds from the start of the process to the first token, and the memory.
 
     python benchmarks/start.py MODEL_DIR [--dtype bfloat16] [--rounds 5] [--kv-mib 256]
 
-Fresh processes, in turn: with the kernels compiled before, as a user's second start has it, and
-with an empty cache of kernels, as the first one ever. Seconds count from the start of the process.
-Memory (PSS) is measured after the first token and after W1 and W3, and stands next to what is
-allowed: weights in the type that is computed in, the whole KV pool, and 400 MiB. The pool is as
-small as these loads allow, since what of it is never touched takes no memory.
+Two kinds of process run in turn: with compiled kernels in the cache, as at a user's second start,
+and with an empty cache. Memory (PSS) is measured after the first token and after W1 and W3, and is
+compared with the size of weights in the computing type, KV pool and 400 MiB. The pool is as small
+as these loads allow, since untouched pages take no memory.
 """
 
 from __future__ import annotations
@@ -48,8 +47,7 @@ def runs_of(args: Namespace) -> dict[str, list[Run]]:
     for number in range(args.rounds):
         for name, runs in in_order(found, number).items():
             with tempfile.TemporaryDirectory() as empty:
-                # A cold start is only a start: what it runs later tells nothing that a warm one
-                # does not.
+                # After a cold start no workload is run: it would be as fast as after a warm one.
                 chosen = peer
                 if name == "cold":
                     chosen = replace(peer, workloads=[], environment={"NUMBA_CACHE_DIR": empty})
@@ -59,7 +57,7 @@ def runs_of(args: Namespace) -> dict[str, list[Run]]:
 
 
 def allowed(args: Namespace, run: Run) -> dict[str, float]:
-    """MiB of weights and KV pool, and their sum with what else may be there."""
+    """MiB of weights and KV pool, and the allowed sum."""
     model, cell = roofline.Model.of(args.model), roofline.CELL[run["dtype"]]
     weights = model.num_weights * cell / MIB
     pool = run["kv_pool_tokens"] * model.kv_bytes(cell) / MIB

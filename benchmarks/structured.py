@@ -1,16 +1,15 @@
-"""What structured outputs cost: throughput, the first token, and neighbours without a grammar.
+"""Measures the cost of structured outputs: throughput, first token, and other requests.
 
     python benchmarks/structured.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 5] [--bombs]
                                     [--multiprocess] [--json FILE]
 
-One engine, loads in turn, each request of --tokens tokens: all --num requests without a grammar,
-all with a schema, and half of them with one, where the time between tokens of the other half is
-compared with the load in which nobody has a schema; and single requests, whose first token is
-timed without a grammar, with a schema that was never seen, and with the first one of the process,
-for which the tokenizer is made ready. --bombs: instead, requests without a grammar next to the
-forty harmful or broken grammars of the tests, one every few steps, against the same requests next
-to as many others without a grammar.
-Medians over the rounds with 95 % intervals of the ratios.
+One engine runs loads of --num requests of --tokens tokens in turn: none with a schema, all with
+one, and half with one, where the time between tokens of the other half is compared with the first
+load. Then the first token of single requests is timed: without a grammar, with a new schema, and
+with the first schema of the process, for which the tokenizer is prepared. With --bombs, instead,
+requests without a grammar run next to the forty harmful or broken grammars of the tests, one every
+few steps, and next to as many requests without a grammar. Figures are medians over the rounds, with
+95 % intervals of the ratios.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def params(num_tokens: int, seed: int, schema: dict[str, Any] | None) -> Samplin
 
 
 class Load(NamedTuple):
-    """What one load took."""
+    """The figures of one load."""
 
     tokens_per_second: float
     gaps: list[float]
@@ -72,7 +71,7 @@ def run(engine: LLMEngine, num_tokens: int, schemas: list[dict[str, Any] | None]
 
 
 def first_token(engine: LLMEngine, schema: dict[str, Any] | None) -> float:
-    """Seconds, of a request alone."""
+    """Seconds to the first token of a single request."""
     began = time.perf_counter()
     engine.add_request("alone", {"prompt_token_ids": PROMPT}, params(1, 0, schema))
     while engine.has_unfinished_requests():
@@ -141,7 +140,7 @@ def run_with(engine: LLMEngine, num: int, num_tokens: int, bombs: list[Any]) -> 
 
 
 def submit_bomb(engine: LLMEngine, name: str, fields: dict[str, Any] | None) -> None:
-    """``None``: a request without a grammar in its place."""
+    """Add a request with a harmful grammar, or without a grammar for ``None``."""
     try:
         form = None if fields is None else StructuredOutputsParams(**fields)
         own = SamplingParams(

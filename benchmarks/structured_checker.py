@@ -1,16 +1,16 @@
-"""What the checker next to grammars costs: throughput, and neighbours that have no schema.
+"""Measures the cost of the checker of schema keywords that grammars cannot express.
 
     python benchmarks/structured_checker.py MODEL_DIR [--num 32] [--tokens 96] [--rounds 7]
                                             [--before CHECKOUT] [--json FILE]
 
-Fresh processes in turn, each with one engine: as many requests as --num with a schema whose
-keywords only the checker enforces (`uniqueItems`, `if`, `oneOf`, `not`, `contains`,
-`propertyNames`, `minProperties`), with the same schema without these keywords, and with no schema.
-Every request writes the same number of tokens. Then the same with half of the requests, of which
-the time between tokens of the others is taken. --before: another checkout; both run a schema that
-needs no checker, which must cost what it did there.
+Processes with one engine each run in turn --num requests with a schema whose keywords only the
+checker enforces (`uniqueItems`, `if`, `oneOf`, `not`, `contains`, `propertyNames`,
+`minProperties`), with the same schema without these keywords, and without a schema. Every request
+writes the same number of tokens. Then only half of the requests have the schema, and the time
+between tokens of the other half is measured. With --before CHECKOUT, that checkout and this one run
+a schema that needs no checker, which must not have become slower.
 
-Prints medians over the rounds of each ratio, with 95 % intervals.
+Prints the median of each ratio over the rounds, with 95 % intervals.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def plain_schema() -> dict[str, Any]:
 
 
 def unchecked_schema() -> dict[str, Any]:
-    """The plain one less the object of any names, of which a checker forbids those that repeat."""
+    """The plain schema without `counts`, whose names only a checker keeps from repeating."""
     properties = {name: each for name, each in ITEM["properties"].items() if name != "counts"}
     required = [name for name in ITEM["required"] if name != "counts"]
     item = {**ITEM, "properties": properties, "required": required}
@@ -61,7 +61,7 @@ def unchecked_schema() -> dict[str, Any]:
 
 
 def checked_schema() -> dict[str, Any]:
-    """``ITEM`` with keywords that the grammar does not hold."""
+    """``ITEM`` with keywords that the grammar cannot express."""
     own = ITEM["properties"]
     properties = {
         **own,
@@ -89,7 +89,7 @@ SCHEMAS = {
 
 
 def measured(model: str, side: str, num: int, num_tokens: int) -> dict[str, float]:
-    """In this process: the load of one side, all requests and then half of them."""
+    """Run one side in this process, with the schema for all requests and then for half."""
     from engine import EngineArgs, LLMEngine
 
     schema = SCHEMAS[side]() if side in SCHEMAS else None

@@ -1,6 +1,6 @@
-"""The workloads every engine is given: the same random token ids, arrivals and lengths.
+"""Workloads: the same random token ids, arrivals and lengths for every engine.
 
-Greedy, end of text ignored, so that each engine computes the same amount.
+Sampling is greedy and the end of text is ignored, so each engine computes the same amount.
 
     W1      offline throughput   32 requests at once, 256 prompt tokens, 64 outputs
     W2      single stream        1 request, 128 prompt tokens, 128 outputs
@@ -17,12 +17,12 @@ from itertools import takewhile
 
 STANDARD = ("W1", "W2", "W3", "W4")
 LARGEST_TOKEN_ID = 8000
-SMALLEST_TOKEN_ID = 10  # below lie the special tokens of the models used here
+SMALLEST_TOKEN_ID = 10  # smaller ids are special tokens of the measured models
 
 
 @dataclass(frozen=True)
 class Arrival:
-    """One request: when it comes, what it asks."""
+    """A request and the time of its arrival."""
 
     seconds: float  # after the start of the run
     prompt: list[int]
@@ -72,7 +72,7 @@ def steady_decode(num_requests: int, repeat: int) -> list[Arrival]:
 
 
 def num_shared(arrivals: Sequence[Arrival]) -> int:
-    """Tokens with which all prompts begin; none of a single one."""
+    """The number of tokens that all prompts begin with; 0 for a single request."""
     if len(arrivals) == 1:
         return 0
     columns = zip(*(arrival.prompt for arrival in arrivals), strict=False)
@@ -80,5 +80,5 @@ def num_shared(arrivals: Sequence[Arrival]) -> int:
 
 
 def warm_up() -> list[Arrival]:
-    """A small mixed batch, so that what is made on first use exists before the clock runs."""
+    """A small mixed batch that is run before anything is timed."""
     return [Arrival(0.0, list(range(50 + i, 90 + 3 * i)), 4) for i in range(8)]

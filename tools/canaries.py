@@ -1,9 +1,9 @@
-"""Plants each bug of `tests/canaries/table.py` in a copy of the engine and runs the swarm on it.
+"""Plants each bug of `tests/canaries/table.py` in a copy of the engine and runs the swarm there.
 
     python tools/canaries.py [--steps 1000000] [--only NAME] [--corpus FILE]
 
-Prints how many simulated steps it took to find each. Exit status 1 if one was not found. With a
-corpus, the smallest case that shows each is added to it.
+Prints the number of simulated steps after which each bug is found. The exit status is 1 if one is
+not found. The smallest case that shows a bug is added to the corpus, if one is given.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NEEDED = (
     *("engine/messages", "engine/kv", "engine/sched", "policylab/__init__.py", "policylab/verify"),
 )
 WORD = re.compile(r"\w+|\"[^\"]*\"|'[^']*'|#.*|[^\w\s]")
-FIRST_STEPS = 20_000  # of the swarm, before starvation is looked at
+FIRST_STEPS = 20_000  # of the swarm, before the trial of starvation
 MAX_STEPS = 1_000_000
 TIMEOUT = 1200  # seconds; a planted bug may also hang
 HUNT = f"""
@@ -70,9 +70,9 @@ print(json.dumps(hunt(int(sys.argv[1]))))
 
 
 class Caught(NamedTuple):
-    """What found the bug and after how many steps; an empty message: nothing did.
+    """The number of steps until the bug was found, and the error; empty if it was not found.
 
-    ``case``: the smallest that shows it, as JSON, if a case does.
+    ``case``: the smallest case that shows the bug as JSON, if there is one.
     """
 
     num_steps: int
@@ -101,7 +101,7 @@ def hunt(canary: Canary, max_steps: int = MAX_STEPS) -> Caught:
 
 
 def plant(canary: Canary, folder: Path) -> None:
-    """A copy of what the simulation needs, with the bug in it."""
+    """Copy what the simulation needs, with the bug, into the folder."""
     for name in NEEDED:
         source, target = ROOT / name, folder / name
         if source.is_dir():
@@ -139,7 +139,7 @@ def planted(canary: Canary, source: str) -> str:
 
 
 def renamed(wanted: list[re.Match[str]], words: list[re.Match[str]]) -> dict[str, str] | None:
-    """Name by name what a place has instead; None if it differs in more than names."""
+    """The names at this place by the wanted ones; None if more than names differ."""
     names: dict[str, str] = {}
     for old, new in zip(wanted, words, strict=True):
         if not is_name(old[0]) or not is_name(new[0]):
@@ -151,7 +151,7 @@ def renamed(wanted: list[re.Match[str]], words: list[re.Match[str]]) -> dict[str
 
 
 def is_name(word: str) -> bool:
-    """Whether it is a name that a rename may change: no keyword and no builtin."""
+    """Whether a rename may change the word: it is a name, but no keyword or builtin."""
     return word.isidentifier() and not keyword.iskeyword(word) and not hasattr(builtins, word)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def print_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """A line for each row, whose first cell is text; the others are figures, set to the right."""
+    """Print rows. First cells are aligned to the left, all others, which are figures, to the right."""
     lines = [head, *rows]
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
     for line in lines:

@@ -62,7 +62,7 @@ def numbered(launches: Iterable[Shipped]) -> Iterator[Shipped]:
 
 
 def table(verdicts: list[Verdict]) -> str:
-    """The extremes of each kernel's tiles, as markdown."""
+    """The ranges of resources by kernel and tile, as a Markdown table."""
     kinds = defaultdict(list)
     for verdict in verdicts:
         form, *rest = verdict.name.split(", ")

@@ -1,11 +1,11 @@
-"""Feeds damaged messages to the decoders of the wire, and to a core that serves somebody else.
+"""Feeds damaged messages to the wire's decoders, and to a core that serves a healthy client.
 
     python tools/fuzz_wire.py [--frames 10000000] [--hostile 100000] [--seed N]
 
-Good frames are cut, spliced, flipped and given wrong lengths. A decoder may answer with a message
-or ``WireError``, nothing else. A core must go on serving a healthy client, every token right, and
-hold nothing of the hostile ones when they have gone. Prints a JSON line for each; exit status 1 at
-the first failure, with the frame.
+Valid frames are cut, spliced, flipped and given wrong lengths. A decoder must return a message or
+raise ``WireError``. A core must send a healthy client every token, and free what the hostile ones
+held when they have left. Prints a JSON line for decoders and core; the exit status is 1 at the
+first failure, whose frame is printed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ NUM_PER_TURN = 100  # hostile frames between two turns of the healthy client
 
 @dataclass
 class Decoded:
-    """What became of damaged frames."""
+    """Counts of damaged frames."""
 
     frames: int = 0
     messages: int = 0
@@ -57,7 +57,7 @@ class Decoded:
 
     @property
     def rate(self) -> float:
-        """Frames a second, making them included."""
+        """Frames a second, with the time to make them."""
         return self.frames / self.seconds if self.seconds else 0.0
 
 
@@ -101,7 +101,7 @@ def _peak_mib() -> float:
 
 @dataclass
 class Survived:
-    """What a core went through."""
+    """Counts of an attack that a core survived."""
 
     hostile: int
     answers: int
@@ -133,7 +133,7 @@ def _attack(owner: EngineCoreClient, num_messages: int, rng: random.Random) -> S
         streams.turn()
     streams.finish()
     hostile.close()
-    # The next one who comes makes the core look who is still there.
+    # A core notices clients that have left when the next one connects.
     EngineCoreClient(owner.address).shutdown()
     wait_until(lambda: not num_held(owner), 10.0)
     assert is_running(pid)

@@ -1,10 +1,11 @@
-"""Sends a server what no client would, for long: the long form of tests/e2e/test_server_hostile.py.
+"""Attacks a server over HTTP: the long form of tests/e2e/test_server_hostile.py.
 
     python tools/hostile_http.py [--examples 500] [--connections 1000] [--seconds 60] [--seed N]
 
-Requests after its OpenAPI document (schemathesis), bytes that are nearly HTTP, slow and endless
-ones next to a healthy client, and keys that are wrong at their first or last byte. Prints a JSON
-line for each; exit status 1 if the server failed, grew, or held up the healthy client.
+Sends requests made from its OpenAPI document (schemathesis), damaged HTTP, slow and endless
+requests next to a healthy client, and API keys that are wrong at the first or last byte. Prints a
+JSON line for each; the exit status is 1 if the server failed, its memory grew, or the healthy
+client was delayed.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ NUM_KEYS = 20_000
 
 
 class Healthy:
-    """A client that sends requests all the time, and how long its answers took."""
+    """A client that sends one request after the other and times the answers."""
 
     def __init__(self, server: Served) -> None:
         self._server = server
@@ -75,7 +76,7 @@ class Healthy:
 
 
 def mutants(server: Served, seconds: float, seed: int) -> dict[str, Any]:
-    """Good requests with bytes cut out, doubled, flipped or put in."""
+    """Send valid requests with bytes removed, doubled, flipped or inserted."""
     dice, end, statuses = random.Random(seed), time.monotonic() + seconds, dict[str, int]()
     while time.monotonic() < end:
         data = bytearray(GOOD)
@@ -106,7 +107,7 @@ def mutants(server: Served, seconds: float, seed: int) -> dict[str, Any]:
 
 
 def slow(server: Served, num: int, seconds: float) -> dict[str, Any]:
-    """Connections that send a byte a second, next to a healthy client."""
+    """Keep connections that send a byte a second, next to a healthy client."""
     memory = psutil.Process(server.process.pid).memory_info
     with Healthy(server) as alone:
         time.sleep(seconds / 2)
@@ -138,7 +139,7 @@ def slow(server: Served, num: int, seconds: float) -> dict[str, Any]:
 
 
 def endless(server: Served) -> dict[str, Any]:
-    """A gibibyte of header, of many headers, of body without a length, of body with one."""
+    """Send a gibibyte as one header, as many headers, and as a body without and with a length."""
     memory = psutil.Process(server.process.pid).memory_info
     before, part = memory().rss, b"a" * (1 << 20)
     head = (
@@ -161,7 +162,7 @@ def endless(server: Served) -> dict[str, Any]:
 
 
 def key_times(server: Served, num: int) -> dict[str, Any]:
-    """Whether the time of a refusal tells where a key is wrong: Welch's t of the two."""
+    """Compare the times of refusals of keys that are wrong early and late (Welch's t)."""
     keys = ["x" + KEY[1:], KEY[:-1] + "x"]
     requests = [request("/v1/models", Authorization=f"Bearer {key}") for key in keys]
     times: tuple[list[float], list[float]] = ([], [])
@@ -171,7 +172,7 @@ def key_times(server: Served, num: int) -> dict[str, Any]:
             sock.sendall(requests[which])
             assert answer_of(sock, began).status == 401
             times[which].append(time.perf_counter() - began)
-    cut = sorted(times[0] + times[1])[int(0.95 * 2 * num)]  # pauses of the machine say nothing
+    cut = sorted(times[0] + times[1])[int(0.95 * 2 * num)]  # without pauses of the machine
     first, last = ([each for each in one if each < cut] for one in times)
     spread = statistics.variance(first) / len(first) + statistics.variance(last) / len(last)
     t = (statistics.mean(first) - statistics.mean(last)) / spread**0.5

@@ -3,14 +3,13 @@
     python tools/invariance.py [MODEL_DIR ...] [--families llama,gemma2] [--texts 2000]
                                [--isa all | --isa amx,avx512] [--threads 1,2] [--seed 0]
 
-Random requests are answered one by one first. Then they are answered in rounds of random company:
-batches, chunks, cache states, preemption, drafts of each kind, steps that are recorded or not, and
-numbers of threads are drawn anew for each round (`tests/support/company.py`), in the type of the
-checkpoint. Each answer must be the first one to the last bit; what differs is printed, with the
-seed, and the exit status is 1.
+Random requests are first answered one by one. Then they are answered together in rounds with
+random batches, chunks, cache states, preemption, drafts, recorded and plain steps, and numbers of
+threads (`tests/support/company.py`), in the type of the checkpoint. Each answer must equal the
+first one in every bit; otherwise it is printed with the seed, and the exit status is 1.
 
-Families are the tiny random models that tests make; `box` is the model in the box. --isa goes
-through everything once for each level of the CPU kernels, in processes of their own.
+Families are the tiny random models of the tests; `box` is the shipped model. With --isa everything
+runs once for each level of the CPU kernels, in a process of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ FAMILIES = "llama,gemma2,mistral-window,qwen3-moe,granite,box"
 
 
 def at_each_level(levels: list[str]) -> int:
-    """Run this program once a level; the number of levels at which something differed."""
+    """Run this program for each level; returns the number of levels with differences."""
     rest = [given for given in sys.argv[1:] if not given.startswith("--isa")]
     if "--isa" in sys.argv:
         rest.remove(sys.argv[sys.argv.index("--isa") + 1])

@@ -35,9 +35,9 @@ from types import CodeType, FrameType
 from typing import Any
 
 TIMES = 3  # that a journey is taken
-IDLE = 100  # rounds from this number on are those in which nothing happens
-IDLE_SECONDS = 0.6  # in which nothing happens, and what does is noted
-QUIET_SECONDS = 0.3  # from a cancelled task to when both processes have long heard of it
+IDLE = 100  # rounds with this number or more are idle
+IDLE_SECONDS = 0.6  # without a request, during which calls are recorded, too
+QUIET_SECONDS = 0.3  # after cancelling a task: by then both processes have noticed
 SHARED = "METRONOME_JOURNEYS"  # the environment variable with the folder that processes share
 WORKER = ("worker/", "sample/", "models/", "layers/")  # not counted where a core gets a message
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
@@ -209,7 +209,7 @@ JOURNEYS: dict[str, Callable[[Recorder], None]] = {
 
 
 def compile_kernels() -> None:
-    """Where nothing looks on: each call of the compiler would be looked at."""
+    """Compile the kernels before calls are recorded, which would slow the compiler."""
     from engine import LLM, SamplingParams
 
     llm = LLM(log_level="warning", disable_log_stats=True)
@@ -218,7 +218,7 @@ def compile_kernels() -> None:
 
 
 def take(name: str) -> list[str]:
-    """The files of a journey, taken in this process."""
+    """Take a journey in this process and return its files."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "switch").write_bytes(b"\0")
         os.environ[SHARED] = folder

@@ -1,12 +1,12 @@
-"""Kills, stops and misleads each process of an engine in each phase, and checks the others.
+"""Kills, stops and feeds garbage to each process of an engine in each phase; checks the others.
 
 What becomes of texts whose tokenizer or detokenizer dies is in
 `tests/contract/test_text_pool_faults.py`.
 
     python tools/kill_matrix.py [--restarts 100] [--only TARGET/FAULT/PHASE]
 
-Prints a line for each cell: how long it took until everybody knew, and what was wrong. Exit status
-1 if anything was.
+Prints a line for each cell: the seconds until the other processes noticed, and the failures. The
+exit status is 1 if there is a failure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ FAULTS = {
     "served_core": ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGSEGV"),
     "restarted_core": ("SIGKILL", "SIGSTOP", "SIGTERM", "SIGSEGV"),
 }
-NEVER = {  # what cannot happen then: steps without work, messages of who has sent nothing yet
+NEVER = {  # impossible cells: no step runs, or no message has been sent
     *(("core", fault, phase) for fault in ("raise", "hang") for phase in ("handshake", "idle")),
     *(
         (target, fault, "handshake")  # there is no stream yet; see tests/e2e/test_server_load.py
@@ -59,7 +59,7 @@ def cells() -> Iterator[Cell]:
 
 
 def restarts(num: int, seed: int) -> Outcome:
-    """Kill parent and core together, again and again; what they leave must hinder nobody."""
+    """Kill parent and core together this many times; what they leave must not stop the next."""
     outcome = Outcome(Cell("parent and core", "SIGKILL", f"{num} times"))
     rng = random.Random(seed)
     with own_directory() as directory:

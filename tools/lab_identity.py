@@ -1,11 +1,11 @@
-"""Simulates real runs again: every plan must be the same, and those of other engines must differ.
+"""Simulates real runs again: plans must be the same, and must differ for other engines.
 
     python tools/lab_identity.py [--steps 10000] [--policies fcfs,vtc,...]
 
-Serves the model in the box under memory pressure, with shared prefixes, prompts in chunks, and one
-or two steps in flight in turns, until each policy has planned that many steps in several logs. Each
-log is simulated again at its recorded times. Then engines that differ in KV blocks by 5 %, in
-chunks by a factor of 2, or in whom they preempt must make at least one log differ.
+Serves the shipped model under memory pressure, with shared prefixes, prompts in chunks, and one or
+two steps in flight, until each policy has planned this many steps in several logs. Each log is
+simulated again at its recorded times. For engines with 5 % more or fewer KV blocks, chunks twice as
+large, or another choice of whom to preempt, the plans of at least one log must differ.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def other_engines(log: Log) -> dict[str, dict[str, Any]]:
 
 
 def prove(policy: str, num_steps: int, out: Path) -> bool:
-    """Judges all logs of one policy, and prints a line."""
+    """Record and check the logs of one policy, and print a line."""
     workload = find_workload(WORKLOAD)
     steps = logs = preempted = hits = 0
     wrong = []

@@ -1,9 +1,9 @@
-"""The layers of the house: what each holds, and the picture of them in `docs/architecture.md`.
+"""The layers of packages, and the picture of them in `docs/architecture.md`.
 
-    python tools/layers.py        # writes the picture anew
+    python tools/layers.py        # writes the picture
 
 Imports go to lower layers only; packages of one layer do not import each other.
-`tests/test_architecture.py` holds both.
+`tests/test_architecture.py` checks both.
 """
 
 from pathlib import Path

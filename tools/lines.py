@@ -1,4 +1,4 @@
-"""Counts what has to be carried: lines of Python by part of the repository, words of documents.
+"""Counts lines of Python by part of the repository, and words of documents.
 
     python tools/lines.py [CHECKOUT]
 
@@ -19,7 +19,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 GROWTH_FROM, GROWTH_TO = "97046b3", "7283dad"
-"""What was added between these commits is allowed on top of the limits."""
+"""Growth between these two commits is allowed on top of the limits."""
 
 LIMITS = {
     "engine + kernels": 57_000,
@@ -30,7 +30,7 @@ LIMITS = {
 }
 GENERATED = "words of generated tables"
 CORPORA = "corpora of tests"
-"""Collected cases without code that reads them, counted apart, as the limit says."""
+"""Collected cases, without the code that reads them; they are counted apart."""
 CORPUS_FILES = re.compile(
     r"tests/(canaries/table|speech/corpus"
     r"|structured/(bombs|corpus|expressions|grammars|pydantic_models|schemas))\.py$"
@@ -52,7 +52,7 @@ BELOW = re.compile(r"<!-- below: written by .*", re.DOTALL)
 
 
 def home(path: str) -> str:
-    """Where a file of this path stands today. ``engine/verify`` keeps an alias, which is left."""
+    """The present path of a file that has moved, except the alias in ``engine/verify``."""
     for before, now in MOVED:
         if before.match(path):
             return before.sub(now, path)
@@ -108,7 +108,7 @@ def by_hand(text: str) -> str:
 
 
 def part_of(path: str) -> str:
-    """The part a Python file counts for; empty for examples, which nobody has to carry."""
+    """The part that a Python file belongs to; empty for examples, which do not count."""
     if CORPUS_FILES.match(path):
         return CORPORA
     top = home(path).split("/", 1)[0]

@@ -1,8 +1,8 @@
-"""Mutants of a module: the same source with one operator, constant, condition or statement changed.
+"""Makes mutants of a module: one operator, constant, condition or statement is changed.
 
-What only words it is left alone: docstrings, messages, log lines, annotations, ``__repr__``. So is
-what never runs, the bodies and defaults of protocols, and ``strict=True`` of ``zip``, an assertion
-that right code never meets.
+Texts are left alone (docstrings, messages, log lines, annotations, ``__repr__``), and so are the
+bodies and defaults of protocols, which never run, and ``strict=True`` of ``zip``, an assertion that
+does not fail in correct code.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 
 
 class Mutant(NamedTuple):
-    """One change: where, and what it says before and after."""
+    """A changed place: its line, and the code before and after."""
 
     file: str
     line: int
@@ -64,7 +64,7 @@ def mutants(file: str, source: str) -> Iterator[tuple[Mutant, ast.Module]]:
 
 
 def changes(tree: ast.Module) -> Iterator[Change]:
-    """Everything that can be changed in a tree."""
+    """All changes that can be made to a tree."""
     for node in _code(tree):
         yield from _changes_of(node)
         for body in _bodies(node):
@@ -90,7 +90,7 @@ def _changes_of(node: ast.AST) -> Iterator[Change]:
 
 
 def _code(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that decide something."""
+    """The nodes that may be changed."""
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns", "decorator_list", "bases", "type_params", "msg"):

@@ -1,10 +1,10 @@
-"""Mutation score of the decision packages: how many small changes the fast tests notice.
+"""Measures the mutation score of `engine/sched` and `engine/kv`.
 
     python tools/mutate.py [--sample N] [--seed S] [--only PART] [--jobs J]
 
-Each mutant runs a short swarm in a forked process and, if it survives that, the fast tests of
-scheduler and KV, those near its module first. Prints the survivors and the score; exit status 1 if
-it is below 85 %.
+Each mutant runs a short swarm in a forked process and, if that passes, the fast tests of scheduler
+and KV, beginning with those of its module. Prints the mutants that no test noticed and the share of
+the others; the exit status is 1 if that is below 85 %.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ NEAR: dict[str, tuple[str, ...]] = {
     "sched/step/builder.py": ("resources_drafts",),
 }
 SWARM_STEPS = 6000
-SECONDS = 120  # of computing: a mutant that takes longer is noticed too
+SECONDS = 120  # of processor time: a mutant that takes longer counts as noticed
 PATIENCE = 1800  # seconds, for one that sleeps
 GIGABYTES = 6
 TARGET = 0.85
@@ -134,7 +134,7 @@ def run_forked(planted: Planted | None) -> int:
 
 
 def tests_near(path: Path) -> list[str]:
-    """How the names of the tests begin that a mutant of this module runs, in their order."""
+    """Prefixes of the names of the tests for a mutant of this module, in order."""
     near = [tests for part, tests in NEAR.items() if part in str(path)]
     return [*(near[0] if near else ()), *FAST]
 

@@ -21,7 +21,7 @@ This page is written by `python tools/options_page.py` from the classes in `engi
 
 
 def page() -> str:
-    """The page as it should be: a table for each group of options."""
+    """The text of the page: a table for each group of options."""
     hints, docs = get_type_hints(EngineArgs), field_docs(EngineArgs)
     lines = [HEAD]
     for group in groups_of(EngineArgs):
@@ -36,7 +36,7 @@ def page() -> str:
 
 
 def values(hint: Any) -> str:
-    """A type as the table has it: choices, or classes. A list may be a tuple, as everywhere."""
+    """The choices or classes of a type. Tuples are left out, since any list may be a tuple."""
     named: list[str] = []
     for part in get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,):
         if get_origin(part) is Literal:

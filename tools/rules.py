@@ -1,4 +1,4 @@
-"""What the source shows besides its layers: sizes, circles of imports, and what tests do.
+"""Rules of the source other than its layers: sizes, circles of imports, contents of tests.
 
     python tools/rules.py    prints sizes above the budgets, and private reads of tests
 
@@ -99,7 +99,7 @@ def test_files() -> dict[str, ast.Module]:
 
 
 def is_private(name: str) -> bool:
-    """Whether it begins with one underscore, and is not public all the same."""
+    """Whether a name begins with one underscore and is not an exception."""
     return name.startswith("_") and not name.startswith("__") and name not in DOCUMENTED
 
 
@@ -134,7 +134,7 @@ def private_reads() -> list[str]:
 
 
 def calls(function: tree.Function) -> set[str]:
-    """Names of what it calls: ``c`` for a call of ``a.b.c`` or of ``c``."""
+    """Names of the functions that a node calls: ``c`` for a call of ``a.b.c`` or of ``c``."""
     found = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
     return {
         func.attr if isinstance(func, ast.Attribute) else func.id
@@ -144,7 +144,7 @@ def calls(function: tree.Function) -> set[str]:
 
 
 def asserts(function: tree.Function) -> bool:
-    """Whether it asserts something itself."""
+    """Whether a function contains an assertion."""
     return any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(function)) or any(
         name in CHECKS or name.startswith("assert_") for name in calls(function)
     )

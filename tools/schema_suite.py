@@ -154,7 +154,7 @@ def _count(one: Followed, *, is_valid: bool) -> int:
 
 
 def _is_impossible(one: Followed) -> bool:
-    """Whether the suite has no value for the schema: then it is refused with good reason."""
+    """Whether the suite has no valid instance of the schema, so that it may be refused."""
     return not _count(one, is_valid=True)
 
 
@@ -170,7 +170,7 @@ def print_refusals(found: Sequence[Followed]) -> None:
 
 
 def word_of(refusal: str) -> str:
-    """The keyword that a refusal names, or how it begins."""
+    """The keyword that a refusal names, or the beginning of the refusal."""
     named = re.search(r'Unimplemented keys: \["([^"]+)"|^\W*(\$?\w+) is ', refusal)
     return next(filter(None, named.groups()), "") if named else refusal[:50]
 

@@ -1,4 +1,4 @@
-"""Schemas that others wrote: each is compiled, followed at random, and written by a model.
+"""Compiles schemas of other projects, follows them at random, and has a model write by them.
 
     python tools/schemas_in_the_wild.py [--kinds wild,pydantic,zod] [--model DIR] [--num 2000]
                                         [--walks 5] [--only WORD,...] [--max-tokens 384] [--all]
@@ -50,7 +50,7 @@ PROMPT_TOKENS = 64  # at most, of the prompt
 
 
 class Checked(NamedTuple):
-    """What became of all schemas of one kind."""
+    """The results of all schemas of one kind."""
 
     kind: str
     walked: Sequence[Outcome]

@@ -1,5 +1,4 @@
-"""Loads that a server must bear: too many requests, readers that do not read, ends in mid-stream,
-answers that no model should write.
+"""Stress tests of the server: overload, stalled readers, ends in mid-stream, malformed calls.
 
     python tools/server_campaign.py overload [--seconds 60] [--factor 10]
     python tools/server_campaign.py stalled [--stalled 500] [--others 100]
@@ -8,9 +7,8 @@ answers that no model should write.
     python tools/server_campaign.py calls [--answers 30000]
     python tools/server_campaign.py all
 
-Each but `calls` starts `metronome serve` with the model in the box, or with --model, in processes
-of its own.
-Prints a JSON line for each; exit status 1 if anything was wrong.
+Each but `calls` starts `metronome serve` with the shipped model or --model, in processes of its
+own. Prints a JSON line for each; the exit status is 1 if there is a failure.
 """
 
 from __future__ import annotations
@@ -63,19 +61,19 @@ DISCONNECTS_SHAPE = Shape(NAME, num_prompt=16, num_tokens=60)
 OVERLOAD_PROMISE = Promise(ttft=2.0, itl=0.5)
 MAX_REFUSAL_MS = 10.0
 MIN_GOODPUT_SHARE = 0.9
-UNREAD_SECONDS = 0.1  # of a request that was sent as the server ended
+UNREAD_SECONDS = 0.1  # after sending: the server ended before it read the request
 MAX_RECOVERY_SECONDS = 10.0
 MAX_STALLED_MIB = 150.0
 MAX_OTHERS_ITL = 1.2
 LATE_SECONDS = 2.0  # from the deadline of a drain to the end of the process
 MAX_SLOPE = 10.0  # MiB in ten minutes, of the server's memory under a steady load
-MIN_SLOPE_SECONDS = 240.0  # what is shorter says nothing of a slope
+MIN_SLOPE_SECONDS = 240.0  # a shorter run has no meaningful slope
 MAX_WRONG = 20  # answers, after which no more are drawn
 
 
 @dataclass
 class Result:
-    """Figures of a campaign, and what was wrong."""
+    """Figures and failures of one stress test."""
 
     name: str
     figures: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +89,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Overload:
-    """An open load of ``factor`` times what the server can bear."""
+    """An open load of ``factor`` times the server's capacity."""
 
     seconds: float = 60.0
     factor: float = 10.0
@@ -103,9 +101,9 @@ class Overload:
 
 
 def overload(plan: Overload, seed: int = 0) -> Result:
-    """Measures goodput at too much load, how soon others are refused, and how soon it is over."""
+    """Measure goodput in overload, the time to refuse others, and the time to recover."""
     result, promise = Result("overload"), plan.promise
-    seeds = itertools.count(100 * seed)  # a prompt that comes twice would be cached
+    seeds = itertools.count(100 * seed)  # no prompt comes twice: it would be cached
     with served(*plan.options, "--max-queue-seconds", str(plan.queue_seconds)) as server:
         address = ("127.0.0.1", server.port)
         closed_loop(address, plan.shape, 8, 2.0, seed=next(seeds))  # warm
@@ -144,7 +142,7 @@ def overload(plan: Overload, seed: int = 0) -> Result:
 
 
 def refusal_ms(server: Served, share: float) -> float:
-    """This share of the refusals took the server so long, or less: the bound of a bucket."""
+    """The quantile of the server's time to refuse, rounded up to a bucket of its metric."""
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     pattern = r'metronome_http_refusal_seconds_bucket{le="([^"]+)"[^}]*} ([0-9.e+]+)'
@@ -163,7 +161,7 @@ def _span(rows: list[Row]) -> float:
 
 @dataclass(frozen=True)
 class Stalled:
-    """Readers of which most never read."""
+    """Streams, most of whose clients never read."""
 
     stalled: int = 500
     others: int = 100
@@ -177,7 +175,7 @@ class Stalled:
 
 
 def stalled(plan: Stalled, seed: int = 0) -> Result:
-    """Runs one load twice, once with everybody reading: memory, and what the others notice."""
+    """Run one load with and without stalled readers; compare memory and the others' gaps."""
     result = Result("stalled")
     timeout = ("--reader-timeout", str(plan.reader_timeout))
     with served(*plan.options, *timeout) as server:
@@ -204,7 +202,7 @@ def stalled(plan: Stalled, seed: int = 0) -> Result:
 
 @dataclass
 class Crowd:
-    """What the readers got."""
+    """Figures of the clients that read."""
 
     itl_p99: float
     rss_mib: float
@@ -255,7 +253,7 @@ class Drains:
 
 
 def drains(plan: Drains, seed: int = 0) -> Result:
-    """Checks that every stream that was begun gets its end, and that the process ends in time."""
+    """Check that every stream that began is ended properly, and that the server exits in time."""
     result, hows = Result("drains"), Counter[str]()
     rng, slowest = random.Random(seed), 0.0
     for index in range(plan.times):
@@ -306,7 +304,7 @@ def _drain(plan: Drains, server: Served, rng: random.Random) -> Drained:
 
 
 def outcome_of(row: Row) -> str:
-    """What became of a stream, as its client can tell."""
+    """How a stream ended for its client; "wrong: ..." if that is a failure."""
     if row.how == "refused":
         is_right = row.status == 503 and b"etry-" in row.tail and b"onnection: close" in row.tail
         return "refused" if is_right else f"wrong: refused by {row.tail!r}"
@@ -340,7 +338,7 @@ class Disconnects:
 
 
 def disconnects(plan: Disconnects, seed: int = 0) -> Result:
-    """Checks that nothing is lost, and that nothing is held at the end."""
+    """Check that no token is lost, and that no request or block is held at the end."""
     result, rng = Result("disconnects"), random.Random(seed)
     with (
         core(*plan.options) as (address, watcher),
@@ -408,7 +406,7 @@ def _come_and_go(
 
 
 def calls(num_answers: int, seed: int = 0) -> Result:
-    """Answers of all families with slips that nobody foresaw, read whole and in pieces."""
+    """Parse model outputs with random slips in their tool calls, whole and in pieces."""
     mutations = Mutations(random.Random(seed))
     began = time.perf_counter()
     while mutations.num_read < num_answers and len(mutations.wrong) < MAX_WRONG:
@@ -423,7 +421,7 @@ def calls(num_answers: int, seed: int = 0) -> Result:
 
 @contextmanager
 def core(*options: str) -> Iterator[tuple[str, EngineCoreClient]]:
-    """The address of a core in a process of its own, and a client that looks at it."""
+    """Start a core in a process; its address, and a client to read its statistics."""
     command = [sys.executable, "-m", "engine.cli.main", "core", *options]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:
         try:

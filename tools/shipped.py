@@ -1,6 +1,6 @@
-"""The launches we ship, named, without a device: what the compile gate goes through.
+"""The kernel launches that ship, by name, for the compile gate; no device is needed.
 
-A launch is built as a step builds it, from tensors that are never read.
+A launch is built as in a step, from tensors that are never read.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ OTHERS = (
 
 
 class Shipped(NamedTuple):
-    """A launch by name, and whether it needs 8-bit floats or float32 products."""
+    """A launch by name; ``dtype`` is a key of ``DTYPES``."""
 
     name: str
     build: Callable[[], Launch]
@@ -146,7 +146,7 @@ def shipped() -> Iterator[Shipped]:
 
 
 def around_the_cache() -> Iterator[Shipped]:
-    """Every entry of attention's table with plain scores, then with switches; writes.
+    """Attention with every entry of its table, plain and with switches, and writes of KV.
 
     fp16 differs from bf16 in the instruction alone, a head of 32 or 96 from 64 or 128 in a mask, a
     block of 32 from 16 or 64 in nothing: they are held by fewer launches.
@@ -170,7 +170,7 @@ def around_the_cache() -> Iterator[Shipped]:
 
 
 def around_parts() -> Iterator[Shipped]:
-    """Who reads which keys, and what puts parts together."""
+    """Merges of partial attention, and plans of which program reads which keys."""
     for parts, dim in product((2, 32), HEAD_DIMS):
         yield merge(parts, dim)
     for dim, heads in product(HEAD_DIMS, (32, 71)):
@@ -180,7 +180,7 @@ def around_parts() -> Iterator[Shipped]:
 
 
 def other_than_attention(launch: Launch) -> Shipped:
-    """Its settings are the same for all families; those without 8-bit floats take the others."""
+    """A launch outside attention, whose settings are the same for all GPUs."""
     tensors = [arg for arg in launch.args.values() if isinstance(arg, torch.Tensor)]
     dtype = next((t.dtype for t in tensors if t.is_floating_point()), torch.int32)
     name = launch.kernel.fn.__name__.removesuffix("_kernel")

@@ -1,10 +1,10 @@
-"""Holds many streams open against a core in a process and checks every token of each.
+"""Keeps many streams of a core in a process open and checks every token of each.
 
     python tools/soak.py [--minutes 10] [--streams 1000] [--clients 4] [--cancel 0.3] [--seed N]
 
 The core's worker has no model: token n of a stream follows from the request's id and n. Prints a
-line every ten seconds and a JSON line at the end. Exit status 1 if anything was lost, doubled, out
-of order or not cleaned up, or if the core's memory grew by more than 1 MiB in 10 minutes.
+line every ten seconds and a JSON line at the end. The exit status is 1 if a token was lost, doubled
+or out of order, if something was not freed, or if memory grew by more than 1 MiB in 10 minutes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from support.streams import Counts, Streams  # noqa: E402
 from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 
 MAX_SLOPE = 1.0  # MiB in ten minutes
-MIN_SLOPE_SECONDS = 240.0  # what is shorter says nothing of a slope
+MIN_SLOPE_SECONDS = 240.0  # a shorter run has no meaningful slope
 BLOCKS_PER_STREAM = 8  # of 16 tokens
 
 
@@ -65,7 +65,7 @@ class Result:
     leftovers: list[str]
 
     def failures(self) -> list[str]:
-        """What is wrong besides what the streams themselves have found."""
+        """Failures other than wrong tokens, which raise."""
         found = []
         if self.num_left_running or self.kv_usage:
             found.append(

@@ -2,14 +2,14 @@
 
     python tools/structured.py [--model DIR] [--seeds 3] [--groups WORD,...] [--num 20]
 
-Each entry is compiled; twenty right texts must pass its masks token by token to the end and twenty
-wrong ones must not, as the model's tokenizer cuts them and byte by byte; an engine with 32 running
-writes a text for each seed at temperature 1, of which four in five must be complete within 512
-tokens, and every complete one right. Judges are `jsonschema`, `re` and `lark`. Each bomb must fail
-its own request within its deadline, or work, while its neighbours' tokens stay the same.
+Each entry is compiled. Its masks must accept twenty valid texts and refuse twenty invalid ones, in
+the tokens of the model's tokenizer and byte by byte. An engine with 32 running requests writes a
+text for each seed at temperature 1; four in five must be complete within 512 tokens, and every
+complete one valid by `jsonschema`, `re` or `lark`. A bomb, which is a harmful grammar, must work or
+fail its own request before its deadline, without changing the tokens of other requests.
 
-Prints a table by group and what was wrong; exit status 1 if anything was. Needs `lark`, which is
-among the development packages.
+Prints a table by group, and the faults; the exit status is 1 if there is one. Needs `lark`, a
+development package.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _row(group: str, found: Sequence[Checked]) -> tuple[str, ...]:
 
 
 def bomb_faults(options: argparse.Namespace) -> list[str]:
-    """Each bomb next to three neighbours, on one engine that must live through all of them."""
+    """Run each bomb next to three other requests, all on one engine."""
     found = []
     with LLMEngine.from_engine_args(_engine_args(options)) as engine:
         alone = [one.token_ids for one in finished(engine, NEIGHBOURS)]
@@ -135,7 +135,7 @@ def bomb_faults(options: argparse.Namespace) -> list[str]:
 
 
 def completion_faults(checked: Sequence[Checked]) -> list[str]:
-    """Texts by kind of entry: a text may be too long, most must not."""
+    """Faults of kinds of entries of which too few texts are complete."""
     found = []
     for kind in ("json", "regex", "grammar"):
         of_kind = [one for one in checked if one.entry.kind == kind]

@@ -1,8 +1,8 @@
-"""Lets the k-th call that may fail do so, for k = 1, 2, ... until there is no k-th.
+"""Makes the k-th call that can fail raise, for k = 1, 2, ... until there is no k-th.
 
-A hook that raises is answered by default: everybody still gets the right tokens and nothing is
-lost. A worker that raises, or memory that is not there, ends the engine with that very error, and
-what it held can be given back.
+After an error in a hook its default is used: all requests get the right tokens, and nothing is
+lost. An error of the worker, or a lack of memory, ends the engine with this error, and all that it
+holds can be released.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class InjectedMemoryError(MemoryError):
 
 
 class Meter:
-    """Counts calls and lets one of them fail."""
+    """Counts calls and makes one of them raise."""
 
     def __init__(self, fails_at: int) -> None:
         self.fails_at = fails_at
@@ -41,7 +41,7 @@ class Meter:
         self.part: Part = "hook"
 
     def watch(self, part: Part, owner: Any, name: str, error: type[Exception] = Injected) -> None:
-        """From now on calls of this method, of this part of the engine, count."""
+        """Count the calls of this method, which belongs to this part of the engine."""
         inner: Callable[..., Any] = getattr(owner, name)
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -55,7 +55,7 @@ class Meter:
 
 
 class Swept(NamedTuple):
-    """The k-th call, and how the run ended."""
+    """The call that raised, and how the run ended."""
 
     fails_at: int
     culprit: str
@@ -64,7 +64,7 @@ class Swept(NamedTuple):
 
 
 def sweep(case: Case, *, most: int = 100_000) -> Iterator[Swept]:
-    """One run for each call that may fail. Raises ``AssertionError`` naming ``k`` and the call."""
+    """Run the case once for each call that can fail. ``AssertionError`` names k and the call."""
     for fails_at in count(1):
         meter = Meter(fails_at)
         simulation = Simulation(case, leaks=False, plugins=False)
@@ -86,7 +86,7 @@ def sweep(case: Case, *, most: int = 100_000) -> Iterator[Swept]:
 
 
 def watch_everything(simulation: Simulation, meter: Meter) -> None:
-    """Meters the hooks that the policy overrides, hooks of resources, the worker, the pool."""
+    """Count calls of the policy's own hooks, hooks of resources, the worker and the pool."""
     scheduler = simulation.scheduler
     policy = scheduler.policy
     for hook in HOOKS:
@@ -102,9 +102,9 @@ def watch_everything(simulation: Simulation, meter: Meter) -> None:
 
 
 def check_abandoned(simulation: Simulation, meter: Meter) -> None:
-    """The engine has ended amid a step: everybody can be given up, and nothing stays held."""
+    """After the engine ended within a step, abort all requests; nothing may stay held."""
     scheduler, where = simulation.scheduler, f"k = {meter.fails_at}, {meter.culprit}"
-    scheduler.guard.faults.reentry.end()  # nobody will
+    scheduler.guard.faults.reentry.end()  # the step, which raised, did not
     scheduler.finish_requests(None)
     assert not scheduler.has_unfinished_requests(), f"{where}: somebody is left"
     assert scheduler.kv.num_free == scheduler.kv.num_usable, f"{where}: blocks are lost"

@@ -1,4 +1,4 @@
-"""Counts words of a dialect that this project leaves, in code and comments of its packages.
+"""Counts words in code and comments that this project no longer uses.
 
     python tools/words.py [CHECKOUT] [--only PREFIX] [--list]
 
@@ -70,7 +70,7 @@ def search(files: Iterable[tuple[str, str]], only: str = "") -> Iterator[Found]:
 
 
 def package_of(where: str) -> str:
-    """``engine/sched`` of a file anywhere below it; ``engine`` of a file that stands in it."""
+    """The package of a file: ``engine/sched`` for all files below it, ``engine`` for its own."""
     return "/".join(where.split("/")[:-1][:2])
 
 

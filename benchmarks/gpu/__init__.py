@@ -1,1 +1,1 @@
-"""Sections of benchmarks/device.py: each yields rows, so that what it had is kept if cut off."""
+"""Sections of benchmarks/device.py: generators of rows, which are kept if one is cut off."""

@@ -1,4 +1,4 @@
-"""Attention over the paged cache: bytes a second of decodes, operations a second of prompts."""
+"""Measures attention over the paged cache: bytes a second in decodes, operations in prompts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _queries(box: Box, shape: Shape, num_tokens: int) -> torch.Tensor:
 
 
 def layers_of(box: Box, shape: Shape, step: Step, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Layers, enough that no cache of the device holds them."""
+    """KV caches of as many layers as exceed the second-level cache of the device."""
     first = step.cache(shape.kv_heads, shape.head_dim, box.dtype).to(dtype)
     if box.is_dry:
         return [first]
@@ -36,7 +36,7 @@ def calls_of(
     ones = torch.ones(2, shape.kv_heads, device=box.device)
     scales = ones if dtype is FP8 else None
 
-    meta = step.meta()  # what a step's layers share is worked out before the clock runs
+    meta = step.meta()  # shared by the layers of a step, so it is not timed
 
     def attend(cache: torch.Tensor) -> torch.Tensor:
         scale = shape.head_dim**-0.5

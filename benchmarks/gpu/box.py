@@ -14,28 +14,28 @@ Call = Callable[[], object]
 Row = dict[str, object]
 Rows = Iterator[Row]
 
-LEAST_MS = 0.5  # of work between two events: what is shorter than that is not resolved
-SECONDS = 0.25  # of measuring a figure, about
+LEAST_MS = 0.5  # of work between two events, whose clock is too coarse for less
+SECONDS = 0.25  # for each figure, about
 MOST_ROUNDS = 50
 
 
 class Ceilings(NamedTuple):
-    """What the device does in a second: bytes of a copy, read and written, and operations."""
+    """Bytes that a copy reads and writes in a second, and operations of a large product."""
 
     bytes: float
     operations: float
 
 
-# Measured on one H200 before; a run replaces them by its own.
+# Measured on an H200; a run replaces them by those of its device.
 USUAL = Ceilings(4.3e12, 790e12)
 
 
 class Timed(NamedTuple):
-    """Seconds of a call."""
+    """Seconds that a call takes."""
 
     least: float
     median: float
-    is_graphed: bool  # launched by the replay of a graph, so that the host costs nothing
+    is_graphed: bool  # launched by a graph, without time of the host
 
 
 class Box:
@@ -59,7 +59,7 @@ class Box:
         return dry if self.is_dry else real
 
     def time(self, calls: Sequence[Call]) -> Timed:
-        """Each call is on memory of its own, so that no cache serves the next round."""
+        """Time calls, each of which works on memory of its own, so that no cache helps."""
         if self.is_dry:
             start = time.perf_counter()
             calls[0]()
@@ -67,14 +67,14 @@ class Box:
         return time_on_device(calls)
 
     def clear(self) -> None:
-        """Give memory back before the next large thing."""
+        """Return unused memory to the device."""
         if not self.is_dry:
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
 
 
 def time_on_device(calls: Sequence[Call]) -> Timed:
-    """Replays of one graph of all calls; without one where something cannot be recorded."""
+    """Time the replays of one graph of all calls, or the calls themselves if capture fails."""
     run, is_graphed = _recorded(calls)
     first = _elapsed_ms(run)
     repeats = max(1, min(100, int(LEAST_MS / max(first, 1e-3))))
@@ -112,5 +112,5 @@ def _elapsed_ms(run: Call, repeats: int = 1) -> float:
 
 
 def share(floor: float, seconds: float) -> int:
-    """Percent of the floor's speed that was reached."""
+    """The floor in percent of the measured time: 100 is as fast as the device allows."""
     return round(100 * floor / seconds)

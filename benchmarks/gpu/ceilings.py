@@ -1,4 +1,4 @@
-"""What the device can do at all: everything else is compared with it."""
+"""Measures bandwidth and peak operations of the device, with which all else is compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from gpu.box import Box, Ceilings, Rows, share
 
 COPIED, DRY_COPIED = 2 << 30, 1 << 20
-L2_BYTES = 256 << 20  # several times the second-level cache: what was read is gone from it
+L2_BYTES = 256 << 20  # several times the size of the second-level cache
 
 
 def ceilings(box: Box) -> Rows:
@@ -33,7 +33,7 @@ def _memory(box: Box, num_bytes: int) -> tuple[float, float]:
 
 
 def products(box: Box) -> Rows:
-    """Products of few rows with a layer's weights, as torch computes them."""
+    """Time products of a few rows with the weights of a layer, computed by torch."""
     for model, shape in box.shapes().items():
         for name, (out, inner) in {**shape.linears, "head": (shape.vocab, shape.hidden)}.items():
             num_bytes = out * inner * box.dtype.itemsize

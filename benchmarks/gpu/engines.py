@@ -1,4 +1,4 @@
-"""The whole engine on models of random weights: steps, one request alone, 256 of mixed lengths."""
+"""Measures the whole engine on random weights: steps, one request alone, 256 of mixed lengths."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_MODEL_LEN = 2560
 
 
 class Load(NamedTuple):
-    """A request: its prompt, and how many tokens it generates."""
+    """A request: its prompt and the number of tokens to generate."""
 
     prompt: list[int]
     num_new: int
@@ -64,7 +64,7 @@ def floor_of(shape: Shape, loads: Sequence[Load], most: Ceilings) -> float:
 
 @contextmanager
 def engine_of(box: Box, shape: Shape, **options: object) -> Iterator[LLM]:
-    """An engine on random weights; nothing of it stays."""
+    """An engine on random weights, whose memory is freed at the end."""
     dry = {"dtype": "float32", "num_kv_blocks": 12, "max_num_seqs": 4, "max_model_len": 64}
     dry |= {"max_num_batched_tokens": 32, "block_size": 16, "cudagraph_capture_sizes": [1, 3]}
     real = {"dtype": "bfloat16", "max_num_seqs": 256, "max_model_len": MAX_MODEL_LEN}
@@ -109,7 +109,7 @@ def run(llm: LLM, loads: Sequence[Load], temperature: float = 0.0) -> list[tuple
 
 
 def decode_seconds(marks: Sequence[tuple[float, int]], num_seqs: int) -> float:
-    """The median of the steps in which everybody got a token."""
+    """The median time of the steps in which each sequence got a token."""
     gaps = [
         after[0] - before[0]
         for before, after in itertools.pairwise(marks)

@@ -1,4 +1,4 @@
-"""The small operations of a step, the sampler, and what a launch costs."""
+"""Measures the small operations of a step, the sampler, and kernel launches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KINDS = {
 
 
 def samplers(box: Box) -> Rows:
-    """Samplers, next to one pass over the logits in float32."""
+    """Time the sampler, next to the time to read the logits in float32 once."""
     for name, vocab in ({"tiny": 300} if box.is_dry else VOCABS).items():
         for num in box.sizes((1, 64, 256), (2,)):
             logits = torch.randn(num, vocab, device=box.device) * 3
@@ -62,7 +62,7 @@ def _sample(logits: torch.Tensor, settings: tuple[float, int, float]) -> Call:
 
 
 def pieces(box: Box) -> Rows:
-    """Writes of K and V, norms and activations: bytes a second."""
+    """Time writes of keys and values, norms and activations, in bytes a second."""
     for model, shape in box.shapes().items():
         for num in box.sizes((1, 64, 256, 8192), (3,)):
             for name, calls, num_bytes in _pieces(box, shape, num):

@@ -1,4 +1,4 @@
-"""Keeps what was found: on disk after every row, on the screen after every section."""
+"""Writes results to a file after each row, and prints a table after each section."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Section(NamedTuple):
 
 @dataclass
 class Found:
-    """A section's rows, and how it ended."""
+    """The rows of a section, and how the section ended."""
 
     rows: list[Row] = field(default_factory=list)
     seconds: float = 0.0
-    ended: str = "done"  # or "cut off", "skipped", or what was raised
+    ended: str = "done"  # or "cut off", "skipped", or the error
 
 
 class Report:
-    """All sections of a run, written to `path` whenever there is more."""
+    """The results of a run, written to `path` after each row."""
 
     def __init__(self, path: Path, about: dict[str, Any]) -> None:
         self.path = path
@@ -77,12 +77,12 @@ class Report:
 
     @property
     def is_sound(self) -> bool:
-        """Whether nothing raised."""
+        """Whether no section ended with an error."""
         return {found.ended for found in self.sections.values()} <= {"done", "cut off", "skipped"}
 
 
 def show(name: str, found: Found) -> None:
-    """A table; cells of a column stand as its first row has them."""
+    """Print the rows of a section as a table."""
     table = Table(title=f"{name}: {found.ended}, {found.seconds:.1f} s", title_justify="left")
     columns = list(dict.fromkeys(key for row in found.rows for key in row))
     for column in columns:

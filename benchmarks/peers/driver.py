@@ -1,8 +1,8 @@
-"""Drives any engine through the workloads; an adapter says how to start it, add and step.
+"""Runs the workloads on any engine, through an adapter that starts it, adds requests and steps.
 
     python -m peers.<adapter> '<json of Task>'        (working directory: benchmarks/)
 
-The last line printed is a JSON object; whatever else the engine prints comes before it.
+The last printed line is a JSON object with the figures.
 """
 
 import json
@@ -18,7 +18,7 @@ import workloads
 
 @dataclass(frozen=True)
 class Task:
-    """What one fresh process runs."""
+    """The work of one process."""
 
     model: str
     workloads: list[str]
@@ -28,7 +28,7 @@ class Task:
     max_model_len: int = 2048
     max_num_seqs: int = 256
     kv_gib: float = 4.0
-    dtype: str | None = None  # to compute in; None: what the engine chooses by itself
+    dtype: str | None = None  # to compute in; None: the engine chooses
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -44,7 +44,7 @@ class Adapter(Protocol):
     def is_busy(self) -> bool: ...
 
     def describe(self) -> dict[str, Any]:
-        """Name, version, settings that decided how it ran, and the `dtype` it computes in."""
+        """Name, version, settings, and the `dtype` that the engine computes in."""
         ...
 
 

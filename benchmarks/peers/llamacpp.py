@@ -1,6 +1,6 @@
-"""llama.cpp through llama-cpp-python: one sequence at a time, so W2 is its workload.
+"""Adapter for llama.cpp through llama-cpp-python.
 
-Its own API serves one sequence; requests that come together are answered one after another.
+Its API computes one sequence at a time, so W2 is its only workload.
 """
 
 import importlib.metadata

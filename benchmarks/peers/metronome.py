@@ -1,4 +1,4 @@
-"""Our engine, as a user has it: LLMEngine with default settings."""
+"""Adapter for this engine: LLMEngine with default settings."""
 
 import importlib.metadata
 from typing import Any

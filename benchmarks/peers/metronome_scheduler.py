@@ -1,4 +1,4 @@
-"""Our scheduler with a worker that computes nothing."""
+"""Adapter for this scheduler, with a worker that computes nothing."""
 
 import importlib.metadata
 import time
@@ -76,7 +76,7 @@ class EveryHook(FCFS):
 
 
 class Aging(Policy):
-    """A minute of waiting is worth one class of priority, so all ranks move in each step."""
+    """A minute of waiting counts as one class of priority, so all ranks change in each step."""
 
     dynamic = True
 
@@ -95,7 +95,7 @@ class AgingAtOnce(Policy):
 
 
 class Cautious(Policy):
-    """The fewest tokens left go first; one that waits takes a seat only from twice as many."""
+    """Fewest remaining tokens first; a request preempts only those with twice as many."""
 
     dynamic = True
     waiting_may_preempt = True

@@ -1,10 +1,10 @@
-"""Times any engine's scheduler, without a model; an adapter says how to build, add and step.
+"""Times any scheduler without a model, through an adapter that builds, adds and steps it.
 
     python -m peers.<engine>_scheduler '["decode_256", "chunked"]'      (in benchmarks/)
 
-The last line printed is a JSON object: the figures of each load of `scheduler_loads.py`. What a
-worker would do between schedule() and update_from_output() is not timed. The collector stays on,
-with everything that imports made frozen, as the engines have it.
+The last printed line is a JSON object with the figures of each load of `scheduler_loads.py`. Time
+between schedule() and update_from_output(), in which a worker would compute, does not count. The
+garbage collector is on, with all imported objects frozen, as in the engines.
 """
 
 import gc
@@ -24,7 +24,7 @@ Figures = dict[str, float]
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one step did, and how many nanoseconds planning and settling it took."""
+    """The tokens of one step, and the nanoseconds of planning and settling it."""
 
     planned: int
     settled: int
@@ -34,7 +34,7 @@ class Step:
 
 
 class Bench(Protocol):
-    """A scheduler and a worker that answers at no cost."""
+    """A scheduler with a worker that takes no time."""
 
     def add(self, name: str, prompt: list[int], num_output: int, priority: int) -> Any:
         """Queue a request of these tokens; returns what ``lookup`` takes."""
@@ -58,7 +58,7 @@ def microseconds(nanoseconds: list[int]) -> float:
 
 
 def add_all(bench: Bench, load: Load) -> float:
-    """Queue every request of a load; mean microseconds for each."""
+    """Queue every request of a load and return the mean microseconds of each."""
     prompts = [load.prompt(index) for index in range(load.requests)]
     start = time.perf_counter_ns()
     for index, prompt in enumerate(prompts):
@@ -84,7 +84,7 @@ def per_step(steps: list[Step]) -> Figures:
 
 
 def measure_decode(start: Start, load: Load) -> Figures:
-    """Steps in which everybody decodes and nobody comes or ends."""
+    """Time steps in which all requests decode and none arrives or ends."""
     bench = start(load.setup)
     add_us = add_all(bench, load)
     while bench.step().num_tokens != load.requests:
@@ -98,7 +98,7 @@ def measure_decode(start: Start, load: Load) -> Figures:
 
 
 def measure_drain(start: Start, load: Load) -> Figures:
-    """All requests at once, until the last has ended."""
+    """Time all steps of a load whose requests arrive together."""
     bench = start(load.setup)
     add_us = add_all(bench, load)
     steps = drain(bench)
@@ -116,7 +116,7 @@ def measure_drain(start: Start, load: Load) -> Figures:
 
 
 def measure_queue(start: Start, load: Load) -> Figures:
-    """Seats are full and many wait; what ends is replaced by the best of the queue."""
+    """Time steps with a long queue: each request that ends is replaced from the queue."""
     bench = start(load.setup)
     add_us = add_all(bench, load)
     for _ in range(load.num_output + WARM_UP):  # until some end in almost every step
@@ -125,7 +125,7 @@ def measure_queue(start: Start, load: Load) -> Figures:
 
 
 def measure_lookup(start: Start, load: Load) -> Figures:
-    """Hashing and looking up one prompt: what a request costs more than without a cache.
+    """Time hashing and looking up one prompt: the difference to adding it without a cache.
 
     Engines hash at different moments, some when a request is made, some when it is looked up. So
     making and looking up are timed together, less the making of the same without a cache.

@@ -1,10 +1,10 @@
-"""Does the work of one checkout turn by turn, for `benchmarks/against.py`.
+"""Runs the loads of one checkout turn by turn, for `benchmarks/against.py`.
 
     python .../peers/turns.py KIND NAMES MODEL ROUND
 
-Runs in the folder `benchmarks/` of the checkout that is measured, whose adapters it uses, and which
-may be older than this file. A line on its input is a turn; each is answered by a line of its own:
-`@` and, as JSON, what was measured, how long each part took and the processor time, in seconds.
+Runs in the folder `benchmarks/` of the measured checkout, which may be older than this file, and
+uses its adapters. Each line on standard input starts a turn. The answer is a line with `@` and, as
+JSON, the name of the load, the seconds of each part and the processor seconds.
 
     workloads   a turn is one step of the engine, or the adding of a workload's requests
     trips       a turn is 40 round trips of a request of one token whose model takes no time
@@ -123,7 +123,7 @@ KINDS: dict[str, Callable[[list[str], str, int], Iterator[Turn]]] = {
 
 
 def answer(found: object) -> bool:
-    """Print what a turn brought; ``False`` if no further turn is wanted."""
+    """Print the result of a turn and wait; ``False`` if standard input has ended."""
     print("@" + json.dumps(found), flush=True)
     return bool(sys.stdin.readline())
 
@@ -147,6 +147,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # The adapters of the checkout that is measured, not those next to this file.
+    # Import the adapters of the measured checkout, not those next to this file.
     sys.path[0] = os.getcwd()
     main()

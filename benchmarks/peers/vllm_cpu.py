@@ -1,4 +1,4 @@
-"""vLLM's CPU build, through its LLMEngine, with the settings it runs best with here."""
+"""Adapter for vLLM's CPU build: LLMEngine with the settings that are fastest here."""
 
 import importlib.metadata
 import os

@@ -1,4 +1,4 @@
-"""vLLM's scheduler alone: its own classes, a one-layer config, and answers made up."""
+"""Adapter for vLLM's scheduler alone: its classes, a one-layer config, and invented tokens."""
 
 import importlib.metadata
 import json
@@ -113,7 +113,7 @@ class VLLM:
         )
 
     def answer(self, plan: Any) -> ModelRunnerOutput:
-        """One token for each request that reached its last known one."""
+        """One token for each request whose known tokens are all computed."""
         ids = list(plan.num_scheduled_tokens)
         requests = [self.scheduler.requests[request_id] for request_id in ids]
         tokens = [[17] if r.num_computed_tokens >= r.num_tokens else [] for r in requests]

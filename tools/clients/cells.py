@@ -1,4 +1,4 @@
-"""What the clients of the table share: the task they are given, and how a result is reported.
+"""Shared by the client programs: their task, and the report of a result.
 
 Each client is a module of functions, one a cell, that take the server's address. They run in the
 client's own environment, which has neither the engine nor what it needs: only the standard library
@@ -33,7 +33,7 @@ Cell = Callable[[str], None]
 
 
 class ModelFault(Exception):
-    """The exchange was right, and the small model did not write what the task wants."""
+    """The exchange was right, but the small model did not write what the task requires."""
 
 
 def run(cells: dict[str, Cell]) -> None:
@@ -62,7 +62,7 @@ def check_message(error: BaseException, *words: str) -> None:
 
 
 def wait_until_idle(url: str) -> None:
-    """After a client has left, its request ends at the server."""
+    """Wait until the server has ended the request of a client that has left."""
     until = time.monotonic() + IDLE_SECONDS
     while True:
         with urllib.request.urlopen(f"{url}/load", timeout=10) as answer:

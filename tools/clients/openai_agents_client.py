@@ -23,7 +23,7 @@ from pydantic import BaseModel
 called: list[str] = []
 GREETING = "Say hello."
 ENOUGH = 512
-"""Tokens within which a greeting should end: this client takes a cut response for a failure."""
+"""Tokens within which a greeting should end: this client raises for a truncated response."""
 
 
 class Weather(BaseModel):

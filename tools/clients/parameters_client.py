@@ -1,5 +1,5 @@
-"""The parameter types of the newest ``openai`` and ``anthropic``: null is as good as absence, and a
-parameter is taken or refused by its name."""
+"""Sends every parameter of the newest ``openai`` and ``anthropic``: null must mean the same as
+absence, and a refusal must name the parameter."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_SHOWN = 20
 
 
 def post(url: str, path: str, body: Any) -> tuple[int, Any]:
-    """Status and answer; a short one."""
+    """Post a body with a small limit of tokens; returns status and answer."""
     short = {"/v1/responses": "max_output_tokens", "/v1/chat/completions": "max_tokens"}
     limit = {short[path]: 1} if path in short else {}
     data = json.dumps({**limit, **body, "model": cells.NAME}).encode()
@@ -33,7 +33,7 @@ def post(url: str, path: str, body: Any) -> tuple[int, Any]:
 
 
 def meaning(url: str, path: str, body: Any) -> Any:
-    """Status, and how long a prompt the body made, or which parameter is wrong."""
+    """Status, length of the prompt, and the parameter that the error names."""
     status, answer = post(url, path, body)
     usage = answer.get("usage") or {}
     names = ("prompt_tokens", "input_tokens", "cache_read_input_tokens")
