@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def print_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print rows. First cells are aligned to the left, all others, which are figures, to the right."""
+    """Print rows, with the first column aligned to the left and the others to the right."""
     lines = [head, *rows]
     widths = [max(len(line[at]) for line in lines) for at in range(len(head))]
     for line in lines:
