@@ -100,7 +100,8 @@ def test_predictions_move_with_what_was_generated():
 @pytest.mark.parametrize("hints", [None, {}, {"output_tokens": "7"}, {"output_tokens": 0}])
 def test_an_oracle_that_was_told_nothing_says_so(hints):
     oracle = find_predictor("oracle", LengthHistory())
-    with pytest.raises(RequestError, match=r"'r' has hints\['output_tokens'\].*positive integer"):
+    wrong = r"hints\['output_tokens'\] of request 'r'.*positive integer"
+    with pytest.raises(RequestError, match=wrong):
         oracle.predict(waiting_request(hints=hints))
 
 
@@ -140,7 +141,7 @@ def test_a_wrong_predictor_is_refused_with_what_there_is():
         find_predictor("no.such.Thing", lengths)
     with pytest.raises(ConfigError, match="lacks a name or a predict"):
         find_predictor(LengthHistory(), lengths)
-    with pytest.raises(ConfigError, match="cannot be made: OSError: no such file"):
+    with pytest.raises(ConfigError, match="cannot be created: OSError: no such file"):
         find_predictor(Broken, lengths)
 
 
