@@ -79,7 +79,7 @@ def run(engine: LLMEngine, requests, abort: set[str], rng: random.Random) -> dic
     return last
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_hundred_mixed_requests_end_as_if_each_were_alone(depth):
     requests = make_requests(100)
     rng = random.Random(SEED)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from e2e.general_models import GENERAL_CASES, make_general_model
-from e2e.test_equality import GENERAL, NATIVE
+from e2e.test_equality import NATIVE
 from e2e.tiny_models import CASES, VOCAB, make_tiny_model
 from support.fingerprint import LENGTHS, of_a_fresh_process
 from support.precision import (
@@ -63,7 +63,7 @@ def cases() -> list[object]:
     compiled anew."""
     made = []
     for index, name in enumerate([*CASES, *GENERAL_CASES]):
-        is_short = name in [*NATIVE, *GENERAL[:3]] and name not in OTHER_HEADS
+        is_short = name in [*NATIVE, "starcoder2-window"] and name not in OTHER_HEADS
         marks = [] if is_short else [pytest.mark.slow]
         made.append(pytest.param(name, OTHERS[index % len(OTHERS)], marks=marks))
     return made
