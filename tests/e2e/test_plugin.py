@@ -130,6 +130,7 @@ def test_what_cannot_be_used_says_why(options: dict[str, Any], message: str) -> 
         choose(SchedulerConfig(**options))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("on_path")
 def test_the_kit_for_strangers_passes() -> None:
     assert check_policy("pace", steps=500).num_steps >= 500

@@ -103,13 +103,8 @@ def test_a_test_of_the_author_fails(name: str) -> None:
         check_policy(getattr(faulty_policies, name), steps=100)
 
 
-@pytest.mark.parametrize(
-    "policy",
-    [
-        name if name == "priority" else pytest.param(name, marks=pytest.mark.slow)
-        for name in (*sorted(POLICIES), *EXAMPLES)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", (*sorted(POLICIES), *EXAMPLES))
 def test_shipped_policies_pass(policy: str) -> None:
     trials = run_trials(policy)
     assert not trials.failures and not trials.not_shown
