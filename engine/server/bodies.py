@@ -189,7 +189,7 @@ def copies(outputs: list[CompletionOutput], num: int) -> list[CompletionOutput]:
 
 
 class CompletionRequest(RequestBody, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/completions``."""
+    """The body of ``POST /v1/completions``."""
 
     client_names: ClassVar = {
         "grammar": OUTPUT_FIELDS,
@@ -223,7 +223,7 @@ class WithoutEffect(RequestBody, kw_only=True, forbid_unknown_fields=True):
 
 
 class ChatRequest(WithoutEffect, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/chat/completions``."""
+    """The body of ``POST /v1/chat/completions``."""
 
     client_names: ClassVar = {
         "grammar": (*OUTPUT_FIELDS, "tools"),

@@ -50,7 +50,7 @@ class AccessPrograms(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponsesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """``POST /v1/responses``."""
+    """The body of ``POST /v1/responses``."""
 
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "context_management": ([],),

@@ -106,7 +106,7 @@ class LastMessage(logging.Handler):
 
 
 class Spans:
-    """Makes the span of a finished request."""
+    """Observer that makes a span for each finished request."""
 
     def __init__(self, provider: TracerProvider, model: str) -> None:
         self._tracer = provider.get_tracer(SERVICE)

@@ -5,5 +5,5 @@ writing      write the parts of a streamed body without waking a task
 body         read request bodies with size limits
 answered     request ids in responses, and errors of handlers as responses
 origins      CORS: pages of other origins that may use the server
-openapi      routes that describe themselves, and the document made of them
+openapi      routes with a description, and the OpenAPI document made from them
 """

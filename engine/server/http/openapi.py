@@ -1,4 +1,4 @@
-"""Routes that describe themselves, and the document made of them: ``GET /openapi.json``."""
+"""Routes with a description, and the OpenAPI document made from them: ``GET /openapi.json``."""
 
 from __future__ import annotations
 

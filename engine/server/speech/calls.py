@@ -96,7 +96,7 @@ class CallReader(ABC):
         return JsonText(self.source, self.markers.plain, self.closers + self.fences)
 
     def begin(self, name: str) -> CallBegin:
-        """Begin a call: what was parsed of it is not rewound any more."""
+        """Begin a call, after which the source cannot be rewound to before it."""
         self.source.mark = None
         return CallBegin(new_call_id(is_short=self._short_ids), name)
 

@@ -51,7 +51,7 @@ class ResponseTemplate:
 
 
 class TemplateParser:
-    """Parses one answer."""
+    """Parses one answer with transformers' parser."""
 
     def __init__(
         self,

@@ -135,7 +135,7 @@ class TemplateParserFactory:
     def __init__(
         self, tokenizer: Tokenizer, template: dict[str, Any], calls: Family | None
     ) -> None:
-        """calls: the family whose format calls have, for a template without tool calls."""
+        """calls: the family that tool calls are parsed as, for a template without tool calls."""
         texts = markers_in(tokenizer, template)
         self._calls: FamilyParserFactory | None = None
         self.markers = Markers(tokenizer, texts)
