@@ -239,7 +239,7 @@ def make_app(routes: Sequence[ApiRoute]) -> ASGIApp:
     """The ASGI application with these routes, without middleware."""
 
     async def not_found(scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(404, f"there is no route {scope['path']!r:.80}")
+        error = ApiError(404, f"there is no route {scope['path']!r:.80}: see /openapi.json")
         answer = error_response(error, scope["path"])
         await stamped(answer, scope)(scope, receive, send)
 

@@ -124,7 +124,7 @@ class KeyGuard:
             return
         digest = self._keys.key_of(scope)
         if digest is None:
-            await _refused(no_key("the API key is missing or wrong"), scope)(scope, receive, send)
+            await _refused(no_key("the API key"), scope)(scope, receive, send)
         elif self._most is not None and self._num_open[digest] >= self._most:
             await _refused(self._too_many(), scope)(scope, receive, send)
         else:
@@ -147,7 +147,8 @@ def _refused(error: ApiError, scope: Scope) -> ASGIApp:
     return stamped(error_response(error, scope["path"]), scope)
 
 
-def no_key(message: str) -> ApiError:
+def no_key(key: str) -> ApiError:
+    message = f"{key} is missing or wrong: send it in the header Authorization or x-api-key"
     return ApiError(401, message, code="invalid_api_key")
 
 

@@ -162,7 +162,7 @@ class Operations:
                     code="admin_key_not_set",
                 )
             if not self.keys.is_admin(request.scope):
-                raise no_key("the admin key is missing or wrong")
+                raise no_key("the admin key")
             try:
                 return await handle(request)
             except ConfigError as error:  # the requested feature is not set up

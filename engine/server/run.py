@@ -126,7 +126,7 @@ class ServerOptions:
         for name in ("health_timeout", "reader_timeout", "max_queue_seconds"):
             value = getattr(self, name)
             if value is not None and not 0.0 < value < float("inf"):
-                raise ConfigError(f"{name} is {value}, must be finite seconds above 0")
+                raise ConfigError(f"{name} is {value}, must be a finite number of seconds above 0")
 
 
 def serve(args: EngineArgs, options: ServerOptions) -> int:

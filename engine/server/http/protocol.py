@@ -98,7 +98,7 @@ class BoundedProtocol(WritingProtocol):
             self.parser.feed_data(data)
             self._check_head(0)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade, ApiError):
-            self._refuse(self._refusal or ApiError(400, "the bytes sent are no HTTP/1.1 request"))
+            self._refuse(self._refusal or ApiError(400, "the request is not valid HTTP/1.1"))
         else:
             self._limit_time()
 
