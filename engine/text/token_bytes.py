@@ -1,4 +1,4 @@
-"""The bytes of each token; those of a text's tokens, joined, are the text."""
+"""Finds the bytes of each token, which joined give the bytes of a text."""
 
 from __future__ import annotations
 

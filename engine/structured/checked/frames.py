@@ -20,7 +20,7 @@ Key = str | int  # the name of a property, or the index of an item
 
 
 class MemberAccount:
-    """What is known about the written members or items, by the number of a rule."""
+    """The verdicts on the written members or items of a value, by the number of its rule."""
 
     __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
 
@@ -78,7 +78,7 @@ NOTHING = MemberAccount()
 
 
 class ValueFrame:
-    """The document, an object or an array, as far as it is written."""
+    """An object or array as far as it is written, or the whole document."""
 
     __slots__ = (
         *("parent", "table", "verdicts", "account"),
@@ -102,7 +102,7 @@ class ValueFrame:
         is_within = parent is not None and parent.compares
         self.is_compared = table.keeps or (is_within and not table.place.is_endless)
         is_watched = parent is not None and parent.is_watched and not table.place.is_must
-        self.is_watched = table.is_watchful or self.is_compared or is_watched
+        self.is_watched: bool = table.is_watchful or self.is_compared or is_watched
         self.is_vague = False
         self.missing: list[str | int | None] = []  # names, items or any property (``None``)
         self.next_names: Any = UNSEEN

@@ -81,35 +81,29 @@ class Located:
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes to look at here; all others are allowed. ``None`` if each byte must be fed."""
         if self._longer or self._after is not None or len(self._states) > 1:
             return None
         return self._states[0].stops if self._states else self._layout.stops
 
     @property
     def skips(self) -> bytes:
-        """The bytes that do not change what may follow."""
         is_sure = len(self._states) == 1 and not self._longer
         return self._states[0].skips if is_sure and not self._states[0].is_untouched else b""
 
     @property
     def least_quotes(self) -> int:
-        """0: another part may follow with a stricter checker."""
+        """Always 0, because another part may follow with a stricter checker."""
         return 0
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would end a string, while the grammar may not allow a longer one."""
         return self._states[0].pressing if len(self._states) == 1 else []
 
     @property
     def may_end(self) -> bool:
-        """Whether the text may end here."""
         return not self._states or any(state.may_end for state in self._states)
 
     def feed(self, data: bytes) -> bool:
-        """Feed more bytes. Returns ``False`` if no valid text starts so; ``why`` then names the
-        keyword."""
         at = 0
         while at < len(data):
             if self._longer:

@@ -32,7 +32,7 @@ class NameGroup:
 
 
 class SchemasByName:
-    """The schemas that apply to each property of an object in one reading."""
+    """The schemas that apply to each property of an object in one reading (see ``readings``)."""
 
     def __init__(self, reading: SchemaReading) -> None:
         self._by_name: dict[str, list[Any]] = {}

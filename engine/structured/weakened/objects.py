@@ -45,7 +45,7 @@ class ObjectSchema:
 
 
 class Objects:
-    """Writes the schemas of one reading's objects."""
+    """Writes schemas for the objects of one reading (see ``readings``)."""
 
     def __init__(
         self, reading: SchemaReading, writer: Writes, loosen: Loosen, order: Order = "schema"
@@ -302,7 +302,7 @@ def _pattern_of(written: Any) -> str | None:
 
 
 def _rust(pattern: str) -> str:
-    """Translate a pattern to llguidance's dialect, as a wider one where it must be."""
+    """Translate a pattern to llguidance's dialect, or a wider pattern if that is unsupported."""
     written = of_rust(pattern)
     if is_taken(written):
         return written

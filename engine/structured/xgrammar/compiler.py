@@ -97,11 +97,11 @@ class XGrammars:
             logger.info("xgrammar was made ready for grammars in %.1f s", seconds)
 
     def source_of(self, grammar: Grammar) -> GrammarSource:
-        """See the function ``source_of``."""
+        """Convert a grammar to xgrammar's input. Raises ``SchemaError``."""
         return source_of(grammar)
 
     def compiled(self, grammar: Grammar, source: GrammarSource, eos: Eos) -> CompiledGrammar:
-        """See the function ``compiled``."""
+        """Compile a grammar's source. Raises ``GrammarError``."""
         return compiled(self._compilers[eos], grammar, source)
 
     def clear(self) -> None:
