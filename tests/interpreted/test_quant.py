@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.made_quantized import KINDS, Kind, make
 
-from kernels.quant_tuning import QuantTile, most_fused_rows, num_splits, product_tile
+from kernels.quant_tuning import QuantTile, most_fused_rows
 from kernels.quantized import can_pack, pack, unpack
 from kernels.reference import quant as reference
 from kernels.triton import quant
@@ -101,19 +101,6 @@ def test_rows_of_a_batch_read_packed_weights(
         ["packed_product_kernel", "sum_kernel"],
     )
     assert launched[0].args["values"] is packed.values
-
-
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "gfx942"])
-@pytest.mark.parametrize("num_rows", [65, 130, 512])
-def test_parts_of_a_batch_are_fewer_bytes_than_its_weights(arch: str, num_rows: int) -> None:
-    """Of every layer of Llama-3-8B: outputs, inputs."""
-    assert num_rows <= most_fused_rows(2)
-    tile = product_tile(arch, num_rows, 2)
-    for outputs, inputs in ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)):
-        programs = -(-outputs // tile.outputs) * -(-num_rows // tile.rows)
-        splits = num_splits(arch, tile, programs, inputs // 128)
-        parts = splits * num_rows * outputs * 4 if splits > 1 else 0
-        assert parts <= 2 * outputs * inputs
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,12 @@ class Bench:
             matcher.advance([token])
             found += 1
         return found
+
+
+@cache
+def bench() -> Bench:
+    """The one of the model in the box."""
+    return Bench()
 
 
 def byte_tokens(tokenizer: Any) -> dict[int, int]:

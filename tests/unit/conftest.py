@@ -6,6 +6,7 @@ import multiprocessing.process
 import os
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -55,3 +56,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
 def _what_was_started_is_counted() -> Iterator[None]:
     yield
     house.count("a unit test belongs into tests/contract", sorted(_noted))
+
+
+@pytest.fixture
+def gate() -> Iterator[threading.Semaphore]:
+    """Steps of the core, let through one by one; at the end all of them."""
+    steps = threading.Semaphore(0)
+    yield steps
+    steps.release(10_000)

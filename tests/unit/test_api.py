@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 from rich.console import Console
 from support import made_tokenizers as made
-from support.fakes import FakeClient, FakeClock, FakeDecided, counting, fake_session
+from support.fakes import FakeClient, FakeClock, FakeDecided, counting
 
 import engine
 from engine import LLM, AsyncLLMEngine, EngineArgs, LLMEngine, RequestOutput, SamplingParams
 from engine.errors import ConfigError, RequestError
 from engine.llm import RequestProgress
-from engine.messages.requests import AddRequest, CompletionOutput
+from engine.messages.requests import CompletionOutput
 from engine.observe.stats_log import StatsLog, TokenCounts
 
 PARAMS = SamplingParams(max_tokens=4)
@@ -68,16 +68,6 @@ def test_engine_abort_is_answered_once(client: FakeClient, model: str) -> None:
         answers += [output for output in llm_engine.step() if output.finished]
     reasons = [(o.request_id, o.outputs[0].finish_reason) for o in answers]
     assert reasons == [("a", "abort"), ("c", "abort"), ("b", "length")]
-
-
-def test_engine_refuses_a_live_id_and_lives_on(client: FakeClient, model: str) -> None:
-    llm_engine = LLMEngine.from_engine_args(EngineArgs(model=model))
-    llm_engine.add_request("a", "Hello", PARAMS)
-    with pytest.raises(RequestError, match="'a' is in use"):
-        llm_engine.add_request("a", "Hello", PARAMS)
-    with pytest.raises(RequestError, match="unknown option 'prio'"):
-        llm_engine.add_request("b", "Hello", PARAMS, prio=1)  # type: ignore[call-arg]
-    assert len(llm_engine.step()) == 1
 
 
 def test_tokenizer_can_be_left_out(client: FakeClient, model: str) -> None:
@@ -156,15 +146,6 @@ def test_chat(client: FakeClient, model: str) -> None:
     assert one.prompt_token_ids[0] == 1 and one.prompt_token_ids.count(1) == 1
     two = llm.chat([hello, hello], PARAMS, chat_template="{{ x }}", chat_template_kwargs={"x": 7})
     assert [output.prompt for output in two] == ["7", "7"]
-
-
-def test_unknown_options_are_named(client: FakeClient) -> None:
-    with pytest.raises(ConfigError, match="'policy'; did you mean 'scheduling_policy'"):
-        LLM(policy="edf")
-    with pytest.raises(ConfigError, match="unknown option 'max_num_seq'; did you mean 'max_num_s"):
-        LLM(max_num_seq=3)
-    with pytest.raises(ConfigError, match="max_num_seqs is 0"):
-        LLM(max_num_seqs=0)
 
 
 def test_progress_bar_is_drawn_on_terminals_only(capsys: pytest.CaptureFixture[str]) -> None:
@@ -252,24 +233,6 @@ def test_options_reach_the_scheduler() -> None:
     config = EngineArgs(**options, resources=["mine.Gate"], step_log="x").create_config()
     assert {name: getattr(config.scheduler, name) for name in options} == options
     assert config.scheduler.resources == ("mine.Gate",) and config.step_log == "x"
-
-
-def test_seeds_follow_the_engine_seed() -> None:
-    def seeds(seed: int) -> list[int]:
-        found: list[int] = []
-
-        def script(request: AddRequest, position: int) -> int:
-            found.append(request.seed)
-            return 1
-
-        session = fake_session(FakeClient(script), seed=seed)
-        for name in "abc":
-            params = SamplingParams(max_tokens=1)
-            session.submit(session.inputs.process(name, [5], params, {}))
-        session.step()
-        return found
-
-    assert seeds(3) == seeds(3) != seeds(4)
 
 
 def test_public_names() -> None:

@@ -1,7 +1,5 @@
 """The model in the box: fits its size, loads in plain transformers, writes documentation."""
 
-import json
-import math
 import re
 
 import pytest
@@ -67,12 +65,6 @@ def test_tokenizer_gives_back_any_text(tokenizer, model):
     assert len(tokenizer) == model.config.vocab_size == 4096
 
 
-def test_ends_of_text_agree_between_files(tokenizer, model):
-    assert tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"]) == [2, 0]
-    assert tokenizer.eos_token_id == model.config.eos_token_id == 2
-    assert model.generation_config.eos_token_id == [2, 0]
-
-
 def test_chat_template_renders_turns(tokenizer):
     messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
     text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -110,19 +102,3 @@ def test_it_predicts_documentation_over_its_whole_context(model, tokenizer):
             logits = model(ids).logits[0, start:-1]
         loss = torch.nn.functional.cross_entropy(logits, ids[0, start + 1 :]).item()
         assert loss < 5.0, (start, loss)
-
-
-def test_the_card_states_how_it_was_made(model):
-    card = (BOX_MODEL / "README.md").read_text()
-    card = " ".join(card.split())
-    for fact in ("tools/train_box_model.py", "Seed", "Time", "Steps", "PSF license", "often wrong"):
-        assert fact in card
-    assert f"{model.num_parameters():,}" in card
-    losses = [float(found) for found in re.findall(r"Held-out loss, \w+ \| ([\d.]+) nats", card)]
-    assert len(losses) == 2
-    assert all(0 < loss < math.log(model.config.vocab_size) for loss in losses)
-
-
-def test_files_are_plain_json():
-    for path in BOX_MODEL.glob("*.json"):
-        assert json.loads(path.read_text())

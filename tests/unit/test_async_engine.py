@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,6 @@ from engine import AsyncLLMEngine, RequestOutput, SamplingParams
 from engine.errors import EngineDeadError, RequestError
 
 PARAMS = SamplingParams(max_tokens=4)
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Semaphore]:
-    """Steps of the core, let through one by one; at the end all of them."""
-    steps = threading.Semaphore(0)
-    yield steps
-    steps.release(10_000)
 
 
 async def collect(

@@ -101,20 +101,6 @@ def test_a_decode_takes_a_block_when_it_crosses_into_it():
     assert run.scheduler.kv.cache.hash_of(run.scheduler.kv.held(req)[1]) is not None
 
 
-@pytest.mark.behaviour(59, 60, 61)
-def test_a_hash_stands_for_the_whole_beginning_and_the_salt():
-    kv = make_scheduler().kv
-    fill(kv, holder(0, SHARED, cache_salt="a"))
-    fill(kv, holder(1, [5, *SHARED[1:], 0]))
-    hits = [
-        kv.lookup(holder(row, [*tokens, 0], cache_salt=salt)).num_tokens
-        for row, (tokens, salt) in enumerate(
-            [(SHARED, "a"), (SHARED, "b"), (SHARED, None), ([5, *SHARED[1:]], None)], start=2
-        )
-    ]
-    assert hits == [48, 0, 0, 48]
-
-
 @pytest.mark.behaviour(62)
 def test_a_failed_reservation_changes_nothing():
     kv, _, second = two_sharing()

@@ -138,15 +138,6 @@ def test_last_words_reach_all_others_when_one_has_gone(router: Router) -> None:
     assert router.sent == [(b"c", Dead("why \\udc80", "trace\\ud800back"))]
 
 
-def test_a_newcomer_makes_the_vanished_be_forgotten(
-    peers: ClientSessions, router: Router, ended: list[str]
-) -> None:
-    with_requests(peers, b"a", "x")
-    router.gone.add(b"a")
-    with_requests(peers, b"b")
-    assert ended == ["x"] and [peer.index for peer in peers] == [1]
-
-
 def test_credits_are_spent_returned_and_never_more_than_there_were(
     peers: ClientSessions, router: Router
 ) -> None:

@@ -28,9 +28,7 @@ LLAMA: dict[str, Any] = {
     ("change", "said"),
     [
         ({"rope_theta": "x"}, "LlamaForCausalLM"),
-        ({"rope_scaling": "linear"}, "LlamaForCausalLM"),
         ({"rms_norm_eps": "x"}, "'x'"),
-        ({"head_dim": 7}, "size 7"),
         ({"hidden_size": 1, "num_attention_heads": 2}, "size 0"),
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         ({"architectures": ["NobodyForCausalLM"]}, "NobodyForCausalLM"),

@@ -204,12 +204,10 @@ LLAMA = {**SIZES, "model_type": "llama", "num_attention_heads": 4}
     ("change", "says"),
     [
         ({"hidden_size": None}, "hidden_size"),
-        ({"hidden_size": "64"}, "hidden_size is '64'"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
         ({"num_key_value_heads": 3}, "4 attention heads"),
         ({"hidden_act": "relu"}, "'relu'"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "'spiral'"),
-        ({"rope_scaling": {"rope_type": "linear"}}, "lacks factor"),
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0]}}, "lacks long_factor"),
     ],
 )

@@ -6,7 +6,6 @@ import pytest
 from support.simulate import make_request, make_run
 
 from engine import EngineArgs
-from engine.cli.main import main
 from engine.config.foreign import FOREIGN
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
@@ -16,32 +15,20 @@ from engine.errors import ConfigError
     ("name", "way_out"),
     [
         ("max_num_queued_reqs", "max_waiting_requests"),
-        ("max_num_queued_tokens", "max_waiting_tokens"),
-        ("max_num_active_seqs", "max_num_seqs"),
         ("log_stats", "disable_log_stats"),
         ("num_gpu_blocks_override", "num_kv_blocks"),
         ("scheduler_reserve_full_isl", "watermark"),
         ("num_speculative_tokens", 'key of speculative_config.*"num_speculative_tokens": 4'),
         ("speculative_model", "key 'model' of speculative_config.*draft_model"),
         ("ngram_prompt_lookup_max", "key 'prompt_lookup_max' of speculative_config.*ngram"),
-        ("ngram_prompt_lookup_min", "key 'prompt_lookup_min' of speculative_config.*ngram"),
         ("prompt_lookup_max", 'key of speculative_config.*"prompt_lookup_max": 4'),
-        ("prompt_lookup_min", 'key of speculative_config.*"prompt_lookup_min": 2'),
         ("speculative_disable_by_batch_size", "leave it out"),
-        ("num_lookahead_slots", "num_speculative_tokens of speculative_config"),
         ("speculative_draft_tensor_parallel_size", "on the device of the model; leave it out"),
     ],
 )
 def test_an_option_that_is_named_otherwise_here_is_refused_with_its_name(name, way_out):
     with pytest.raises(ConfigError, match=rf"no option {name!r}.*{way_out}"):
         EngineArgs(model="m", **{name: 1})
-
-
-def test_the_command_says_it_too(capsys):
-    with pytest.raises(SystemExit):
-        main(["generate", "--max-num-queued-reqs", "5", "text"])
-    told = capsys.readouterr().err
-    assert "--max-num-queued-reqs" in told and "max_waiting_requests" in told
 
 
 def test_no_foreign_name_is_one_of_ours():

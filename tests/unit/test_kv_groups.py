@@ -197,22 +197,6 @@ def test_with_a_window_a_pool_holds_requests_longer_than_itself(depth):
     assert [run.outputs[name] for name in "ab"] == [expected(prompt, 20) for prompt in prompts]
 
 
-def test_a_window_that_is_one_token_short_is_seen(monkeypatch):
-    """What the digest worker is for."""
-    right = Group.first_needed
-    monkeypatch.setattr(Group, "first_needed", lambda self, at, size: right(self, at + 1, size))
-    wrong = 0
-    for seed in range(10):
-        rng = random.Random(seed)
-        run = make_run(0, 4, size=2, budget=8, num_blocks=60)
-        for request in random_requests(rng, 10):
-            run.add(request)
-            run.drain()
-            prompt = request.prompt_token_ids
-            wrong += run.outputs[request.request_id] != expected(prompt, request.max_tokens)
-    assert wrong
-
-
 # -- sizes
 
 

@@ -14,8 +14,8 @@ from engine.cli.main import main
 from engine.errors import PolicyError
 from policylab.sim.compare import Experiment, compare
 from policylab.sim.figures import figures
-from policylab.sim.report import points_from, read_report
-from policylab.sim.run import Engine, Run, run
+from policylab.sim.report import read_report
+from policylab.sim.run import Run, run
 from policylab.sim.workloads import find_workload
 
 WHERE = "support.lab_policies."
@@ -92,19 +92,6 @@ def test_who_fails_at_one_setting_is_left_out_of_all() -> None:
     assert few.names == ["fcfs", f"{WHERE}RaisesAtTheEnd"] and not few.left_out
 
 
-def test_a_predictor_that_fails_is_one_of_them() -> None:
-    """What it could not say was answered for it, whatever the policy."""
-    [cell] = cells("residual-sjf", engine=Engine(length_predictor=f"{WHERE}Fails"))
-    assert cell.names == []
-    assert "length predictor fails, request r7" in cell.left_out["residual-sjf"]
-
-
-def test_a_variant_is_left_out_by_its_own_name() -> None:
-    again = cells("fcfs", f"{WHERE}Broken", f"{WHERE}Broken", "fcfs")
-    assert again[0].names == ["fcfs", "fcfs #2"]
-    assert list(again[0].left_out) == [f"{WHERE}Broken", f"{WHERE}Broken #2"]
-
-
 COMMANDS = {
     "compare": ["compare", "fcfs", f"{WHERE}WrongOnce", "--seeds", "2", *SIZES],
     "first": ["compare", f"{WHERE}WrongOnce", "fcfs", "vtc", "--seeds", "2", *SIZES],
@@ -174,18 +161,3 @@ def test_simulate_writes_the_file_and_no_figures(
         assert main([*again, "--json"]) == 1
         told = json.loads(capsys.readouterr().out)
         assert told["left_out"].startswith(f"{WHERE}Broken: ") and "figures" not in told
-
-
-def test_it_is_not_laid_over_others(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    out, page = tmp_path / "run.jsonl", tmp_path / "page.html"
-    assert main(["simulate", "--policy", f"{WHERE}Idles", *SIZES, "--out", str(out)]) == 1
-    beside = ["--report", str(page), "--beside", str(out)]
-    assert main(["simulate", "--policy", "fcfs", *SIZES, *beside]) == 1
-    assert f"{WHERE}Idles is left out" in page.read_text()
-    assert f"{WHERE}Idles is left out" in capsys.readouterr().out
-    assert [each["label"] for each in read_report(page)["runs"]] == ["fcfs"]
-
-
-def test_points_of_a_comparison_are_of_the_others() -> None:
-    found = points_from(cells("fcfs", f"{WHERE}Broken"))
-    assert [point.policy for point in found] == ["fcfs"]

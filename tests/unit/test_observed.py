@@ -3,7 +3,6 @@
 import asyncio
 import contextvars
 import threading
-from collections.abc import Iterator
 
 import pytest
 from support.fakes import FakeClient, FakeClock, counting, fake_session
@@ -14,14 +13,6 @@ from engine.messages.requests import FinishedRequest
 from engine.observe.histograms import Histogram
 
 ASKED: contextvars.ContextVar[str] = contextvars.ContextVar("asked")
-
-
-@pytest.fixture
-def gate() -> Iterator[threading.Semaphore]:
-    """Steps of the core, let through one by one; at the end all of them."""
-    steps = threading.Semaphore(0)
-    yield steps
-    steps.release(10_000)
 
 
 async def read(engine: AsyncLLMEngine, name: str, params: SamplingParams, prompt: int = 2) -> None:

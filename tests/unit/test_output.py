@@ -1,6 +1,5 @@
 """From the core's columns to what users read: text, stop strings, log-probabilities, times."""
 
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -63,20 +62,6 @@ def test_text_is_the_decoded_output(kind: OutputKind) -> None:
     assert pieces[-1].finish_reason == "length" and pieces[-1].stop_reason is None
     assert len(outputs) == (1 if kind == "final" else len(IDS))  # 124
     assert all(REPLACEMENT not in piece.text for piece in pieces)  # 118
-
-
-@pytest.mark.parametrize("interval", [1, 5, 10])
-def test_several_tokens_at_once(interval: int) -> None:
-    """117: steps may bring one token or many."""
-    session = fake_session(FakeClient(counting), TOKENIZER)
-    params = SamplingParams(max_tokens=None, output_kind="delta")
-    core_id = submit(session, "Say:", params)
-    text = ""
-    for start in range(0, len(IDS), interval):
-        chunk = IDS[start : start + interval]
-        for output in session.outputs.process(CoreOutputs([core_id], chunk, [len(chunk)], 1.0)):
-            text += output.outputs[0].text
-    assert text == TEXT
 
 
 def test_bytes_cut_off_at_the_end_are_shown() -> None:
@@ -184,11 +169,6 @@ def test_end_of_text_has_no_stop_reason() -> None:
     assert (other.finish_reason, len(other.token_ids)) == ("length", 6)
 
 
-def test_no_text_if_not_asked() -> None:
-    completion = last(IDS, SamplingParams(max_tokens=5, detokenize=False)).outputs[0]
-    assert (completion.text, completion.token_ids) == ("", IDS[:5])
-
-
 @pytest.mark.parametrize("kind", ["cumulative", "delta", "final"])
 def test_logprobs(kind: OutputKind) -> None:
     """121: one entry a token, the sampled one first; cumulative is the sum."""
@@ -213,18 +193,6 @@ def test_sampled_token_among_the_likely_ones_stands_once() -> None:
     assert output.outputs[0].logprobs is not None
     position = output.outputs[0].logprobs[0]
     assert {i: p.rank for i, p in position.items()} == {7: 2, 8: 1}
-
-
-def test_logprobs_are_cut_with_the_tokens() -> None:
-    session = fake_session(FakeClient(counting), TOKENIZER)
-    params = SamplingParams(logprobs=0, stop=["quick"], max_tokens=None)
-    core_id = submit(session, "x", params)
-    entries = [TokenLogprobs([i], [-1.0], 1) for i in IDS]
-    batch = CoreOutputs([core_id], IDS, [len(IDS)], 1.0, logprobs={0: entries})
-    completion = session.outputs.process(batch)[0].outputs[0]
-    assert completion.logprobs is not None
-    assert len(completion.token_ids) == len(completion.logprobs) < len(IDS)
-    assert completion.cumulative_logprob == -len(completion.token_ids)
 
 
 @pytest.mark.parametrize("kind", ["cumulative", "delta"])
@@ -313,27 +281,6 @@ def test_a_request_the_core_refuses_leaves_nothing_behind() -> None:
     assert not client.live and not session.has_unfinished
     client.refuse = lambda request: False
     session.submit(submission)
-
-
-def test_256_rows_are_quick(capsys: pytest.CaptureFixture[str]) -> None:
-    """A step of 256 decodes costs about a millisecond here, detokenisation included."""
-    num_rows, num_steps = 256, 40
-    session = fake_session(FakeClient(counting), TOKENIZER)
-    params = SamplingParams(max_tokens=None)
-    ids = [submit(session, [5, 6, 7], params, str(row)) for row in range(num_rows)]
-    best = min(_seconds(session, ids, IDS[step % len(IDS)]) for step in range(num_steps))
-    with capsys.disabled():
-        print(f" {best * 1e3:.2f} ms for {num_rows} rows", end="")
-    assert best < 0.02
-
-
-def _seconds(session: Session, ids: list[str], token_id: int) -> float:
-    batch = CoreOutputs(ids, [token_id] * len(ids), None, 1.0)
-    start = time.perf_counter()
-    outputs = session.outputs.process(batch)
-    took = time.perf_counter() - start
-    assert len(outputs) == len(ids)
-    return took
 
 
 def test_outputs_that_come_faster_than_they_are_taken_are_shown_one_after_the_other() -> None:

@@ -34,15 +34,6 @@ def test_each_client_gets_its_own() -> None:
     assert ends == {1: ["length"], 2: ["length"]} and outputs[1].request_ids == ["a"]
 
 
-@pytest.mark.behaviour(114)
-def test_one_client_of_index_1_and_no_other_key() -> None:
-    run = make_run()
-    run.scheduler.add_request(make_request("a", [1] * 4, 1, client_index=1))
-    plan = run.scheduler.schedule()
-    outputs = run.scheduler.update_from_output(plan, run.worker.launch(plan))
-    assert list(outputs) == [1]
-
-
 @pytest.mark.behaviour(115)
 def test_pause_of_new_lets_running_go_on_and_holds_the_waiting() -> None:
     run = make_run()
@@ -163,22 +154,6 @@ def test_a_forced_reset_sends_the_running_back_in_their_order() -> None:
         metrics = finished[name].metrics
         assert metrics is not None and metrics.num_preemptions == 1
         assert [event for event, _ in metrics.events][-2:] == ["preempted", "scheduled"]
-
-
-@pytest.mark.behaviour(44)
-def test_a_priority_that_nobody_reads_is_warned_of_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    session = scheduled_session(FakeClock())
-    with caplog.at_level(logging.WARNING, logger="engine.frontend"):
-        for name, priority in (("a", 0), ("b", -3), ("c", 5)):
-            session.submit(session.inputs.process(name, [1], None, {"priority": priority}))
-    assert caplog.text.count("is ignored by policy 'fcfs'") == 1
-    assert "priority -3" in caplog.text
-    caplog.clear()
-    session = scheduled_session(FakeClock(), scheduling_policy="priority")
-    session.submit(session.inputs.process("a", [1], None, {"priority": -3}))
-    assert caplog.text == ""
 
 
 @pytest.mark.behaviour(104)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -39,7 +38,7 @@ from engine.messages.step import (
 )
 from engine.sched.resource import Resource
 from engine.spec.decide import Drafts
-from policylab.verify.fake import CountingWorker, DigestWorker
+from policylab.verify.fake import DigestWorker
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans.txt"
 
@@ -391,9 +390,3 @@ def test_a_resource_is_told_who_takes_a_seat_before_it_takes_tokens() -> None:
     run.add(AddRequest("a", [1] * 20, SamplingParams(max_tokens=2), 0, 0.0, 2))
     run.drain()
     assert seats.told == ["seated a", "take a", "take a", "take a", "take a"]
-
-
-def test_a_worker_of_fakes_knows_no_methods() -> None:
-    with pytest.raises(ConfigError, match="profile is not available"):
-        CountingWorker().call("profile", "start")
-    assert replace(decided(), model="m").model == "m"

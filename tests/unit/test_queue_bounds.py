@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 
 import pytest
 from support.fakes import FakeClock, scheduled_session
 from support.simulate import make_request, make_run
 
-from engine.async_engine import AsyncLLMEngine
 from engine.errors import ConfigError, RefusedError, RequestError
 from engine.frontend.session import Session
 from engine.llm_engine import LLMEngine
@@ -117,20 +115,6 @@ def test_the_refusal_of_a_policy_reaches_the_caller() -> None:
     assert issubclass(RefusedError, RequestError) and issubclass(RefusedError, ValueError)
 
 
-async def test_a_refusal_is_its_own_readers_trouble() -> None:
-    engine = AsyncLLMEngine(scheduled_session(Tick(), scheduling_policy=Picky))
-
-    async def read(name: str, num_prompt: int) -> str | None:
-        params = SamplingParams(max_tokens=4)
-        outputs = [o async for o in engine.generate([1] * num_prompt, params, name)]
-        return outputs[-1].outputs[0].finish_reason
-
-    good, bad = await asyncio.gather(read("a", 4), read("b", 9), return_exceptions=True)
-    assert good == "length" and isinstance(bad, RefusedError)
-    assert await read("b", 4) == "length"
-    engine.shutdown()
-
-
 # Deadlines
 
 
@@ -194,14 +178,6 @@ def test_timeouts_are_finite_and_positive(name: str, value: object) -> None:
     with pytest.raises(RequestError, match=f"{name} is .* must be a finite number of seconds"):
         submit(session, "a", **{name: value})
     assert not session.has_unfinished
-
-
-async def test_a_deadline_through_the_async_engine() -> None:
-    engine = AsyncLLMEngine(scheduled_session(Tick(0.0), max_num_seqs=1))
-    params = SamplingParams(max_tokens=200)
-    outputs = [o async for o in engine.generate([1] * 4, params, "a", timeout=2.0)]
-    assert outputs[-1].finished and outputs[-1].outputs[0].finish_reason == "deadline"
-    engine.shutdown()
 
 
 # Deferral

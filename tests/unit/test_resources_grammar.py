@@ -7,6 +7,7 @@ from support.data_plane import (
     Compiler,
     Compiling,
     OneAnswer,
+    RightDrafts,
     answer,
     guess,
     kept_by,
@@ -245,25 +246,6 @@ def test_drafts_are_cut_to_what_the_grammar_allows():
     assert run.outputs["0"] == answer(request)
 
 
-def test_without_a_request_that_asks_no_hook_is_called():
-    class Counting(GrammarReadiness):
-        num_calls = 0
-
-        def begin_step(self, step):
-            self.num_calls += 1
-            super().begin_step(step)
-
-    request = request_of("1", "its")
-    readiness = Counting(Compiler({"its": follows(request, 1)}), VOCAB_SIZE)
-    run = make_feature_run(resources=[readiness])
-    run.add(request_of("0"))
-    run.drain()
-    assert readiness.num_calls == 0
-    run.add(request)
-    run.drain()
-    assert readiness.num_calls > 0 and run.outputs["1"] == answer(request)
-
-
 def test_drafts_that_break_a_matcher_are_no_fault_of_drafts():
     """What is wrong with one grammar must not cost all others their drafts."""
 
@@ -279,7 +261,7 @@ def test_drafts_that_break_a_matcher_are_no_fault_of_drafts():
     )
     drafts = Drafts(
         3,
-        Right(),
+        RightDrafts(),
         cut=readiness.num_allowed,
     )
     run = make_feature_run(resources=[readiness, drafts])
@@ -287,16 +269,6 @@ def test_drafts_that_break_a_matcher_are_no_fault_of_drafts():
     run.drain()
     assert not run.scheduler.guard.faults.messages
     assert run.outputs["0"] == answer(request)
-
-
-class Right:
-    """A proposer."""
-
-    def propose(self, req, num_tokens):
-        return guess(req.tokens.tolist(), num_tokens, num_tokens)
-
-    def release(self, req):
-        pass
 
 
 @pytest.mark.behaviour(90)

@@ -12,7 +12,6 @@ from support.simulate import expected, make_request, make_run, make_scheduler
 from engine.errors import ConfigError, RequestError
 from engine.messages.params import SamplingParams
 from engine.sched.plugins.find import find_policy
-from engine.sched.resource import Fit, Resource
 from policylab.verify.fake import CountingWorker
 
 ALONE = [7] * 10
@@ -137,29 +136,6 @@ def test_counts_advance_before_the_result_is_known():
     run.launch()
     req = run.scheduler.roster.by_id["0"]
     assert (req.num_computed, req.num_output, req.num_pending) == (100, 0, 1)
-
-
-class OneStepEach(Resource):
-    """No request is in two steps at once: tokens are not fed back on the device."""
-
-    def fit(self, req, num_tokens, step):
-        return Fit(0 if req.table.in_flight.at[req.row] else num_tokens, "cadence")
-
-
-@pytest.mark.behaviour(15)
-@pytest.mark.parametrize(
-    ("resources", "second"), [((OneStepEach(),), {"1": 512}), ((), {"0": 1, "1": 511})]
-)
-def test_a_second_step_is_planned_before_the_first_is_settled(resources, second):
-    """Both figures are right: sampled tokens stay on the device unless a resource forbids it."""
-    run = make_run(max_num_batched_tokens=512, resources=resources)
-    add_all(run, [512, 512])
-    run.launch()
-    run.launch()
-    assert run.plans == [{"0": 512}, second]
-    run.settle()
-    run.launch()
-    assert run.plans[2]["0"] == 1
 
 
 @pytest.mark.behaviour(16)

@@ -135,28 +135,6 @@ def test_the_page_asks_nothing_of_a_network_and_is_well_formed(written: Path) ->
     assert "<h1>two &amp; three</h1>" in text
 
 
-def test_the_page_answers_in_words(runs: list[Run], written: Path) -> None:
-    """Without a script, too: read as text."""
-    said = Page(written.read_text()).text
-    requests = runs[0].requests
-    found = figures(runs[0])
-    assert f"{found.num_counted} of {found.num_requests} requests count" in said
-    counts = requests.counts("num_preempted")
-    most = requests.names["request_id"][int(np.argmax(counts))]
-    assert f"{most} was preempted most: {counts.max()} times" in said
-    waits = sum(requests.waits.values(), np.zeros(len(requests)))
-    longest = requests.names["request_id"][int(np.argmax(waits))]
-    assert f"{longest} waited longest: {waits.max():.3f} s. Why: " in said
-    assert re.search(r"User 'user\d' got least service: [\d,]+ ", said)
-    assert "at 12 requests a second" in said
-    best, *_ = sorted(runs, key=lambda had: figures(had).value("ttft.p99"))
-    ranked = said.split("p99 of the time to first token")[1]
-    assert ranked.startswith(f"{best.policy}: {figures(best).value('ttft.p99'):.4g} (")
-    assert re.search(r"\nvtc: .*; undecided against fcfs, [+-][\d.]+ %, of one pair", said)
-    assert "Figures of single runs: seed 0 at 12 requests a second" in said
-    assert re.search(r"Output was lowest, while requests waited, from [\d.]+ to [\d.]+ s", said)
-
-
 def test_names_cannot_become_markup(tmp_path: Path) -> None:
     evil = "</script><script>alert(1)</script><img src=x onerror=alert(2)>&\"'\u2028"
     requests = Requests()

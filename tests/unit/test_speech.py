@@ -4,23 +4,21 @@
 from __future__ import annotations
 
 import json
-import random
 from typing import Any
 
 import pytest
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
-from tokenizers import Tokenizer as RustTokenizer
+from speech.families import MARKERS, tokenizer_with
 
 from engine.messages.requests import CompletionOutput
 from engine.server.errors import ApiError
 from engine.server.speech.answer import ParsedAnswer
-from engine.server.speech.events import CallBegin, CallEnd
-from engine.server.speech.families import FAMILIES, TOOL_FAMILIES
+from engine.server.speech.events import CallEnd
+from engine.server.speech.families import FAMILIES
 from engine.server.speech.generic import call_text
 from engine.server.speech.tools import kinds_of, tools_of
 from engine.server.speech.turns import ChatFormat
 from engine.text.plain_specials import has_special_tokens, render_plainly
-from engine.text.tokenizer import RustBackend, Tokenizer
+from engine.text.tokenizer import Tokenizer
 
 TOOLS = [
     {
@@ -74,24 +72,6 @@ WRITTEN = {
     f"to=functions.weather <|constrain|>json<|message|>{JSON}<|call|><|start|>assistant<|channel|>"
     f"commentary to=functions.weather <|constrain|>json<|message|>{JSON}",
 }
-MARKERS = (
-    "<think>", "</think>", "<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>",
-    "<arg_value>", "</arg_value>", "[THINK]", "[/THINK]", "[TOOL_CALLS]", "[ARGS]",
-    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
-    "<｜tool▁calls▁end｜>", "<|channel|>", "<|message|>", "<|end|>", "<|start|>", "<|constrain|>",
-    "<|call|>", "<|return|>",
-)  # fmt: skip
-
-
-def tokenizer_with(*markers: str, special: bool = False) -> Tokenizer:
-    """A token for each byte, and one for each marker."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rust = RustTokenizer(models.BPE({char: n for n, char in enumerate(alphabet)}, []))
-    rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    rust.decoder = decoders.ByteLevel()
-    rust.add_tokens([AddedToken(m, special=special, normalized=False) for m in markers])
-    rust.add_special_tokens([AddedToken("<|im_start|>", special=True, normalized=False)])
-    return Tokenizer(RustBackend(rust), {}, {"default": ""})
 
 
 @pytest.fixture(scope="module", params=["tokens", "special", "letters"])
@@ -130,31 +110,6 @@ def calls_in(turn: ParsedAnswer) -> list[tuple[str, Any]]:
     return [(call.name, json.loads(call.arguments)) for call in turn.calls]
 
 
-@pytest.mark.parametrize("family", sorted(WRITTEN))
-def test_families(tokenizer: Tokenizer, family: str) -> None:
-    seed = random.randrange(1 << 30)
-    print(f"seed {seed}")
-    dice = random.Random(seed)
-    speech = ChatFormat(tokenizer, signs_of(family))
-    assert speech.family is not None and speech.family.name == family
-    ids = tokenizer.encode(WRITTEN[family])
-    for most in (1, 3, 40, 10_000):
-        sizes = [dice.randint(1, most) for _ in ids]
-        turn, events = read(tokenizer, speech, ids, sizes)
-        assert calls_in(turn) == [CALLED, CALLED]
-        assert len({call.id for call in turn.calls}) == 2
-        if "Sure" in WRITTEN[family]:
-            assert turn.content == "Sure:"
-        if "Let me" in WRITTEN[family]:
-            assert turn.thinking == "Let me\n\nsee."
-        begun = [event.id for event in events if isinstance(event, CallBegin)]
-        assert begun == [call.id for call in turn.calls]
-
-
-def test_every_family_is_tried() -> None:
-    assert set(WRITTEN) == set(TOOL_FAMILIES)
-
-
 def test_letters_that_look_like_a_marker_open_nothing() -> None:
     tokenizer = tokenizer_with("<think>", "</think>", "<tool_call>", "</tool_call>")
     speech = ChatFormat(tokenizer, "<tool_call><think>")
@@ -173,24 +128,6 @@ def test_without_tools_a_call_is_text(tokenizer: Tokenizer) -> None:
     turn, _ = read(tokenizer, speech, tokenizer.encode(written), [1] * 99, tools=None)
     assert not turn.calls and turn.content.startswith("Sure: ")
     assert '{"name": "weather"}' in turn.content
-
-
-@pytest.mark.parametrize(
-    "written",
-    [
-        '<tool_call>{"name": "weather", "arguments": ',
-        '<tool_call>{"name": "unknown", "arguments": {"city": "Ro',
-        '<tool_call>{"name": "weather", "arguments": [1]}</tool_call>',
-        "<tool_call>[[[[</tool_call>",
-        '<tool_call>"weather"</tool_call>',
-    ],
-)
-def test_what_is_no_call_stays_text(tokenizer: Tokenizer, written: str) -> None:
-    turn, _ = read(
-        tokenizer, ChatFormat(tokenizer, "<tool_call>"), tokenizer.encode(written), [1] * 99
-    )
-    assert not turn.calls
-    assert written.removeprefix("<tool_call>").removesuffix("</tool_call>") in turn.content
 
 
 @pytest.mark.parametrize("family", sorted(WRITTEN))

@@ -8,14 +8,11 @@ from functools import cache
 from typing import Any
 
 import pytest
-from structured.checks import Bench
+from structured.checks import bench
 from structured.schemas import ENDLESS
 
 from engine import StructuredOutputsParams
-from engine.errors import RequestError
-from engine.messages.finite import check_finite
 from engine.messages.requests import CompletionOutput
-from engine.messages.structured import grammar_of
 from engine.server.errors import ApiError
 from engine.server.speech.families import FAMILIES, TOOL_FAMILIES, Calls
 from engine.server.speech.forms import form_of_answer
@@ -34,11 +31,6 @@ BONN = {"city": "Bonn", "days": 1}
 ANSWER = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
 FORM = StructuredOutputsParams(json={**ANSWER, "additionalProperties": False})
 NAMED = {"type": "function", "function": {"name": "weather"}}
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 @cache
@@ -180,17 +172,6 @@ def test_a_schema_that_cannot_be_is_dropped_for_its_tool_alone(
     assert told.value.status == 400 and told.value.param == "tools"
 
 
-@pytest.mark.parametrize("family", ["qwen-coder", "glm"])
-def test_between_tags_too(family: str) -> None:
-    calls = speech_of(family).calls
-    wild = {"type": "object", "properties": {"x": {"type": "integer", "multipleOf": "two"}}}
-    given = tools(
-        tool("wild", {**wild, "required": ["x"]}), tool("weather", CITY), choice="required"
-    )
-    assert takes(family, given, many(calls, call(calls, "wild", {"x": "anything"})))
-    assert not takes(family, given, many(calls, call(calls, "weather", BONN)))
-
-
 @pytest.mark.parametrize("name", ENDLESS)
 def test_strict_arguments_without_an_end_are_refused(name: str) -> None:
     parameters = {**ENDLESS[name], "type": "object"}
@@ -283,14 +264,6 @@ def test_too_much_as_a_whole_goes_without_schemas(caplog: pytest.LogCaptureFixtu
         text = many(calls, call(calls, "t3", {"p1": 5}))
         assert takes("hermes", found, text)
     assert not takes("hermes", found, many(calls, call(calls, "weather", {"city": 1})))
-
-
-def test_a_form_without_an_end_is_refused_next_to_tools() -> None:
-    kind = StructuredOutputsParams(json=ENDLESS["itself"])
-    form = form_of_answer(speech_of("hermes"), tools(tool("weather", CITY)), kind, "")
-    assert form is not None
-    with pytest.raises(RequestError, match="json of structured_outputs has no finite value"):
-        check_finite(grammar_of(form))
 
 
 def test_thinking_comes_before_all_of_it() -> None:

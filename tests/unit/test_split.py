@@ -36,10 +36,3 @@ def test_a_wrong_end_beside_scores_that_are_too_large_together() -> None:
     assert [name for piece in made if piece.fault for name in piece.batch.request_ids] == ["bad"]
     assert sum(len(piece.batch.token_ids) for piece in made) == 3
     assert [row for piece in made for row in piece.batch.logprobs] == [0, 0]
-
-
-def test_ends_that_are_too_large_together_are_told_in_several_messages() -> None:
-    ends = [Finished(i, "stop", kv_transfer_params={"handle": "x" * 1000}) for i in range(10)]
-    made = pieces(batch(*"abcdefghij", finished=ends))
-    assert told(made) == dict.fromkeys("abcdefghij", "stop") and len(made) == 2
-    assert all(end.kv_transfer_params for piece in made for end in piece.batch.finished)

@@ -266,14 +266,6 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path, seed: int) -> None:
             list(StepLog(tmp_path / "other"))
 
 
-def test_the_whole_part_of_a_log_that_breaks_off(tmp_path: Path, seed: int) -> None:
-    run(tmp_path / "log", random.Random(seed))
-    whole = replay(tmp_path / "log").num_steps
-    damaged(tmp_path / "log", lambda data: data[: len(data) // 2])
-    outcome = replay(tmp_path / "log", allow_truncated=True)
-    assert outcome.difference is None and 0 < outcome.num_steps < whole
-
-
 def test_a_log_that_is_not_there_and_one_that_cannot_be_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
         replay(tmp_path / "nothing")

@@ -14,7 +14,6 @@ from engine.config.sched import SchedulerConfig
 from engine.core.engine_core import EngineCore
 from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, RequestError
-from engine.messages.params import SamplingParams
 from engine.sched.plugins.find import choose
 from engine.sched.policies import FCFS
 from engine.sched.policy import Defer, Limits
@@ -222,14 +221,6 @@ def test_whom_a_predictor_refuses_leaves_no_trace():
         run.scheduler.add_request(make_request("a", PROMPT, 3))
     check_empty(run.scheduler)
     assert not run.scheduler.policy.known
-
-
-def test_a_stop_token_that_no_model_has_stops_nobody():
-    run = make_run()
-    params = SamplingParams(max_tokens=3, stop_token_ids=[1 << 40])
-    run.add(make_request("a", PROMPT, 3, params=params))
-    run.drain()
-    assert run.outputs["a"] == expected(PROMPT, 3)
 
 
 class Asking(FCFS):

@@ -4,12 +4,11 @@ otherwise; no name comes twice."""
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import jsonschema
 import pytest
-from structured.checks import Bench
+from structured.checks import bench
 
 from engine import RequestError, StructuredOutputsParams
 from engine.messages.structured import ObjectRules, grammar_from, grammar_of
@@ -18,11 +17,6 @@ from engine.structured.closed import closed
 INTEGER = {"type": "integer"}
 A, B, C = ({"properties": {name: INTEGER}} for name in "abc")
 POINT = {"type": "object", "properties": {"x": INTEGER, "y": INTEGER}}
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 def takes(schema: dict[str, Any], value: Any, **options: Any) -> bool:
@@ -185,17 +179,6 @@ def test_what_cannot_be_chosen_is_an_error() -> None:
         StructuredOutputsParams(
             json={}, additional_properties="open", disable_additional_properties=True
         )
-
-
-@pytest.mark.parametrize("kinds", ["boolean", "null", ["null", "boolean"], ["null", "string"]])
-def test_items_of_small_types_are_distinct(kinds: Any) -> None:
-    schema = {"type": "array", "items": {"type": kinds}, "uniqueItems": True}
-    values = {"boolean": [True, False], "null": [None], "string": ["a", "b"]}
-    distinct = [
-        each for kind in ([kinds] if isinstance(kinds, str) else kinds) for each in values[kind]
-    ]
-    assert takes(schema, distinct)
-    assert not takes(schema, [*distinct, distinct[0]])
 
 
 @pytest.mark.parametrize("key", ["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"])

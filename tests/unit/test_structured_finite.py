@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import Any
 
 import pytest
 from structured.bombs import all_any, chain, wide_any
-from structured.checks import Bench
+from structured.checks import bench
 from structured.schemas import ENDLESS, schemas
 
 from engine import StructuredOutputsParams
@@ -125,11 +124,6 @@ def test_closed_objects_have_no_other_properties() -> None:
     with pytest.raises(RequestError, match="no finite value"):
         form = StructuredOutputsParams(json=schema, disable_additional_properties=True)
         check_finite(grammar_of(form))
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 def is_written(schema: Any, text: str) -> bool:

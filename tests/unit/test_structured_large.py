@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import pytest
-from structured.checks import Bench
+from structured.checks import bench
 
 from engine import RequestError, StructuredOutputsParams
 from engine.structured.decide import GrammarError
 from engine.structured.weakened.writer import written
 
 TEXT = {"type": "string"}
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 def flat(count: int) -> dict[str, Any]:

@@ -1,21 +1,14 @@
 """Patterns that look ahead or back: refused where a text could go on for ever."""
 
 import json
-from functools import cache
 
 import pytest
-from structured.checks import Bench
+from structured.checks import bench
 
 from engine import StructuredOutputsParams
 from engine.messages.structured import Grammar
 from engine.structured.plans import plan_of
 from engine.structured.schemas import SchemaError
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
-
 
 IDLE = "which has a look-ahead that excludes nothing: write it without"
 

@@ -7,12 +7,11 @@ import json
 import weakref
 from contextlib import suppress
 from enum import Enum
-from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
-from structured.checks import Bench
+from structured.checks import bench
 
 from engine import RequestError
 from engine.messages.structured import StructuredOutputsParams, grammar_from, grammar_of
@@ -33,11 +32,6 @@ ASKED: dict[str, tuple[dict[str, Any], str]] = {
     "Lark": ({"grammar": 'start: "level" /[0-9]/'}, "level7"),
     "GBNF": ({"grammar": 'root ::= "level" [0-9]'}, "level7"),
 }
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 @pytest.mark.parametrize("name", ASKED)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from functools import cache
 from typing import Any
 
 import pytest
-from structured.checks import Bench
+from structured.checks import bench
 
 from engine.structured.tags import lark_of
 
@@ -42,11 +41,6 @@ WRONG = {
     '<function=number>{"a":3}</f>': '<function=number>{"a":3}</f',
     'and [say {"a"': "and [say",
 }
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 def asked(**options: Any) -> dict[str, Any]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from functools import cache
 from typing import Any
 
 import pytest
-from structured.checks import Bench
+from structured.checks import bench
 
 from engine import StructuredOutputsParams
 from engine.errors import RequestError
@@ -42,11 +41,6 @@ PATTERNS: dict[str, tuple[list[str], list[str]]] = {
 }
 CASES = [(pattern, space) for pattern, (right, _) in PATTERNS.items() for space in right]
 WRONG = [(pattern, space) for pattern, (_, wrong) in PATTERNS.items() for space in wrong]
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 def is_written(fields: dict[str, Any], text: str) -> bool:

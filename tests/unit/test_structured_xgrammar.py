@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import re
 from datetime import date, timedelta
-from functools import cache
 from threading import Event
 from typing import Any
 
 import pytest
 from llguidance import LLTokenizer
-from structured.checks import Bench
+from structured.checks import bench
 from structured.judges import json_judge
 from support.patience import WAIT_SECONDS
 
@@ -22,11 +21,6 @@ from engine.structured.schemas import SchemaError
 from engine.structured.xgrammar.compiler import XGrammars, source_of
 from engine.structured.xgrammar.narrowed import narrowed
 from engine.structured.xgrammar.patterns import of_whole_text
-
-
-@cache
-def bench() -> Bench:
-    return Bench()
 
 
 def kind(*names: str, **properties: Any) -> dict[str, Any]:
@@ -106,26 +100,19 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "items that differ": ({"type": "array", "uniqueItems": True}, "uniqueItems is True"),
     "one of the items": ({"type": "array", "contains": {"const": 1}}, "contains is"),
     "needed together": ({"type": "object", "dependentRequired": {"a": ["b"]}}, "dependentRequired"),
-    "a schema by property": ({"dependentSchemas": {"a": {"required": ["b"]}}}, "dependentSchemas"),
-    "patterns of names": ({"patternProperties": {"^a": {}}}, "patternProperties is"),
     "a format": ({"type": "string", "format": "uri"}, "format is 'uri'"),
     "lengths beside a pattern": ({"pattern": "^a+$", "maxLength": 3}, "maxLength next to pattern"),
     "look-around": ({"pattern": "^(?!a).*$"}, "look-around"),
-    "a word's end": ({"pattern": "a\\b"}, "not enforced"),
     "ways that begin alike": ({"pattern": "^(a[ab]?|a)$"}, "may begin alike"),
-    "counts of nothing": ({"pattern": "^(a*){2}$"}, "may be empty"),
     "counts within counts": ({"pattern": "^(([a-z]{1,20} ){1,20}x){1,20}$"}, "limit is"),
     "multiples in a range": ({"type": "integer", "multipleOf": 7, "minimum": 3}, "multipleOf is 7"),
-    "multiples of numbers": ({"type": "number", "multipleOf": 0.5}, "multipleOf of a number"),
     "properties without names": ({"type": "object", "minProperties": 2}, "minProperties is 2"),
     "another document": ({"$ref": "https://example.org/a"}, r"\$ref is"),
-    "itself": ({"$ref": "#"}, "leads back to itself"),
     "each other": (
         {"$defs": {"a": {"$ref": "#/$defs/a", "maxLength": 1}}, "$ref": "#/$defs/a"},
         "without end|nested",
     ),
     "too deep": (json.loads('{"items":' * 30 + "{}" + "}" * 30), "24 deep"),
-    "too many": ({"properties": {f"p{at}": {} for at in range(600)}}, "limit is 500"),
     "too long": ({"type": "string", "maxLength": 5_000}, "limit is 1000"),
 }
 

@@ -295,15 +295,9 @@ def test_the_number_of_drafts_is_the_depth_if_not_given():
     ("options", "error"),
     [
         ({"suffix_decoding_max_tree_depth": 0}, r"max_tree_depth is 0, must be in 1\.\.256"),
-        ({"suffix_decoding_max_tree_depth": 257}, "max_tree_depth is 257"),
-        ({"suffix_decoding_max_tree_depth": "24"}, "max_tree_depth is '24'.*a whole number"),
         ({"suffix_decoding_max_cached_requests": -1}, "max_cached_requests is -1, must be in 0"),
-        ({"suffix_decoding_max_cached_requests": 1.5}, "max_cached_requests is 1.5"),
         ({"suffix_decoding_max_spec_factor": -0.5}, "max_spec_factor is -0.5, must be in 0"),
-        ({"suffix_decoding_max_spec_factor": float("nan")}, "max_spec_factor is nan"),
         ({"suffix_decoding_min_token_prob": 1.1}, "min_token_prob is 1.1, must be in 0.0..1.0"),
-        ({"suffix_decoding_min_token_prob": True}, "min_token_prob is True"),
-        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
         ({"suffix_decoding_tree_depth": 3}, "did you mean 'suffix_decoding_max_tree_depth'"),
         (
             {"prompt_lookup_max": 3},
@@ -313,7 +307,6 @@ def test_the_number_of_drafts_is_the_depth_if_not_given():
             {"method": "ngram", "num_speculative_tokens": 3, "suffix_decoding_min_token_prob": 0.2},
             "suffix_decoding_min_token_prob is 0.2, which is for method 'suffix' and not 'ngram'",
         ),
-        ({"method": "ngram"}, "lacks 'num_speculative_tokens'"),
         *(
             ({"method": method}, f"method '{method}' is not available; there are: ngram, suffix")
             for method in ("eagle", "eagle3", "medusa", "mlp_speculator", "mtp")

@@ -254,14 +254,3 @@ def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
     worker.shutdown()
     worker.shutdown()
     assert feature.is_shut_down
-
-
-def test_a_plan_with_an_unread_part_fails_its_step_loudly(directory):
-    worker = worker_of(directory)
-    worker.load()
-    worker.allocate(40)
-    scheduler = make_scheduler(resources=[AdapterSlots(1)], max_model_len=LONGEST, max_num_seqs=8)
-    scheduler.add_request(make_request("a", [3, 4], 2, adapter="A"))
-    with pytest.raises(RuntimeError, match=r"step 1 has adapters.*computes drafts, masks"):
-        worker.launch(scheduler.schedule())
-    worker.shutdown()
