@@ -5,7 +5,6 @@ Where nothing may be read lies NaN: free blocks, blocks a window left, the rest 
 
 import dataclasses
 import itertools
-import random
 from typing import Any
 
 import pytest
@@ -117,20 +116,6 @@ def queries(num: int, case: dict[str, Any], rng: torch.Generator) -> torch.Tenso
 )
 def test_attention_over_pairs_of_switches(case: dict[str, Any], rng: torch.Generator) -> None:
     check(case, rng)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("group", SWITCHES["group"])
-@pytest.mark.parametrize("head_dim", SWITCHES["head_dim"])
-def test_every_group_of_every_size(group: int, head_dim: int, rng: torch.Generator) -> None:
-    """With all steps; the other switches are drawn."""
-    dice = random.Random(rng.initial_seed())
-    for step in STEPS:
-        case = {name: dice.choice(values) for name, values in SWITCHES.items()}
-        case |= {"step": step, "group": group, "head_dim": head_dim}
-        if case["dtype"] is torch.float32:
-            case["cache"] = "same"
-        check(case, rng)
 
 
 def check(case: dict[str, Any], rng: torch.Generator) -> None:

@@ -181,21 +181,3 @@ def test_drafts_are_remembered_where_they_stand(body: object, rng: np.random.Gen
     body.remember(history, slots, positions, torch.tensor([5, 6, 7], dtype=torch.int32))
     assert history[1, 3:5].tolist() == [5, 6] and history[4, 9] == 7
     assert (history != POISON).sum() == 3
-
-
-@bodies
-def test_a_token_goes_round_without_the_host(body: object, rng: np.random.Generator) -> None:
-    """What one step samples is the next one's input, one place further."""
-    state = new_state(rng)
-    slots, starts = torch.tensor([3, 1], dtype=torch.int32), starts_of([1, 1])
-    unknown = torch.full((2,), UNKNOWN, dtype=torch.int32)
-    first = state.num_computed[slots.long()].tolist()
-    sampled = state.history[slots.long(), state.num_computed[slots.long()].long()]
-    for step in range(3):
-        inputs = room(2, 2)
-        body.preparation(state, slots, starts, unknown, inputs, BLOCK)()
-        assert inputs.positions.tolist() == [start + step for start in first]
-        assert torch.equal(inputs.input_ids, sampled)
-        sampled = ints(rng, 0, 1000, 2)
-        drawn = reference.Drawn(sampled.clone(), slots, starts, None)
-        body.advance(state, slots, starts, drawn)

@@ -2,11 +2,9 @@
 
 import pytest
 import torch
-from interpreted.test_attention import alone, as_recorded
 from support.paged_cache import Cache
 
 from kernels import reference
-from kernels import triton as bodies
 from kernels.triton.invariant import invariant_linear
 from kernels.triton.kv_write import write_launch
 
@@ -46,24 +44,6 @@ def test_no_row_is_nothing_to_do() -> None:
 def test_inputs_of_another_type_are_refused() -> None:
     with pytest.raises(ValueError, match="of one dtype"):
         invariant_linear(torch.zeros(2, 16), torch.zeros(8, 16).bfloat16(), None)
-
-
-@pytest.mark.parametrize("window", [0, 300])
-def test_attention_of_a_token_is_the_same_in_any_step(window: int, seed: int) -> None:
-    """Alone, where keys of other steps are split; in a chunk of any length; recorded."""
-    rng = torch.Generator().manual_seed(seed)
-    cache = Cache(((1, 20), (12, 1600), (1, 900)), (2, 32), rng, window=window)
-    variant = reference.AttentionOptions(0.2, window)
-    q, kv = torch.randn(cache.num_tokens, 6, 32, generator=rng), cache.kv
-    cache.meta.batch_invariant = True
-    together = bodies.paged_attention(q, kv, cache.meta, variant)
-    recorded = bodies.paged_attention(q, kv, as_recorded(cache.meta, len(q)), variant)
-    assert torch.equal(recorded, together)
-    starts = cache.meta.query_start.tolist()
-    for s, first, end in ((0, 0, 1), (1, 0, 1), (1, 1, 5), (1, 5, 12), (2, 0, 1)):
-        rows = slice(starts[s] + first, starts[s] + end)
-        got = bodies.paged_attention(q[rows], kv, alone(cache.meta, s, first, end), variant)
-        assert torch.equal(got, together[rows]), (s, first, end)
 
 
 def test_heads_are_normalised_by_one_kernel_for_any_number_of_tokens(seed: int) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
-from support.data_plane import make_feature_run
-from support.simulate import expected, make_request
+from support.data_plane import Compiler, Compiling, OneAnswer, Source, make_feature_run
+from support.simulate import VOCAB_SIZE, expected, make_request
 
 from engine.errors import ConfigError
+from engine.kv_transfer.decide import RemoteKV
+from engine.lora.decide import AdapterSlots
 from engine.sched import Fit, Resource
+from engine.structured.decide import GrammarReadiness
 from examples.resources.ready import BlockAlignment, PipelineCadence, PrefillGate
 
 
@@ -204,3 +207,36 @@ def test_who_is_in_one_step_at_a_time_is_passed_over_without_asking(num_requests
     assert not run.scheduler.schedule().num_tokens
     run.drain()
     assert all(run.outputs[str(index)] == expected([index + 1] * 4, 16) for index in range(3))
+
+
+def slow_grammar():
+    return GrammarReadiness(Compiler({"slow": lambda: Compiling(OneAnswer([]), 4)}), VOCAB_SIZE)
+
+
+LOAD = {"num_tokens": 48, "asynchronous": True, "ticks": 3}
+
+
+@pytest.mark.behaviour(88, 91, 97)
+@pytest.mark.parametrize(
+    ("make_resource", "asks", "waits"),
+    [
+        (lambda: AdapterSlots(1), {"adapter": "B"}, {"adapter": 5.0}),
+        (slow_grammar, {"grammar": "slow"}, {"grammar": 3.0}),
+        (RemoteKV, {"kv_transfer_params": LOAD}, {"remote KV": 2.0, "next step": 1.0}),
+    ],
+    ids=["adapters", "grammars", "loads"],
+)
+def test_the_wait_is_charged_to_the_resource_that_caused_it(make_resource, asks, waits):
+    """A step takes a second. The first adapter is in use for five of them."""
+    clock, resource = [0.0], make_resource()
+    source = Source(16) if isinstance(resource, RemoteKV) else None
+    run = make_feature_run(resources=[resource], source=source, clock=lambda: clock[0])
+    if "adapter" in asks:
+        run.add(make_request("first", [7] * 10, 5, adapter="A"))
+    run.add(make_request("waits", [8] * 60, 4, **asks))
+    while "waits" not in run.finished:
+        run.step()
+        clock[0] += 1.0
+    assert {
+        cause: seconds for cause, seconds in run.ends["waits"].waits.items() if seconds
+    } == waits

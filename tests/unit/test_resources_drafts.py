@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 
 import numpy as np
@@ -212,21 +211,6 @@ def test_without_drafts_steps_overlap_as_ever():
     assert run.plans[1] == {"0": 1}
 
 
-def test_preempted_while_drafts_are_in_flight():
-    """What it had computed is gone then, so there is nothing to roll back."""
-    _, run = make(num_right=0)
-    request = add(run)
-    run.step()
-    run.launch()
-    scheduler = run.scheduler
-    req = scheduler.roster.by_id["0"]
-    scheduler.preempt(req, scheduler.view.step)
-    run.settle()
-    assert (req.num_computed, req.num_output) == (0, 2)
-    run.drain()
-    assert run.outputs["0"] == answer(request)
-
-
 def test_a_row_without_a_result_says_nothing_about_its_drafts():
     drafts, run = make(fail=lambda seq, upto: "lost" if upto > 20 else None)
     add(run)
@@ -260,51 +244,6 @@ def test_drafts_are_taken_where_the_worker_proposes_or_a_proposer():
     for drafts in (Drafts(0), Drafts(3, RightDrafts())):
         check_capabilities([drafts], frozenset({"drafts"}))
     assert parts_of([Drafts(3)]) == ("drafts",), "what clients are told of"
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("k", [0, 1, 2, 4])
-def test_drafts_change_nobody_s_tokens(k, depth):
-    """With shared prompts, little memory and drafts that are right at random."""
-    for seed in range(12):
-        rng = random.Random(seed)
-
-        def propose(tokens, rng=rng):
-            return guess(tokens, rng.randint(0, k), rng.randint(0, k + 1))
-
-        seats = rng.randint(1, 8)
-        run = make_feature_run(
-            depth=depth,
-            resources=[drafts := Drafts(k)],
-            propose=propose,
-            num_drafts=k,
-            num_blocks=rng.randint(25, 40),
-            block_size=rng.choice([1, 2, 4]),
-            caching=seed % 3 > 0,
-            max_num_seqs=seats,
-            max_num_batched_tokens=rng.randint(seats, 40),
-            max_model_len=24,
-            policy=rng.choice(["fcfs", "priority"]),
-        )
-        shared = [rng.randrange(1000) for _ in range(20)]
-        requests = []
-        for index in range(20):
-            prompt = [*shared[: rng.randint(1, 10)], rng.randrange(1000)]
-            most = rng.randint(1, 12)
-            requests.append(make_request(str(index), prompt, most, priority=rng.randint(-1, 1)))
-            run.add(requests[-1])
-            for _ in range(rng.randint(0, 2)):
-                run.step()
-        run.drain()
-        for request in requests:
-            assert run.outputs[request.request_id] == answer(request), f"seed {seed}"
-        stats = drafts.stats
-        assert (
-            stats.num_accepted_tokens
-            == sum(stats.num_accepted_tokens_per_pos)
-            <= stats.num_draft_tokens
-        ), seed
-        assert (stats.num_accepted_tokens > 0) == (k > 0), f"seed {seed}"
 
 
 @pytest.mark.parametrize("preempts", [False, True])

@@ -182,33 +182,6 @@ def test_media_are_kept_until_their_tokens_are_known_to_be_computed(depth):
 
 
 @pytest.mark.behaviour(34)
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_preempted_request_finds_its_media_or_asks_for_them_again(depth):
-    run = make(
-        EncoderBudget(8, 8),
-        depth=depth,
-        policy="priority",
-        num_blocks=9,
-        block_size=4,
-        caching=False,
-        max_num_batched_tokens=16,
-    )
-    requests = [
-        with_media(str(i), 12, (2, 8, f"image {i}"), num_output=18, first=i, priority=-i)
-        for i in range(5)
-    ]
-    for request in requests:
-        run.add(request)
-        for _ in range(4):
-            run.step()
-    run.drain()
-    assert run.scheduler.settler.counters.num_preemptions > 0
-    assert run.worker.num_encoded > 5 * 8, "some were evicted meanwhile"
-    for request in requests:
-        assert run.outputs[request.request_id] == answer(request)
-
-
-@pytest.mark.behaviour(34)
 def test_what_a_failed_row_encoded_is_not_used_by_others():
     def fail(seq, upto):
         return "no memory" if seq.request_id == "0" else None

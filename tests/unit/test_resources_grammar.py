@@ -58,19 +58,6 @@ def test_who_waits_for_a_grammar_is_passed_and_comes_back_in_order():
 
 
 @pytest.mark.behaviour(88)
-def test_the_wait_is_charged_to_the_grammar():
-    clock = [0.0]
-    request = request_of("0", "slow")
-    _, run = make({"slow": follows(request, polls=4)}, clock=lambda: clock[0])
-    run.add(request)
-    while run.scheduler.has_requests():
-        run.step()
-        clock[0] += 1.0
-    waits = {cause: seconds for cause, seconds in run.ends["0"].waits.items() if seconds}
-    assert waits == {"grammar": 3.0}
-
-
-@pytest.mark.behaviour(88)
 def test_a_grammar_is_compiled_while_its_request_waits_for_a_seat():
     requests = [request_of("0"), request_of("1", "slow")]
     _, run = make({"slow": follows(requests[1], polls=4)}, max_num_seqs=1)
@@ -210,24 +197,6 @@ def test_the_next_step_is_planned_before_the_mask_of_this_one_is_known():
     assert run.plans == [{"0": 10, "1": 10}, {"0": 1, "1": 1}]
     run.drain()
     assert run.outputs["0"] == answer(request)
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_preempted_request_goes_on_in_its_grammar(depth):
-    requests = [request_of(str(i), f"{i}", num_output=16) for i in range(4)]
-    _, run = make(
-        {request.grammar: follows(request, i) for i, request in enumerate(requests)},
-        depth=depth,
-        num_blocks=11,
-        block_size=4,
-        caching=False,
-    )
-    for request in requests:
-        run.add(request)
-    run.wait()
-    assert run.scheduler.settler.counters.num_preemptions > 0
-    for request in requests:
-        assert run.outputs[request.request_id] == answer(request)
 
 
 @pytest.mark.behaviour(87)

@@ -32,19 +32,6 @@ def test_another_adapter_waits_and_is_passed_by_the_base_model():
     assert run.outputs["0"] == run.outputs["1"] != run.outputs["3"]
 
 
-@pytest.mark.behaviour(91)
-def test_the_wait_is_charged_to_the_adapter():
-    clock = [0.0]
-    run = make_feature_run(resources=[AdapterSlots(1)], clock=lambda: clock[0])
-    add(run, "0", "A", num_output=5)
-    add(run, "1", "B")
-    while run.scheduler.has_requests():
-        run.step()
-        clock[0] += 1.0
-    waits = {cause: seconds for cause, seconds in run.ends["1"].waits.items() if seconds}
-    assert waits == {"adapter": 5.0}
-
-
 def test_an_idle_adapter_stays_loaded_until_its_slot_is_needed():
     slots = AdapterSlots(2)
     run = make_feature_run(resources=[slots])
@@ -73,19 +60,6 @@ def test_an_aborted_request_gives_its_adapter_back():
     run.scheduler.finish_requests("0")
     run.step()
     assert run.plans == [{"0": 10}, {"1": 10}]
-
-
-@pytest.mark.parametrize("depth", [1, 2, 3])
-def test_a_preempted_request_comes_back_with_its_adapter(depth):
-    """Half the pool is enough for one at a time once their outputs grow."""
-    slots = AdapterSlots(2)
-    run = make_feature_run(resources=[slots], num_blocks=9, block_size=4, depth=depth)
-    names = ("A", "B", "C", None)
-    requests = [add(run, str(i), name, 16, length=6) for i, name in enumerate(names)]
-    run.drain()
-    assert run.scheduler.settler.counters.num_preemptions > 0
-    for request in requests:
-        assert run.outputs[request.request_id] == answer(request)
 
 
 def test_no_slot_at_all_is_refused():

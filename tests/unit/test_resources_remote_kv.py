@@ -93,18 +93,6 @@ def test_others_may_share_what_was_loaded():
 
 
 @pytest.mark.behaviour(97)
-def test_the_wait_is_charged_to_the_load():
-    clock = [0.0]
-    _, run = make(clock=lambda: clock[0])
-    run.add(loading("0", 48))
-    while "0" not in run.finished:
-        run.step()
-        clock[0] += 1.0
-    waits = {cause: seconds for cause, seconds in run.ends["0"].waits.items() if seconds}
-    assert waits == {"remote KV": 2.0, "next step": 1.0}
-
-
-@pytest.mark.behaviour(97)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_what_a_failed_load_did_not_bring_is_computed(depth):
     source, run = make(depth=depth)
