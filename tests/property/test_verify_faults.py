@@ -198,9 +198,11 @@ class PredictsAnything(Predictor):
 @pytest.mark.parametrize(
     ("predictor", "message"),
     [
-        (PredictsNothing, "length predictor mine, request .*ValueError"),
+        pytest.param(
+            PredictsNothing, "length predictor mine, request .*ValueError", marks=pytest.mark.slow
+        ),
         (PredictsBelowZero, "length predictor mine predicts -5 output tokens"),
-        (PredictsWords, "length predictor mine, .*TypeError"),
+        pytest.param(PredictsWords, "length predictor mine, .*TypeError", marks=pytest.mark.slow),
     ],
 )
 def test_a_predictor_that_predicts_no_length_fails(predictor: type, message: str) -> None:
