@@ -37,7 +37,7 @@ from support.streams import Streams  # noqa: E402
 from support.wire_samples import SAMPLES, frames_of  # noqa: E402
 
 from engine.errors import WireError  # noqa: E402
-from engine.ipc.codec import Decoder  # noqa: E402
+from engine.ipc.codec import MessageDecoder  # noqa: E402
 from engine.rpc.zmq_client import EngineCoreClient  # noqa: E402
 
 MAX_FRAME_SECONDS = 1.0  # for one frame; a pause of the machine is no failure
@@ -68,13 +68,13 @@ def fuzz_decoders(num_frames: int, seed: int) -> Decoded:
     for index, (messages, samples) in enumerate(SAMPLES.items()):
         mutator = Mutator(frames_of(samples), random.Random(seed + index))
         share = num_frames * (index + 1) // len(SAMPLES) - result.frames
-        _fuzz(Decoder(messages), mutator, share, result)
+        _fuzz(MessageDecoder(messages), mutator, share, result)
     result.seconds = round(time.monotonic() - began, 2)
     result.grown_mib = round(_peak_mib() - before, 1)
     return result
 
 
-def _fuzz(decoder: Decoder[Any], mutator: Mutator, num: int, result: Decoded) -> None:
+def _fuzz(decoder: MessageDecoder[Any], mutator: Mutator, num: int, result: Decoded) -> None:
     slowest, refused = 0.0, 0
     for _ in range(num):
         frame = mutator.frame()

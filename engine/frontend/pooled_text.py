@@ -31,7 +31,7 @@ from engine.frontend.output import (
 from engine.frontend.text_workers import MAX_DEATHS, Task, TextPool
 from engine.ipc.frames import pack_ids
 from engine.messages.requests import CoreOutputs, RequestOutput
-from engine.messages.text import Job, Opening, Read, Reply, TextDelta, TextWish
+from engine.messages.text import Job, KnownText, Read, Reply, TextDelta, TextWish
 from engine.text.detokenizer import wish_of
 from engine.text.tokenizer import Tokenizer
 
@@ -223,7 +223,7 @@ class TextStream:
         self._read = array("i")  # token ids whose text was received
         self._counts = array("i")  # number of ids in each call
 
-    def opening(self, process_number: int) -> Opening | None:
+    def opening(self, process_number: int) -> KnownText | None:
         """The state that this process must load first; ``None`` if it holds it already."""
         if process_number == self._process_number:
             return None
@@ -232,7 +232,7 @@ class TextStream:
         for num in self._counts:
             read.append(self._read[start : start + num].tolist())
             start += num
-        return Opening(self._wish, pack_ids(self._prompt_token_ids), read)
+        return KnownText(self._wish, pack_ids(self._prompt_token_ids), read)
 
     def note(self, token_ids: list[int]) -> None:
         """Record tokens that were read."""

@@ -12,7 +12,7 @@ import msgspec
 
 from engine.config.model import ModelConfig
 from engine.errors import RequestError, WireError
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.ipc.frames import pack_frames, pack_ids, read_frames, unpack_ids
 from engine.ipc.program import start_message
 from engine.messages.text import (
@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
         model=start.model, tokenizer=start.tokenizer, trust_remote_code=start.trust_remote_code
     )
     server = TextServer(load_tokenizer(model))
-    decoder, encoder = Decoder[Job](Job), Encoder()
+    decoder, encoder = MessageDecoder[Job](Job), MessageEncoder()
     with socket.socket(fileno=start.socket) as parent:
         parent.sendall(pack_frames([encoder.encode(Ready())]))
         while True:
@@ -50,7 +50,9 @@ def main(descriptor: int) -> None:
             parent.sendall(pack_frames([answer(server, decoder, encoder, each) for each in frames]))
 
 
-def answer(server: TextServer, decoder: Decoder[Job], encoder: Encoder, frame: bytes) -> bytes:
+def answer(
+    server: TextServer, decoder: MessageDecoder[Job], encoder: MessageEncoder, frame: bytes
+) -> bytes:
     """The encoded answer to an encoded job; a failure if the answer is too long to send."""
     try:
         return encoder.encode(server.do(decoder.decode([frame])))

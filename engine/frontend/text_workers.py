@@ -30,7 +30,7 @@ import msgspec
 
 from engine.config.model import ModelConfig
 from engine.errors import ConfigError, EngineDeadError, RefusedError, RequestError, WireError
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.ipc.frames import pack_frames, read_frames, unpack_ids
 from engine.ipc.program import Program
 from engine.ipc.sockets import Waker
@@ -331,7 +331,7 @@ class TextWorker:
         self._retry_seconds = retry_seconds
         self._slowest = slowest
         self._on_error = on_error
-        self._encoder = Encoder()
+        self._encoder = MessageEncoder()
         self._down_until = 0.0
         self._tasks: list[Task] = []  # that the process works on
         queue.workers.append(self)
@@ -496,7 +496,7 @@ class TextProcess:
 
     def __init__(self, start: Callable[[int], StartText]) -> None:
         self.is_ready = False
-        self._decoder: Decoder[Reply] = Decoder(Reply)
+        self._decoder: MessageDecoder[Reply] = MessageDecoder(Reply)
         self._socket, theirs = socket.socketpair()
         try:
             message = msgspec.msgpack.encode(start(theirs.fileno()))

@@ -17,11 +17,11 @@ UNFIT = (TypeError, ValueError, OverflowError, RecursionError, MemoryError)
 ARRAY_HEADS = {0xDC: 3, 0xDD: 5}  # length of array headers longer than a byte, by first byte
 
 
-class Decoder(Generic[T]):
+class MessageDecoder(Generic[T]):
     """Decodes the messages of one tagged union. A message is one frame."""
 
     def __init__(self, messages: Any) -> None:
-        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
+        self._decoder: msgspec.msgpack.MessageDecoder[T] = msgspec.msgpack.MessageDecoder(
             messages, ext_hook=_refuse_extension
         )
 
@@ -35,7 +35,7 @@ class Decoder(Generic[T]):
             raise WireError(f"not a message: {plain_text(str(error))}") from error
 
 
-class Encoder:
+class MessageEncoder:
     """Encodes messages of at most ``max_bytes``, a limit that a call can replace.
 
     Raises ``WireError`` for values that the format does not support.
@@ -43,7 +43,7 @@ class Encoder:
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._encoder = msgspec.msgpack.Encoder(enc_hook=_refuse_object)
+        self._encoder = msgspec.msgpack.MessageEncoder(enc_hook=_refuse_object)
 
     def encode(self, message: msgspec.Struct, max_bytes: int | None = None) -> bytes:
         """Encode a message as one frame, of at most ``max_bytes`` if given.

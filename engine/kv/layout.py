@@ -11,7 +11,7 @@ from engine.kv.tables import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerSpec:
+class LayerKV:
     """The KV that one layer keeps per token."""
 
     num_kv_heads: int
@@ -42,10 +42,10 @@ class KVSpec:
         per_token = 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
         return self.num_layers * per_token * block_size
 
-    def layers(self) -> list[LayerSpec]:
+    def layers(self) -> list[LayerKV]:
         """The KV of each layer."""
         return [
-            LayerSpec(
+            LayerKV(
                 num_kv_heads=self.num_kv_heads,
                 head_dim=self.head_dim,
                 window=window,
@@ -63,7 +63,7 @@ class Grouping(NamedTuple):
 
 
 def group_layers(
-    layers: Sequence[LayerSpec], *, block_size: int, max_num_batched_tokens: int
+    layers: Sequence[LayerKV], *, block_size: int, max_num_batched_tokens: int
 ) -> Grouping:
     """Group layers with the same window. All groups but the last of a window are equally large.
 

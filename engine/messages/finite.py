@@ -65,16 +65,19 @@ class Way(NamedTuple):
 
 
 @dataclass
-class Reading:
+class SchemaReading:
     """The schemas that hold for one value, while they are collected."""
 
     waiting: list[Link]
     seen: set[int] = field(default_factory=set)
     schemas: list[Schema] = field(default_factory=list)
 
-    def with_one_of(self, options: list[Link]) -> list[Reading]:
+    def with_one_of(self, options: list[Link]) -> list[SchemaReading]:
         """One copy of this reading for each option, with the option added."""
-        return [Reading([*self.waiting, each], set(self.seen), [*self.schemas]) for each in options]
+        return [
+            SchemaReading([*self.waiting, each], set(self.seen), [*self.schemas])
+            for each in options
+        ]
 
 
 class TooLargeError(Exception):
@@ -284,7 +287,7 @@ class Places:
         A schema that refers to itself for the same value cannot be satisfied; such choices are
         left out.
         """
-        readings = [Reading([Link(number) for number in place])]
+        readings = [SchemaReading([Link(number) for number in place])]
         while readings:
             reading = readings.pop()
             choices = self._read(reading)
@@ -299,7 +302,7 @@ class Places:
                 self._count(len(found))
             readings += found
 
-    def _read(self, reading: Reading) -> list[list[Link]] | None:
+    def _read(self, reading: SchemaReading) -> list[list[Link]] | None:
         """Collect schemas up to the next one with ``anyOf`` or ``oneOf``, and return its options;
         [] at the end, ``None`` if the reading cannot be satisfied."""
         while reading.waiting:

@@ -45,7 +45,7 @@ class TextWish(msgspec.Struct, array_like=True, frozen=True):
     min_tokens: int
 
 
-class Opening(msgspec.Struct, array_like=True, frozen=True):
+class KnownText(msgspec.Struct, array_like=True, frozen=True):
     """The state of a sequence that is new to the process. ``read``: tokens whose text is already
     known, in the groups in which they were read: an incomplete character delays a group's text."""
 
@@ -63,7 +63,7 @@ class Read(msgspec.Struct, array_like=True, frozen=True, tag="read"):
     sequence: int
     token_ids: list[int]
     is_last: bool
-    opening: Opening | None = None
+    opening: KnownText | None = None
 
 
 Job = Encode | Render | Read

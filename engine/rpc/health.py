@@ -9,7 +9,7 @@ import zmq
 from engine.errors import WireError
 from engine.ipc import sockets
 from engine.ipc.address import Address
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.wire import FromControl, Health, Ping
 
 ASK_SECONDS = 1.0  # least time between two pings
@@ -29,8 +29,8 @@ class HealthMonitor:
         self._ask_seconds = min(ASK_SECONDS, hang_timeout / 4)
         self.socket = sockets.dealer(context, address.secret)
         self.socket.connect(address.control)
-        self._ping = Encoder().encode(Ping(address.token))
-        self._decoder: Decoder[FromControl] = Decoder(FromControl)
+        self._ping = MessageEncoder().encode(Ping(address.token))
+        self._decoder: MessageDecoder[FromControl] = MessageDecoder(FromControl)
         self._sent_at = 0.0
         self._num_unanswered = 0
 

@@ -29,7 +29,7 @@ from engine.core.inproc_client import InprocClient
 from engine.errors import EngineDeadError, WireError
 from engine.ipc import sockets
 from engine.ipc.address import Address, Directory
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.requests import CoreOutputs, Finished
 from engine.messages.wire import (
     MAX_HELLO_BYTES,
@@ -214,8 +214,8 @@ class ControlDispatcher:
     def __init__(self, host: EngineCoreHost, token: bytes) -> None:
         self._host = host
         self._token = token
-        self._encoder = Encoder()
-        self._decoder: Decoder[ToControl] = Decoder(ToControl)
+        self._encoder = MessageEncoder()
+        self._decoder: MessageDecoder[ToControl] = MessageDecoder(ToControl)
         self._complaints = Throttle()
 
     def answer(self, router: sockets.Socket, identity: bytes, frames: list[bytes]) -> None:

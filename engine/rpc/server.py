@@ -19,7 +19,7 @@ from engine.config.engine import EngineConfig
 from engine.core.inproc_client import InprocClient
 from engine.core.polling import Work, poll_timeout_ms
 from engine.errors import EngineDeadError, EngineError, RefusedError, RequestError, WireError
-from engine.ipc.codec import MAX_MESSAGE_BYTES, Decoder, is_tagged
+from engine.ipc.codec import MAX_MESSAGE_BYTES, MessageDecoder, is_tagged
 from engine.ipc.sockets import Socket, Waker
 from engine.messages.requests import AddRequest
 from engine.messages.wire import (
@@ -186,7 +186,7 @@ class Dispatcher:
         self._sessions = sessions
         self._token = token
         self.ending = ending
-        self._decoder: Decoder[FromClient] = Decoder(FromClient)
+        self._decoder: MessageDecoder[FromClient] = MessageDecoder(FromClient)
         self._complaints = Throttle()  # limits log lines about clients without a session
 
     def take(self, identity: bytes, frames: list[bytes], now: float) -> None:

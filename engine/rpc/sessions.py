@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from engine.errors import WireError
-from engine.ipc.codec import MAX_MESSAGE_BYTES, Encoder, plain_text
+from engine.ipc.codec import MAX_MESSAGE_BYTES, MessageEncoder, plain_text
 from engine.ipc.sockets import MAX_CONNECTIONS, Socket
 from engine.messages.requests import CoreOutputs, Finished, pick_rows, with_ends
 from engine.messages.wire import Dead, Outputs, Probe, ToClient
@@ -87,7 +87,7 @@ class ClientSessions:
         self._drop = drop
         self._max_clients = max_clients
         self._max_backlog_bytes = max_backlog_bytes
-        self._encoder = Encoder(max_message_bytes)
+        self._encoder = MessageEncoder(max_message_bytes)
         self._by_identity: dict[bytes, ClientSession] = {}
         self._by_index: dict[int, ClientSession] = {}
         self._farewells: dict[bytes, bytes] = {}  # last messages to clients that were disconnected

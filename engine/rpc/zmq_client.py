@@ -27,7 +27,7 @@ from engine.core.client import CoreClient
 from engine.errors import EngineDeadError, EngineError, WireError
 from engine.ipc import sockets
 from engine.ipc.address import Address, address_of
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.ipc.process import Child
 from engine.messages.requests import AddRequest, CoreOutputs, as_request_ids, check_plain
 from engine.messages.stats import SchedulerStats
@@ -336,8 +336,8 @@ class ClientProtocol:
         self._submits: dict[int, Part] = {}  # Submit messages without an answer, by number
         self._stats_call: int | None = None  # number of the call of ``stats`` without an answer
         self._numbers = itertools.count()
-        self._encoder = Encoder()
-        self._decoder: Decoder[ToClient] = Decoder(ToClient)
+        self._encoder = MessageEncoder()
+        self._decoder: MessageDecoder[ToClient] = MessageDecoder(ToClient)
         self._num_unpaid = 0
 
     # -- messages to send

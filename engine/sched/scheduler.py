@@ -36,7 +36,7 @@ from engine.sched.plugins.hooks import (
     DECIDING,
     SHAPING,
     FaultLog,
-    Guard,
+    PolicyGuard,
     ReentryGuard,
     not_reentrant,
 )
@@ -91,7 +91,7 @@ class Scheduler(SchedulerInterface):
         self.resources = Resources(resources, faults)
         self.roster = Roster(config.max_num_seqs)
         self.view = View(config, kv, self.roster, Random(seed))
-        self.guard = Guard(policy, faults, self.view)
+        self.guard = PolicyGuard(policy, faults, self.view)
         self.active_policy: Policy = self.guard  # the policy of this step
         self.settler = Settler(self.roster, kv, self.guard, self.view, self.resources)
         self.intake = Intake(config, self.settler)

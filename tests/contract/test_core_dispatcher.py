@@ -16,7 +16,7 @@ from support.simulate import expected, make_request
 from support.spawned import FakeBuild
 
 from engine.errors import WireError
-from engine.ipc.codec import Encoder, is_tagged
+from engine.ipc.codec import MessageEncoder, is_tagged
 from engine.messages.requests import CoreOutputs, Finished
 from engine.messages.wire import (
     MAX_CALL_BYTES,
@@ -315,11 +315,11 @@ def test_a_hang_in_what_was_asked_is_seen_from_outside() -> None:
 
 
 def test_a_frame_says_what_it_is_before_it_is_read() -> None:
-    frame = Encoder().encode(Submit(0, []))
+    frame = MessageEncoder().encode(Submit(0, []))
     array_16 = b"\xdc\x00\x03" + frame[1:]
     array_32 = b"\xdd\x00\x00\x00\x03" + frame[1:]
     string_8 = frame[:1] + b"\xd9\x06" + frame[2:]
     for each in (frame, array_16, array_32, string_8):
         assert is_tagged(each, "submit") and not is_tagged(each, "abort")
-    for each in (b"", b"\xdc", frame[:3], Encoder().encode(Call(1, "submit"))):
+    for each in (b"", b"\xdc", frame[:3], MessageEncoder().encode(Call(1, "submit"))):
         assert not is_tagged(each, "submit")

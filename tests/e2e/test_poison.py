@@ -17,7 +17,7 @@ from support.streams import Streams
 from engine.core.engine_core import Executor
 from engine.ipc import sockets
 from engine.ipc.address import Address
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.step import NewSeq
 from engine.messages.wire import (
     PROTOCOL_VERSION,
@@ -53,8 +53,8 @@ class Poisoner:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = sockets.dealer(self._context, None)
         self._socket.connect(address.data)
-        self._decoder: Decoder[Any] = Decoder(ToClient)
-        self._socket.send(Encoder().encode(Hello(PROTOCOL_VERSION, address.token)))
+        self._decoder: MessageDecoder[Any] = MessageDecoder(ToClient)
+        self._socket.send(MessageEncoder().encode(Hello(PROTOCOL_VERSION, address.token)))
         assert isinstance(self._next(WAIT_SECONDS), Welcome)
 
     def send(self, poison: Poison) -> None:

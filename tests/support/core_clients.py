@@ -16,7 +16,7 @@ from engine.config.engine import EngineConfig
 from engine.errors import EngineDeadError
 from engine.ipc import sockets
 from engine.ipc.address import Address, Directory
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.requests import CoreOutputs, Finished
 from engine.messages.wire import Health, Probe, ToClient
 from engine.rpc.host import EngineCoreHost
@@ -152,8 +152,8 @@ class RawClient:
         self._context: zmq.Context[Any] = zmq.Context()
         self._socket = sockets.dealer(self._context, secret)
         self._socket.connect(address)
-        self._encode = Encoder().encode
-        self._decoder: Decoder[Any] = Decoder(ToClient | Health)
+        self._encode = MessageEncoder().encode
+        self._decoder: MessageDecoder[Any] = MessageDecoder(ToClient | Health)
 
     def send(self, message: Any) -> None:
         self.send_bytes(self._encode(message))

@@ -6,7 +6,7 @@ from typing import Any
 
 import zmq
 
-from engine.ipc.codec import Decoder
+from engine.ipc.codec import MessageDecoder
 from engine.messages.requests import CoreOutputs
 from engine.messages.wire import Outputs, ToClient
 from engine.rpc.sessions import ClientSession, ClientSessions
@@ -19,7 +19,7 @@ class Router:
         self.sent: list[tuple[bytes, Any]] = []
         self.gone: set[bytes] = set()
         self.full: set[bytes] = set()
-        self._decoder: Decoder[Any] = Decoder(ToClient)
+        self._decoder: MessageDecoder[Any] = MessageDecoder(ToClient)
 
     def send_multipart(self, frames: list[bytes], flags: int) -> None:
         assert flags == zmq.NOBLOCK

@@ -11,7 +11,7 @@ import zmq
 
 from engine.ipc import sockets
 from engine.ipc.address import IPC, Address
-from engine.ipc.codec import Encoder
+from engine.ipc.codec import MessageEncoder
 from engine.messages.wire import PROTOCOL_VERSION, Hello, ToControl
 from support.wire_frames import HOSTILE
 from support.wire_samples import SAMPLES, frames_of, harmless_to_others
@@ -83,7 +83,7 @@ class Hostile:
         self._address = address
         self._rng = rng
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._hello = Encoder().encode(Hello(PROTOCOL_VERSION, address.token, "hostile"))
+        self._hello = MessageEncoder().encode(Hello(PROTOCOL_VERSION, address.token, "hostile"))
         self._data = [self._dealer(address.data) for _ in range(NUM_HOSTILE)]
         self._control = [self._dealer(address.control)]
         # Who knows the token may ask for anything that is legal: an end of the core, too.

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from engine.ipc.codec import Encoder
+from engine.ipc.codec import MessageEncoder
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.messages.wire import PROTOCOL_VERSION, Call, FromClient, Hello, Submit
@@ -39,5 +39,5 @@ def harmless_to_others(token: bytes) -> list[msgspec.Struct]:
 
 def frames_of(messages: Iterable[msgspec.Struct]) -> list[bytes]:
     """Each of them as the one frame that it is."""
-    encoder = Encoder()
+    encoder = MessageEncoder()
     return [encoder.encode(message) for message in messages]

@@ -15,7 +15,7 @@ from engine.errors import (
     RequestError,
     RequestTypeError,
 )
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.requests import (
     ERROR_CODES,
     CompletionOutput,
@@ -108,8 +108,8 @@ def test_clients_learn_no_addresses_of_a_dead_core() -> None:
     ids=str,
 )
 def test_errors_keep_class_code_and_field_on_the_wire(error: EngineError) -> None:
-    frame = Encoder().encode(Submitted(1, 0.0, [Refusal(0, failure_of(error))]))
-    answer = Decoder[ToClient](ToClient).decode([frame])
+    frame = MessageEncoder().encode(Submitted(1, 0.0, [Refusal(0, failure_of(error))]))
+    answer = MessageDecoder[ToClient](ToClient).decode([frame])
     assert isinstance(answer, Submitted)
     there = error_of(answer.refusals[0].failure)
     assert type(there) is type(error)

@@ -14,7 +14,7 @@ from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
 from engine.kv.layout import (
     KVSpec,
-    LayerSpec,
+    LayerKV,
     agreed_num_blocks,
     cross_attention_blocks,
     group_layers,
@@ -254,7 +254,7 @@ def test_the_worker_with_the_least_memory_decides():
 
 @pytest.mark.behaviour(80)
 def test_layers_that_keep_different_amounts_are_named():
-    layers = [LayerSpec(num_kv_heads=8, head_dim=64)] * 2 + [LayerSpec(num_kv_heads=2, head_dim=64)]
+    layers = [LayerKV(num_kv_heads=8, head_dim=64)] * 2 + [LayerKV(num_kv_heads=2, head_dim=64)]
     with pytest.raises(ConfigError, match=r"4096 in layers \[0, 1\]; 1024 in layers \[2\]"):
         group_layers(layers, block_size=16, max_num_batched_tokens=512)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.ipc.codec import Encoder
+from engine.ipc.codec import MessageEncoder
 from engine.messages.requests import CoreOutputs, Finished, TokenLogprobs
 from engine.rpc.sessions import Piece, pieces_of
 
@@ -16,7 +16,7 @@ def batch(*names: str, **details: Any) -> CoreOutputs:
 
 
 def pieces(made: CoreOutputs) -> list[Piece]:
-    return pieces_of(made, Encoder(max_bytes=6000).encode)
+    return pieces_of(made, MessageEncoder(max_bytes=6000).encode)
 
 
 def told(made: list[Piece]) -> dict[str, str]:

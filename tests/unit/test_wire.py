@@ -15,7 +15,7 @@ import pytest
 from support.wire_frames import DIRECTIONS, GOLDEN, HOSTILE, REQUEST, mutated, recorded
 
 from engine.errors import WireError
-from engine.ipc.codec import Decoder, Encoder
+from engine.ipc.codec import MessageDecoder, MessageEncoder
 from engine.messages.params import SamplingParams
 from engine.messages.requests import (
     AddRequest,
@@ -47,7 +47,7 @@ MESSAGES = [
 
 def test_bytes_are_the_recorded_ones() -> None:
     """Appending fields changes them, and is allowed: METRONOME_UPDATE_GOLDEN=1 records them."""
-    encode = Encoder().encode
+    encode = MessageEncoder().encode
     frames = {n: encode(m) for messages, _ in DIRECTIONS for n, m in messages.items()}
     if os.environ.get("METRONOME_UPDATE_GOLDEN"):
         text = "".join(f"{name}: {frame.hex(' ')}\n" for name, frame in frames.items())
@@ -57,7 +57,7 @@ def test_bytes_are_the_recorded_ones() -> None:
 
 @pytest.mark.parametrize(("name", "message", "union"), MESSAGES)
 def test_recorded_bytes_are_read(name: str, message: Any, union: Any) -> None:
-    assert Decoder[Any](union).decode([recorded()[name]]) == message
+    assert MessageDecoder[Any](union).decode([recorded()[name]]) == message
 
 
 def test_every_message_is_recorded_and_documented() -> None:
@@ -77,7 +77,7 @@ def test_every_message_is_recorded_and_documented() -> None:
 
 def test_older_and_newer_peers_are_understood() -> None:
     """Fields are appended: what an older one leaves out has its default, what is new is passed."""
-    decoder: Decoder[Any] = Decoder(ToClient)
+    decoder: MessageDecoder[Any] = MessageDecoder(ToClient)
     encode = msgspec.msgpack.encode
     told = Submitted(3, 1.5)
     assert decoder.decode([encode(["submitted", 3, 1.5])]) == told
@@ -87,13 +87,13 @@ def test_older_and_newer_peers_are_understood() -> None:
 @pytest.mark.parametrize("frame", HOSTILE, ids=range(len(HOSTILE)))
 def test_hostile_bytes_are_a_wire_error(frame: bytes) -> None:
     with pytest.raises(WireError):
-        Decoder[Any](FromClient).decode([frame])
+        MessageDecoder[Any](FromClient).decode([frame])
 
 
 @pytest.mark.parametrize("count", [0, 2, 5])
 def test_a_message_is_one_frame(count: int) -> None:
     with pytest.raises(WireError, match=f"has {count} frames, must have one"):
-        Decoder[Any](FromClient).decode([b"\x91\xa3bye"] * count)
+        MessageDecoder[Any](FromClient).decode([b"\x91\xa3bye"] * count)
 
 
 @pytest.mark.parametrize(
@@ -103,21 +103,21 @@ def test_a_message_is_one_frame(count: int) -> None:
 )
 def test_what_cannot_travel_is_a_wire_error(value: Any) -> None:
     with pytest.raises(WireError, match="cannot be sent to another process"):
-        Encoder().encode(Call(1, "echo", [value]))
+        MessageEncoder().encode(Call(1, "echo", [value]))
 
 
 def test_parameters_out_of_range_are_a_wire_error_that_names_them() -> None:
-    frame = Encoder().encode(Submit(0, [REQUEST]))
+    frame = MessageEncoder().encode(Submit(0, [REQUEST]))
     wrong = frame.replace(b"temperature\xcb\x3f\xe0", b"temperature\xcb\x7f\xf8")
     assert wrong != frame
     with pytest.raises(WireError, match="temperature is nan, must be in"):
-        Decoder[Any](FromClient).decode([wrong])
+        MessageDecoder[Any](FromClient).decode([wrong])
 
 
 def fuzz(num_frames: int, seed: int) -> int:
     """Decode so many mutated frames; how many of them were messages all the same."""
     dice, num_read = random.Random(seed), 0
-    decoders: list[Decoder[Any]] = [Decoder(union) for _, union in DIRECTIONS]
+    decoders: list[MessageDecoder[Any]] = [MessageDecoder(union) for _, union in DIRECTIONS]
     seeds = [*recorded().values(), *HOSTILE[:17]]
     for _ in range(num_frames):
         frame = mutated(dice.choice(seeds), dice)
@@ -133,7 +133,7 @@ def fuzz(num_frames: int, seed: int) -> int:
 MAX_NESTED = 10_000  # calls within C, by Python 3.12 and later; earlier ones stop sooner
 
 
-def bytes_taken(decoder: Decoder[Any], frame: bytes) -> int:
+def bytes_taken(decoder: MessageDecoder[Any], frame: bytes) -> int:
     """At the worst moment of decoding it."""
     tracemalloc.reset_peak()
     before, _ = tracemalloc.get_traced_memory()
@@ -156,7 +156,7 @@ def test_mutated_frames_are_messages_or_wire_errors(seed: int) -> None:
 def test_a_damaged_frame_takes_no_more_memory_than_it_has_bytes(seed: int, traced: None) -> None:
     """Twice its bytes, and 64 KiB: what it says of its lengths counts for nothing. Lists of one
     element take 64 bytes each, and nest as deep as Python lets them."""
-    dice, decoder = random.Random(seed), Decoder[Any](FromClient | ToClient)
+    dice, decoder = random.Random(seed), MessageDecoder[Any](FromClient | ToClient)
     seeds = [*recorded().values(), *HOSTILE[:17]]
     for frame in [*HOSTILE, *(mutated(dice.choice(seeds), dice) for _ in range(3000))]:
         nested = 64 * min(frame.count(b"\x91"), MAX_NESTED)
@@ -167,7 +167,7 @@ def test_a_damaged_frame_takes_no_more_memory_than_it_has_bytes(seed: int, trace
 
 def test_what_swells_most_when_it_is_read_is_bounded_too(traced: None) -> None:
     """Empty maps: a byte on the wire, 72 in memory. Requests, about as bad, are counted first."""
-    decoder = Decoder[Any](FromClient)
+    decoder = MessageDecoder[Any](FromClient)
     num = MAX_CALL_BYTES - 20
     call = b"\x94\xa4call\x01\xa4echo\x91\xdd" + num.to_bytes(4, "big") + b"\x80" * num
     assert bytes_taken(decoder, call) < 80 * MAX_CALL_BYTES
@@ -196,9 +196,9 @@ class TooLargeToTell(metaclass=TooLargeKind):
 
 def test_what_there_is_no_memory_for_is_a_wire_error() -> None:
     with pytest.raises(WireError):
-        Decoder[Any](FromClient).decode(TooLarge([b"\x91\xa3bye"]))
+        MessageDecoder[Any](FromClient).decode(TooLarge([b"\x91\xa3bye"]))
     with pytest.raises(WireError):
-        Encoder().encode(Call(1, "echo", [TooLargeToTell()]))
+        MessageEncoder().encode(Call(1, "echo", [TooLargeToTell()]))
 
 
 def test_an_object_that_cannot_even_be_shown_is_a_wire_error() -> None:
@@ -207,7 +207,7 @@ def test_an_object_that_cannot_even_be_shown_is_a_wire_error() -> None:
             raise RuntimeError("no")
 
     with pytest.raises(WireError, match="is a Shy, must be None"):
-        Encoder().encode(Call(1, "echo", [Shy()]))
+        MessageEncoder().encode(Call(1, "echo", [Shy()]))
 
 
 @pytest.mark.slow

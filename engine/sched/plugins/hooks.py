@@ -2,7 +2,7 @@
 
 FaultLog       counts faults of plug-ins and the time spent in their hooks
 ReentryGuard   raises an error in a hook that calls the scheduler (``not_reentrant``)
-Guard          wraps a policy so that its hooks never raise
+PolicyGuard    wraps a policy so that its hooks never raise
 RankCheck      checks that any two ranks can be compared
 
 Hooks are plug-in code. They may raise, return requests that do not exist or other invalid values,
@@ -151,7 +151,7 @@ class Default(Policy):
         return (req.arrival,)
 
 
-class Guard(Policy):
+class PolicyGuard(Policy):
     """Wraps the policy ``inner`` for the scheduler: its hooks never raise."""
 
     def __init__(self, inner: Policy, faults: FaultLog, view: View) -> None:

@@ -15,7 +15,7 @@ from typing import cast
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.sched.plugins.hooks import Guard
+from engine.sched.plugins.hooks import PolicyGuard
 from engine.sched.request import Request
 from engine.sched.roster import NO_ROWS, Rows, by_rank
 from engine.sched.step.settle import Settler
@@ -36,7 +36,7 @@ class DecodeFastPath:
     def __init__(
         self,
         settler: Settler,
-        guard: Guard,
+        guard: PolicyGuard,
         secure: Callable[[Request, int, Step], bool],
         *,
         is_open: bool,

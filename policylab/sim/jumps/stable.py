@@ -6,7 +6,7 @@ from math import inf
 from typing import Protocol
 
 from engine.sched.plugins.answers import shown
-from engine.sched.plugins.hooks import Guard
+from engine.sched.plugins.hooks import PolicyGuard
 from engine.sched.policies import POLICIES
 from engine.sched.policy import SchedView
 from engine.sched.view import View
@@ -30,7 +30,7 @@ class Stable(Protocol):
         ...
 
 
-def stable_steps(guard: Guard, view: View) -> float:
+def stable_steps(guard: PolicyGuard, view: View) -> float:
     """For how many steps of the same decodes the policy need not be called."""
     if guard.is_rerank_due or guard.overrides(*BY_ROW_HOOKS):
         return 0
