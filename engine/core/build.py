@@ -39,6 +39,7 @@ from engine.sched.resource import Resource
 from engine.spec.decide import Drafts, NoProposer, Proposer
 from engine.spec.ngram import NgramProposer
 from engine.spec.payoff import Payoff
+from engine.spec.worker_drafts import WorkerDrafts
 from engine.spec.worth import Worth
 from engine.structured.decide import (
     CompiledAtOnce,
@@ -163,16 +164,15 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
     if config.speculative_config is None:
         return []
     speculative = SpeculativeConfig.of(config.speculative_config)
-    drafts = (speculative.num_speculative_tokens, proposer_of(speculative))
-    if not speculative.adaptive:
-        return [Drafts(*drafts)]
-    return [Drafts(*drafts, worth=Worth(speculative.num_speculative_tokens), payoff=Payoff())]
-
-
-def proposer_of(speculative: SpeculativeConfig) -> Proposer | None:
-    """The proposer of the configured method of drafting; ``None`` if the worker drafts."""
+    num = speculative.num_speculative_tokens
+    worth, payoff = (Worth(num), Payoff()) if speculative.adaptive else (None, None)
     if speculative.method == "draft_model":
-        return None
+        return [WorkerDrafts(num, worth=worth, payoff=payoff)]
+    return [Drafts(num, proposer_of(speculative), worth=worth, payoff=payoff)]
+
+
+def proposer_of(speculative: SpeculativeConfig) -> Proposer:
+    """The proposer of the configured method of drafting, if it is not the worker."""
     if speculative.method == "grammar":
         return NoProposer()
     if speculative.method == "ngram":
@@ -331,7 +331,7 @@ def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[st
         ]
         if missing:
             word = "capability" if len(missing) == 1 else "capabilities"
-            own_way = "give it a proposer, or " if "proposals" in missing else ""
+            own_way = "use Drafts with a proposer, or " if "proposals" in missing else ""
             raise ConfigError(
                 f"resource {type(resource).__name__} needs a worker with the {word} "
                 f"{' and '.join(map(repr, missing))}; this one has "

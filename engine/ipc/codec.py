@@ -21,7 +21,7 @@ class MessageDecoder(Generic[T]):
     """Decodes the messages of one tagged union. A message is one frame."""
 
     def __init__(self, messages: Any) -> None:
-        self._decoder: msgspec.msgpack.MessageDecoder[T] = msgspec.msgpack.MessageDecoder(
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(
             messages, ext_hook=_refuse_extension
         )
 
@@ -43,7 +43,7 @@ class MessageEncoder:
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
-        self._encoder = msgspec.msgpack.MessageEncoder(enc_hook=_refuse_object)
+        self._encoder = msgspec.msgpack.Encoder(enc_hook=_refuse_object)
 
     def encode(self, message: msgspec.Struct, max_bytes: int | None = None) -> bytes:
         """Encode a message as one frame, of at most ``max_bytes`` if given.

@@ -8,8 +8,7 @@
 
 A ``Proposer`` sees only known tokens, so a request without drafts keeps as many steps in flight as
 any other. If it finds drafts while a step of the request is in flight, the request waits for that
-step's token, and the proposer is called again. If the worker proposes (``result.drafts``), a row
-for which drafts are wanted is in only one step at a time.
+step's token, and the proposer is called again. `worker_drafts` is for drafts of the worker.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from numpy.typing import NDArray
 from engine.config.check import check_kind
 from engine.config.speculative import MAX_DRAFTS
 from engine.errors import ConfigError
-from engine.messages.step import PADDING, Column, DraftPart, StepPlan, StepResult
+from engine.messages.step import PADDING, DraftPart, StepPlan, StepResult
 from engine.sched.plugins.answers import raised, shown
 from engine.sched.request import Request
 from engine.sched.resource import AttachedScheduler, Resource
@@ -72,30 +71,6 @@ class NoProposer:
 
     def release(self, req: Request) -> None:
         """Nothing to drop."""
-
-
-class WorkersProposals:
-    """The drafts that the worker proposed for each row with its last result."""
-
-    def __init__(self) -> None:
-        self._by_row: dict[int, tuple[int, list[int]]] = {}  # generation of the row, drafts
-
-    def take(self, plan: StepPlan, result: StepResult) -> None:
-        """Store the drafts of a step's result."""
-        if result.drafts is None:
-            return
-        columns = zip(
-            plan.rows.tolist(), plan.generations.tolist(), result.drafts.by_row(), strict=True
-        )
-        self._by_row.update({row: (generation, drafts) for row, generation, drafts in columns})
-
-    def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        generation, drafts = self._by_row.pop(req.row, (None, []))
-        return drafts[:num_tokens] if req.table.generation.at[req.row] == generation else []
-
-    def release(self, req: Request) -> None:
-        """Drop the drafts of a request that has ended or was preempted."""
-        self._by_row.pop(req.row, None)
 
 
 class Offer(NamedTuple):
@@ -146,11 +121,11 @@ class Drafts(Resource):
     """Adds up to ``num_speculative_tokens`` drafts to each decode.
 
     How many tokens a row with drafts has computed is known when its step is settled, so it is in
-    one step at a time. ``proposer``: proposes drafts. ``cut`` returns how many leading drafts the
-    request's grammar allows; ``forced`` the tokens that the grammar forces, which are drafted
-    before any proposal. ``worth`` chooses how many drafts are verified; ``None``: all. ``payoff``
-    decides whether a step has drafts; ``None``: always. Raises ``ConfigError`` for an invalid
-    number.
+    one step at a time. ``proposer``: proposes drafts. ``cut`` returns how many leading
+    drafts the request's grammar allows; ``forced`` the tokens that the grammar forces, which are
+    drafted before any proposal. ``worth`` chooses how many drafts are verified; ``None``: all.
+    ``payoff`` decides whether a step has drafts; ``None``: always. Raises ``ConfigError`` for an
+    invalid number.
     """
 
     name = "drafts"
@@ -159,7 +134,7 @@ class Drafts(Resource):
     def __init__(
         self,
         num_speculative_tokens: int,
-        proposer: Proposer | None = None,
+        proposer: Proposer,
         cut: Cut = keep_all,
         worth: Worth | None = None,
         payoff: Payoff | None = None,
@@ -170,10 +145,6 @@ class Drafts(Resource):
                 f"num_speculative_tokens is {num_speculative_tokens}, must be from 0 (no drafts) "
                 f"to {MAX_DRAFTS}"
             )
-        self._workers: WorkersProposals | None = None
-        if proposer is None and num_speculative_tokens:
-            self.needs = (*self.needs, "proposals")  # of a worker that never has any: no drafts
-            proposer = self._workers = WorkersProposals()
         self.num_speculative_tokens = num_speculative_tokens
         self.stats = DraftStats(num_accepted_tokens_per_pos=[0] * num_speculative_tokens)
         self._proposer = proposer
@@ -186,11 +157,9 @@ class Drafts(Resource):
         self._running: dict[int, Request] = {}  # by row
         self._moved: set[int] = set()  # rows with new tokens since the proposer was called
         self._drafting: set[int] = set()  # rows with drafts in a step, for the next step, or wanted
-        self._wishing: set[int] = set()  # rows whose drafts the worker is to make
         self._proposed: dict[int, Sequence[int]] = {}  # drafts by row, for its next step
         self._taken: dict[int, list[int]] = {}  # drafts by row in the step being planned
         self._price: float | None = None  # price of a draft in the step being planned
-        self._has_prefill = False  # True if the step being planned computes prompt tokens
 
     def follow_grammars(self, cut: Cut, forced: Forced) -> None:
         """Cut drafts that grammars forbid, and draft the tokens that they force."""
@@ -208,30 +177,15 @@ class Drafts(Resource):
 
     def begin_step(self, step: Step) -> None:
         self._taken.clear()
-        self._has_prefill = False
         self._price = None
-        if not self._moved:
-            return
-        if self._workers is not None:
-            self._take_up(self._workers)
-        elif self._proposer is not None:
-            self._propose(self._proposer)
+        if self._moved:
+            self._propose()
 
     def extra(self, req: Request, step: Step) -> int:
-        """A slot for each draft. Where the worker proposes, all decodes have the same shape: a new
-        request with all but one token of its prompt cached has no drafts yet and is padded to that
-        shape. So is a prompt of one token, next to decodes."""
-        if req.num_pending:
-            return 0
-        room = req.max_total - req.num_tokens - 1
-        if req.is_waiting:
-            if self._workers is None:
-                return 0
-            is_decode = step.has_running or self._scheduler.view.start_of(req) > 0
-            is_padded = is_decode and not self._has_prefill and len(self._drafting) > 0
-            return min(self.num_speculative_tokens, room) if is_padded else 0
         drafts = self._proposed.get(req.row)
-        return min(self.cut(req, drafts), room) if drafts else 0
+        if not drafts or req.num_pending:
+            return 0
+        return min(self.cut(req, drafts), self._room(req))
 
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row] = req
@@ -242,27 +196,20 @@ class Drafts(Resource):
         drafts, num_places = self._proposed.pop(req.row, ()), num_draft_places(req)
         if num_places:
             self._taken[req.row] = list(drafts)[:num_places]
-        self._has_prefill |= num_tokens - num_places > 1
 
     def release(self, req: Request) -> None:
         self._running.pop(req.row, None)
         self._proposed.pop(req.row, None)
         self._moved.discard(req.row)
-        self._wishing.discard(req.row)
         self._are_forced.discard(req.row)
         self._set_drafting(req, False)
-        if self._workers is not None:  # made for where it stood
-            self._workers.release(req)
-        elif req.is_finished and self._proposer is not None:
-            self._proposer.release(req)
         if req.is_finished:
+            self._proposer.release(req)
             for worth in (self._worth, self._worth_of_forced):
                 if worth is not None:
                     worth.release(req)
 
     def describe(self, plan: StepPlan) -> None:
-        if self._workers is not None:
-            self._wish(plan)
         if not self._taken:
             return
         by_row = [self._taken.get(row, []) for row in plan.rows.tolist()]
@@ -286,16 +233,15 @@ class Drafts(Resource):
             self._count(plan, plan.drafts, result)
         if self._payoff is not None:
             self._measure(self._payoff, plan, result)
-        if self._workers is not None:
-            self._workers.take(plan, result)
-            if plan.proposals is not None:
-                self._wishing.difference_update(plan.rows[plan.proposals > 0].tolist())
-        if self._proposer is not None:
-            self._moved.update(plan.rows[result.counts > 0].tolist())
+        self._moved.update(plan.rows[result.counts > 0].tolist())
 
     # -- helpers
 
-    def _propose(self, proposer: Proposer) -> None:
+    def _room(self, req: Request) -> int:
+        """The most drafts that can be verified before the request reaches its longest length."""
+        return req.max_total - req.num_tokens - 1
+
+    def _propose(self) -> None:
         """Call the proposer for every request that has new tokens.
 
         A request for which it fails gets no drafts until it has further tokens. When all requests
@@ -308,9 +254,9 @@ class Drafts(Resource):
         while self._moved:  # a row is removed before the proposer is called, which may raise
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
-            offer = self._offer_of(proposer, req, tries) if asks else NO_OFFER
+            offer = self._offer_of(req, tries) if asks else NO_OFFER
             if offer.fault:
-                name = type(proposer).__name__
+                name = type(self._proposer).__name__
                 failed = failed or f"{name}.propose, request {req.request_id}: {offer.fault}"
             if offer.drafts:
                 self._proposed[req.row] = offer.drafts
@@ -325,68 +271,14 @@ class Drafts(Resource):
         if failed:
             raise ValueError(failed)
 
-    def _take_up(self, workers: WorkersProposals) -> None:
-        """Take the drafts of every request with new tokens: tokens that its grammar forces, or else
-        those that the worker has proposed."""
-        while self._moved:
-            if (req := self._running.get(self._moved.pop())) is None:
-                continue
-            made = workers.propose(req, self.num_speculative_tokens)
-            drafts = self._forced_of(req, tries=True).drafts or made
-            self._proposed[req.row] = drafts
-            self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
-
-    def _wish(self, plan: StepPlan) -> None:
-        """Request drafts from the worker. These rows are in no further step until it is settled."""
-        plan.proposals = self.wished(plan)
-        if plan.proposals is None:
-            return
-        for row in plan.rows[plan.proposals > 0].tolist():
-            self._wishing.add(row)
-            self._set_drafting(self._running[row], True)
-
-    def wished(self, plan: StepPlan) -> Column | None:
-        """How many drafts the worker shall propose for each row of this step. ``None``: it need
-        not even compute the tokens that its drafts would follow."""
-        useful = self._useful(plan)
-        # Zeros let the draft model compute a prompt's tokens now, not all of them later.
-        nothing = None if plan.samples.all() else useful * 0
-        if self._worth is None or self._payoff is None:
-            return useful if useful.any() else nothing
-        load = self._payoff.load(len(self._running))
-        if not load.asks():
-            return None
-        wished, expected, tries = np.zeros_like(useful), 0.0, load.tries()
-        price = load.price() or self._price_of_a_draft()
-        for index in np.flatnonzero(useful).tolist():
-            req = self._running.get(int(plan.rows[index]))
-            if req is not None and is_due(self._worth, req, tries):
-                wished[index] = self._worth.num_worth(req, range(useful[index]), price)
-                expected += self._worth.expect(req, int(wished[index]))[1]
-        # A try makes two steps more expensive: one proposes drafts, the next verifies them.
-        if wished.any() and load.takes(expected, num_steps=2):
-            return wished
-        return nothing if tries else None
-
-    def _useful(self, plan: StepPlan) -> Column:
-        """The most drafts that can be verified after each row: none after a request's last
-        token."""
-        useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
-        for index in np.flatnonzero(useful).tolist():
-            req = self._running.get(int(plan.rows[index]))
-            # This step yields at least one token.
-            left = 0 if req is None else req.max_total - req.num_tokens - req.num_pending - 1
-            useful[index] = max(0, min(useful[index], left))
-        return useful
-
-    def _offer_of(self, proposer: Proposer, req: Request, tries: bool) -> Offer:
+    def _offer_of(self, req: Request, tries: bool) -> Offer:
         """Drafts of a request: tokens that its grammar forces, else a proposal. tries: see
         ``is_due``."""
         if (offer := self._forced_of(req, tries=tries)).drafts:
             return offer
         if not is_due(self._worth, req, tries):
             return NO_OFFER
-        drafts, fault = self._ask(proposer, req)
+        drafts, fault = self._call(req)
         offer = self._judged(self._worth, req, drafts)
         return offer._replace(fault=fault) if fault else offer
 
@@ -441,12 +333,12 @@ class Drafts(Resource):
         more = cost.step_seconds(num, num + 1, last.context, attended)
         return num * (more - alone) / alone if alone > 0 else 0.0
 
-    def _ask(self, proposer: Proposer, req: Request) -> tuple[list[int], str]:
+    def _call(self, req: Request) -> tuple[list[int], str]:
         """Call the proposer. Returns at most ``num_speculative_tokens`` drafts, and an error
         text."""
         most = self.num_speculative_tokens
         try:
-            answer = proposer.propose(req, most)
+            answer = self._proposer.propose(req, most)
             if not isinstance(answer, Iterable):
                 return [], f"returns {shown(answer)}, must be token ids"
             tokens = list(islice(answer, most))

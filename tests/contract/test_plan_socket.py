@@ -19,7 +19,7 @@ from engine.lora.decide import AdapterSlots
 from engine.messages.requests import MediaItem
 from engine.messages.step import PARTS
 from engine.mm.decide import EncoderBudget
-from engine.spec.decide import Drafts
+from engine.spec.worker_drafts import WorkerDrafts
 
 
 @pytest.fixture
@@ -90,7 +90,7 @@ def run_case(seed: int, process: WorkerProcess | None):
         has_source=has_source,
     )
     resources = [AdapterSlots(2), EncoderBudget(8, setup.cache_size), EvenTokens()]
-    resources += [Drafts(setup.num_drafts)] if setup.num_drafts else []
+    resources += [WorkerDrafts(setup.num_drafts)] if setup.num_drafts else []
     resources += [RemoteKV()] if has_source else []
     here = make_worker(setup)
     worker = here if process is None else SocketWorker(process, setup)

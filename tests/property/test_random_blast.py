@@ -10,7 +10,7 @@ from support.simulate import Run, make_request
 
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan
-from engine.spec.decide import Drafts
+from engine.spec.worker_drafts import WorkerDrafts
 
 STEPS = 800
 MANY_STEPS = 4_000
@@ -28,7 +28,7 @@ class Blast:
 
     def make(self, num_drafts: int, depth: int) -> Run:
         rng = self.rng
-        drafts = [Drafts(num_drafts)] if num_drafts else []
+        drafts = [WorkerDrafts(num_drafts)] if num_drafts else []
         return make_feature_run(
             resources=drafts,
             propose=lambda tokens: guess(tokens, rng.randint(0, num_drafts), num_drafts),

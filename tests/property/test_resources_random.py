@@ -24,6 +24,7 @@ from engine.lora.decide import AdapterSlots
 from engine.messages.requests import AddRequest, MediaItem
 from engine.mm.decide import EncoderBudget
 from engine.spec.decide import Drafts
+from engine.spec.worker_drafts import WorkerDrafts
 from engine.structured.decide import GrammarReadiness
 from examples.resources.ready import BlockAlignment, PipelineCadence, PrefillGate
 
@@ -67,7 +68,7 @@ def make(rng: random.Random, depth: int, grammars: dict):
         EncoderBudget(
             cache if aligned else rng.randint(LONGEST_ITEM, 12), cache, whole_media=whole
         ),
-        Drafts(k, cut=readiness.num_allowed),
+        WorkerDrafts(k, cut=readiness.num_allowed),
         readiness,
         RemoteKV(rng.choice(["recompute", "fail"])),
         PrefillGate(),

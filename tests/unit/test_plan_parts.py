@@ -37,7 +37,7 @@ from engine.messages.step import (
     check_parts,
 )
 from engine.sched.resource import Resource
-from engine.spec.decide import Drafts
+from engine.spec.worker_drafts import WorkerDrafts
 from policylab.verify.fake import DigestWorker
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "plans.txt"
@@ -136,7 +136,7 @@ def test_what_is_no_plan_is_a_wire_error(data: bytes, kind: type) -> None:
 
 def test_a_value_that_cannot_travel_is_named() -> None:
     for wrong in (np.array([5, 6]), ints(5, 6).reshape(1, 2), np.array([0.5])):
-        with pytest.raises(TypeError, match=r"token_ids is a column .*, must be of int32 with one"):
+        with pytest.raises(TypeError, match=r"token_ids is an array .*, must be of int32 with one"):
             plans.encode(StepResult(1, wrong, ints(1, 1)))
         with pytest.raises(TypeError, match=r"drafts.tokens is an array of"):
             plans.encode(StepResult(1, ints(5), ints(1), drafts=DraftPart(ints(2), wrong)))
@@ -181,7 +181,7 @@ def test_two_resources_that_write_the_same_part_are_refused_at_the_start() -> No
 @pytest.mark.parametrize("cls", [Resource, OneMask])
 def test_one_object_twice_is_refused_at_the_start(cls: type[Resource]) -> None:
     one = cls()
-    with pytest.raises(ConfigError, match=rf"same object of {cls.__name__} is twice.*leave one"):
+    with pytest.raises(ConfigError, match=rf"the same {cls.__name__} object twice: leave one"):
         check_capabilities([one, one], frozenset(PARTS))
 
 
@@ -252,7 +252,7 @@ def test_a_request_that_asks_for_what_is_not_served_is_refused_by_name(name: str
 def test_a_request_that_asks_for_what_is_served_is_taken() -> None:
     client = client_of(AdapterSlots(1))
     client.add(make_request("a", [1, 2], 3, adapter="A"))
-    with pytest.raises(RequestError, match="'masks'; this core has adapters"):
+    with pytest.raises(RequestError, match="'masks', but this core has adapters"):
         client.add(make_request("b", [1, 2], 3, grammar="even"))
     client.shutdown()
 
@@ -347,7 +347,7 @@ def test_a_core_draws_a_step_when_all_before_it_are_settled(depth: int) -> None:
 def test_masks_and_drafts_together() -> None:
     """Each draft is judged by a mask of its own."""
     run = make_feature_run(
-        resources=[EvenTokens(), Drafts(3)],
+        resources=[EvenTokens(), WorkerDrafts(3)],
         propose=lambda tokens: guess(tokens, 3, 3),
         num_drafts=3,
     )

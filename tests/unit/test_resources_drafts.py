@@ -16,10 +16,11 @@ from engine.errors import ConfigError
 from engine.messages.step import StepResult
 from engine.sched.policies import Priority
 from engine.spec.decide import Drafts
+from engine.spec.worker_drafts import WorkerDrafts
 
 
 def make(num_right=3, num_drafts=3, k=3, resources=(), **options):
-    drafts = Drafts(k)
+    drafts = WorkerDrafts(k)
     run = make_feature_run(
         resources=[drafts, *resources],
         propose=lambda tokens: guess(tokens, num_right, num_drafts),
@@ -170,7 +171,7 @@ def test_next_to_a_piece_of_a_prompt_nothing_is_padded():
 
 @pytest.mark.behaviour(87)
 def test_drafts_the_grammar_forbids_are_cut_before_verification():
-    drafts = Drafts(3, cut=lambda req, tokens: 1 if req.request_id == "0" else len(tokens))
+    drafts = WorkerDrafts(3, cut=lambda req, tokens: 1 if req.request_id == "0" else len(tokens))
     run = make_feature_run(
         resources=[drafts], propose=lambda tokens: guess(tokens, 3, 3), num_drafts=3
     )
@@ -229,21 +230,21 @@ def test_a_row_without_a_result_says_nothing_about_its_drafts():
 )
 def test_a_number_of_drafts_that_cannot_be_is_refused(wrong, why):
     with pytest.raises(ConfigError, match=rf"num_speculative_tokens is {wrong!r}.*{why}"):
-        Drafts(wrong)
+        WorkerDrafts(wrong)
 
 
 def test_drafts_of_which_none_proposes_are_refused_at_the_start():
     """They were taken, and there was never a draft."""
-    with pytest.raises(ConfigError, match=r"Drafts needs .*'proposals'.*give it a proposer"):
-        build_core(EngineArgs(model=str(BOX_MODEL), resources=[Drafts(3)]).create_config())
+    with pytest.raises(ConfigError, match=r"Drafts needs .*'proposals'.*use Drafts with"):
+        build_core(EngineArgs(model=str(BOX_MODEL), resources=[WorkerDrafts(3)]).create_config())
 
 
 def test_drafts_are_taken_where_the_worker_proposes_or_a_proposer():
     proposing = FeatureWorker(8, 4, propose=lambda tokens: [])
-    check_capabilities([Drafts(3)], proposing.capabilities)
-    for drafts in (Drafts(0), Drafts(3, RightDrafts())):
+    check_capabilities([WorkerDrafts(3)], proposing.capabilities)
+    for drafts in (Drafts(0, RightDrafts()), Drafts(3, RightDrafts())):
         check_capabilities([drafts], frozenset({"drafts"}))
-    assert parts_of([Drafts(3)]) == ("drafts",), "what clients are told of"
+    assert parts_of([WorkerDrafts(3)]) == ("drafts",), "what clients are told of"
 
 
 @pytest.mark.parametrize("preempts", [False, True])

@@ -16,6 +16,7 @@ from support.data_plane import (
 from support.simulate import VOCAB_SIZE, make_request
 
 from engine.spec.decide import Drafts
+from engine.spec.worker_drafts import WorkerDrafts
 from engine.structured.decide import GrammarReadiness
 
 
@@ -204,7 +205,7 @@ def test_drafts_are_cut_to_what_the_grammar_allows():
     """Right drafts pass, wrong ones are not even tried."""
     request = request_of("0", "its", num_output=9)
     readiness = GrammarReadiness(Compiler({"its": follows(request, 1)}), VOCAB_SIZE)
-    drafts = Drafts(3, cut=readiness.num_allowed)
+    drafts = WorkerDrafts(3, cut=readiness.num_allowed)
     run = make_feature_run(
         resources=[readiness, drafts], propose=lambda tokens: guess(tokens, 2, 3), num_drafts=3
     )

@@ -27,7 +27,7 @@ from engine.observe.steplog import StepLog, StepLogWriter
 from engine.sched.interface import PauseState
 from engine.sched.plugins.find import make_scheduler
 from engine.sched.policies.fcfs import FCFS
-from engine.spec.decide import Drafts
+from engine.spec.worker_drafts import WorkerDrafts
 from policylab.verify.fake import DigestWorker
 
 BLOCK_SIZE = 4
@@ -148,7 +148,7 @@ def test_deadlines_fall_at_the_same_readings_of_the_clock(tmp_path: Path) -> Non
 def test_what_features_learn_from_results_is_replayed(tmp_path: Path, seed: int) -> None:
     """Drafts come with results and change what the next plans compute."""
     rng = random.Random(seed)
-    path, features = tmp_path / "log", (Drafts(3), AdapterSlots(1))
+    path, features = tmp_path / "log", (WorkerDrafts(3), AdapterSlots(1))
     scheduler = recorded(path, FakeClock(), resources=features, max_num_seqs=3)
     worker = FeatureWorker(
         40, BLOCK_SIZE, propose=lambda tokens: guess(tokens, rng.randint(0, 3), 3)
@@ -163,9 +163,9 @@ def test_what_features_learn_from_results_is_replayed(tmp_path: Path, seed: int)
         core.step()
     scheduler.shutdown()
     assert features[0].stats.num_accepted_tokens > 20
-    outcome = replay(path, resources=(Drafts(3), AdapterSlots(1)))
+    outcome = replay(path, resources=(WorkerDrafts(3), AdapterSlots(1)))
     assert outcome.difference is None and outcome.num_steps > 20
-    assert replay(path, resources=(Drafts(2), AdapterSlots(1))).difference is not None
+    assert replay(path, resources=(WorkerDrafts(2), AdapterSlots(1))).difference is not None
     with pytest.raises(ConfigError, match="resources was given as an object of"):
         replay(path)
 

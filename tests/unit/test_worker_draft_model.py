@@ -26,8 +26,8 @@ from engine.config.model import ModelConfig, ModelInfo
 from engine.messages.params import SamplingParams
 from engine.messages.step import DraftPart, StepPlan
 from engine.spec.compute import DraftModel
-from engine.spec.decide import Drafts
 from engine.spec.kept import DraftWork, KeptDrafts
+from engine.spec.worker_drafts import WorkerDrafts
 
 modes = pytest.mark.parametrize("sizes", [CPU, GRAPHS], ids=["cpu", "graphs"])
 depths = pytest.mark.parametrize("depth", [1, 2])
@@ -118,7 +118,7 @@ def run_with(drafts, model=None, dice=None, longest=LONGEST, target=None, **opti
 @depths
 @modes
 def test_a_draft_model_that_is_the_model_is_always_right(depth, sizes):
-    drafts = Drafts(K)
+    drafts = WorkerDrafts(K)
     run = run_with(drafts, depth=depth, sizes=sizes)
     for index in range(4):
         run.add(make_request(str(index), [7 * index + 1, 2, 3], 12, params=GREEDY))
@@ -144,7 +144,7 @@ SITUATIONS = {
 def test_it_is_right_wherever_the_model_has_been(depth, sizes, situation, spoiled, seed):
     """Behind chunks, hits, preemptions and, spoiled, behind what was rejected."""
     dice = random.Random(seed)
-    drafts = Drafts(K)
+    drafts = WorkerDrafts(K)
     options = {"max_num_seqs": 5, "max_num_batched_tokens": 40, **SITUATIONS[situation]}
     run = run_with(drafts, dice=dice if spoiled else None, depth=depth, sizes=sizes, **options)
     shared = [dice.randrange(40) for _ in range(30)]
@@ -206,7 +206,7 @@ def test_what_is_drawn_by_chance_is_guessed_with_the_same_chance(depth, sizes):
         "cold": SamplingParams(temperature=0, max_tokens=14, ignore_eos=True),
     }
     told = []
-    for drafts in (None, Drafts(K)):
+    for drafts in (None, WorkerDrafts(K)):
         if drafts is None:
             run = make_run(depth=depth, sizes=sizes, model=NoisySum())
         else:
@@ -221,7 +221,7 @@ def test_what_is_drawn_by_chance_is_guessed_with_the_same_chance(depth, sizes):
 
 @modes
 def test_a_shorter_draft_model_drafts_as_far_as_it_reaches(sizes):
-    drafts = Drafts(K)
+    drafts = WorkerDrafts(K)
     model = DraftingSum()
     reached = []
     forward = model.forward
@@ -250,7 +250,7 @@ def test_a_draft_model_that_raises_takes_only_its_drafts_with_it(sizes):
             raise RuntimeError("no more")
         return forward(batch, kv)
 
-    run = run_with(Drafts(K), model, sizes=EAGER if sizes is GRAPHS else sizes)
+    run = run_with(WorkerDrafts(K), model, sizes=EAGER if sizes is GRAPHS else sizes)
     model.forward = failing
     run.add(make_request("a", [1, 2, 3], 12, params=GREEDY))
     run.drain()
@@ -261,7 +261,7 @@ def test_a_draft_model_that_raises_takes_only_its_drafts_with_it(sizes):
 @pytest.mark.parametrize("call", (1, 2, 5, 6, 9, 29, 30))
 def test_behind_a_pass_that_failed_it_computes_again_what_is_missing(sizes, call):
     """One failure costs the drafts of its step and none later."""
-    model, drafts, calls = DraftingSum(), Drafts(K), count(1)
+    model, drafts, calls = DraftingSum(), WorkerDrafts(K), count(1)
     forward = model.forward
 
     def failing(batch, kv):
@@ -319,7 +319,7 @@ def test_no_row_goes_beyond_the_limit_with_one_that_wants_more(sizes, longest):
         return forward(batch, kv)
 
     model.forward = watched
-    run = run_with(Drafts(K), model, longest=longest, sizes=sizes, num_blocks=200)
+    run = run_with(WorkerDrafts(K), model, longest=longest, sizes=sizes, num_blocks=200)
     prompts = [[3] * num for num in range(longest - 9, longest - 1)] + [
         [place] for place in range(8)
     ]
@@ -336,7 +336,7 @@ def test_no_row_goes_beyond_the_limit_with_one_that_wants_more(sizes, longest):
 @depths
 @modes
 def test_a_plan_that_it_cannot_take_fails_its_step_and_no_later_one(depth, sizes):
-    drafts = Drafts(K)
+    drafts = WorkerDrafts(K)
     run = run_with(drafts, depth=depth, sizes=sizes)
     (feature,) = run.worker.runner.machine.features
     begin, calls = feature.begin, count(1)
@@ -367,7 +367,7 @@ def test_blocks_that_drafts_filled_are_found_again(sizes):
         return forward(batch, kv)
 
     model.forward = counting
-    run = run_with(Drafts(K), model, sizes=EAGER if sizes is GRAPHS else sizes)
+    run = run_with(WorkerDrafts(K), model, sizes=EAGER if sizes is GRAPHS else sizes)
     own = SamplingParams(temperature=0, max_tokens=41, ignore_eos=True)
     run.add(make_request("a", [1, 2, 3], 41, params=own))
     run.drain()
