@@ -158,7 +158,7 @@ class Child:
         num = oom_kills()
         return "" if num in (None, self._num_oom_kills) else ", perhaps for lack of memory"
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         """Request the child to end, without waiting. ``close`` must still be called."""
         with self._lock:
             if self._end.alive:

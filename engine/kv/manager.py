@@ -150,11 +150,11 @@ class KVManager:
             watch = self.cache.watch = PrefixWatch()
         for req in requests(rows[watch.stale(rows, arrivals, known)]):
             hit, num_known = self.lookup(req), len(req.tokens)
-            watch.note(req.row, req.arrival, num_known, hit.num_tokens)
+            watch.remember(req.row, req.arrival, num_known, hit.num_tokens)
             if req.reads_cache:
                 num_blocks = (num_known - 1) // self.block_size
                 chain = self._allocation(req).chain[:num_blocks]
-                watch.rest_on(req.row, chain, hit.num_tokens // self.block_size)
+                watch.watch_prefix(req.row, chain, hit.num_tokens // self.block_size)
         return watch.tokens[rows]
 
     def ready(self, req: KVRequest) -> int:

@@ -51,11 +51,11 @@ class PrefixWatch:
         is_stale |= self._arrival[rows] != arrivals
         return is_stale
 
-    def note(self, row: int, arrival: int, known: int, num_tokens: int) -> None:
+    def remember(self, row: int, arrival: int, known: int, num_tokens: int) -> None:
         """Remember that ``num_tokens`` of the ``known`` tokens of a row's request are cached."""
         self.tokens[row], self._arrival[row], self._known[row] = num_tokens, arrival, known
 
-    def rest_on(self, row: int, hashes: Sequence[bytes], num_hit: int) -> None:
+    def watch_prefix(self, row: int, hashes: Sequence[bytes], num_hit: int) -> None:
         """Keep the length of this row until one of the first ``num_hit`` blocks is evicted or the
         block after them is cached."""
         self._forget(row)

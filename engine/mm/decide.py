@@ -165,7 +165,7 @@ class EncoderBudget(Resource):
         if not req.media:
             return Fit(num_tokens)
         start = self._scheduler.view.start_of(req)
-        upto = self._whole(start, start + num_tokens, req.media)
+        upto = self._unsplit(start, start + num_tokens, req.media)
         upto = min(upto, self._affordable(req, start, upto))
         return Fit(max(0, min(num_tokens, upto - start)))
 
@@ -206,7 +206,7 @@ class EncoderBudget(Resource):
 
     # -- helpers
 
-    def _whole(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
+    def _unsplit(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
         """The last position that splits no item, if items must not be split."""
         for item in media if self.whole_media else ():
             if item.offset < upto < item.offset + item.length:

@@ -54,19 +54,19 @@ def _sum(values: list[Any]) -> Any:
     return dict(total)
 
 
-class CountersOfTheDead:
+class DeadCounters:
     """Counters of cores that have died, so that totals over all cores never decrease."""
 
     def __init__(self) -> None:
         self._latest: dict[int, SchedulerStats] = {}  # of living cores, by index
         self._gone: SchedulerStats | None = None
 
-    def note(self, core: int, stats: SchedulerStats | None) -> None:
+    def update(self, core: int, stats: SchedulerStats | None) -> None:
         """Store the latest statistics of a core."""
         if stats is not None:
             self._latest[core] = stats
 
-    def bury(self, core: int) -> None:
+    def add_dead(self, core: int) -> None:
         """Add the latest counters of a core that has died."""
         last = self._latest.pop(core, None)
         if last is not None:

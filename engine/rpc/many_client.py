@@ -24,7 +24,7 @@ from engine.messages.requests import (
 )
 from engine.messages.stats import SchedulerStats
 from engine.rpc.balance import Balancer
-from engine.rpc.joined import JOINED, CountersOfTheDead, first_of, sum_of
+from engine.rpc.joined import JOINED, DeadCounters, first_of, sum_of
 from engine.rpc.restarts import RestartOutcome, Restarts, Start
 from engine.rpc.zmq_client import STEP_SECONDS, EngineCoreClient
 
@@ -50,7 +50,7 @@ class ManyCoresClient(CoreClient):
         self._death: EngineDeadError | None = None
         self._over: EngineDeadError | None = None  # set when no core is left
         self._balancer = Balancer(len(self._cores), self.decided.block_size)
-        self._counters = CountersOfTheDead()
+        self._counters = DeadCounters()
         self._paused: tuple[Any, ...] | None = None  # arguments of ``pause``, for restarted cores
         self._poller = zmq.Poller()
         self._waker: sockets.Waker | None = None  # needed only while no core is alive
@@ -127,7 +127,7 @@ class ManyCoresClient(CoreClient):
         for index in list(self._alive):
             with self._named(index):
                 stats = self._cores[index].latest_stats()
-                self._counters.note(index, stats)
+                self._counters.update(index, stats)
                 known.append(stats)
         return self._counters.add_to(sum_of(known))
 
@@ -184,7 +184,7 @@ class ManyCoresClient(CoreClient):
                     errors.append(error)
                     continue
                 if name == "stats":
-                    self._counters.note(index, answer)
+                    self._counters.update(index, answer)
                 answers.append(answer)
         if errors:
             raise errors[0]
@@ -215,7 +215,7 @@ class ManyCoresClient(CoreClient):
         for source in core.sources:
             self._poller.unregister(source)
         names = self._balancer.remove(index)
-        self._counters.bury(index)
+        self._counters.add_dead(index)
         what = self._start_again(index, core)
         logger.error("%s; its %d unfinished requests end with an error%s", death, len(names), what)
         message = f"the core that ran this request has died: {death}"
@@ -253,11 +253,11 @@ class ManyCoresClient(CoreClient):
             return
         for outcome in self._restarts.take():
             try:
-                self._welcome(outcome)
+                self._join_core(outcome)
             except (EngineDeadError, ConfigError) as error:
-                self._go_on_unwelcome(outcome.core, error)
+                self._fail_restart(outcome.core, error)
 
-    def _go_on_unwelcome(self, index: int, error: EngineError) -> None:
+    def _fail_restart(self, index: int, error: EngineError) -> None:
         """Handle a failed restart of a core. Raises ``EngineDeadError`` if none is left."""
         which = f"core {index} of {len(self._cores)}"
         if self._restarts is not None and self._restarts.is_stopped:
@@ -269,7 +269,7 @@ class ManyCoresClient(CoreClient):
             self._over = EngineDeadError(f"{which} could not be started again: {error}")
             raise self._over from error.__cause__
 
-    def _welcome(self, outcome: RestartOutcome) -> None:
+    def _join_core(self, outcome: RestartOutcome) -> None:
         """Use a restarted core. Raises the error of its start, or ``ConfigError`` if it differs
         from the other cores."""
         core, index = outcome.client, outcome.core
@@ -331,7 +331,7 @@ class ManyCoresClient(CoreClient):
 def shut_down(cores: Sequence[EngineCoreClient]) -> None:
     """Shut down several clients concurrently."""
     for core in cores:
-        core.ask_to_end()
+        core.request_end()
     for core in cores:
         core.shutdown()
 

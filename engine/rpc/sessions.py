@@ -168,7 +168,7 @@ class ClientSessions:
             self._offer(identity, frame)
             return
         self._tell(session, session.queue.answer, frame)
-        self._hold_to(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
+        self._limit(session, session.queue.answer_bytes, "answers", self._max_backlog_bytes)
 
     def publish(self, index: int, batch: CoreOutputs) -> None:
         """Send the outputs of a step to a client, now or when there is a credit and room."""
@@ -236,9 +236,9 @@ class ClientSessions:
         ends = session.queue.give_up(reason)
         ends += [(name, Finished(0, "abort", message=reason)) for name in ids]
         self._publish(session, with_ends(CoreOutputs([], [], [], time), ends))
-        self._hold_to(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
+        self._limit(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
-    def _hold_to(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
+    def _limit(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
         """Disconnect a client that sends messages but does not read its answers."""
         if num_bytes <= limit:
             return

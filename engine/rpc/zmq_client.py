@@ -128,7 +128,7 @@ class EngineCoreClient(CoreClient):
         parts, errors = self._protocol.submit(requests)
         try:
             for part in parts:
-                self._ask(part.number, part.frame)
+                self._request(part.number, part.frame)
             for part in parts:
                 errors |= refused(part, self._answer(part.number))
         finally:  # interrupted or not: an answer that comes later is dropped
@@ -159,14 +159,14 @@ class EngineCoreClient(CoreClient):
 
     def latest_stats(self) -> SchedulerStats | None:
         self._live()
-        if (frame := self._protocol.ask_stats()) is not None:
+        if (frame := self._protocol.request_stats()) is not None:
             self._send(frame)
         return self._protocol.stats
 
     def call(self, name: str, *args: Any) -> Any:
         self._live()
         number, frame = self._protocol.call(name, args)
-        self._ask(number, frame)
+        self._request(number, frame)
         return value_of(name, self._answer(number))
 
     def shutdown(self) -> None:
@@ -187,10 +187,10 @@ class EngineCoreClient(CoreClient):
             if self._child is not None:
                 self._child.close()
 
-    def ask_to_end(self) -> None:
+    def request_end(self) -> None:
         """Request an owned core to end, without waiting; ``shutdown`` must still be called."""
         if self._child is not None:
-            self._child.ask_to_end()
+            self._child.request_end()
 
     def check_alive(self) -> None:
         self._receive(0.0)
@@ -209,7 +209,7 @@ class EngineCoreClient(CoreClient):
                 raise EngineDeadError(f"no core answers at {address.data} within {timeout:g} s")
         return self._protocol.welcome
 
-    def _ask(self, number: int, frame: bytes) -> None:
+    def _request(self, number: int, frame: bytes) -> None:
         self._live()
         self._expected[number] = None
         self._send(frame)
@@ -329,7 +329,7 @@ class ClientProtocol:
         self.num_unfinished = 0
         """Requests that the core took and whose end was not read."""
         self.stats: SchedulerStats | None = None
-        """The latest statistics that ``ask_stats`` requested."""
+        """The latest statistics that ``request_stats`` requested."""
         self.offset = ClockOffset()
         self._clock = clock
         self._hello_at = 0.0  # when hello was sent
@@ -381,7 +381,7 @@ class ClientProtocol:
         number = next(self._numbers)
         return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
-    def ask_stats(self) -> bytes | None:
+    def request_stats(self) -> bytes | None:
         """A call of ``stats`` for which no caller waits; ``None`` while one is unanswered."""
         if self._stats_call is not None:
             return None

@@ -381,7 +381,7 @@ class Scheduler(SchedulerInterface):
             self.kv.step_settled()
         has_on_step = self.guard.overrides("on_step")
         if plan.num_tokens or has_on_step:
-            self.view.note(plan, result.seconds)
+            self.view.record_step(plan, result.seconds)
         if result.floor_seconds:
             self.settler.counters.step_seconds += result.measured_seconds
             self.settler.counters.floor_seconds += result.floor_seconds
@@ -460,7 +460,7 @@ class Scheduler(SchedulerInterface):
         ):
             culprit = type(self).__name__ if has_own_loop else self.guard.idle_hooks(step)
             self._serve_by_default(step)
-            self.settler.counters.note_rescue(culprit, was_saved=step.has_grants)
+            self.settler.counters.count_rescue(culprit, was_saved=step.has_grants)
         is_stuck = self._stalls.is_stuck
         if step.has_grants or not (step.short or is_stuck or not len(self.roster.running)):
             return

@@ -210,7 +210,7 @@ class View:
         sizes = zip(num_tokens.tolist(), context.tolist(), strict=True)
         return np.array([cost.prefill_seconds(*size) for size in sizes], dtype=np.float64)
 
-    def note(self, plan: StepPlan, seconds: float) -> None:
+    def record_step(self, plan: StepPlan, seconds: float) -> None:
         """Record a finished step and its duration. Its shape is computed when it is first read."""
         self.unread.append((StepShape.of, plan, seconds))
 

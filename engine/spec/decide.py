@@ -86,7 +86,7 @@ NO_OFFER = Offer(())
 
 def is_due(worth: Worth | None, req: Request, tries: bool) -> bool:
     """True if drafts of the request are wanted. tries: even if they were not worth it before."""
-    return worth is None or not (worth.rests(req) or (worth.has_rested(req) and not tries))
+    return worth is None or not (worth.is_resting(req) or (worth.has_rested(req) and not tries))
 
 
 def is_token(value: object) -> bool:
@@ -190,7 +190,7 @@ class Drafts(Resource):
     def seated(self, req: Request, step: Step) -> None:
         self._running[req.row] = req
         if self._payoff is not None:
-            self._payoff.load(len(self._running)).lend(1.0)
+            self._payoff.load(len(self._running)).add_credit(1.0)
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         drafts, num_places = self._proposed.pop(req.row, ()), num_draft_places(req)
@@ -249,8 +249,8 @@ class Drafts(Resource):
         """
         failed, expected, offered = "", 0.0, []
         load = None if self._payoff is None else self._payoff.load(len(self._running))
-        asks = load is None or load.asks()
-        tries = load is None or load.tries()
+        asks = load is None or load.may_draft()
+        tries = load is None or load.may_try()
         while self._moved:  # a row is removed before the proposer is called, which may raise
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
@@ -265,7 +265,7 @@ class Drafts(Resource):
                 expected += offer.expected
             else:
                 self._forget(req)
-        if offered and load is not None and not load.takes(expected):
+        if offered and load is not None and not load.is_worth(expected):
             for req in offered:
                 self._forget(req)
         if failed:
@@ -301,7 +301,7 @@ class Drafts(Resource):
             return Offer(drafts, float(len(drafts)))
         if self._price is None:
             self._price = self._price_of_a_draft()
-        drafts = drafts[: worth.num_worth(req, drafts, self._price)]
+        drafts = drafts[: worth.num_to_verify(req, drafts, self._price)]
         return Offer(drafts, worth.expect(req, len(drafts))[1])
 
     def _measure(self, payoff: Payoff, plan: StepPlan, result: StepResult) -> None:

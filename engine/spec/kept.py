@@ -82,10 +82,10 @@ class KeptDrafts:
         # Whether drafts are accepted is known a step later.
         first = np.minimum(self._noted[work.slots], work.starts)
         certain = np.minimum(upto, work.stand)
-        self._note(work.slots, first, certain)
+        self._record(work.slots, first, certain)
         self._noted[work.slots] = certain
 
-    def _note(self, slots: Column, first: Column, end: Column) -> None:
+    def _record(self, slots: Column, first: Column, end: Column) -> None:
         """Record that the tokens [first, end) of these rows are computed and final."""
         size = self._block_size
         columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())

@@ -66,7 +66,7 @@ class DraftLoad:
         self._others = others
         self.num_seqs = 1  # number of running requests now
 
-    def asks(self) -> bool:
+    def may_draft(self) -> bool:
         """True if this step may have drafts. Must be called once per step."""
         if self._looks:
             self._looks -= 1
@@ -76,18 +76,18 @@ class DraftLoad:
             return False
         return True
 
-    def tries(self) -> bool:
+    def may_try(self) -> bool:
         """True if the step may have drafts that were not worth it before."""
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
-    def takes(self, expected: float, num_steps: int = 1) -> bool:
+    def is_worth(self, expected: float, num_steps: int = 1) -> bool:
         """True if drafts that bring ``expected`` tokens are worth their cost. num_steps: number of
         steps that a try makes more expensive."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0
             return True
-        if self.tries():
+        if self.may_try():
             steps = min(lost + (num_steps - 1) * self.cost(), MOST_CREDIT)
             self._credit.tokens -= steps * self.num_seqs
             return True
@@ -113,14 +113,14 @@ class DraftLoad:
             return 0.0
         return self.cost() * len(self._wished) / sum(self._wished)
 
-    def lend(self, tokens: float) -> None:
+    def add_credit(self, tokens: float) -> None:
         """Add tokens to the credit for trying drafts."""
         most = MOST_CREDIT * self.num_seqs
         self._credit.tokens = min(self._credit.tokens + tokens, most)
 
     def add(self, seconds: float, kind: DraftStepKind) -> None:
         """Add the duration of a step."""
-        self.lend(SHARE * self.num_seqs)
+        self.add_credit(SHARE * self.num_seqs)
         has_drafts = kind.has_drafts
         if kind.num_wished:
             self._wished.append(kind.num_wished)

@@ -74,7 +74,7 @@ class WorkerDrafts(Drafts):
         super().release(req)
 
     def describe(self, plan: StepPlan) -> None:
-        plan.proposals = self.wished(plan)
+        plan.proposals = self.wanted(plan)
         if plan.proposals is not None:
             for row in plan.rows[plan.proposals > 0].tolist():
                 self._wishing.add(row)
@@ -92,7 +92,7 @@ class WorkerDrafts(Drafts):
 
     # -- helpers
 
-    def wished(self, plan: StepPlan) -> Column | None:
+    def wanted(self, plan: StepPlan) -> Column | None:
         """How many drafts the worker shall propose for each row of this step. ``None``: it need
         not even compute the tokens that its drafts would follow."""
         useful = self._useful(plan)
@@ -101,18 +101,18 @@ class WorkerDrafts(Drafts):
         if self._worth is None or self._payoff is None:
             return useful if useful.any() else nothing
         load = self._payoff.load(len(self._running))
-        if not load.asks():
+        if not load.may_draft():
             return None
-        wished, expected, tries = np.zeros_like(useful), 0.0, load.tries()
+        wanted, expected, tries = np.zeros_like(useful), 0.0, load.may_try()
         price = load.price() or self._price_of_a_draft()
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))
             if req is not None and is_due(self._worth, req, tries):
-                wished[index] = self._worth.num_worth(req, range(useful[index]), price)
-                expected += self._worth.expect(req, int(wished[index]))[1]
+                wanted[index] = self._worth.num_to_verify(req, range(useful[index]), price)
+                expected += self._worth.expect(req, int(wanted[index]))[1]
         # A try makes two steps more expensive: one proposes drafts, the next verifies them.
-        if wished.any() and load.takes(expected, num_steps=2):
-            return wished
+        if wanted.any() and load.is_worth(expected, num_steps=2):
+            return wanted
         return nothing if tries else None
 
     def _useful(self, plan: StepPlan) -> Column:

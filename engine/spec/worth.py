@@ -55,7 +55,7 @@ class Worth:
         self._own: dict[int, Rates] = {}  # by arrival number of the request
         self._rest: dict[int, tuple[int, int]] = {}  # token count when the rest ends; its length
 
-    def rests(self, req: Request) -> bool:
+    def is_resting(self, req: Request) -> bool:
         """True while the request rests and must get no drafts."""
         until = self._rest.get(req.arrival)
         return until is not None and req.num_tokens < until[0]
@@ -64,7 +64,7 @@ class Worth:
         """True if its drafts were not worth it at the last decision."""
         return req.arrival in self._rest
 
-    def num_worth(self, req: Request, drafts: Sequence[int], price: float) -> int:
+    def num_to_verify(self, req: Request, drafts: Sequence[int], price: float) -> int:
         """How many of these drafts to verify. price: tokens that another draft must yield."""
         num = self.expect(req, len(drafts), price)[0]
         if num or not drafts:

@@ -255,7 +255,7 @@ def test_rubbish_of_a_resource_is_named_and_hurts_nobody(hook: str, kind: str, s
     assert all(message.startswith(f"Rubbish.{hook}") for message in faults.messages)
     assert bool(faults.messages) == is_resource_fault(hook, kind), faults.messages[:3]
     if faults.messages:
-        assert faults.messages[-1].endswith("resource rubbish is disabled from now on")
+        assert faults.messages[-1].endswith("resource rubbish is now disabled")
         assert len(faults.messages) == 5  # four, and that it is left out
 
 

@@ -62,22 +62,22 @@ def test_a_request_that_cannot_travel_fails_alone() -> None:
 def test_statistics_are_asked_for_once_at_a_time_and_kept() -> None:
     link = ClientProtocol()
     stats = SchedulerStats(*range(10))
-    assert link.ask_stats() is not None and link.ask_stats() is None and link.stats is None
+    assert link.request_stats() is not None and link.request_stats() is None and link.stats is None
     link.feed(frames_of([Answer(0, stats)]))
-    assert link.stats == stats and link.ask_stats() is not None
+    assert link.stats == stats and link.request_stats() is not None
     link.feed(frames_of([Answer(1, failure=Failure("EngineError", "it fell over"))]))
-    assert link.stats == stats and link.ask_stats() is not None
+    assert link.stats == stats and link.request_stats() is not None
     link.feed(frames_of([Answer(2, ["rubbish"])]))
-    assert link.stats == stats and link.ask_stats() is not None
+    assert link.stats == stats and link.request_stats() is not None
 
 
 def test_a_question_for_statistics_that_was_never_sent_is_asked_again() -> None:
     """An interrupt came before; the answer to what was asked later tells."""
     link = ClientProtocol()
-    assert link.ask_stats() is not None
+    assert link.request_stats() is not None
     number, _ = link.call("echo", (None,))
     link.feed(frames_of([Answer(number)]))
-    assert link.ask_stats() is not None
+    assert link.request_stats() is not None
     (part,), _ = link.submit([request("a")])
     link.feed(frames_of([Submitted(part.number, 0.0, [])]))
-    assert link.ask_stats() is not None and link.ask_stats() is None
+    assert link.request_stats() is not None and link.request_stats() is None

@@ -23,7 +23,7 @@ class Engine:
         how many had some."""
         num_drafting, load = 0, self.payoff.load(self.num_seqs)
         for _ in range(num):
-            takes = load.asks() and load.takes(expected * self.num_seqs)
+            takes = load.may_draft() and load.is_worth(expected * self.num_seqs)
             slow = 10 if self.rng.random() < 0.05 else 1
             seconds = self.drafting if takes else self.plain
             self.now += seconds * self.rng.uniform(0.95, 1.05) * slow
@@ -76,10 +76,10 @@ def test_a_request_brings_leave_to_try(seed: int) -> None:
     load = Engine(seed, 1, 1.0, 2.0).payoff.load(1)
     for has_drafts in [False] * 8 + [True] * 8:
         load.add(2.0 if has_drafts else 1.0, DraftStepKind(has_drafts))
-    while load.tries():
-        load.takes(0.0)
-    load.lend(1.0)
-    assert load.tries() and load.takes(0.0) and not load.tries()
+    while load.may_try():
+        load.is_worth(0.0)
+    load.add_credit(1.0)
+    assert load.may_try() and load.is_worth(0.0) and not load.may_try()
 
 
 def test_time_in_which_nothing_ran_does_not_count(seed: int) -> None:

@@ -23,7 +23,7 @@ def write(worth: Worth, text: Text, chance: float, price: float, num: int, rng) 
     verified = right = 0
     end = text.num_tokens + num
     while text.num_tokens < end:
-        chosen = 0 if worth.rests(text) else worth.num_worth(text, [1, 2, 3, 4], price)
+        chosen = 0 if worth.is_resting(text) else worth.num_to_verify(text, [1, 2, 3, 4], price)
         good = 0
         while good < chosen and rng.random() < chance:
             good += 1

@@ -90,15 +90,15 @@ class Drafting(DraftModel):
         result.drafts = DraftPart(part.counts, np.array(tokens, dtype=np.int32))
 
 
-class Whims(Drafts):
+class Whims(WorkerDrafts):
     """Wants drafts or not, as it likes."""
 
     def __init__(self, dice):
         super().__init__(K)
         self.dice = dice
 
-    def wished(self, plan):
-        wished = super().wished(plan)
+    def wanted(self, plan):
+        wished = super().wanted(plan)
         if wished is None:
             return None
         return self.dice.choice([None, wished * 0, wished, wished // 2])

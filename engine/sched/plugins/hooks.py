@@ -89,7 +89,7 @@ class FaultLog:
             self._slowest = 2 * spent[hook]
             logger.warning("%s took %.1f s in one step and delayed all requests", hook, spent[hook])
 
-    def note(self, culprit: str, request: Request | None, what: str) -> None:
+    def record(self, culprit: str, request: Request | None, what: str) -> None:
         """Count and log one fault."""
         about = f", request {request.request_id}" if request is not None else ""
         self.num_faults += 1
@@ -214,13 +214,13 @@ class PolicyGuard(Policy):
             req.rank = (req.arrival,)
         return due
 
-    def ask_other(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
+    def call_other(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
         """Call a method of the policy that is not a hook of ``Policy``. ``None`` if it raises, or
         if ``wrong`` returns an error text for its result."""
         self._label.setdefault(hook, f"{self._name}.{hook}")
-        return self._ask(hook, wrong, *args)
+        return self._call(hook, wrong, *args)
 
-    def leave_out(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         """Disable the policy and use the default. The caller must rank all requests again."""
         self.is_left_out = self.is_rerank_due = True
         self._in_use.clear()
@@ -235,7 +235,7 @@ class PolicyGuard(Policy):
             return (req.arrival,)
         rank = None
         if not self.is_left_out:  # else the queues are still sorted by its ranks
-            rank = self._ask("rank", self._ranks.wrong, req, view)
+            rank = self._call("rank", self._ranks.wrong, req, view)
         return rank if rank is not None else req.rank or (Last(),)
 
     def rerank(self, queue: RankedQueue, by_row: NDArray[np.object_]) -> None:
@@ -243,7 +243,7 @@ class PolicyGuard(Policy):
         if "ranks" not in self._in_use or not len(queue):
             queue.rerank(self.ranks(queue, self._view))
             return
-        answer = self._ask("ranks", partial(self._wrong_ranks, len(queue)), queue, self._view)
+        answer = self._call("ranks", partial(self._wrong_ranks, len(queue)), queue, self._view)
         if answer is None:
             return
         columns = as_columns(answer)
@@ -286,14 +286,14 @@ class PolicyGuard(Policy):
             return ()
         # A policy may yield a request twice; the limit stops a policy that yields for ever.
         wrong = partial(answers.wrong_victims, self._view)
-        named = self._ask("evict", wrong, view, at_most=len(view.running) + 1)
+        named = self._call("evict", wrong, view, at_most=len(view.running) + 1)
         return dict.fromkeys(named or ())
 
     def order(self, view: SchedView) -> Iterator[Request]:
         if "order" not in self._in_use:
             yield from super().order(view)
             return
-        named = self._ask("order", answers.wrong_iterable, view)
+        named = self._call("order", answers.wrong_iterable, view)
         fault = None if named is not None else ""
         rest, timer, spent = iter(named or ()), self._timer, 0.0
         known = self._view.by_id.get
@@ -399,7 +399,7 @@ class PolicyGuard(Policy):
             known = answer is None or any(answer is other for other in given)
             return None if known else f"returns {answer!r}, which is not a candidate"
 
-        victim = self._ask("victim", wrong, given, req, view)
+        victim = self._call("victim", wrong, given, req, view)
         return candidates[-1] if self._failed else victim
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
@@ -456,13 +456,13 @@ class PolicyGuard(Policy):
         """The policy's result, or the default if the policy lacks the hook or its result is
         invalid."""
         if hook in self._in_use:
-            answer = self._ask(hook, wrong, *args)
+            answer = self._call(hook, wrong, *args)
             if not self._failed:
                 return answer
             return getattr(Policy, hook)(self._default, *args)
         return getattr(Policy, hook)(self, *args)
 
-    def _ask(
+    def _call(
         self, hook: str, wrong: Callable[[Any], str | None], *args: Any, at_most: int | None = None
     ) -> Any:
         """The hook's result. If it raises or returns an invalid value: ``None``, and ``_failed``.
@@ -487,9 +487,9 @@ class PolicyGuard(Policy):
     def _fault(self, hook: str, what: str, request: Request | None = None) -> None:
         self._failed = True
         self._num_faults += 1
-        self.faults.note(self._label[hook], request, what)
+        self.faults.record(self._label[hook], request, what)
         if self._num_faults > self.faults.max_faults and not self.is_left_out:
-            self.leave_out(f"{self._num_faults} faults")
+            self.disable(f"{self._num_faults} faults")
 
     # -- checks
 

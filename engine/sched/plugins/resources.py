@@ -57,13 +57,13 @@ class Resources:
             self._awaken(add)
         for own in self._own["objection"]:
             answer: str | None
-            answer = self._ask(own, "objection", None, add, wrong=answers.wrong_objection)
+            answer = self._call(own, "objection", None, add, wrong=answers.wrong_objection)
             if answer:
                 message = f"request {add.request_id!r}: {answer}"
                 raise RequestError(message, param=own.resource.serves or None)
 
     def added(self, req: Request) -> None:
-        self._tell("added", req)
+        self._notify("added", req)
 
     def flags(self, req: Request) -> int:
         """The flags that resources set for the request: ``WATCHED``, ``SERIAL``."""
@@ -75,7 +75,7 @@ class Resources:
         return any(self._own[hook] for hook in hooks)
 
     def begin_step(self, step: Step) -> None:
-        self._tell("begin_step", step)
+        self._notify("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
         """Number of draft tokens that a resource wants verified after the last token."""
@@ -112,48 +112,48 @@ class Resources:
         return fit
 
     def seated(self, req: Request, step: Step) -> None:
-        self._tell("seated", req, step)
+        self._notify("seated", req, step)
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
-        self._tell("take", req, num_tokens, step)
+        self._notify("take", req, num_tokens, step)
 
     def parked(self, req: Request, by: Resource | None) -> None:
         if by is not None:
             self._parked[req] = by
             own = Own(by, f"{type(by).__name__}.parked")
-            parked = self._ask(own, "parked", False, req, wrong=answers.no_answer)
+            parked = self._call(own, "parked", False, req, wrong=answers.no_answer)
             if parked is False:  # the hook failed, so the resource would not wake the request
                 self._orphans.append(req)
 
     def release(self, req: Request) -> None:
         if req.is_finished:  # a request that only loses its blocks may still be parked
             self._parked.pop(req, None)
-        self._tell("release", req)
+        self._notify("release", req)
 
     def describe(self, plan: StepPlan) -> None:
-        self._tell("describe", plan)
+        self._notify("describe", plan)
 
     def masks(self, plan: StepPlan) -> Masks | None:
         """The masks of the resource that wrote ``plan.masks``; ``None`` after a fault, which makes
         the rows fail."""
         for own in self._own["masks"]:
             masks: Masks | None
-            masks = self._ask(own, "masks", None, plan, wrong=answers.wrong_masks)
+            masks = self._call(own, "masks", None, plan, wrong=answers.wrong_masks)
             if masks is not None:
                 return masks
         return None
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        self._tell("settle", plan, result)
+        self._notify("settle", plan, result)
 
     def shutdown(self) -> None:
-        self._tell("shutdown")
+        self._notify("shutdown")
 
     def counters(self) -> dict[str, int]:
         """The counters of each resource, by its name."""
         counts: dict[str, int] = {}
         for own in self._own["counters"]:
-            counted = self._ask(own, "counters", {}, wrong=answers.wrong_counters)
+            counted = self._call(own, "counters", {}, wrong=answers.wrong_counters)
             counts |= {f"{own.resource.name}.{name}": int(n) for name, n in counted.items()}
         return counts
 
@@ -196,10 +196,10 @@ class Resources:
     def _does_any(self, hook: str, req: Request) -> bool:
         """True if any resource returns True. A fault counts as True."""
         own_hooks, wrong = self._own[hook], answers.wrong_bool
-        wishes = [self._ask(own, hook, True, req, wrong=wrong) for own in own_hooks]
+        wishes = [self._call(own, hook, True, req, wrong=wrong) for own in own_hooks]
         return any(wishes)
 
-    def _tell(self, hook: str, *args: Any) -> None:
+    def _notify(self, hook: str, *args: Any) -> None:
         for own in self._own[hook]:
             begun = self._timer()
             try:
@@ -208,7 +208,7 @@ class Resources:
                 self._fault(own, _request_in(args), answers.raised(error))
             self._seconds[own.label] += self._timer() - begun
 
-    def _ask(
+    def _call(
         self,
         own: Own,
         hook: str,
@@ -231,10 +231,10 @@ class Resources:
 
     def _fault(self, own: Own, about: Request | None, what: str) -> None:
         resource = own.resource
-        self._faults.note(own.label, about, what)
+        self._faults.record(own.label, about, what)
         self._num_faults[id(resource)] += 1
         if self._num_faults[id(resource)] > self._faults.max_faults and resource in self.members:
-            self._faults.note(own.label, None, f"resource {resource.name} is disabled from now on")
+            self._faults.record(own.label, None, f"resource {resource.name} is now disabled")
             self.members = [other for other in self.members if other is not resource]
             self._own = self._by_hook()
             self._orphans += [req for req, by in self._parked.items() if by is resource]

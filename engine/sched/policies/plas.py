@@ -49,12 +49,12 @@ class PLAS(Policy):
             return
         served = req.num_prompt - req.num_cached + self.output_price * req.num_output
         self.service[program] = self.service.pop(program, 0.0) + served
-        self.tell(program, view)
+        self._store(program, view)
         if len(self.service) > self.max_programs:
             oldest = next(iter(self.service))
             del self.service[oldest]
-            self.tell(oldest, view)
+            self._store(oldest, view)
 
-    def tell(self, program: str, view: SchedView) -> None:
+    def _store(self, program: str, view: SchedView) -> None:
         for req in self.members.get(program, ()):
             view.own("service")[req] = self.service.get(program, 0.0)

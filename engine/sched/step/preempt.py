@@ -16,7 +16,7 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     """
     victims: list[Request] = []
     seats = view.step.num_free_seats if req.is_waiting else 0
-    spared = spared_blocks(req, policy, view)
+    spared = reserved_blocks(req, policy, view)
     if req.is_waiting and not policy.waiting_may_preempt:
         return victims if seats and view.kv.fits(req, upto, spared=spared) else None
     candidates: list[Request] | None = None
@@ -34,7 +34,7 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
     return victims
 
 
-def spared_blocks(req: Request, policy: Policy, view: View) -> int:
+def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
     """Number of free blocks that ``req`` must not take. If headroom is kept (and no watermark is
     configured), a waiting request leaves the blocks that running prompts need."""
     if not req.is_waiting or view.config.watermark is not None:

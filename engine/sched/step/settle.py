@@ -367,7 +367,7 @@ class Counters:
     step_seconds: float = 0.0
     floor_seconds: float = 0.0
 
-    def note_rescue(self, culprit: str, *, was_saved: bool) -> None:
+    def count_rescue(self, culprit: str, *, was_saved: bool) -> None:
         """Count a step in which the default order replaced the policy's and granted tokens
         (``was_saved``); the first is logged. ``culprit``: what scheduled no request, and why."""
         self.num_rescued_steps += was_saved

@@ -40,7 +40,7 @@ def stable_steps(guard: PolicyGuard, view: View) -> float:
         return inf
     if not hasattr(guard.inner, "stable_for"):
         return 0
-    return float(guard.ask_other("stable_for", wrong_steps, view) or 0)
+    return float(guard.call_other("stable_for", wrong_steps, view) or 0)
 
 
 def wrong_steps(answer: object) -> str | None:
