@@ -152,8 +152,7 @@ def wire(
 
 
 def choose_all(config: SchedulerOptions) -> Chosen:
-    """Find the configured policy and resources, and add the resources of enabled features. Raises
-    ``ConfigError``."""
+    """Find the configured policy, resources and enabled features. Raises ``ConfigError``."""
     chosen = choose(config)
     return chosen._replace(resources=(*features_of(config), *chosen.resources))
 
@@ -322,8 +321,7 @@ def needs_of(resource: Resource) -> tuple[str, ...]:
 
 
 def check_capabilities(resources: Sequence[Resource], capabilities: frozenset[str]) -> None:
-    """Raise ``ConfigError`` for resources that cannot be combined, or that need capabilities which
-    the worker lacks."""
+    """Raise ``ConfigError`` for resources that conflict or need capabilities the worker lacks."""
     parts_of(resources)
     for resource in resources:
         missing = [

@@ -7,8 +7,7 @@ from typing import Literal
 from engine.config.engine import EngineConfig
 
 Work = Literal["none", "prefill", "decode"]
-"""The next step: "none" has nothing to compute, "prefill" has prompt tokens, "decode" has one
-token for each request."""
+"""The next step: nothing to compute, prompt tokens, or one token for each request."""
 
 
 def poll_timeout_ms(config: EngineConfig, work: Work) -> int:

@@ -16,8 +16,7 @@ from engine.ipc.process import without_interrupts
 
 
 class Workers(ProcessPoolExecutor):
-    """A pool of spawned processes. They ignore interrupts from a terminal, and end with their
-    parent, however it ends."""
+    """A pool of spawned processes, which ignore interrupts and end with their parent."""
 
     def __init__(self, num_workers: int) -> None:
         context = multiprocessing.get_context("spawn")

@@ -35,8 +35,7 @@ class KVSource(Protocol):
     worker's half moves the bytes."""
 
     def match(self, req: KVRequest, num_local_tokens: int) -> RemoteMatch:
-        """How much KV the source has after the local prefix hit. Must change nothing; it is called
-        again when the hit changes."""
+        """How much KV the source has after the local prefix hit. Must change nothing."""
 
     def start_load(self, req: KVRequest, blocks: Sequence[int], num_tokens: int) -> None:
         """Start to load the KV of the ``num_tokens`` after the local hit into ``blocks``, in order.

@@ -42,8 +42,7 @@ class Fences:
                 self._fences[block] = self._num_planned
 
     def when_written(self, number: int, blocks: Sequence[int], start: Start) -> None:
-        """Call ``start`` once no step in flight writes the blocks. ``number`` identifies the
-        request for ``cancel``."""
+        """Call ``start`` once no step in flight writes the blocks. ``number``: for ``cancel``."""
         fence = max([self._fences[block] for block in blocks])
         if fence <= self._num_settled:
             start()

@@ -201,8 +201,7 @@ class KVManager:
         return (len(allocation.blocks) + free // self.num_groups) * self.block_size
 
     def peak(self, reqs: Sequence[KVRequest], remaining: Callable[[Any], int]) -> int:
-        """The most blocks these requests will hold together until each has generated
-        ``remaining(req)`` more tokens."""
+        """Peak of blocks if each request generates ``remaining(req)`` more tokens and then ends."""
         lengths = [len(req.tokens) for req in reqs]
         entries = peak_blocks(lengths, [remaining(req) for req in reqs], self.block_size)
         return sum(
@@ -270,7 +269,7 @@ class KVManager:
         self.transfers.load(req, allocation, self._blocks_to_load(req, allocation))
 
     def loaded(self, req: KVRequest, upto: int) -> None:
-        """Record the end of a load that filled the positions before ``upto``, and publish them.
+        """Record the end of a load that filled the positions before ``upto``; cache their blocks.
 
         A failed load passes the smaller ``upto`` that is valid; the rest will be computed.
         """
@@ -299,7 +298,7 @@ class KVManager:
         return self.transfers is not None and self.transfers.sent(request_id)
 
     def commit(self, req: KVRequest, upto: int) -> None:
-        """Publish the full blocks before ``upto``; their tokens are known, their KV is written."""
+        """Put full blocks before ``upto``, whose KV is written, into the prefix cache."""
         full = upto // self.block_size
         row = req.row
         first = int(self.num_published[row])

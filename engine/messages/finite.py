@@ -86,8 +86,7 @@ class TooLargeError(Exception):
 
 @lru_cache(maxsize=32)
 def check_finite(grammar: str) -> None:
-    """Raise ``RequestError`` if a schema in the grammar (text of ``grammar_of``) has no finite
-    value."""
+    """Raise ``RequestError`` if a schema in a grammar (by ``grammar_of``) has no finite value."""
     if not any(key in grammar for key in REFERENCES):
         return  # without references there is no recursion
     whole = grammar_from(grammar)

@@ -270,8 +270,7 @@ class ManyCoresClient(CoreClient):
             raise self._over from error.__cause__
 
     def _join_core(self, outcome: RestartOutcome) -> None:
-        """Use a restarted core. Raises the error of its start, or ``ConfigError`` if it differs
-        from the other cores."""
+        """Use a restarted core. Raises its start's error; ``ConfigError`` if it differs."""
         core, index = outcome.client, outcome.core
         if core is None:
             raise outcome.error or EngineDeadError("it has ended")

@@ -58,8 +58,7 @@ class Pulse:
 
     num_steps: int = 0
     step_began: float | None = None
-    """When the current step, including the messages read before it, began; ``None`` while the loop
-    waits."""
+    """Start of the current step with the messages before it; ``None`` while the loop waits."""
     num_unfinished: int = 0
     num_clients: int = 0
 
@@ -101,8 +100,7 @@ class CoreLoop:
             self._step()
 
     def _take_arrivals(self) -> None:
-        """Process the received messages. The heartbeat counts from here, since any of it may
-        hang."""
+        """Process received messages. The heartbeat counts from here, since any of it may hang."""
         self.pulse.step_began = self._clock()
         self.pulse.num_steps += 1
         for _ in range(MAX_ARRIVALS):

@@ -136,8 +136,7 @@ class ClientSessions:
             session.live.clear()
 
     def tend(self, now: float) -> None:
-        """Drop disconnected clients and send waiting messages; does nothing before
-        ``next_look``."""
+        """Drop disconnected clients, send waiting messages; does nothing before ``next_look``."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             for session in self:

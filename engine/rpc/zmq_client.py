@@ -347,8 +347,7 @@ class ClientProtocol:
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
-        """The messages that add requests, and the errors of those that cannot be encoded, by
-        index."""
+        """Messages that add requests, and errors of those that cannot be encoded, by index."""
         parts: list[Part] = []
         errors: dict[int, Exception] = {}
         for places in _in_parts(requests):

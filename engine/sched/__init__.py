@@ -1,5 +1,4 @@
-"""The scheduler decides how many tokens of which requests each step computes. It uses no torch, and
-no clock and no random numbers but those passed to it.
+"""The scheduler decides how many tokens of which requests each step computes. Imports no torch.
 
 The names exported here are all that a custom policy, resource or scheduler needs.
 """

@@ -71,8 +71,7 @@ class SchedulerInterface(ABC):
 
     @abstractmethod
     def update_from_output(self, plan: StepPlan, result: StepResult) -> StepOutputs:
-        """Settle a step: append its tokens and finish requests that stop. Returns the outputs
-        grouped by client."""
+        """Settle a step: append tokens, finish requests that stop. Returns outputs by client."""
 
     @abstractmethod
     def finish_requests(

@@ -300,8 +300,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
     def victim(
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
-        """The request to preempt for ``req``. It may preempt all candidates; none of them was
-        offered tokens in this step."""
+        """The request to preempt for ``req``, which may preempt any of the candidates."""
         return candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:

@@ -122,8 +122,7 @@ class Resource:
         return Fit(num_tokens)
 
     def seated(self, req: Request, step: Step) -> None:
-        """Called when a request starts to run (in ``req.slot``), also after a preemption. ``take``
-        is called next."""
+        """Called before ``take`` when a request starts in ``req.slot``, also after a preemption."""
 
     def take(self, req: Request, num_tokens: int, step: Step) -> None:
         """Called when tokens of the request are scheduled, after all resources allowed them."""
@@ -147,8 +146,7 @@ class Resource:
         return None
 
     def counters(self) -> dict[str, int]:
-        """Counters since the start, by name; ``SchedulerStats.counters`` shows them as
-        ``name.counter``."""
+        """Counters since the start, shown in ``SchedulerStats.counters`` as ``name.counter``."""
         return {}
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:

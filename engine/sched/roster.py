@@ -116,8 +116,7 @@ class RankedQueue(Sequence[Request]):
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
-        """``rerank`` with arrays: ``ranks[k]`` has the k-th number of each rank. ``by_row``: all
-        requests, indexed by row."""
+        """``rerank`` with arrays: ``ranks[k]`` has the k-th number of each. ``by_row``: requests."""
         if not self._reqs:
             return
         rows = self.rows
@@ -222,8 +221,7 @@ class WaitLedger:
         history.queue_seconds += waited
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
-        """Set the cause for which the queue waits until the next plan. ``refused``: requests with
-        individual causes."""
+        """Set the queue's cause until the next plan. ``refused``: those with individual causes."""
         for req, _ in self._refused.values():
             self._charge_own(req, now)
         self._totals = self._totals_at(now)
@@ -257,8 +255,7 @@ class WaitLedger:
 
 
 class Roster:
-    """Owns the sets of waiting, running and parked requests. A running request has a seat: a slot
-    in the worker's tables."""
+    """Owns the sets of waiting, running and parked requests. A seat is a slot of the worker."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.num_seats = max_num_seqs

@@ -173,8 +173,7 @@ class Scheduler(SchedulerInterface):
                 self.grant(req, fit.num_tokens, step)
 
     def begin_step(self) -> Step:
-        """Run due timers, reset budgets, recompute dynamic ranks, and preempt what ``evict``
-        returns."""
+        """Run due timers, reset budgets, recompute dynamic ranks, and call ``evict``."""
         view, counters = self.view, self.settler.counters
         self.guard.faults.begin_step()
         view.now = self._clock()
@@ -306,8 +305,7 @@ class Scheduler(SchedulerInterface):
         self.guard.on_grant(req, num_tokens, self.view)  # even if the default order is used
 
     def _refuse(self, req: Request, fit: Fit, step: Step) -> None:
-        """Handle a request that gets no tokens in this step. Only a waiting one can close
-        admission."""
+        """Handle a request that gets no tokens now. Only a waiting one can close admission."""
         if fit.on_refuse is OnRefuse.FAIL:
             self.settler.end(req, "error", fit.cause, fit.code)
         elif not req.is_waiting:

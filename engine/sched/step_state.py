@@ -84,8 +84,7 @@ class Step:
         return None
 
     def offer(self, req: Request) -> bool:
-        """Mark a request as offered. False if it was already, is parked, or waits while admission
-        is closed."""
+        """Mark a request as offered. False if it was, is parked, or admission is closed for it."""
         considered = req.table.considered.at
         if considered[req.row] == self.index:
             return False
@@ -140,6 +139,5 @@ class Step:
 
 
 def num_draft_places(req: Request) -> int:
-    """Number of tokens granted beyond the last one that is known or being sampled: positions for
-    draft tokens."""
+    """Positions for drafts: tokens granted beyond the last one that is known or being sampled."""
     return max(0, req.num_computed - req.num_tokens - req.num_pending + 1)

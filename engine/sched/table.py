@@ -238,8 +238,7 @@ class Table:
         return len(self.alive.at)
 
     def take(self, num_prompt: int) -> int:
-        """Allocate a row for a request with ``num_prompt`` prompt tokens, with a new generation
-        and all other counts zero."""
+        """Allocate a row with a new generation for a request with ``num_prompt`` prompt tokens."""
         if not self._free:
             self._grow()
         row = self._free.pop()
@@ -337,8 +336,7 @@ class Table:
         self.num_computed.at[row] = num_computed
 
     def restart(self, row: int) -> None:
-        """Reset the row after a preemption; results of steps in flight are then for another
-        generation."""
+        """Reset the row after a preemption. Results of steps in flight are then outdated."""
         self.generation.at[row] += 1
         self.num_computed.at[row] = self.num_pending.at[row] = 0
 

@@ -34,7 +34,8 @@ Unread = tuple[Callable[[Any, float], StepShape], Any, float]
 
 
 class View:
-    """What policies read. The scheduler sets ``now`` and ``step`` at the start of each step."""
+    """Implements ``SchedView``, which documents the members that policies read. The scheduler sets
+    ``now`` and ``step`` at the start of each step."""
 
     def __init__(self, config: SchedulerConfig, kv: KVManager, roster: Roster, rng: Random) -> None:
         self.config = config
@@ -58,16 +59,13 @@ class View:
 
     @property
     def running(self) -> Sequence[Request]:
-        """Running requests, in rank order."""
         return self._roster.running
 
     @property
     def waiting(self) -> Sequence[Request]:
-        """Waiting requests, in rank order."""
         return self._roster.waiting
 
     def columns(self, reqs: Sequence[Request]) -> Columns:
-        """Numbers of these requests as arrays, in the same order."""
         if isinstance(reqs, RankedQueue):
             return self._columns_of(reqs.rows)
         by_row = {req.row: req for req in reqs}  # a new request is not in the roster yet
@@ -93,7 +91,6 @@ class View:
         )
 
     def own(self, name: str, default: float = 0.0) -> OwnNumbers:
-        """A number that the policy stores for each request."""
         if name not in self._own:
             self._own[name] = OwnNumbers(self._roster.table.facts.own_column(name, default))
         return self._own[name]
@@ -111,8 +108,6 @@ class View:
         self.counters[name] = min(MOST_COUNTED, known + int(value))
 
     def decodes_first(self) -> list[Request]:
-        """Running requests: first those with one token left to compute (decodes), then the others;
-        each part in rank order."""
         running, table = list(self._roster.running), self._roster.table
         if len(running) <= FEW:
             return sorted(running, key=lambda req: req.num_uncomputed != 1)
@@ -125,14 +120,11 @@ class View:
         return [req for req, first in marked if first] + [req for req, first in marked if not first]
 
     def by_rank(self) -> list[Request]:
-        """Running requests in rank order. Prompts leave one token of the budget for each decode."""
         running = list(self._roster.running)
         self.step.decodes = [req for req in running if req.num_uncomputed == 1]
         return running
 
     def default_order(self) -> list[Request]:
-        """Running requests in the default order: decodes first. While free blocks may not suffice
-        for all running requests, all are in rank order."""
         return self.by_rank() if self.prompts and self.is_short() else self.decodes_first()
 
     def is_short(self, num_more: int = 0) -> bool:
@@ -153,7 +145,6 @@ class View:
 
     @property
     def unoffered(self) -> list[Request]:
-        """Waiting requests that can still be scheduled in this step, in rank order."""
         if not self.step.admission_open:
             return []
         considered, index = self._roster.table.considered.at, self.step.index
@@ -183,12 +174,10 @@ class View:
 
     @property
     def unfinished(self) -> Collection[Request]:
-        """All unfinished requests, in order of arrival."""
         return self._roster.by_id.values()
 
     @property
     def last(self) -> StepShape:
-        """The shape of the last finished step."""
         self.read_steps()
         return self._last
 
@@ -203,7 +192,6 @@ class View:
     def prefill_seconds(
         self, num_tokens: NDArray[np.int64], context: NDArray[np.int64]
     ) -> NDArray[np.float64]:
-        """``cost.prefill_seconds`` of many prompts, each computed in a separate step."""
         cost = self.cost
         if isinstance(cost, LinearCost):
             return cost.prefill_seconds_each(num_tokens, context)
@@ -227,11 +215,9 @@ class View:
         return self._roster.by_id.get(req.request_id) is req
 
     def start_of(self, req: Request) -> int:
-        """Position of the first token that the request would compute if it were scheduled now."""
         return self.kv.ready(req) if req.is_waiting else req.num_computed
 
     def predict(self, req: Request) -> int:
-        """Total output tokens the request will have, as the configured predictor estimates."""
         return self.predictor.predict(req)
 
     @property
@@ -241,13 +227,10 @@ class View:
 
     @property
     def promised_blocks(self) -> int:
-        """Blocks that running requests still need to complete their prompts."""
         return self.promised_to(self._roster.running_prompts())
 
     @property
     def headroom_blocks(self) -> int:
-        """Blocks to leave free when a waiting request starts: with ``keeps_headroom``, those that
-        running prompts need plus one per four running requests; else the configured watermark."""
         num_running, watermark = len(self._roster.running), self.config.watermark
         if watermark is not None:
             return int(watermark * self.kv.num_blocks) if num_running else 0
@@ -255,7 +238,6 @@ class View:
 
     @property
     def keeps_headroom(self) -> bool:
-        """True if headroom is expected to save time, by the cost model. Costly to compute."""
         if self.config.watermark is not None:
             return self.config.watermark > 0
         roster, headroom = self._roster, self.headroom

@@ -185,8 +185,7 @@ class Passes:
     """The forward passes of the draft model after a step."""
 
     def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
-        """machine: the draft model's, with its own slots; target: the model's. limit: number of
-        positions."""
+        """machine: the draft model's, with own slots; target: the model's. limit: of positions."""
         self.machine = machine
         self._target = target
         self._limit = limit
@@ -194,8 +193,7 @@ class Passes:
         self._mixed: BySize[MixedGraph] = BySize()
 
     def capture(self, sizes: Sequence[int], mixed_sizes: Sequence[int]) -> None:
-        """Record graphs of decodes of ``sizes`` rows, and of first passes of ``mixed_sizes``
-        tokens."""
+        """Record graphs: decodes of ``sizes`` rows, and first passes of ``mixed_sizes`` tokens."""
         if self.machine.model.can_be_recorded:
             self._graphed = record(self.machine, sizes, self._limit)
             self._mixed = record_mixed(self.machine, mixed_sizes, self._limit)

@@ -414,8 +414,7 @@ def enter_rows(tree: Any) -> None:
 
 @_called(_ints, _long, returns=_long)  # type: ignore[untyped-decorator]
 def change_roots(tree: Any, root: Any) -> Any:
-    """Free a root without tokens; or, for ``root`` 0, create a root. Returns 0 if there is no
-    room."""
+    """Free a root without tokens; for ``root`` 0, create a root. Returns 0 if there is no room."""
     if root:
         _give_back(tree, root)
         return 0

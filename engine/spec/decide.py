@@ -272,8 +272,7 @@ class Drafts(Resource):
             raise ValueError(failed)
 
     def _offer_of(self, req: Request, tries: bool) -> Offer:
-        """Drafts of a request: tokens that its grammar forces, else a proposal. tries: see
-        ``is_due``."""
+        """Tokens that the request's grammar forces, else a proposal. tries: see ``is_due``."""
         if (offer := self._forced_of(req, tries=tries)).drafts:
             return offer
         if not is_due(self._worth, req, tries):
@@ -334,8 +333,7 @@ class Drafts(Resource):
         return num * (more - alone) / alone if alone > 0 else 0.0
 
     def _call(self, req: Request) -> tuple[list[int], str]:
-        """Call the proposer. Returns at most ``num_speculative_tokens`` drafts, and an error
-        text."""
+        """Call the proposer. Returns up to ``num_speculative_tokens`` drafts, an error text."""
         most = self.num_speculative_tokens
         try:
             answer = self._proposer.propose(req, most)

@@ -113,8 +113,7 @@ class NgramPlaces:
 
 
 def copy(tokens: array[int], at: int, num_tokens: int) -> list[int]:
-    """Copy ``num_tokens`` tokens from index ``at`` on; after the end, the copy continues with its
-    own tokens."""
+    """Copy ``num_tokens`` tokens from index ``at`` on; beyond the end, the copy repeats itself."""
     drafts = tokens[at : at + num_tokens].tolist()
     period = len(tokens) - at
     while len(drafts) < num_tokens:

@@ -116,8 +116,7 @@ class WorkerDrafts(Drafts):
         return nothing if tries else None
 
     def _useful(self, plan: StepPlan) -> Column:
-        """The most drafts that can be verified after each row: none after a request's last
-        token."""
+        """The most drafts to verify after each row: none after a request's last token."""
         useful: Column = plan.samples * np.int32(self.num_speculative_tokens)
         for index in np.flatnonzero(useful).tolist():
             req = self._running.get(int(plan.rows[index]))

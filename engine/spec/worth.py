@@ -27,8 +27,7 @@ MOST_REST = 64  # longest rest, in tokens
 
 
 class Rates:
-    """The share of right drafts by position, given that the drafts before were right. Older drafts
-    have less weight."""
+    """The share of right drafts by position, if those before are right. Old drafts weigh less."""
 
     def __init__(
         self, num_places: int, keep: float, tried: float = 0.0, right: float = 0.0
@@ -77,8 +76,7 @@ class Worth:
         return min(len(drafts), self._num_places, max(1, int(TRIED / max(price, 1e-3))))
 
     def expect(self, req: Request, most: int, price: float = -1.0) -> tuple[int, float]:
-        """How many of at most ``most`` drafts yield more than the price, and the tokens they yield
-        in total."""
+        """How many of ``most`` drafts yield more than the price, and the tokens they yield."""
         own, every = self._own.get(req.arrival), self._all
         weight, known = PRIOR, 0.0
         if own is not None:  # drafts at other positions are evidence, too

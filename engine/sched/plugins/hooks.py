@@ -453,8 +453,7 @@ class PolicyGuard(Policy):
     _failed = False  # True if the last call failed
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """The policy's result, or the default if the policy lacks the hook or its result is
-        invalid."""
+        """The policy's result; the default if the policy lacks the hook or it is invalid."""
         if hook in self._in_use:
             answer = self._call(hook, wrong, *args)
             if not self._failed:

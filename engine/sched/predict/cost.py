@@ -31,8 +31,7 @@ class CostModel(Protocol):
         ...
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds of a step with only ``num_tokens`` tokens of one prompt, after ``context``
-        others."""
+        """Seconds of a step with ``num_tokens`` tokens of one prompt, after ``context`` others."""
         ...
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
@@ -104,8 +103,7 @@ class LinearCost:
         return num_seqs + int(min(UNLIMITED, num_prompt))
 
     def combine(self, weights: Sequence[float]) -> tuple[float, float]:
-        """The weighted sum of the coefficients (in the order of PRIOR) in seconds, and its
-        standard error."""
+        """Weighted sum of the coefficients (in the order of PRIOR), its standard error; seconds."""
         value = sum(w * c for w, c in zip(weights, self.coefficients, strict=True))
         kept, total = self._kept, self._gram.sum()
         if total <= len(kept):

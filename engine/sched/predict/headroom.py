@@ -20,8 +20,7 @@ NUM_ERRORS = 2.0  # half width of the confidence interval, in standard errors
 
 
 class Judgement(NamedTuple):
-    """A decision made from measured times. It depends on rounding, so a step log records it and a
-    replay repeats it."""
+    """A decision from measured times. A step log records it, so that a replay can repeat it."""
 
     step: int  # number of the step for which it was made
     is_kept: bool

@@ -183,8 +183,7 @@ class DecodeFastPath:
         return kept
 
     def granter(self, step: Step) -> Callable[[Request], None]:
-        """Return a function that grants one token to a marked row, unless the row was offered
-        tokens or preempted in this step.
+        """Return a function that grants a token to a marked row not offered or preempted yet.
 
         ``write_back`` advances the counts later, unless a hook reads them before. It is a closure,
         so that values common to all rows are read once.

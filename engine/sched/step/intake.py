@@ -18,8 +18,7 @@ FEW = 64  # up to this many timers, those of ended requests are not removed
 
 
 class Intake:
-    """Queues new requests. Refuses those that could never run, whose id is in use, or that exceed
-    the limits of the queue."""
+    """Queues new requests, or refuses them: impossible ones, ids in use, a full queue."""
 
     def __init__(self, config: SchedulerConfig, settler: Settler) -> None:
         self.timers = Timers()

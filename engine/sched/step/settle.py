@@ -84,8 +84,7 @@ class Settler:
     def end(
         self, req: Request, reason: FinishReason, message: str, code: str | None = None
     ) -> None:
-        """End the request now, outside a step; its client is notified. ``code``: None for the
-        reason's default code."""
+        """End the request outside a step. ``code``: None for the reason's default code."""
         self.finish(req)
         self.counters.num_failed += reason == "error"
         self._ended.append(End(req, reason, message, code))
@@ -401,8 +400,7 @@ class Members:
         self._have_started = False
 
     def take_started(self) -> list[int]:
-        """Indices of requests that get their first token since they got their seat; called before
-        each token."""
+        """Indices of requests that get the first token since their start. Called before each."""
         if self._have_started:
             return []
         self._have_started = True
