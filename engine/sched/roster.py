@@ -116,7 +116,7 @@ class RankedQueue(Sequence[Request]):
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
-        """``rerank`` with arrays: ``ranks[k]`` has the k-th number of each. ``by_row``: requests."""
+        """``rerank`` with arrays: ``ranks[k]`` has each rank's k-th number; ``by_row`` requests."""
         if not self._reqs:
             return
         rows = self.rows

@@ -134,7 +134,7 @@ class Resources:
         self._notify("describe", plan)
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """The masks of the resource that wrote ``plan.masks``; ``None`` (the rows fail) on a fault."""
+        """The masks for ``plan.masks`` from its resource; ``None`` (the rows fail) on a fault."""
         for own in self._own["masks"]:
             masks: Masks | None
             masks = self._call(own, "masks", None, plan, wrong=answers.wrong_masks)
