@@ -128,8 +128,8 @@ class Child:
         name = self._process.name
         if how is None:
             raise EngineDeadError(
-                f"Engine core initialization failed: waited {timeout:g} s for the process of the "
-                f"{name} to be ready (core_ready_timeout)"
+                f"Engine core initialization failed: the process of the {name} was not ready in "
+                f"{timeout:g} s; raise core_ready_timeout if loading takes longer"
             )
         raise EngineDeadError(
             f"Engine core initialization failed: the process of the {name} {how} before it was "

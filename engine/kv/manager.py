@@ -56,7 +56,7 @@ class KVManager:
         windows = [group.window for group in groups]
         if source is not None and windows != [0]:
             raise ConfigError(
-                f"a KV source needs full attention (windows [0]), this model has {windows}"
+                f"a KV source needs full attention (window 0), but the model has windows {windows}"
             )
         self.block_size = block_size
         self.groups = tuple(groups)

@@ -288,8 +288,8 @@ def _check_structured(params: SamplingParams) -> None:
         _refuse_type("structured_outputs", structured, "a StructuredOutputsParams")
     if params.ignore_eos:
         raise RequestError(
-            "ignore_eos is True with structured_outputs, but a text ends where its grammar ends; "
-            "leave ignore_eos out",
+            "ignore_eos is True with structured_outputs, but the output must end where its grammar "
+            "ends; leave ignore_eos out",
             param="ignore_eos",
         )
 

@@ -139,7 +139,7 @@ def test_a_wrong_predictor_is_refused_with_what_there_is():
         find_predictor("magic", lengths)
     with pytest.raises(ConfigError, match=r"cannot load 'no\.such\.Thing'"):
         find_predictor("no.such.Thing", lengths)
-    with pytest.raises(ConfigError, match="lacks a name or a predict"):
+    with pytest.raises(ConfigError, match="must have a name and a method predict"):
         find_predictor(LengthHistory(), lengths)
     with pytest.raises(ConfigError, match="cannot be created: OSError: no such file"):
         find_predictor(Broken, lengths)

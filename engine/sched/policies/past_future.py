@@ -18,7 +18,7 @@ class PastFuture(Policy):
 
     def __init__(self, reserve: float = 0.03) -> None:
         if not 0 <= reserve < 1:
-            raise ValueError(f"reserve is {reserve}, must be at least 0 and below 1")
+            raise ValueError(f"reserve is {reserve}, must be a number from 0 to below 1")
         self.reserve = reserve
 
     def rank(self, req: Request, view: SchedView) -> tuple[int]:

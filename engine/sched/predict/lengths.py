@@ -229,7 +229,7 @@ def find_predictor(chosen: Any, lengths: LengthHistory) -> Predictor:
             f"length_predictor {chosen!r} cannot be created: {type(error).__name__}: {error}"
         ) from error
     if not isinstance(predictor, Predictor):
-        raise ConfigError(f"length_predictor {chosen!r} lacks a name or a predict(req)")
+        raise ConfigError(f"length_predictor {chosen!r} must have a name and a method predict(req)")
     return predictor if type(predictor) in PREDICTORS.values() else GuardedPredictor(predictor)
 
 
@@ -245,5 +245,5 @@ def look_up_predictor(chosen: Any) -> Any:
             )
         found = PREDICTORS.get(chosen) or load_dotted(chosen, "length_predictor")
     if not callable(getattr(found, "predict", None)):
-        raise ConfigError(f"length_predictor {chosen!r} lacks a name or a predict(req)")
+        raise ConfigError(f"length_predictor {chosen!r} must have a name and a method predict(req)")
     return found
