@@ -60,7 +60,7 @@ def test_a_mistake_in_the_options_is_the_same_error_as_in_this_process() -> None
 @pytest.mark.behaviour(111)
 def test_the_time_to_get_ready_is_bounded_and_the_message_says_what_was_awaited() -> None:
     start = time.monotonic()
-    with pytest.raises(EngineDeadError, match=r"engine core was not ready in 1 s; raise core_ready"):
+    with pytest.raises(EngineDeadError, match=r"core was not ready in 1 s; raise core_ready"):
         start_core(fake_config(core_ready_timeout=1.0), FakeBuild(start_seconds=60))
     assert time.monotonic() - start < SOON_SECONDS
 
