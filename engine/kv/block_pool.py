@@ -183,9 +183,7 @@ class BlockPool:
         for block in blocks:
             if num_refs[block] == 0:
                 if self.cache.hashes[block] is None:
-                    raise RuntimeError(
-                        f"block {block} cannot be adopted: it is not cached"
-                    )
+                    raise RuntimeError(f"block {block} cannot be adopted: it is not cached")
                 self._unlink(block)
             num_refs[block] += 1
 
