@@ -94,14 +94,14 @@ class Transfers:
         self._failed.pop(req.arrival, None)
         if allocation.loading and self.fences.cancel(req.arrival):
             allocation.loading = False  # it had not started, so its end will not be reported
-        bye = self.source.finished(req, blocks)
-        if blocks and (bye.keep or allocation.loading):  # a load still writes into its blocks
+        farewell = self.source.finished(req, blocks)
+        if blocks and (farewell.keep or allocation.loading):  # a load still writes into its blocks
             loan = self.lent.setdefault(req.request_id, Loan())
             loan.blocks.extend(blocks)
             loan.num_transfers += 1
         else:
             self.give_back(blocks)
-        return bye.params
+        return farewell.params
 
     def sent(self, request_id: str) -> bool:
         """Record the end of a transfer of an ended request. False if there is none of this id."""

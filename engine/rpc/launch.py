@@ -61,7 +61,7 @@ def start_core(config: EngineConfig, build: Build) -> EngineCoreClient:
     ``build`` and all of ``config`` must be importable there. Raises the errors of ``build``, and
     ``EngineDeadError`` if the process ends before it is ready.
     """
-    return meet(config, *spawn(config, build))
+    return connect(config, *spawn(config, build))
 
 
 def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
@@ -74,7 +74,7 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
 
     def start(index: int) -> Starting:
         child, address = spawn(started(own, next(num_starts[index])), build, environments[index])
-        return Starting(child, partial(meet, own, child, address))
+        return Starting(child, partial(connect, own, child, address))
 
     with ExitStack() as failing:
         starting = []
@@ -82,14 +82,14 @@ def start_cores(config: EngineConfig, build: Build) -> ManyCoresClient:
             starting.append(start(index))
             failing.callback(starting[-1].child.close)
         restarts = config.core.on_core_death == "restart"
-        return many(failing, iter(met(starting)), start if restarts else None)
+        return many(failing, iter(connect_all(starting)), start if restarts else None)
 
 
-def met(starting: Sequence[Starting]) -> list[EngineCoreClient]:
+def connect_all(starting: Sequence[Starting]) -> list[EngineCoreClient]:
     """Wait for cores that are loading; returns their clients. The first error is raised
     immediately, and the other cores are ended."""
     with ThreadPoolExecutor(len(starting)) as threads:
-        meetings = [threads.submit(each.meet) for each in starting]
+        meetings = [threads.submit(each.connect) for each in starting]
         try:
             for each in as_completed(meetings):
                 each.result()
@@ -152,7 +152,7 @@ def spawn(
     return child, address
 
 
-def meet(config: EngineConfig, child: Child, address: Address) -> EngineCoreClient:
+def connect(config: EngineConfig, child: Child, address: Address) -> EngineCoreClient:
     """Wait for the core of a process; returns its client. On failure the process is ended."""
     with ExitStack() as failing:
         failing.callback(child.close)

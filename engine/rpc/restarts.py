@@ -27,7 +27,7 @@ class Starting(NamedTuple):
     """A process that is loading a core, and a function that returns its client when it is ready."""
 
     child: Child
-    meet: Callable[[], EngineCoreClient]
+    connect: Callable[[], EngineCoreClient]
 
 
 Start = Callable[[int], Starting]
@@ -164,13 +164,13 @@ class Restarts:
     def _started(self, core: int) -> EngineCoreClient:
         if self._is_stopped.is_set():
             raise EngineDeadError("the engine is ending")
-        child, meet = self._start(core)
+        child, connect = self._start(core)
         with self._lock:
             self._children[core] = child
             if self._is_stopped.is_set():
                 child.kill()
         try:
-            return meet()
+            return connect()
         finally:
             with self._lock:
                 del self._children[core]

@@ -167,8 +167,8 @@ class DraftModel(Feature):
         wanted = self._proposals[-1].wanted(rows)
         num_drafts = wanted * 0 if rows.drafts is None else rows.drafts.counts
         budget = self._passes.machine.batches.max_num_tokens
-        stand = rows.starts + rows.counts - num_drafts
-        step = DraftWork(rows.slots, rows.starts, rows.counts, wanted, stand)
+        final = rows.starts + rows.counts - num_drafts
+        step = DraftWork(rows.slots, rows.starts, rows.counts, wanted, final)
         work = self._kept.work(step, self._limit, budget)
         if not len(work.slots):
             return

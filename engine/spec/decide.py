@@ -249,12 +249,12 @@ class Drafts(Resource):
         """
         failed, expected, offered = "", 0.0, []
         load = None if self._payoff is None else self._payoff.load(len(self._running))
-        asks = load is None or load.may_draft()
+        may_draft = load is None or load.may_draft()
         tries = load is None or load.may_try()
         while self._moved:  # a row is removed before the proposer is called, which may raise
             if (req := self._running.get(self._moved.pop())) is None:
                 continue
-            offer = self._offer_of(req, tries) if asks else NO_OFFER
+            offer = self._offer_of(req, tries) if may_draft else NO_OFFER
             if offer.fault:
                 name = type(self._proposer).__name__
                 failed = failed or f"{name}.propose, request {req.request_id}: {offer.fault}"
@@ -350,9 +350,9 @@ class Drafts(Resource):
                 )
         return [int(token) for token in tokens], ""
 
-    def _set_drafting(self, req: Request, wish: bool) -> None:
-        if wish != (req.row in self._drafting):
-            (self._drafting.add if wish else self._drafting.remove)(req.row)
+    def _set_drafting(self, req: Request, is_drafting: bool) -> None:
+        if is_drafting != (req.row in self._drafting):
+            (self._drafting.add if is_drafting else self._drafting.remove)(req.row)
             self._scheduler.watch_again(req)
 
     def _count(self, plan: StepPlan, part: DraftPart, result: StepResult) -> None:

@@ -22,7 +22,7 @@ class DraftWork(NamedTuple):
     starts: Column
     counts: Column
     wanted: Column  # number of drafts after the last token
-    stand: Column  # tokens before this position are final
+    final: Column  # tokens before this position are final
 
 
 class KeptDrafts:
@@ -72,7 +72,7 @@ class KeptDrafts:
         given = np.clip(budget - before, 0, counts)
         wanted = np.where(given == counts, wanted, 0)
         works = given > 0
-        columns = (rows.slots, starts, given, wanted, rows.stand)
+        columns = (rows.slots, starts, given, wanted, rows.final)
         return DraftWork(*(column[works].astype(np.int32) for column in columns))
 
     def computed(self, work: DraftWork) -> None:
@@ -81,7 +81,7 @@ class KeptDrafts:
         self._upto[work.slots] = upto
         # Whether drafts are accepted is known a step later.
         first = np.minimum(self._noted[work.slots], work.starts)
-        certain = np.minimum(upto, work.stand)
+        certain = np.minimum(upto, work.final)
         self._record(work.slots, first, certain)
         self._noted[work.slots] = certain
 

@@ -359,8 +359,8 @@ CANARIES = (
     Canary(
         "free the blocks that a load still writes",
         "kv/transfers.py",
-        "if blocks and (bye.keep or allocation.loading):",
-        "if blocks and bye.keep:",
+        "if blocks and (farewell.keep or allocation.loading):",
+        "if blocks and farewell.keep:",
     ),
     # accounts
     Canary(

@@ -34,7 +34,7 @@ from engine.ipc.address import Directory
 from engine.llm_engine import LLMEngine
 from engine.messages.params import SamplingParams
 from engine.rpc.host import EngineCoreHost
-from engine.rpc.launch import meet, spawn, start_core, start_cores
+from engine.rpc.launch import connect, spawn, start_core, start_cores
 from engine.rpc.server import Ending
 
 pytestmark = pytest.mark.usefixtures("place")
@@ -94,7 +94,7 @@ def test_a_core_ends_when_it_is_asked_to_although_a_fork_of_its_parent_lives(pla
 def test_an_interrupt_at_the_terminal_is_for_the_parent_alone() -> None:
     child, address = spawn(fake_config(), FakeBuild())
     os.kill(child.pid, signal.SIGINT)  # while Python itself starts
-    client = meet(fake_config(), child, address)
+    client = connect(fake_config(), child, address)
     os.kill(child.pid, signal.SIGINT)
     client.add(make_request("a", [1], 3))
     assert drain(client)[0] == {"a": expected([1], 3)}

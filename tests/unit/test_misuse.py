@@ -111,7 +111,7 @@ def test_parameters_may_be_changed_while_a_request_runs(llm: LLM) -> None:
 
 @pytest.mark.parametrize("ids", [5, None, ["a", 5]])
 def test_aborting_what_is_no_id_is_refused(llm: LLM, ids: Any) -> None:
-    with pytest.raises(RequestTypeError, match="request_id must be a str"):
+    with pytest.raises(RequestTypeError, match="must be a str"):
         llm.llm_engine.abort_request(ids)
 
 

@@ -164,7 +164,7 @@ def test_early_rejection_refuses_what_would_come_too_late():
     run = timed_run(EarlyRejection(ttft=0.21), step_seconds=0.0, max_num_batched_tokens=64)
     for index in range(4):  # each takes 8 steps of 6.3 ms
         run.ask(f"r{index}", 500)
-    with pytest.raises(RequestError, match=r"first token would take 0\.25 s, 0\.21 s"):
+    with pytest.raises(RequestError, match=r"first token would take 0\.25 s, the limit is 0\.21 s"):
         run.ask("late", 500)
     run.ask("patient", 500, hints={"ttft": 1.0})
     with pytest.raises(RequestError, match=r"hints\['ttft'\] is 'soon', must be a finite number"):

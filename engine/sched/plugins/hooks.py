@@ -357,12 +357,12 @@ class PolicyGuard(Policy):
                 return answer
             try:
                 fault = answers.wrong_count(answer, num_tokens)
-                whole = int(answer) if fault is None else num_tokens
+                count = int(answer) if fault is None else num_tokens
             except Exception as error:  # plug-in code
-                fault, whole = answers.raised(error), num_tokens
+                fault, count = answers.raised(error), num_tokens
             if fault is not None:
                 self._fault("chunk", fault, req)
-            return whole
+            return count
 
         return chunk
 
