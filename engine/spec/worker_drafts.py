@@ -86,7 +86,8 @@ class WorkerDrafts(Drafts):
         if result.drafts is not None:
             columns = (plan.rows.tolist(), plan.generations.tolist(), result.drafts.by_row())
             for row, generation, drafts in zip(*columns, strict=True):
-                self._made[row] = generation, drafts
+                if row in self._running:
+                    self._made[row] = generation, drafts
         if plan.proposals is not None:
             self._wishing.difference_update(plan.rows[plan.proposals > 0].tolist())
 

@@ -99,11 +99,11 @@ def default_tokens(llm_engine: LLMEngine) -> list[list[int]]:
     [
         (
             {"scheduling_policy": "from-the-future"},
-            r"FromTheFuture was written for version 99 of the API, this engine has version 1",
+            r"FromTheFuture was written for API version 99, this engine has API version 1",
         ),
         (
             {"resources": ("resource-from-the-future",)},
-            r"ResourceFromTheFuture was written for version 99",
+            r"ResourceFromTheFuture was written for API version 99",
         ),
         (
             {"scheduling_policy": "gone"},
@@ -120,7 +120,7 @@ def default_tokens(llm_engine: LLMEngine) -> list[list[int]]:
         ({"scheduler_cls": "pace"}, r"is not a subclass of engine.SchedulerInterface"),
         (
             {"scheduling_policy": "pace", "policy_options": {"chunks": 3}},
-            r"Pace cannot be made with policy_options {'chunks': 3}: .*options are: chunk_tokens",
+            r"Pace cannot be created with policy_options {'chunks': 3}: .*options are: chunk_tokens",
         ),
     ],
 )
