@@ -120,7 +120,7 @@ def default_tokens(llm_engine: LLMEngine) -> list[list[int]]:
         ({"scheduler_cls": "pace"}, r"is not a subclass of engine.SchedulerInterface"),
         (
             {"scheduling_policy": "pace", "policy_options": {"chunks": 3}},
-            r"Pace cannot be created with policy_options {'chunks': 3}: .*options are: chunk_tokens",
+            r"Pace cannot be created with policy_options {'chunks': 3}: .*options are: chunk",
         ),
     ],
 )
