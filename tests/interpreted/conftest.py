@@ -17,6 +17,8 @@ elif IS_ON_GPU:
     from support import lent_to_gpu
 
     lent_to_gpu.lend_all()
+    # Whole models on the CPU, of which Triton computes a part: test_gpu_quantized does it whole.
+    collect_ignore_glob = ["test_quantized_models.py"]
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
