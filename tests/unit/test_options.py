@@ -125,7 +125,7 @@ def test_options_that_a_policy_does_not_have() -> None:
 def test_options_beside_an_object_are_refused() -> None:
     """They would be for nobody: the policy was made already."""
     policy = find_policy("edf", {})
-    with pytest.raises(ConfigError, match=r"policy_options .* object of EDF, .*; give its class"):
+    with pytest.raises(ConfigError, match=r"policy_options .* object of EDF; give the class"):
         choose(SchedulerConfig(scheduling_policy=policy, policy_options={"default_deadline": 3.0}))
 
 
