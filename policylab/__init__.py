@@ -1,1 +1,1 @@
-"""The policy lab: policies on a virtual clock, and proofs of what they keep."""
+"""The policy lab: scheduling policies on a virtual clock, and checks of what they must keep."""

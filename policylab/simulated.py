@@ -1,4 +1,4 @@
-"""The deciding halves of features for simulated engines, as the engines that serve have them."""
+"""The scheduler-side resources of real features (drafts, grammars) for simulated engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from policylab.verify.halves import WRONG, DelayedMatcher, Guide, Halves, NoGuid
 
 
 class SimulatedHalves:
-    """Makes those that a case asks for. All runs share the grammars that were compiled."""
+    """Makes the resources of real features for a case. All runs share compiled grammars."""
 
     def __init__(self) -> None:
         self._compiler = make_compiler(small_tokenizer, VOCAB_SIZE)

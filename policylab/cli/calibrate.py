@@ -1,7 +1,8 @@
-"""Fit a profile of what steps cost to step logs, for the simulator and for policies.
+"""Fit a cost profile to step logs: how long steps take, for the simulator and for policies.
 
-Serve what you like with --step-log first. The report is of a profile that was fitted to half of
-the steps, on the other half; the one that is written knows all.
+Record the logs first with the engine's option --step-log. The printed errors are those of a profile
+fitted to one half of the steps and tested on the other half; the file that is written is fitted to
+all steps.
 """
 
 from __future__ import annotations
@@ -11,23 +12,23 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from policylab.sim.calibrate import Judged, calibrate, samples_of
+from policylab.sim.calibrate import PredictionErrors, calibrate, samples_of
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "logs", type=Path, nargs="+", metavar="LOG", help="files made with --step-log"
+        "logs", type=Path, nargs="+", metavar="LOG", help="step logs, recorded with --step-log"
     )
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="FILE", help="the profile to write, as JSON"
+        "--out", type=Path, required=True, metavar="FILE", help="write the profile here (JSON)"
     )
     parser.add_argument(
-        "--name", metavar="TEXT", help="what was measured, for every output; default: FILE's name"
+        "--name", metavar="TEXT", help="name of the profile in all outputs; default: FILE's name"
     )
     parser.add_argument(
         "--allow-truncated",
         action="store_true",
-        help="of a log that breaks off, take what is whole",
+        help="if a log is truncated, use its complete records",
     )
 
 
@@ -38,11 +39,11 @@ def run(parsed: argparse.Namespace) -> int:
     profile.write(parsed.out)
     report: Mapping[str, Any] = profile.report
     for regime, judged in report.items():
-        print(f"{regime + ' steps:':14} {Judged(**judged)}")
+        print(f"{regime + ' steps:':14} {PredictionErrors(**judged)}")
     host = profile.host
     print(
-        f"between steps: {1e6 * host.step:.0f} us, {1e6 * host.sequence:.1f} a request in the step,"
-        f" {1e6 * host.request:.0f} a request that comes"
+        f"between steps: {1e6 * host.step:.0f} us, {1e6 * host.sequence:.1f} per request,"
+        f" {1e6 * host.request:.0f} per added request"
     )
     print(f"{name}: {profile.source['steps']} steps, written to {parsed.out}")
     return 0

@@ -1,4 +1,4 @@
-"""``metronome compare --capacity``: the highest rates at which policies keep limits."""
+"""``metronome compare --capacity``: the highest request rate at which each policy keeps limits."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from policylab.sim.estimate import Estimate
 from policylab.sim.promises import Limit
 
 CONFLICTS = {
-    "loads": "it looks for the rate itself",
-    "rate": "it looks for the rate itself",
-    "figures": "it shows rates",
+    "loads": "it searches for the rate itself",
+    "rate": "it searches for the rate itself",
+    "figures": "it prints rates only",
     "unpaired": "all policies get the same requests",
-    "whole": "it is of the steady part of a run",
-    "report": "it shows rates",
-    "plots": "it shows rates",
+    "whole": "it measures the steady part of a run",
+    "report": "it prints rates only",
+    "plots": "it prints rates only",
 }
 
 
 def run(parsed: argparse.Namespace, what: Experiment) -> int:
     for name, why in CONFLICTS.items():
         if getattr(parsed, name):
-            raise ConfigError(f"--capacity and --{name} do not go together: {why}; leave one out")
+            raise ConfigError(f"--capacity and --{name} cannot be combined: {why}; leave one out")
     limits = limits_of(parsed.capacity)
     found = capacities(what, limits, jobs=parsed.jobs, progress=_show)
     status = 1 if any(each.left_out or _unanswered(each) for each in found) else 0
@@ -52,12 +52,12 @@ def run(parsed: argparse.Namespace, what: Experiment) -> int:
 
 
 def _show(line: str) -> None:
-    """Progress, apart from what is printed in the end."""
+    """Print a line of progress to stderr; results go to stdout."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _unanswered(found: Capacities) -> list[tuple[str, Highest]]:
-    """Searches without an answer, with the names of their policies."""
+    """Searches that found no rate, each with the name of its policy."""
     columns = zip(found.names, found.found, strict=True)
     return [(name, each) for name, column in columns for each in column if each.refused]
 
@@ -75,8 +75,8 @@ def _head(what: Experiment, limits: Iterable[Limit]) -> Iterable[str]:
 
 
 def rows_of(found: Capacities, seeds: Iterable[int]) -> list[dict[str, Any]]:
-    """A row for each policy and seed; and which policies have no figures. If none has, that alone
-    is a row."""
+    """One row for each policy and seed, which also names the policies without figures. If no policy
+    has figures, a single row with their names."""
     more = {"setting": found.setting, "left_out": lab.left_out_text(found.left_out)}
     rows = []
     for place, (name, column) in enumerate(zip(found.names, found.found, strict=True)):
@@ -88,7 +88,7 @@ def rows_of(found: Capacities, seeds: Iterable[int]) -> list[dict[str, Any]]:
 
 
 def described(found: Capacities) -> Iterable[str]:
-    """The rate of each policy with its interval, and its difference from the first's."""
+    """Lines for one setting: each policy's rate and its difference from the first."""
     if found.setting:
         yield found.setting
     if not found.names:
@@ -112,7 +112,7 @@ def described(found: Capacities) -> Iterable[str]:
 
 
 def _rates(found: Capacities, place: int) -> tuple[str, str]:
-    """The mean with its interval, and the ends; or how many seeds have an answer."""
+    """Cells: the mean rate with its interval and its range; or how many seeds have a rate."""
     count, seeds = found.num_answers(place), len(found.found[place])
     if count < seeds:
         return (f"{count} of {seeds}" if count else "-", "-")
@@ -121,7 +121,7 @@ def _rates(found: Capacities, place: int) -> tuple[str, str]:
 
 
 def _percent(by: Estimate) -> str:
-    """A share with half its interval."""
+    """A relative difference in percent, with half the width of its interval."""
     if by.value != by.value:
         return "-"
     return f"{100 * by.value:+.1f} % ±{50 * (by.high - by.low):.1f}"

@@ -1,12 +1,12 @@
-"""Compare policies on the same requests over many seeds, and say which differences are chance.
+"""Compare policies on the same requests over many seeds and test the differences.
 
-    metronome compare fcfs residual-sjf vtc --seeds 20 --loads 0.6,0.8,0.9 --jobs 2
+metronome compare fcfs residual-sjf vtc --seeds 20 --loads 0.6,0.8,0.9 --jobs 2
     metronome compare fcfs sarathi --workload azure-conv --sweep max_num_batched_tokens=256,512
     metronome compare fcfs sarathi --seeds 3 --capacity "ttft.p99<1,itl.p99<0.1"
     metronome compare --worst residual-sjf,fcfs --figure e2e.p99 --seconds 120
 
-The first policy is what the others are compared with. Differences are of pairs of runs with the
-same requests; after ± stands half of an interval that holds the true value 19 times in 20.
+The other policies are compared with the first one, in pairs of runs that serve the same requests.
+The number after ± is half the width of a 95 % confidence interval.
 """
 
 from __future__ import annotations
@@ -39,40 +39,48 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "policies",
         nargs="*",
         metavar="POLICY",
-        help="names or dotted paths, with options if you like, as in 'edf(default_deadline=5)'",
+        help="names or dotted paths, optionally with options, as in 'edf(default_deadline=5)'",
     )
     lab.add_requests(parser)
     parser.add_argument(
         "--loads",
         metavar="X,Y,...",
-        help=f"arrivals as shares of what fcfs can serve; default: {lab.LOAD}",
+        help=f"arrival rates as shares of the rate that fcfs can serve; default: {lab.LOAD}",
     )
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, instead")
     parser.add_argument(
-        "--seeds", type=int, default=10, metavar="N", help="this many, from --seed on; default: 10"
+        "--rate", type=float, metavar="R", help="requests per second, in place of --loads"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=10,
+        metavar="N",
+        help="number of seeds; default: 10",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
     parser.add_argument(
         "--sweep",
         metavar="OPTION=A,B,...",
-        help="an option of engine, workload or scheduler at several values",
+        help="run with several values of an option of the engine, workload or scheduler",
     )
-    parser.add_argument("--figures", metavar="NAMES", help=f"those to show; of: {', '.join(NAMES)}")
+    parser.add_argument(
+        "--figures", metavar="NAMES", help=f"print only these; of: {', '.join(NAMES)}"
+    )
     parser.add_argument(
         "--capacity",
         metavar="LIMITS",
-        help="instead: the highest rate at which figures keep these limits, as in "
-        f"{EXAMPLE!r}, to 1 %%",
+        help="find the highest request rate at which these limits are kept, as in "
+        f"{EXAMPLE!r}, to within 1 %%",
     )
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="all requests count, warm-up too, and those of a run that is overloaded",
+        help="count all requests, including warm-up and overloaded runs",
     )
     parser.add_argument(
         "--unpaired",
         action="store_true",
-        help="other requests for each policy: to see what chance alone does",
+        help="draw other requests for each policy, to see how much chance alone contributes",
     )
     parser.add_argument("--json", action="store_true", help="all figures of all runs, as JSON")
     parser.add_argument("--csv", action="store_true", help="all figures of all runs, as CSV")
@@ -126,13 +134,13 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    """Options that do not go together."""
-    lab.one_of(parsed, "json", "csv", "in which form figures are written")
-    lab.one_of(parsed, "loads", "rate", "how many requests come")
+    """Raise ``ConfigError`` for options that cannot be combined."""
+    lab.one_of(parsed, "json", "csv", "the output format")
+    lab.one_of(parsed, "loads", "rate", "the arrival rate")
 
 
 def swept(text: str) -> tuple[str, list[Any]]:
-    """``option=a,b,c`` with values as Python writes them; words may stand without quotes."""
+    """The option and values of ``option=a,b,c``: Python literals, or words without quotes."""
     name, _, values = text.partition("=")
     found = [_value(part) for part in split(values)]
     if not name.isidentifier() or not found:
@@ -172,7 +180,7 @@ def _head(parsed: argparse.Namespace, workload: Workload, engine: Engine) -> Ite
 
 
 def described(cell: Cell, shown: list[str]) -> Iterable[str]:
-    """One load and setting: each figure of each policy, and its difference from the first's."""
+    """Lines for one load and setting: each figure of each policy, with its difference."""
     load = "" if cell.load is None else f"load {cell.load:g}: "
     yield f"{cell.setting + '; ' if cell.setting else ''}{load}{coming(cell)}"
     if not cell.names:
@@ -202,7 +210,7 @@ def described(cell: Cell, shown: list[str]) -> Iterable[str]:
 
 
 def _relative(each: Difference) -> str:
-    """A difference as a share of what it is compared with."""
+    """A difference in percent of the first policy's value, with half its interval."""
     scale = abs(each.theirs.value)
     if each.verdict == NO_MEANS or not scale or scale != scale:
         return "-"

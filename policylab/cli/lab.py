@@ -1,4 +1,4 @@
-"""What the commands that simulate have in common: options of requests and of the engine, tables."""
+"""Options and tables that the simulating commands share."""
 
 from __future__ import annotations
 
@@ -22,49 +22,52 @@ from policylab.sim.estimate import Estimate
 from policylab.sim.named import call, split
 from policylab.sim.recorded import Log, read_log
 from policylab.sim.recorded import engine_of as recorded_engine
-from policylab.sim.run import Engine, Variant
+from policylab.sim.run import Engine, PolicyVariant
 from policylab.sim.worker import StepCost
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
-from policylab.sim.workloads.reader import Reader
+from policylab.sim.workloads.reader import FileWorkload
 from policylab.sim.workloads.steps_log import StepsLog
 
-NUM_REQUESTS = 2000  # of fewer, half would be the filling of an empty engine
+NUM_REQUESTS = 2000  # with fewer, half of them would only fill the empty engine
 LOAD = 0.9
 EXAMPLE = "edf(default_deadline=5)"
 
 
 def add_requests(parser: argparse.ArgumentParser) -> None:
-    """Which requests come."""
+    """Add the options that choose the requests."""
     group = parser.add_argument_group("requests")
     group.add_argument(
         "--workload",
         default="log-uniform",
         metavar="W",
-        help="its name, with options if you like, as in 'azure-conv(num_requests=5000)'; "
-        "`metronome workload --list` shows them; default: %(default)s",
+        help="its name, optionally with options, as in 'azure-conv(num_requests=5000)'; "
+        "`metronome workload --list` lists them; default: %(default)s",
     )
     group.add_argument(
-        "--requests", type=int, metavar="N", help=f"default: {NUM_REQUESTS}, or what W says"
+        "--requests",
+        type=int,
+        metavar="N",
+        help=f"default: {NUM_REQUESTS}, or as W sets it",
     )
     group.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     for flag in ("--prompt-tokens", "--output-tokens"):
         group.add_argument(
-            flag, type=int, nargs=2, metavar=("MIN", "MAX"), help="shortest and longest"
+            flag, type=int, nargs=2, metavar=("MIN", "MAX"), help="the shortest and the longest"
         )
     group.add_argument(
-        "--shared-prefix", type=int, metavar="N", help="tokens half of the prompts share"
+        "--shared-prefix", type=int, metavar="N", help="tokens that half of the prompts share"
     )
-    group.add_argument("--users", type=int, metavar="N", help="users to whom requests belong")
+    group.add_argument("--users", type=int, metavar="N", help="number of users")
     group.add_argument(
         "--slo",
         metavar="LIMITS",
-        help="what every request is promised, in seconds, as in 'ttft<1,tpot<0.1'; without it "
-        "each has the promises that the workload gives it",
+        help="latency limits promised to every request, in seconds, as in 'ttft<1,tpot<0.1'; "
+        "default: the promises that the workload sets for each request",
     )
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Which engine they come to."""
+    """Add the options that size the simulated engine."""
     group = parser.add_argument_group("engine")
     for flag, default in (
         ("--max-num-seqs", Engine.max_num_seqs),
@@ -73,33 +76,36 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         ("--block-size", Engine.block_size),
         ("--depth", Engine.depth),
     ):
-        shown = f"default: {default}, or the step log's"
+        shown = f"default: {default}, or the value in the step log"
         group.add_argument(flag, type=int, metavar="N", help=shown)
     group.add_argument(
-        "--max-model-len", type=int, metavar="N", help="default: the workload's longest request"
+        "--max-model-len",
+        type=int,
+        metavar="N",
+        help="default: the workload's longest request",
     )
     group.add_argument(
         "--length-predictor",
         metavar="NAME",
-        help="none, history, oracle, or the dotted path of yours; default: none, or the step log's",
+        help="none, history, oracle or a dotted path; default: none, or the one in the step log",
     )
     group.add_argument(
         "--profile",
         metavar="F",
-        help="what steps cost: a file that `metronome calibrate` wrote, or one read off a data "
-        "sheet by name, as in llama-8b@h100",
+        help="how long steps take: a file of `metronome calibrate`, or an estimate from a data "
+        "sheet, as in llama-8b@h100",
     )
     group.add_argument(
         "--cost",
         type=Path,
         metavar="F",
-        help="what steps cost: a JSON file with fixed, per_seq, per_token, per_context and "
+        help="how long steps take: a JSON file with fixed, per_seq, per_token, per_context and "
         "per_attention, in seconds",
     )
 
 
 def workload_of(parsed: argparse.Namespace) -> Workload:
-    """The workload that was requested: by name, or a step log by its path."""
+    """The workload that the options name: by its name, or a step log by its path."""
     given = {
         "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),
@@ -112,27 +118,27 @@ def workload_of(parsed: argparse.Namespace) -> Workload:
     if "(" not in text and Path(text).is_file():
         return find_workload("steps-log", path=text, **given)
     kind = WORKLOADS.get(call(text, "--workload", EXAMPLE)[0])
-    if kind is not None and not issubclass(kind, Reader):
+    if kind is not None and not issubclass(kind, FileWorkload):
         given.setdefault("num_requests", NUM_REQUESTS)
     return find_workload(text, **given)
 
 
 def one_of(parsed: argparse.Namespace, first: str, second: str, what: str) -> None:
-    """Raise ``ConfigError`` where both options are given, of which each says ``what``."""
+    """Raise ``ConfigError`` if both options are given; ``what`` is the value both set."""
     if all(getattr(parsed, name) not in (None, False) for name in (first, second)):
-        raise ConfigError(f"--{first} and --{second} both say {what}; give one of them")
+        raise ConfigError(f"--{first} and --{second} both set {what}; give only one of them")
 
 
 def log_of(workload: Workload) -> Log | None:
-    """The step log that this workload was served in, if it was."""
+    """The step log from which this workload takes its requests; ``None`` for other workloads."""
     if not isinstance(workload, StepsLog):
         return None
     return read_log(workload.path, allow_truncated=workload.allow_truncated)
 
 
 def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
-    """The engine that was requested; what was not is that of the log, whose steps say what steps
-    cost unless something else does."""
+    """The engine that the options describe. For a step log, options that are not given are those of
+    the log, and steps cost what they cost there unless --profile or --cost is given."""
     given = {
         "max_num_seqs": parsed.max_num_seqs,
         "max_num_batched_tokens": parsed.max_num_batched_tokens,
@@ -154,7 +160,7 @@ def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
 
 def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:
     if profile is not None and cost is not None:
-        raise ConfigError("--profile and --cost both say what steps cost; give one of them")
+        raise ConfigError("--profile and --cost both set the step cost; give only one of them")
     if profile is not None:
         by_name = "@" in profile and not Path(profile).exists()
         return from_datasheet(profile) if by_name else read_profile(profile)
@@ -162,7 +168,7 @@ def _cost(profile: str | None, cost: Path | None) -> StepCost | Profile | None:
 
 
 def read_cost(path: Path) -> StepCost:
-    """The costs in such a file. Raises ``ConfigError``."""
+    """The step costs in a JSON file. Raises ``ConfigError``."""
     try:
         found = msgspec.json.decode(path.read_bytes(), type=dict[str, float])
         cost = StepCost(**found)
@@ -174,23 +180,23 @@ def read_cost(path: Path) -> StepCost:
             "fixed, per_seq, per_token, per_context and per_attention, in seconds"
         ) from error
     if min(found.values(), default=0.0) < 0.0 or not all(map(isfinite, found.values())):
-        raise ConfigError(f"--cost {str(path)!r} has {found}; nothing may cost less than 0")
+        raise ConfigError(f"--cost {str(path)!r} has {found}; costs must be finite and 0 or more")
     return cost
 
 
-def variants(text: str, flag: str = "--policies") -> list[str | Variant]:
-    """Policies that a command line names."""
+def variants(text: str, flag: str = "--policies") -> list[str | PolicyVariant]:
+    """The policies that a comma-separated list names."""
     return [variant(part, flag) for part in split(text)]
 
 
-def variant(text: str, flag: str = "--policies") -> str | Variant:
-    """``name``, or ``name(option=value, ...)`` with values as Python writes them."""
+def variant(text: str, flag: str = "--policies") -> str | PolicyVariant:
+    """A policy given as ``name`` or ``name(option=value, ...)``, with Python literals as values."""
     name, options = call(text, flag, EXAMPLE)
-    return Variant(name, options) if options else name
+    return PolicyVariant(name, options) if options else name
 
 
 def engine_line(engine: Engine) -> str:
-    """Sizes of the engine, for the head of a table."""
+    """The sizes of the engine, for the head of a table."""
     ahead = "" if engine.depth == 1 else f"{engine.depth} steps in flight; "
     return (
         f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
@@ -204,17 +210,17 @@ def cost_line(engine: Engine) -> str:
 
 
 def left_out_lines(left_out: Mapping[str, str]) -> Iterable[str]:
-    """A line for each policy that has no figures."""
-    return [f"{name} is left out, as it has no figures: {why}" for name, why in left_out.items()]
+    """One line for each policy without figures, with the reason."""
+    return [f"{name} is left out, since it has no figures: {why}" for name, why in left_out.items()]
 
 
 def left_out_text(left_out: Mapping[str, str]) -> str:
-    """The policies that have no figures, in one cell of a file."""
+    """The policies without figures and the reasons, for one cell of a file."""
     return "; ".join(f"{name}: {why}" for name, why in left_out.items())
 
 
 def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
-    """Rows in columns, the first to the left and the others to the right."""
+    """Rows as lines with aligned columns, the first to the left, the others to the right."""
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
@@ -223,13 +229,13 @@ def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
 
 
 def number(value: float, digits: int = 3) -> str:
-    """A number as tables show it: seconds with three places, and what there is not as a dash."""
+    """A number as tables print it; NaN is a dash."""
     return "-" if isnan(value) else f"{value:.{digits}f}"
 
 
 def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
-    """A policy's mean over the seeds with half its interval; how many seeds have the figure, if
-    not all do; a dash if none does."""
+    """The policy's mean over the seeds, with half the width of its interval. If only some seeds
+    have the figure: how many; a dash if none has it."""
     count, seeds = cell.num_with(place, figure), len(cell.figures[place])
     if 0 < count < seeds:
         return f"{count} of {seeds}"
@@ -237,19 +243,19 @@ def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
 
 
 def interval(estimate: Estimate, digits: int = 3) -> str:
-    """A value and half its interval."""
+    """A value with half the width of its interval."""
     half = (estimate.high - estimate.low) / 2
     shown = number(estimate.value, digits)
     return f"{shown} ±{half:.{digits}f}" if isfinite(half) else shown
 
 
 def as_json(value: Any) -> str:
-    """Plain data; what there is not is null."""
+    """The value as indented JSON; NaN and infinity become null."""
     return msgspec.json.format(msgspec.json.encode(_plain(value), enc_hook=str), indent=1).decode()
 
 
 def as_csv(rows: Sequence[dict[str, Any]]) -> str:
-    """Rows with the same names, a line each."""
+    """Rows with equal keys as CSV; NaN becomes an empty cell."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]) if rows else [], lineterminator="\n")
     writer.writeheader()

@@ -1,9 +1,9 @@
-"""Compare scheduling policies on drawn requests, on a virtual clock: no model, no GPU, seconds.
+"""Compare scheduling policies on a virtual clock: no model, no GPU, seconds.
 
-The same seed gives the same table. Policies are named as for the engine: a shipped or an installed
-one, or the dotted path of a class of yours in the current directory; with options as in
-``--policies "fcfs,edf(default_deadline=5),edf(default_deadline=50)"``. `metronome compare` says
-which differences are more than chance, `metronome simulate` all there is to say of one run.
+The same seed gives the same table. A policy is the name of a shipped or installed policy, or the
+dotted path of a class in the current directory, optionally with options as in ``--policies
+"fcfs,edf(default_deadline=5),edf(default_deadline=50)"``. `metronome compare` tests which
+differences are significant; `metronome simulate` prints all figures of one run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from policylab.sim.figures import Figures
 from policylab.sim.promises import slo
 from policylab.sim.run import Engine
 from policylab.sim.workloads import Workload
-from policylab.sim.workloads.reader import Reader
+from policylab.sim.workloads.reader import FileWorkload
 
 COLUMNS = {
     "TTFT mean": ("ttft.mean", 3),
@@ -43,22 +43,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--policies",
         default="fcfs,residual-sjf",
         metavar="NAMES",
-        help="names or dotted paths, with options if you like, as in "
+        help="names or dotted paths, optionally with options, as in "
         "'fcfs,edf(default_deadline=5)'; default: %(default)s",
     )
     parser.add_argument(
-        "--list", action="store_true", help="the policies shipped and installed, a line each"
+        "--list", action="store_true", help="list the shipped and installed policies"
     )
     lab.add_requests(parser)
     parser.add_argument(
         "--load",
         type=float,
         metavar="X",
-        help=f"arrivals as a share of what fcfs can serve; default: {lab.LOAD}",
+        help=f"arrival rate as a share of the rate that fcfs can serve; default: {lab.LOAD}",
     )
-    parser.add_argument("--rate", type=float, metavar="R", help="requests a second, instead")
     parser.add_argument(
-        "--seeds", type=int, default=1, metavar="N", help="this many, from --seed on; default: 1"
+        "--rate", type=float, metavar="R", help="requests per second, in place of --load"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        default=1,
+        metavar="N",
+        help="number of seeds; default: 1",
     )
     parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
     parser.add_argument("--json", action="store_true", help="all figures, as JSON")
@@ -73,8 +79,8 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     is_shown = seeing.is_requested(parsed)
     workload = lab.workload_of(parsed)
-    lab.one_of(parsed, "json", "csv", "in which form figures are written")
-    lab.one_of(parsed, "load", "rate", "how many requests come")
+    lab.one_of(parsed, "json", "csv", "the output format")
+    lab.one_of(parsed, "load", "rate", "the arrival rate")
     engine = lab.engine_of(parsed, lab.log_of(workload))
     policies = lab.variants(parsed.policies)
     [cell] = compare(
@@ -106,17 +112,17 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def loads_of(load: float | None, rate: float | None, workload: Workload) -> list[float] | None:
-    """At which load requests come, if a load is what says how many; those of a file come as it
-    says by default."""
+    """The loads to simulate; ``None`` if a rate is given, or if the workload sets its own arrivals
+    (a file or a closed loop) and no load is given."""
     if load is None and (
-        rate is not None or workload.natural_rate is None or isinstance(workload, Reader)
+        rate is not None or workload.natural_rate is None or isinstance(workload, FileWorkload)
     ):
         return None
     return [lab.LOAD if load is None else load]
 
 
 def listed() -> Iterable[str]:
-    """Name and summary of each policy, those of other packages last."""
+    """One line with name and summary for each policy, those of other packages last."""
     installed = installed_policies()
     width = max(map(len, [*POLICIES, *installed]))
     for name, policy in sorted(POLICIES.items()):
@@ -127,14 +133,14 @@ def listed() -> Iterable[str]:
 
 
 def _summary(policy: type) -> str:
-    """The first line of its docstring."""
+    """The first line of the policy's docstring."""
     return next(iter((policy.__doc__ or "").strip().splitlines()), "no docstring")
 
 
 def conditions(
     cell: Cell, workload: Workload, engine: Engine, parsed: argparse.Namespace
 ) -> Iterable[str]:
-    """What must be known to judge the figures, and to get them again."""
+    """The settings that are needed to judge the figures and to reproduce them."""
     count = parsed.seeds
     seeds = f"seed {parsed.seed}" if count == 1 else f"{count} seeds from {parsed.seed} on"
     size = f"{cell.figures[0][0].num_requests} requests, " if cell.names else ""
@@ -145,16 +151,17 @@ def conditions(
 
 
 def coming(cell: Cell) -> str:
-    """How many requests come a second."""
+    """The arrival rate, as text."""
     if cell.rate is None:
-        return "they come as the workload says"
+        return "arrivals as the workload sets them"
     serves = "" if cell.capacity is None else f"; fcfs can serve {cell.capacity:.2f}"
-    return f"{cell.rate:.2f} come a second{serves}"
+    return f"{cell.rate:.2f} requests per second{serves}"
 
 
 def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
-    """Every figure of every policy and seed; how many seeds the policy has and with how many of
-    them it is overloaded; and which policies have no figures. If none has, that alone is a row."""
+    """One row for each policy and seed with every figure, the policy's number of seeds and of
+    overloaded runs, and the policies without figures. If no policy has figures, a single row with
+    their names."""
     where = {"load": cell.load, "rate": cell.rate, "capacity": cell.capacity}
     more = {"setting": cell.setting, "left_out": lab.left_out_text(cell.left_out)}
     rows = [
@@ -176,7 +183,7 @@ def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
 
 
 def table(cell: Cell) -> Iterable[str]:
-    """The figures in aligned columns; times in seconds, means over the seeds."""
+    """The figures in aligned columns: means over the seeds, times in seconds."""
     shown = {
         title: of
         for title, of in COLUMNS.items()
@@ -207,15 +214,15 @@ def _row(cell: Cell, place: int, shown: dict[str, tuple[str, int]]) -> tuple[str
 
 
 def remarks(cell: Cell) -> Iterable[str]:
-    """What is real, not simulated, and what went wrong."""
+    """Lines about real time in hooks, lower bounds, and what went wrong."""
     columns = dict(zip(cell.names, cell.figures, strict=True))
     hooks = ", ".join(f"{name} {_hook_time(column):.0f}" for name, column in columns.items())
-    yield f"real time in hooks, us a step (differs from run to run): {hooks}"
+    yield f"real time in hooks, us per step (differs from run to run): {hooks}"
     first = cell.figures[0][0]
     if first.bounds is not None:
         yield (
-            f"no scheduler has a mean E2E below {first.bounds.mean_e2e:.3f} s over the whole run "
-            f"or ends it in less than {first.bounds.makespan:.1f} s (first seed)"
+            f"lower bounds of the whole run: mean E2E {first.bounds.mean_e2e:.3f} s, "
+            f"makespan {first.bounds.makespan:.1f} s (first seed)"
         )
     for name, column in columns.items():
         yield from _warnings(name, column)
@@ -231,12 +238,12 @@ def _warnings(name: str, column: list[Figures]) -> Iterable[str]:
     if over := sum(each.is_overloaded for each in column):
         part = "" if len(column) == 1 else f" with {over} of {len(column)} seeds"
         what = next(each.window.growing for each in column if each.is_overloaded)
-        yield f"{name}: overloaded{part}: {what} grows to the end, so its latencies have no means"
+        yield f"{name}: overloaded{part}: {what} grows to the end, so latencies have no mean"
     if short := sum(each.window.is_short for each in column):
         part = "" if len(column) == 1 else f" with {short} of {len(column)} seeds"
         yield (
-            f"{name}: about half of the requests were warm-up{part}, which may not have ended: "
-            "more --requests are needed"
+            f"{name}: about half of the requests were warm-up{part}, and it may not be over: "
+            "give more --requests"
         )
     if refused := sum(each.num_refused for each in column):
         yield f"{name}: {refused} requests were refused or failed"

@@ -1,9 +1,9 @@
-"""A page, plots and a trace of what was simulated: options that the simulating commands share."""
+"""Options that write a page, plots or a trace of simulated runs."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,30 +11,38 @@ from engine.errors import ConfigError
 from policylab.cli import lab
 from policylab.sim.compare import Cell
 from policylab.sim.experiment import distinct
+from policylab.sim.job import NOTHING
 from policylab.sim.promises import slo
-from policylab.sim.report import charts_of, points_from, write_plots, write_report, write_trace
+from policylab.sim.report import (
+    Point,
+    charts_of,
+    points_from,
+    write_plots,
+    write_report,
+    write_trace,
+)
 from policylab.sim.run import Engine, Run, name_of
 from policylab.sim.run import run as simulate
 from policylab.sim.workloads import Workload
 
-MOST_RUNS = 6  # that a page shows from within: each adds megabytes
+MOST_RUNS = 6  # with a timeline on a page: each adds megabytes
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, has_one_run: bool = False) -> None:
-    """``--report`` and ``--plots``; with one run ``--trace``, too."""
-    group = parser.add_argument_group("to look at")
+    """Add ``--report`` and ``--plots``; with one run also ``--trace`` and ``--beside``."""
+    group = parser.add_argument_group("pictures")
     group.add_argument(
         "--report",
         type=Path,
         metavar="FILE",
-        help="write a page (HTML, needs no network): plots, and a timeline of who ran and who "
-        "waited for what",
+        help="write an HTML page: plots, and a timeline of which requests ran "
+        "and what the others waited for",
     )
     group.add_argument(
         "--plots",
         type=Path,
         metavar="DIR",
-        help="write each plot there as SVG and CSV, and as PNG and PDF with the extra 'plots'",
+        help="write each plot here as SVG and CSV, and with the extra 'plots' as PNG and PDF",
     )
     if has_one_run:
         group.add_argument(
@@ -46,17 +54,17 @@ def add_arguments(parser: argparse.ArgumentParser, *, has_one_run: bool = False)
             nargs="+",
             default=[],
             metavar="FILE",
-            help="files of other runs, to lay over this one in report and plots",
+            help="files of other runs, shown next to this one in report and plots",
         )
 
 
 def is_requested(parsed: argparse.Namespace) -> bool:
-    """Whether anything is to be looked at, so that runs have to keep their steps. Raises
-    ``ConfigError`` for a place that is none, before anything takes time."""
+    """True if a page, plots or a trace is to be written, so that runs must keep their steps. Raises
+    ``ConfigError`` for a path that cannot be written, before anything is simulated."""
     paths = [getattr(parsed, name, None) for name in ("report", "trace")]
     for name, path in zip(("report", "trace"), paths, strict=True):
         if path is not None and not path.parent.is_dir():
-            raise ConfigError(f"--{name} {str(path)!r} is in no directory that exists")
+            raise ConfigError(f"--{name} {str(path)!r}: create its directory first")
     for path in getattr(parsed, "beside", []):
         if not path.is_file():
             raise ConfigError(f"--beside {str(path)!r} is no file; `simulate --out` writes one")
@@ -66,19 +74,12 @@ def is_requested(parsed: argparse.Namespace) -> bool:
 
 
 def show_run(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> list[str]:
-    """Write the files that the options name for a run and ``others``; lines that report it."""
-    limits = slo(parsed.slo) if parsed.slo else []
-    runs = [run, *others]
+    """Write the requested files for a run and ``others``. Returns lines for the user."""
     lines = [*lab.left_out_lines({each.policy: each.not_own for each in others if each.not_own})]
-    if parsed.report is not None:
-        title = f"{run.policy} on {run.head.get('workload')}"
-        write_report(parsed.report, runs, slo=limits, title=title)
-        lines.append(f"report: {parsed.report}")
-    if parsed.plots is not None:
-        lines += [f"plots: {parsed.plots}", *write_plots(parsed.plots, charts_of(runs, slo=limits))]
+    lines += _written(parsed, f"{run.policy} on {run.head.get('workload')}", [run, *others])
     if parsed.trace is not None:
         write_trace(parsed.trace, run)
-        lines.append(f"trace: {parsed.trace}, to be opened in Perfetto")
+        lines.append(f"trace: {parsed.trace} (open it in Perfetto)")
     return lines
 
 
@@ -89,9 +90,9 @@ def show_cells(
     workload: Workload,
     engine: Engine,
 ) -> list[str]:
-    """Show the cells of a comparison. Its first seed is run once more, with steps, at the highest
-    load at which the first policy is not overloaded."""
-    limits = slo(parsed.slo) if parsed.slo else []
+    """Write the files that the options name for a comparison. Returns lines for the user. The first
+    seed is simulated once more with its steps kept, at the highest load at which the first policy
+    is not overloaded."""
     cell = _shown(cells)
     names = distinct(name_of(policy) for policy in policies)
     own = [policy for n, policy in zip(names, policies, strict=True) if n not in cell.left_out]
@@ -99,20 +100,24 @@ def show_cells(
         simulate(policy, workload, engine, seed=parsed.seed, rate=cell.rate, steps=True)
         for policy in own[:MOST_RUNS]
     ]
-    points = points_from(cells)
+    title = f"{', '.join(cell.names) or 'no policy'} on {workload}"
+    cut = f"only the first {MOST_RUNS} of {len(own)} policies have a timeline"
+    written = _written(parsed, title, runs, points_from(cells), cell.left_out)
+    return [cut, *written] if len(own) > MOST_RUNS else written
+
+
+def _written(
+    parsed: argparse.Namespace,
+    title: str,
+    runs: Sequence[Run],
+    points: Sequence[Point] = (),
+    left_out: Mapping[str, str] = NOTHING,
+) -> list[str]:
+    """Write the page and the plots that the options name. Returns lines for the user."""
+    limits = slo(parsed.slo) if parsed.slo else []
     lines = []
-    if len(own) > MOST_RUNS:
-        lines.append(f"of {len(own)} policies the first {MOST_RUNS} have a timeline")
     if parsed.report is not None:
-        title = f"{', '.join(cell.names) or 'no policy'} on {workload}"
-        write_report(
-            parsed.report,
-            runs,
-            points=points,
-            slo=limits,
-            title=title,
-            left_out=cell.left_out,
-        )
+        write_report(parsed.report, runs, points=points, slo=limits, title=title, left_out=left_out)
         lines.append(f"report: {parsed.report}")
     if parsed.plots is not None:
         charts = charts_of(runs, points=points, slo=limits)
@@ -121,8 +126,7 @@ def show_cells(
 
 
 def _shown(cells: Sequence[Cell]) -> Cell:
-    """The one whose runs are shown."""
-
+    """The cell whose runs are shown."""
     same = [cell for cell in cells if cell.setting == cells[0].setting]
     ascending = sorted(same, key=lambda cell: cell.rate or 0.0)
     if not cells[0].names:

@@ -1,4 +1,4 @@
-"""Serve a workload on a virtual clock and print all there is to say of it; or of a run's file.
+"""Serve a workload on a virtual clock and print all figures; or print those of a run's file.
 
     metronome simulate --policy vtc --workload two-users --load 0.9 --out run.jsonl
     metronome simulate --read run.jsonl --slo "ttft<1,tpot<0.1"
@@ -6,13 +6,14 @@
     metronome simulate --workload steps.log --durations recorded
     metronome simulate --policy vtc --workload log-uniform --rate 20 --real --out real.jsonl
 
-A step log (--step-log of an engine) as the workload is the traffic that was served, on the engine
-that served it, with steps that cost what they cost there: what would this policy have done? With
-recorded durations the log's own policy makes the log's own plans, each compared. --real serves the
-same jobs in real time with a model; they end at the lengths that were drawn.
+A step log (written by an engine with --step-log) is a workload, too: the requests that were
+served, on an engine of the same size, with step costs fitted to the log. It shows what another
+policy would have done. With --durations recorded the log's own policy is replayed at the recorded
+times and every plan is compared. --real serves the same requests in real time with a model; they
+end at the drawn lengths.
 
-The file has versions, seed and options, a row for each request and, with --steps, for each step.
-The same seed writes the same bytes.
+The file holds versions, seed, options, a row for each request and, with --steps, one for each
+step. The same seed writes the same bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from policylab.sim.figures import KINDS, MAX_RECOMPUTED, STATISTICS, Figures, fi
 from policylab.sim.promises import slo
 from policylab.sim.real import run_real
 from policylab.sim.recorded import Log, resimulate
-from policylab.sim.run import Run, Variant, check, rate_at
+from policylab.sim.run import PolicyVariant, Run, check, rate_at
 from policylab.sim.run import run as simulate
 from policylab.sim.steady import AT_ONCE, BACKLOG, STEADY
 
@@ -43,40 +44,38 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         metavar="NAME",
-        help="a name or dotted path, with options if you like; default: fcfs, or the step log's",
+        help="a name or dotted path, optionally with options; default: fcfs, or the log's policy",
     )
     lab.add_requests(parser)
     parser.add_argument(
         "--load",
         type=float,
         metavar="X",
-        help=f"arrivals as a share of what fcfs can serve; default: {lab.LOAD}",
+        help=f"arrival rate as a share of the rate fcfs can serve; default: {lab.LOAD}",
     )
-    parser.add_argument(
-        "--rate", metavar="R", help="requests a second, instead; own: as the workload says"
-    )
+    parser.add_argument("--rate", metavar="R", help="requests per second; own: the workload's rate")
     parser.add_argument(
         "--durations",
         choices=("cost", "recorded"),
         default="cost",
-        help="recorded: steps of a step log end when they did; default: what steps cost says",
+        help="recorded: steps take as long as in the step log; default: as the step cost says",
     )
     group = parser.add_argument_group("in real time")
-    group.add_argument("--real", action="store_true", help="serve the jobs with a model")
-    group.add_argument("--model", metavar="DIR", help="default: the small one in the package")
-    group.add_argument("--num-threads", type=int, metavar="N", help="default: one for each core")
-    group.add_argument("--step-log", type=Path, metavar="FILE", help="record the steps here")
-    parser.add_argument("--steps", action="store_true", help="keep a row for each step in the file")
+    group.add_argument("--real", action="store_true", help="serve the requests with a model")
+    group.add_argument("--model", metavar="DIR", help="default: the small model in the package")
+    group.add_argument("--num-threads", type=int, metavar="N", help="default: one per core")
+    group.add_argument("--step-log", type=Path, metavar="FILE", help="write a step log here")
+    parser.add_argument("--steps", action="store_true", help="keep a row for each step")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the run here (JSONL)")
     parser.add_argument(
-        "--read", type=Path, metavar="FILE", help="print the figures of this run, simulate nothing"
+        "--read", type=Path, metavar="FILE", help="print the figures of this file; simulate nothing"
     )
     parser.add_argument(
         "--whole",
         action="store_true",
-        help="all requests count, warm-up too, and those of a run that is overloaded",
+        help="count all requests, including warm-up and overloaded runs",
     )
-    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON")
     seeing.add_arguments(parser, has_one_run=True)
     lab.add_engine(parser)
 
@@ -105,7 +104,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _without_figures(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> int:
-    """Name the policy of a run that is not its own, in all files that the options name."""
+    """Report in every requested file why the run has no figures."""
     left_out = {run.policy: run.not_own}
     shown = seeing.show_run(parsed, run, others)
     if parsed.json:
@@ -149,49 +148,49 @@ def _simulated(parsed: argparse.Namespace) -> Run:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    """Options that do not go together, before anything takes time."""
+    """Raise ``ConfigError`` for options that cannot be combined, before anything is simulated."""
     if parsed.load is not None and parsed.rate is not None:
-        raise ConfigError("--load and --rate both say how many requests come; give one of them")
+        raise ConfigError("--load and --rate both set the arrival rate; give only one of them")
     if parsed.out is not None and not parsed.out.parent.is_dir():
-        raise ConfigError(f"--out {str(parsed.out)!r} is in no directory that exists")
+        raise ConfigError(f"--out {str(parsed.out)!r}: create its directory first")
     if parsed.out is not None and parsed.out.is_dir():
         raise ConfigError(f"--out {str(parsed.out)!r} is a directory, must be a file")
     if parsed.real and parsed.steps:
-        raise ConfigError("--steps is for simulated runs; with --real use --step-log")
+        raise ConfigError("--steps needs a simulated run; with --real use --step-log")
     if parsed.real and parsed.rate is None and parsed.profile is None:
         raise ConfigError(
-            "--real needs to know how many requests come: give --rate, or the --profile by which "
-            "a --load is reckoned"
+            "--real needs an arrival rate: give --rate, or --profile so that the rate of a "
+            "--load can be computed"
         )
     if not parsed.real:
         for name in ("model", "num_threads", "step_log"):
             if getattr(parsed, name) is not None:
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} is for runs in real time; add --real"
+                    f"--{name.replace('_', '-')} needs a run in real time; add --real"
                 )
 
 
 def _policy(text: str | None, log: Log | None) -> Any:
-    """What was requested, or what served the log."""
+    """The policy that the options name, or the one that served the log."""
     if text is not None:
         return lab.variant(text, "--policy")
     if log is None:
         return "fcfs"
     name, options = (log.header.scheduler[n] for n in ("scheduling_policy", "policy_options"))
-    return Variant(name, options) if options else name
+    return PolicyVariant(name, options) if options else name
 
 
 def _recorded(parsed: argparse.Namespace, log: Log | None) -> Run:
-    """The log's own policy at the log's own times, every plan compared."""
+    """Replay the log with its own policy at the recorded times, and compare every plan."""
     if log is None:
         raise ConfigError(
-            f"--durations recorded needs a step log as its workload, not {parsed.workload!r}"
+            f"--durations recorded needs a step log as --workload, got {parsed.workload!r}"
         )
     for name in ("policy", "load", "rate", "requests", "profile", "cost", "max_num_seqs"):
         if getattr(parsed, name) is not None:
             raise ConfigError(
-                f"--durations recorded are those of the log's own plans, and --"
-                f"{name.replace('_', '-')} makes others; leave one of the two out"
+                f"--durations recorded and --{name.replace('_', '-')} cannot be combined: recorded "
+                "durations belong to the log's own plans; leave one of them out"
             )
     outcome, again = resimulate(log.path, log)
     print(outcome)
@@ -204,7 +203,7 @@ def _rate(text: str | None) -> float | None:
     try:
         return float(text)
     except ValueError as error:
-        raise ConfigError(f"--rate is {text!r}, must be a number above 0, or 'own'") from error
+        raise ConfigError(f"--rate is {text!r}, must be a number above 0 or 'own'") from error
 
 
 def as_data(run: Run, found: Figures) -> dict[str, Any]:
@@ -243,10 +242,10 @@ def described(run: Run, found: Figures) -> Iterable[str]:
 
 
 def _of_which(run: Run) -> Iterable[str]:
-    """Policy, requests, and how many come a second."""
+    """A line with the policy, the workload, the seed and the arrival rate."""
     head = run.head
     rate, load = head.get("rate"), head.get("load")
-    comes = "" if rate is None else f", {rate:.4g} a second" if rate < 1e300 else ", all at once"
+    comes = "" if rate is None else f", {rate:.4g} per second" if rate < 1e300 else ", all at once"
     if load is not None and rate is not None:
         comes += f" (load {load:g}; fcfs can serve {rate / load:.4g})"
     yield f"{run.policy} on {head.get('workload')}, seed {head.get('seed')}{comes}"
@@ -256,9 +255,9 @@ def _period(found: Figures) -> str:
     period, done = found.window, found.outcomes.get("done", 0)
     summary = f"{found.num_requests} requests, {done} done"
     if period.state == AT_ONCE:
-        return f"{summary}; all came at once, all count"
+        return f"{summary}; all arrived at once, and all count"
     if period.is_whole:
-        why = " as in a backlog, which they are" if period.state == BACKLOG else ""
+        why = " because they are a backlog" if period.state == BACKLOG else ""
         return (
             f"{summary}; all count{why}, and the period ends with the last token, "
             f"{period.end:.1f} s"
@@ -268,15 +267,15 @@ def _period(found: Figures) -> str:
             f"{summary}; overloaded: {period.growing} grows to the end, so there are no means; "
             "--whole counts all requests"
         )
-    short = "; about half, so it may not have ended: more are needed" if period.is_short else ""
+    short = " (about half: give more --requests)" if period.is_short else ""
     return (
-        f"{summary}; {found.num_counted} count: {period.num_warmup} in front are warm-up{short}, "
+        f"{summary}; {found.num_counted} count: the first {period.num_warmup} are warm-up{short}, "
         f"and the period ends with the last arrival, {period.end:.1f} s"
     )
 
 
 def _latencies(found: Figures) -> Iterable[tuple[str, ...]]:
-    """Values with their intervals, in brackets."""
+    """Table rows of the latencies, each value with its interval in brackets."""
     for kind in KINDS:
         cells = [found.latency.get(f"{kind}.{name}") for name in STATISTICS]
         if any(cells):
@@ -295,31 +294,31 @@ def _bracketed(estimate: Estimate, digits: int) -> str:
 def _lines(found: Figures) -> Iterable[str]:
     yield (
         f"{found.requests_per_second:.2f} requests and {found.tokens_per_second:.0f} output tokens "
-        f"a second; {found.num_steps} steps"
+        f"per second; {found.num_steps} steps"
     )
     yield (
         f"preempted {found.num_preemptions} times, {100 * found.recomputed:.1f} % of tokens "
-        f"computed again; KV peak {100 * found.kv_peak:.0f} %; {found.prefix_hits} tokens found in "
-        "the cache"
+        f"recomputed; KV peak {100 * found.kv_peak:.0f} %; {found.prefix_hits} tokens from the "
+        "prefix cache"
     )
     kept = found.kept
     if kept.num_promised:
         yield (
             f"promises: {kept.num_kept} of {kept.num_promised} kept ({100 * kept.attainment:.1f} %)"
-            f", goodput {kept.goodput:.2f} requests a second"
+            f", goodput {kept.goodput:.2f} requests per second"
         )
         for tier, (promised, good) in kept.by_tier.items():
             yield f"  {tier}: {good} of {promised} ({100 * good / promised:.1f} %)"
     if found.bounds is not None:
         least = found.bounds
         yield (
-            f"the whole run took {found.makespan:.1f} s, {found.makespan / least.makespan:.2f} of "
-            f"what no scheduler can beat; mean E2E {found.mean_e2e:.3f} s, "
-            f"{found.mean_e2e / least.mean_e2e:.2f} of it; {least.steps} steps would be needed "
-            f"({least.by})"
+            f"the whole run took {found.makespan:.1f} s, {found.makespan / least.makespan:.2f} x "
+            f"the lower bound; mean E2E {found.mean_e2e:.3f} s, "
+            f"{found.mean_e2e / least.mean_e2e:.2f} times its lower bound; at least {least.steps} "
+            f"steps are needed ({least.by})"
         )
     if found.counters:
-        yield "counted: " + ", ".join(f"{name} {n}" for name, n in sorted(found.counters.items()))
+        yield "counters: " + ", ".join(f"{name} {n}" for name, n in sorted(found.counters.items()))
 
 
 def _sizes(found: Figures) -> Iterable[tuple[str, ...]]:
@@ -346,16 +345,16 @@ def _remarks(run: Run, found: Figures) -> Iterable[str]:
     if found.service is not None:
         even = lab.number(found.service.jain)
         gap, bound = found.service.gap, found.service.bound
-        apart = "no two waited together" if isnan(gap) else f"{gap:.0f} apart at worst"
+        apart = "no two waited together" if isnan(gap) else f"largest gap {gap:.0f}"
         yield (
             f"service while users waited: Jain's index {even}; {apart} (VTC promises {bound:.0f} "
             "or less; prompt tokens count 1, output tokens 2)"
         )
     if found.recomputed > MAX_RECOMPUTED:
-        yield f"{run.policy} computes {100 * found.recomputed:.0f} % of its tokens again"
+        yield f"{run.policy} recomputes {100 * found.recomputed:.0f} % of its tokens"
     if found.num_refused:
         shown = ", ".join(f"{name} {n}" for name, n in found.outcomes.items() if name != "done")
-        yield f"requests that did not end as they should: {shown}"
+        yield f"requests that did not finish normally: {shown}"
     if run.hook_seconds:
         mean = 1e6 * run.hook_seconds / max(1, found.num_steps)
-        yield f"real time in hooks: {mean:.0f} us a step (differs from run to run)"
+        yield f"real time in hooks: {mean:.0f} us per step (differs from run to run)"

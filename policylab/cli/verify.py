@@ -1,4 +1,4 @@
-"""Prove a policy: random engines and workloads against every invariant, for as long as you like."""
+"""Prove a policy: check random engines and workloads against every invariant."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from engine.ipc.pool import workers
 from engine.sched.plugins.find import find_policy
 from policylab.sim.compare import Experiment, compare
 from policylab.sim.figures import MAX_RECOMPUTED, MIN_THROUGHPUT, Figures
-from policylab.sim.run import Engine, Variant
+from policylab.sim.run import Engine, PolicyVariant
 from policylab.sim.workloads import find_workload
 from policylab.simulated import SimulatedHalves
 from policylab.verify.case import Add, Case
@@ -41,15 +41,15 @@ from policylab.verify.swarm import (
 from policylab.verify.trials import MIN_THROUGHPUT as MIN_THROUGHPUT_OF_ANY
 from policylab.verify.trials import TrialFailure, run_trials, statements
 
-BATCH = 20  # seeds that a process is given at a time
+BATCH = 20  # seeds per task of a process
 VIOLATION = 1
-LEAST_RUNS = 100  # engines that are run however little time there is: the machine may be slow
-MAX_LOST = 0.5  # of all computed tokens: a policy that computes more of them again fails
+LEAST_RUNS = 100  # engines that run even if time is up: the machine may be slow
+MAX_LOST = 0.5  # share of computed tokens: a policy that recomputes more fails
 SHRINK_SECONDS = 20.0
 MAX_WAIT = 1000
 
-# The load on which a policy is looked at for work that it does twice: long enough that a backlog
-# builds up, and with lengths that are learnt, without which policies that use them are fcfs.
+# The load that shows how much a policy recomputes: long enough for a backlog, and with learned
+# output lengths, without which policies that use them behave like fcfs.
 STANDARD_LOAD = 0.9
 STANDARD_REQUESTS = 1000
 STANDARD_PREDICTOR = "history"
@@ -57,12 +57,12 @@ STANDARD_PREDICTOR = "history"
 
 @cache
 def halves() -> SimulatedHalves:
-    """Drafts and grammars of all engines of this process, for which texts are compiled once."""
+    """Resources of real features for all engines of this process, with shared compiled grammars."""
     return SimulatedHalves()
 
 
 class VerifyHunt(NamedTuple):
-    """What to look for, and how closely."""
+    """The policy to check, its options, and how often the whole state is checked."""
 
     policy: str | None
     options: dict[str, Any] | None
@@ -81,29 +81,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--policy",
         metavar="NAME",
-        help="a shipped policy, an installed one, or the dotted path of your own class; "
-        "without it every seed draws a shipped one",
+        help="name of a shipped or installed policy, or the dotted path of a class; "
+        "default: each seed draws a shipped one",
     )
     group.add_argument(
         "--policy-options",
         type=json_object,
         metavar="JSON",
-        help="arguments of its constructor; drawn around its defaults if not given",
+        help="arguments of its constructor; default: drawn around its defaults",
     )
     group.add_argument(
         "--seconds",
         type=float,
         metavar="T",
-        help="stop looking after this time, whatever --steps says, though not before "
-        f"{LEAST_RUNS} engines; what is found is then made small, see --shrink-seconds, and the "
-        "trials of --policy take some seconds more",
+        help="stop searching after this time even if --steps is not reached, but not before "
+        f"{LEAST_RUNS} engines; shrinking a found case (see --shrink-seconds) and the "
+        "trials of --policy take some more seconds",
     )
     group.add_argument(
         "--shrink-seconds",
         type=float,
         default=SHRINK_SECONDS,
         metavar="T",
-        help="how long a case that breaks a rule is made smaller; the smallest so far is printed "
+        help="how long to shrink a case that breaks a rule; the smallest one found is printed "
         f"(default: {SHRINK_SECONDS:g})",
     )
     group.add_argument("--jobs", type=int, default=1, metavar="J", help="processes")
@@ -119,25 +119,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--corpus",
         type=Path,
         metavar="FILE",
-        help="cases that once broke a rule: they are run first, and what is found is added",
+        help="file of cases that once broke a rule: they run first, and new ones are added",
     )
     _add_trials(group)
 
 
 def _add_trials(group: argparse._ArgumentGroup) -> None:
-    """What only a policy that is named is tried with."""
+    """Add the options of the trials, which need a named policy."""
     group.add_argument(
         "--max-wait",
         type=int,
         default=MAX_WAIT,
         metavar="N",
-        help="with --policy: steps in which a request must be served though better ones keep "
-        f"coming; 0: requests may starve (default: {MAX_WAIT})",
+        help="with --policy: steps within which a request must be served while better ones keep "
+        f"arriving; 0: requests may starve (default: {MAX_WAIT})",
     )
     group.add_argument(
         "--length-predictor",
         metavar="NAME",
-        help="with --policy: a predictor of lengths, which must predict numbers from 0 on "
+        help="with --policy: a length predictor, which must predict 0 or more tokens "
         f"(default: {STANDARD_PREDICTOR})",
     )
     group.add_argument(
@@ -145,7 +145,7 @@ def _add_trials(group: argparse._ArgumentGroup) -> None:
         dest="has_load",
         action="store_false",
         help="with --policy: do not simulate a standard load, which takes a few seconds and shows "
-        "whether the policy does much of its work twice",
+        "how many tokens the policy recomputes",
     )
 
 
@@ -167,7 +167,7 @@ def run(parsed: argparse.Namespace) -> int:
         _print_violation(console, found, small)
         if clocked.is_over:
             print(
-                f"(it was made smaller for {parsed.shrink_seconds:g} s and may become smaller yet: "
+                f"(shrinking stopped after {parsed.shrink_seconds:g} s; for a smaller case raise "
                 "--shrink-seconds)"
             )
         if parsed.corpus is not None and found.seed >= 0:
@@ -185,27 +185,27 @@ def _check(parsed: argparse.Namespace) -> None:
         value = getattr(parsed, name)
         if not low <= value <= high:
             name = name.replace("_", "-")
-            limit = f"at least {low}" if high == inf else f"in {low}..{high}, the cores there are"
+            limit = f"at least {low}" if high == inf else f"in {low}..{high}, the number of cores"
             raise ConfigError(f"--{name} is {value}, must be {limit}")
     if parsed.seconds is not None and not parsed.seconds > 0:
         raise ConfigError(f"--seconds is {parsed.seconds}, must be above 0")
     if not parsed.shrink_seconds >= 0:
         raise ConfigError(f"--shrink-seconds is {parsed.shrink_seconds}, must be at least 0")
     if parsed.corpus is not None:
-        try:  # now, not after hours when a case is to be written
+        try:  # now, rather than after hours when a case is written
             parsed.corpus.open("a").close()
         except OSError as error:
             raise ConfigError(f"--corpus {parsed.corpus} cannot be written: {error}") from error
     if not __debug__:
-        raise ConfigError("python -O leaves assertions out, and nothing would be checked")
+        raise ConfigError("python -O removes the assertions that check; run without -O")
     if parsed.policy is not None:
         find_policy(parsed.policy, parsed.policy_options or {})
     elif parsed.policy_options is not None:
-        raise ConfigError("--policy-options are for the policy that --policy names, and none is")
+        raise ConfigError("--policy-options needs --policy; name the policy or leave it out")
 
 
 def _search(hunt: VerifyHunt, parsed: argparse.Namespace, report: Report, console: Console) -> None:
-    """Seeds from the first on, until there were enough steps, time is up or a rule is broken."""
+    """Run seeds in order until enough steps were planned, time is up or a rule is broken."""
     columns = (
         BarColumn(),
         TextColumn("{task.completed:,.0f} of {task.total:,.0f} steps"),
@@ -226,7 +226,7 @@ def _search(hunt: VerifyHunt, parsed: argparse.Namespace, report: Report, consol
 
 
 def _batches(hunt: VerifyHunt, parsed: argparse.Namespace) -> Iterator[Report]:
-    """What each batch of seeds brought."""
+    """The report of each batch of seeds."""
     seeds = count(parsed.seed)
     if parsed.jobs == 1:
         while True:
@@ -254,28 +254,28 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
         soft_wrap=True,
     )
     console.print(
-        f"drafts that were right: {report.num_drafts_right:,}; texts that followed a grammar to "
+        f"accepted draft tokens: {report.num_drafts_right:,}; texts that followed a grammar to "
         f"its end: {report.num_followed:,}",
         highlight=False,
         soft_wrap=True,
     )
     if report.num_runs and not report.num_requests and not report.found:
-        console.print("warning: all requests were refused, so nothing else is shown")
+        console.print("warning: all requests were refused, so nothing else was tested")
     by_policy = ", ".join(f"{name} {n:,}" for name, n in sorted(report.steps_by_policy.items()))
     console.print(f"steps by policy: {by_policy}", highlight=False, soft_wrap=True)
 
 
 def _print_violation(console: Console, found: FoundCase, small: Case) -> None:
-    """What broke, and the smallest program that breaks it."""
+    """Print the broken rule and the smallest program found that breaks it."""
     source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
     console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
     console.print(found.broken.message, highlight=False, markup=False, soft_wrap=True)
-    console.print("\nthe smallest case found that breaks it:\n", highlight=False)
+    console.print("\nthe smallest case found that breaks the rule:\n", highlight=False)
     console.out(reproduction(small), highlight=False)
 
 
 def _shrink(found: FoundCase, clocked: Clocked) -> Case:
-    """The smallest case found until time is up, or the user has had enough of it."""
+    """The smallest case found until time is up or the user interrupts."""
     try:
         return smallest(found, halves=halves(), goes_on=clocked)
     except KeyboardInterrupt:
@@ -284,12 +284,12 @@ def _shrink(found: FoundCase, clocked: Clocked) -> Case:
 
 
 def _tell_shrinking(found: FoundCase, limit: float) -> Callable[[int, Case, float], None]:
-    """Says on standard error how far it is, for standard output is the result's."""
+    """A callback that prints the progress of shrinking to stderr; stdout is for the result."""
     before = _num_requests(found.case)
 
     def tell(num_tries: int, best: Case, seconds: float) -> None:
         print(
-            f"making the case smaller: {num_tries} tried, {_num_requests(best)} of {before} "
+            f"shrinking the case: {num_tries} tries, {_num_requests(best)} of {before} "
             f"requests left, {seconds:.0f} of {limit:g} s",
             file=sys.stderr,
             flush=True,
@@ -303,8 +303,9 @@ def _num_requests(case: Case) -> int:
 
 
 def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) -> int:
-    """Trials and the standard load of a policy that broke no rule in small engines. One that is
-    known to starve requests or to serve few is spared the load, where thousands would wait."""
+    """Run the trials and the standard load for a policy that broke no rule in small engines. The
+    load is left out for a policy that starves requests or serves few, where thousands would
+    wait."""
     print_plain = partial(console.print, highlight=False, markup=False, soft_wrap=True)
     trials = run_trials(
         hunt.policy,
@@ -324,18 +325,18 @@ def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) 
         console.print("\nfailure:", style="bold red")
         print_plain(failure.message)
         if failure.program:
-            print_plain("\nthe smallest case found that shows it:\n")
+            print_plain("\nthe smallest case found that shows the failure:\n")
             console.out(failure.program, highlight=False)
     return VIOLATION if failures else 0
 
 
 def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:
-    """What the policy does to a standard load, with a warning where it collapses under it, and what
-    is a failure."""
+    """What the policy does on a standard load: lines to print, with a warning where it collapses,
+    and the failures."""
     name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
     try:
         fcfs, figures = next_to_fcfs(hunt.policy, hunt.options)
-    except (ConfigError, PolicyError) as error:  # it has no figures of its own
+    except (ConfigError, PolicyError) as error:  # the policy has no figures of its own
         return [], [TrialFailure(f"{name}: on a standard load ({load}): {error}")]
     share = figures.recomputed
     throughput = figures.tokens_per_second / fcfs.tokens_per_second
@@ -361,14 +362,14 @@ def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:
 
 
 def next_to_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
-    """What the simulator says of fcfs and of the policy on the standard load.
+    """The figures of fcfs and of the policy on the standard load.
 
-    Raises ``PolicyError`` for a policy that has no figures: it computes nothing for a quarter of an
-    hour, or was answered for by default.
+    Raises ``PolicyError`` for a policy without figures: it computes nothing for a quarter of an
+    hour, or some of its answers were replaced by defaults.
     """
     [cell] = compare(
         Experiment(
-            policies=["fcfs", Variant(policy, options) if options else policy],
+            policies=["fcfs", PolicyVariant(policy, options) if options else policy],
             workload=find_workload("log-uniform", num_requests=STANDARD_REQUESTS),
             engine=Engine(length_predictor=STANDARD_PREDICTOR),
             loads=[STANDARD_LOAD],

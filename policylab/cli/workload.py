@@ -1,8 +1,8 @@
 """Describe a workload, and write its requests to a file.
 
 A workload is named with options, as in ``"azure-conv(num_requests=5000,num_users=50)"``; --list
-shows which there are. The same seed gives the same requests. A file that --out wrote is a workload
-itself: ``"jsonl(path='requests.jsonl')"``.
+prints all names. The same seed gives the same requests. A file that --out wrote is itself a
+workload: ``"jsonl(path='requests.jsonl')"``.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from math import isfinite
 from pathlib import Path
 
 from engine.errors import ConfigError
+from policylab.cli import lab
 from policylab.sim.workloads import WORKLOADS, Workload, find_workload
 from policylab.sim.workloads.describe import Description, JobGroup, as_if_served
 from policylab.sim.workloads.jsonl import FORMAT, Head, write
@@ -30,19 +31,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "workload",
         nargs="?",
         metavar="W",
-        help="its name, with options if you like, as in 'azure-conv(num_requests=5000)'",
+        help="its name, optionally with options, as in 'azure-conv(num_requests=5000)'",
     )
-    parser.add_argument("--list", action="store_true", help="kinds of workloads and their options")
+    parser.add_argument("--list", action="store_true", help="list all kinds and their options")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="default: 0")
     parser.add_argument(
-        "--rate", type=float, metavar="R", help="requests a second; default: the workload's own"
+        "--rate", type=float, metavar="R", help="requests per second; default: the workload's rate"
     )
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the requests here (JSONL)")
     parser.add_argument(
         "--block-size",
         type=int,
         metavar="N",
-        help="tokens by which prefix reuse is counted; default: 16, of Mooncake's 512",
+        help="block size in tokens for counting prefix reuse; default: 16, for Mooncake 512",
     )
 
 
@@ -51,7 +52,7 @@ def run(parsed: argparse.Namespace) -> int:
         print(*listed(), sep="\n")
         return 0
     if parsed.workload is None:
-        raise ConfigError("no workload is named; name one, such as azure-conv, or ask for --list")
+        raise ConfigError("no workload is named; name one, such as azure-conv, or use --list")
     if parsed.rate is not None and not parsed.rate > 0:
         raise ConfigError(f"--rate is {parsed.rate:g}, must be above 0")
     workload = find_workload(parsed.workload)
@@ -72,7 +73,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def listed() -> Iterable[str]:
-    """Each kind, what it is, and its own options with their defaults."""
+    """Lines with the name, the summary and the own options of each kind of workload."""
     common = {option.name for option in fields(Workload)}
     for name, kind in sorted(WORKLOADS.items()):
         yield f"{name:20}{_summary(kind)}"
@@ -87,24 +88,24 @@ def listed() -> Iterable[str]:
 
 
 def _summary(kind: type[Workload]) -> str:
-    """The first sentence of its docstring."""
+    """The first sentence of the kind's docstring."""
     return " ".join((kind.__doc__ or "").split()).partition(". ")[0].rstrip(".")
 
 
 def described(workload: Workload, seed: int, found: Description) -> Iterable[str]:
     """The figures of a workload, line by line."""
     yield f"{workload}, seed {seed}"
-    rate = f"{found.rate:.3g} a second" if isfinite(found.rate) else "all at once"
+    rate = f"{found.rate:.3g} per second" if isfinite(found.rate) else "all at once"
     yield f"{found.num_requests} requests in {found.seconds:.1f} s: {rate}"
     if found.has_followers:
-        yield "some follow others, which are taken to get 50 tokens a second after half a second"
+        yield "some requests follow others, assumed to get 50 tokens per second after 0.5 s"
     yield (
         f"gaps: CV {_figure(found.gap_cv)}; dispersion of counts {_figure(found.dispersion(1.0))} "
-        f"by the second, {_figure(found.dispersion(60.0))} by the minute"
+        f"per second, {_figure(found.dispersion(60.0))} per minute"
     )
     reuse = found.reuse
     yield (
-        f"prefix reuse: an endless cache has {100 * reuse.share:.1f} % of prompt tokens, in blocks "
+        f"prefix reuse: an infinite cache has {100 * reuse.share:.1f} % of prompt tokens in blocks "
         f"of {reuse.block_size}"
     )
     if found.programs:
@@ -126,7 +127,7 @@ def _figure(value: float) -> str:
 
 
 def _table(name: str, groups: dict[str, JobGroup]) -> list[tuple[str, ...]]:
-    """The largest groups, a line each."""
+    """Table rows of the largest groups."""
     whole = sum(group.num_requests for group in groups.values())
     largest = sorted(groups.items(), key=lambda item: (-item[1].num_requests, item[0]))
     rows: list[tuple[str, ...]] = [(name, *GROUPS)]
@@ -154,7 +155,4 @@ def _table(name: str, groups: dict[str, JobGroup]) -> list[tuple[str, ...]]:
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> Iterable[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for first, *cells in rows:
-        padded = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
-        yield "  ".join([first.ljust(widths[0]), *padded]).rstrip()
+    return (line.rstrip() for line in lab.aligned(rows))

@@ -1,4 +1,4 @@
-"""``metronome compare A B --worst``: where A does worst next to B, and how to see it again."""
+"""``metronome compare A B --worst``: the workload and engine on which A is worst relative to B."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from policylab.sim.named import call, split
 from policylab.sim.promises import slo
 from policylab.sim.run import Engine, check, name_of
 from policylab.sim.workloads import Workload
-from policylab.sim.worst import KNOBS, LOAD, Case, Found, Hunt, choice, find_worst, rate_of
+from policylab.sim.worst import KNOBS, LOAD, Found, Hunt, WorstCase, choice, find_worst, rate_of
 
-NUM_REQUESTS = 100  # of a case by default: many cases show more than long ones
+NUM_REQUESTS = 100  # in a case by default: many short cases show more than few long ones
 NUM_SEEDS = 2
-NUM_OTHERS = 5  # seeds with which a case is tried again, as those of the search were chosen by it
+NUM_OTHERS = 5  # fresh seeds for the case that was found: the search is biased to its own
 CONFLICTS = {
-    "rate": "a case has a load",
-    "sweep": "it turns the options itself",
-    "unpaired": "both get the same requests",
-    "capacity": "each looks for something else",
-    "figures": "it goes by one --figure",
+    "rate": "the search sets the load",
+    "sweep": "the search sets the options",
+    "unpaired": "both policies get the same requests",
+    "capacity": "they search for different things",
+    "figures": "the search uses one --figure",
     "json": "it prints a command line",
     "csv": "it prints a command line",
     "report": "it prints a command line, whose run can be looked at",
@@ -52,7 +52,7 @@ PINS = {
     "users": "num_users",
     "loads": LOAD,
 }
-"""What is not turned if it was requested, by its name on the command line."""
+"""What the search leaves unchanged if the command line sets it, by the name of the option."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,19 +62,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="A,B",
-        help="look for a workload and an engine on which policy A does worst next to B; what is "
-        "given stays as it is",
+        help="search for the workload and engine on which policy A is worst relative to B; options "
+        "that are given stay fixed",
     )
     group.add_argument(
-        "--figure", default="ttft.mean", metavar="NAME", help="by which; default: %(default)s"
+        "--figure", default="ttft.mean", metavar="NAME", help="the figure; default: %(default)s"
     )
     group.add_argument(
-        "--seconds", type=float, default=60.0, metavar="T", help="for so long; default: 60"
+        "--seconds", type=float, default=60.0, metavar="T", help="search time; default: 60"
     )
 
 
 def run(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> int:
-    """``compare A B --worst``, or ``compare --worst A,B``."""
+    """Run ``compare A B --worst`` or ``compare --worst A,B``. Returns the exit status."""
     if parsed.worst:
         parsed.policies += split(parsed.worst)
         policies = [*policies, *lab.variants(parsed.worst, "--worst")]
@@ -98,22 +98,22 @@ def run(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> 
     return 1 if worst.score.why else 0
 
 
-def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> Case:
-    """The case to start from. Raises ``ConfigError`` for options that cannot work."""
+def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) -> WorstCase:
+    """The case where the search starts. Raises ``ConfigError`` for options that cannot work."""
     if len(policies) != 2:
         raise ConfigError(
-            f"--worst is of two policies, the second to compare with; there are {len(policies)}: "
-            "say vtc,fcfs"
+            f"--worst needs two policies, got {len(policies)}; give them as in vtc,fcfs, where the "
+            "second is the baseline"
         )
     for name, why in CONFLICTS.items():
         if getattr(parsed, name):
-            raise ConfigError(f"--worst and --{name} do not go together: {why}; leave one out")
+            raise ConfigError(f"--worst and --{name} cannot be combined: {why}; leave one out")
     if parsed.figure not in NAMES:
         raise ConfigError(f"figure {parsed.figure!r} is not known; there are: {', '.join(NAMES)}")
     if not 0 < parsed.seconds < inf:
         raise ConfigError(f"--seconds is {parsed.seconds:g}, must be above 0")
     if len(loads) > 1:
-        raise ConfigError(f"--loads has {len(loads)} loads, must be one for --worst, or none")
+        raise ConfigError(f"--loads has {len(loads)} loads, must have at most one with --worst")
     if parsed.requests is None:
         parsed.requests = NUM_REQUESTS
     workload = lab.workload_of(parsed)
@@ -121,11 +121,11 @@ def _start(parsed: argparse.Namespace, policies: list[Any], loads: list[float]) 
     check(policies, workload, engine)
     load = loads[0] if loads else None if workload.natural_rate is None else lab.LOAD
     seeds = tuple(range(parsed.seed, parsed.seed + NUM_SEEDS))
-    return Case(workload=workload, engine=engine, load=load, seeds=seeds)
+    return WorstCase(workload=workload, engine=engine, load=load, seeds=seeds)
 
 
 def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
-    """What the command line gives, and so stays."""
+    """The knobs that the command line sets, so that the search leaves them unchanged."""
     given = {knob for name, knob in PINS.items() if getattr(parsed, name) is not None}
     return frozenset(given | call(parsed.workload, "--workload", "log-uniform")[1].keys())
 
@@ -133,14 +133,14 @@ def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
 def described(
     parsed: argparse.Namespace, hunt: Hunt, worst: Found, num_tries: int
 ) -> Iterable[str]:
-    """What was found, whether it is chance, and how to see it again."""
+    """Lines with the case found, its result for other seeds, and a command to repeat it."""
     policy, other = name_of(hunt.policy), name_of(hunt.other)
     tried = f"{num_tries} cases in {hunt.seconds:g} s"
     case, score = worst.case, worst.score
     if score.worse <= 0.0:
-        yield f"{policy} is nowhere worse than {other} by {hunt.figure}: {tried}"
+        yield f"{policy} was never worse than {other} by {hunt.figure}: {tried}"
         return
-    yield f"where {policy} does worst next to {other} by {hunt.figure}: {tried}"
+    yield f"the worst case of {policy} relative to {other} by {hunt.figure}: {tried}"
     if score.worse == inf:
         yield score.why
     else:
@@ -153,20 +153,20 @@ def described(
         yield ""
         yield from _again(hunt, case)
     yield ""
-    yield "to see it again:"
+    yield "to repeat it:"
     yield command(parsed, case)
 
 
-def _turned(start: Case, case: Case) -> Iterable[str]:
-    """What differs from the case it began with."""
+def _turned(start: WorstCase, case: WorstCase) -> Iterable[str]:
+    """Lines with the knobs that differ from the start."""
     for name in ("num_requests", *KNOBS):
         now, then = choice(case, name), choice(start, name)
         if now != then:
-            yield f"  {name} {now} (it began with {then})"
+            yield f"  {name} {now} (at the start: {then})"
 
 
-def _again(hunt: Hunt, case: Case) -> Iterable[str]:
-    """The case with seeds that the search has not seen."""
+def _again(hunt: Hunt, case: WorstCase) -> Iterable[str]:
+    """Lines that compare the policies on the case with seeds that the search has not used."""
     first = case.seeds[-1] + 1
     [cell] = compare(
         Experiment(
@@ -190,8 +190,8 @@ def _again(hunt: Hunt, case: Case) -> Iterable[str]:
     )
 
 
-def command(parsed: argparse.Namespace, case: Case) -> str:
-    """The command line that shows this case: the second policy, and the first next to it."""
+def command(parsed: argparse.Namespace, case: WorstCase) -> str:
+    """The command line that repeats the case, with the second policy first."""
     words = ["metronome", "compare", *reversed(parsed.policies), "--workload", _workload(case)]
     default = Engine()
     for name, flag in ENGINE_FLAGS.items():
@@ -208,8 +208,8 @@ def command(parsed: argparse.Namespace, case: Case) -> str:
     return shlex.join([*words, "--whole", "--figures", parsed.figure])
 
 
-def _workload(case: Case) -> str:
-    """By its name and all options that are not the kind's own, the number of requests always."""
+def _workload(case: WorstCase) -> str:
+    """The workload with all options that differ from the defaults, and ``num_requests``."""
     workload: Workload = case.workload
     text, number = str(workload), f"num_requests={workload.num_requests}"
     if number in text:

@@ -1,1 +1,1 @@
-"""The core on a virtual clock: requests that are drawn, a worker that only takes its time."""
+"""The engine core on a virtual clock: drawn requests, and a worker that only takes time."""

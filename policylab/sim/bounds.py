@@ -1,25 +1,24 @@
-"""What no scheduler can beat on a workload, and how far from it a run was.
+"""Lower bounds of a workload that no scheduler can beat, and how close a run comes to them.
 
-With a step that takes ``fixed + per_seq * rows + per_token * tokens + per_context * context +
-per_attention * pairs``, and with the prefix hits that the run had, all terms but the first are the
-workload's own: a scheduler decides how many steps there are, and what is computed twice. A request
-of ``p`` prompt tokens, of which ``h`` were in the cache, and ``o`` output tokens has
-``d = o - 1`` decodes.
+A step takes ``fixed + per_seq * rows + per_token * tokens + per_context * context +
+per_attention * pairs``. For the prefix hits that the run had, the workload determines all terms but
+the first: a scheduler decides how many steps there are, and what is computed twice. A request with
+``p`` prompt tokens, of which ``h`` were in the cache, and ``o`` output tokens has ``d = o - 1``
+decodes.
 
-*Steps* are at least as many as each of these asks for: all tokens through the budget of a step
-("tokens"); all rows through the seats ("seats"); the longest request, one step after the other
-("chain"); the KV that requests hold while they decode, summed over their steps, through the pool
+*Steps*: at least as many as each of these needs: all tokens at the token budget of a step
+("tokens"); all rows at ``max_num_seqs`` ("seats"); the longest request, one step after the other
+("chain"); the KV that requests hold while they decode, summed over their steps, in the KV pool
 ("KV area").
 
-*Makespan*: for each arrival, that time and what the requests that came then or later cost in so
-many steps; and each request's arrival and what it takes alone.
+*Makespan*: for each arrival, its time plus the cost of that request and all later ones in this
+number of steps; and for each request, its arrival plus its time alone.
 
-*Mean latency*: what the requests take alone on an idle engine; and the shortest remaining
-processing time first on one machine that serves nothing but its share of a step's fixed part: as a
-step holds at most M tokens of context, S rows and B new tokens, that share is at least
-``fixed / M`` a token of context, or ``fixed / S`` a row, or ``fixed / B`` a token. The larger one
-counts. It is valid, and loose.
-"""
+*Mean latency*: the larger of two bounds. One is the mean time of the requests alone on an idle
+engine. The other is the shortest-remaining-time schedule on a machine where each request costs its
+own time plus its share of the fixed part of steps: a step holds at most M tokens of context, S rows
+and B new tokens, so the share is at least ``fixed / M`` per token of context, ``fixed / S`` per
+row, or ``fixed / B`` per token. The bound is valid, but loose."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ Counts = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class WorkBound:
-    """What requests ask of an engine, and what the engine has. Arrays have an entry a request."""
+    """The work of requests and the limits of an engine. Arrays have one entry per request."""
 
     arrival: Floats
     prompt: Counts
@@ -49,15 +48,15 @@ class WorkBound:
     """Prompt tokens that were in the cache."""
     output: Counts
     cost: StepCost
-    """At least this much is charged for a step."""
+    """A lower bound of the cost of a step."""
     max_tokens: int
-    """New tokens in a step."""
+    """Token budget of a step."""
     max_seqs: int
-    """Rows in a step."""
+    """Rows per step, at most."""
     pool: int
-    """Tokens that fit into the KV cache."""
+    """Tokens that fit into the KV pool."""
     profile: Profile | None = None
-    """What is charged, where that is not affine."""
+    """The actual cost of a step, where it is not affine."""
 
     @property
     def new(self) -> Counts:
@@ -76,27 +75,27 @@ class WorkBound:
 
     @property
     def chain(self) -> Counts:
-        """Steps that each request takes by itself."""
+        """Steps that each request needs even if it runs alone."""
         return self._chunks + self.decodes
 
     @property
     def decode_context(self) -> Counts:
-        """Tokens in the cache, summed over a request's decodes."""
+        """Tokens in the cache, summed over the decodes of a request."""
         return self.prompt * self.decodes + self.decodes * (self.decodes - 1) // 2
 
     @property
     def own_context(self) -> Counts:
-        """Likewise, without those that the request found in the cache: others may hold them."""
+        """Like ``decode_context``, without prefix hits, which others may hold."""
         return self.decode_context - (self.prompt - self.new) * self.decodes
 
     @property
     def pairs(self) -> Counts:
-        """New tokens and those they attend to."""
+        """Pairs of a new token and a token that it attends to."""
         known, found = self.prompt + self.decodes, self.prompt - self.new
         return (known * (known + 1) - found * (found + 1)) // 2
 
     def busy(self) -> Floats:
-        """Seconds of steps that a request causes at least, their fixed part aside."""
+        """Seconds of steps that a request costs at least, without the fixed part of steps."""
         cost, found = self.cost, self.prompt - self.new
         return (
             cost.per_seq * (1 + self.decodes)
@@ -106,7 +105,7 @@ class WorkBound:
         )
 
     def alone(self) -> Floats:
-        """Seconds from arrival to last token on an idle engine, which fills its steps."""
+        """Seconds from arrival to last token on an idle engine with full prompt chunks."""
         if self.profile is not None:
             return self._by_profile(self.profile)
         chunks = self._chunks
@@ -114,7 +113,7 @@ class WorkBound:
         return self._alone(filled + (chunks - 1) * (self.prompt - self.new))
 
     def fastest(self) -> Floats:
-        """Likewise, at best: what is left over of a prompt goes first, before there is context."""
+        """Like ``alone`` at best: the incomplete prompt chunk comes first, without context."""
         chunks = self._chunks
         rest = self.new - (chunks - 1) * self.max_tokens
         filled = self.max_tokens * ((chunks - 1) * (chunks - 2) // 2)
@@ -141,18 +140,18 @@ class WorkBound:
         return chunks
 
     def _alone(self, context: Counts) -> Floats:
-        """``context``: tokens in the cache, summed over all chunks of the prompt but the first."""
+        """``context``: tokens in the cache, summed over all prompt chunks after the first."""
         more = self.cost.per_seq * (self._chunks - 1) + self.cost.per_context * context
         return self.cost.fixed * self.chain + self.busy() + more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """What no scheduler can beat."""
+    """Values that no scheduler can beat."""
 
     steps: int
     by: str
-    """Which bound asks for most steps."""
+    """The bound that needs the most steps."""
     makespan: float
     """Seconds from the start of the run to the last token."""
     mean_e2e: float
@@ -160,7 +159,7 @@ class Bounds:
 
 
 def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
-    """What the requests that ended well requested; ``None`` where the cost of a step is not known.
+    """The work of the requests that finished normally; ``None`` if the step cost is unknown.
     ``head``: that of the run."""
     done, engine, charged = requests.done, head.get("engine"), head.get("step_cost")
     if not engine or not charged or not done.any():
@@ -181,7 +180,7 @@ def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
 
 
 def least_cost(profile: Profile) -> StepCost:
-    """An affine cost that is nowhere above the profile's mean."""
+    """An affine cost that is never above the profile's mean."""
     least = min([1.0, *profile.factors.values()])
     step, _, sequence, _, context, attention, *tokens = (least * c for c in profile.coefficients)
     return StepCost(
@@ -194,7 +193,7 @@ def least_cost(profile: Profile) -> StepCost:
 
 
 def bounds(work: WorkBound) -> Bounds:
-    """The bounds of this work."""
+    """The bounds for this work."""
     needed = {
         "tokens": -(-int(work.tokens.sum()) // work.max_tokens),
         "seats": -(-int((1 + work.decodes).sum()) // work.max_seqs),
@@ -206,11 +205,11 @@ def bounds(work: WorkBound) -> Bounds:
 
 
 def makespan(work: WorkBound) -> float:
-    """Seconds from the start of the run to the last token, at least."""
+    """A lower bound of the seconds from the start of the run to the last token."""
     order = np.argsort(work.arrival, kind="stable")
 
     def coming(amounts: Any) -> Any:
-        """Summed over each request and all that come later."""
+        """For each request the sum of its amount and those of all later requests."""
         return amounts[order][::-1].cumsum()[::-1]
 
     steps = np.maximum.reduce(
@@ -225,7 +224,7 @@ def makespan(work: WorkBound) -> float:
 
 
 def mean_e2e(work: WorkBound) -> float:
-    """Mean seconds from arrival to last token, at least."""
+    """A lower bound of the mean seconds from arrival to last token."""
     fixed = work.cost.fixed
     shares = (
         work.own_context / work.pool,
@@ -239,8 +238,8 @@ def mean_e2e(work: WorkBound) -> float:
 
 
 def srpt(arrival: Floats, size: Floats) -> Floats:
-    """When jobs of these sizes (seconds) end on one machine, the shortest remaining first
-    [requests]: no order has a smaller sum."""
+    """End times of jobs of these sizes (seconds) on one machine, the shortest remaining job first
+    [requests]. No other order has a smaller sum."""
     ends = np.zeros(len(arrival))
     waiting: list[tuple[float, int]] = []
     now = 0.0

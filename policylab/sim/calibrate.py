@@ -1,7 +1,7 @@
-"""From step logs to a profile: what a step takes, fitted so that the total time is right.
+"""From step logs to a cost profile, fitted so that the total time is right.
 
-An error of the mean is multiplied near saturation (a queue's wait grows as 1/(1-load)), so the fit
-is made to have no bias in total and in each regime; what is left is kept as noise.
+Near saturation queues amplify an error of the mean (waiting time grows as 1/(1-load)), so the fit
+has no bias in total nor for each kind of step; the remaining deviations are kept as noise.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from policylab.sim.recorded import LogReader
 
 Floats = NDArray[np.float64]
 
-KNOTS = tuple(2**power for power in range(2, 15))  # tokens of a step: tiles and graphs end there
+KNOTS = tuple(2**power for power in range(2, 15))  # tokens: tiles and graphs end there
 MIN_IN_SEGMENT = 30  # steps between two knots
 MIN_STEPS = 200
-WINDOW = 100  # steps in a row that are fitted, or judged, together
+WINDOW = 100  # consecutive steps that are kept together
 MAX_NOISE = 4096  # ratios kept
-OUTLIER = 3.0  # times what is expected: counts in the total, not in the shape of the fit
+OUTLIER = 3.0  # times the expectation: counts in the total, but not in the shape of the fit
 SWEEPS = 2000  # of coordinate descent
 PASSES = 3
 
@@ -37,25 +37,25 @@ PASSES = 3
 class Sample(NamedTuple):
     """One step of a log."""
 
-    shape: StepShape  # ``seconds`` from plan to result, without waiting for the step before
-    host: float  # seconds from the result before it to its plan; NaN if the engine was idle
-    ended: int  # rows of the step before
+    shape: StepShape  # ``seconds`` from plan to result, without the wait for the previous step
+    host: float  # seconds from the previous result to its plan; NaN if the engine was idle
+    ended: int  # rows of the previous step
     added: int  # requests added between the two
-    added_tokens: int  # tokens of their prompts
+    added_tokens: int  # prompt tokens of those requests
 
 
 def samples_of(path: str | Path, *, allow_truncated: bool = False) -> list[Sample]:
-    """The steps of a log, in order. Raises ``ConfigError``."""
+    """The steps of a log in order. Raises ``ConfigError``."""
     log = StepLog(path, allow_truncated=allow_truncated)
     reader = _Stopwatch(log.header)
     outcome = reader.run(log)
     if outcome.difference is not None:
-        raise ConfigError(f"{path} cannot be read with its own policy: {outcome}")
+        raise ConfigError(f"{path} cannot be replayed with its own policy: {outcome}")
     return reader.samples
 
 
 class _Stopwatch(LogReader):
-    """A replay that keeps what each step took."""
+    """A replay that records how long each step took."""
 
     def __init__(self, header: Header) -> None:
         super().__init__(header)
@@ -100,18 +100,18 @@ class _Stopwatch(LogReader):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Judged:
-    """How predictions of steps compare with what they took."""
+class PredictionErrors:
+    """How predicted step times compare with measured ones."""
 
     num_steps: int
     bias: float
-    """Predicted over measured seconds in all, less 1."""
+    """Sum of predicted over sum of measured seconds, minus 1."""
     median: float
-    """Quantiles of the absolute relative errors."""
+    """Median of the absolute relative errors; ``p95`` is their 95 % quantile."""
     p95: float
 
     @classmethod
-    def of(cls, predicted: Floats, measured: Floats) -> Judged:
+    def of(cls, predicted: Floats, measured: Floats) -> PredictionErrors:
         errors = np.abs(predicted / measured - 1.0)
         return cls(
             num_steps=len(measured),
@@ -128,7 +128,7 @@ class Judged:
 
 
 def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """Even and odd windows of 100 steps: to fit to one and be judged by the other."""
+    """The even and the odd windows of 100 steps: one to fit to, the other to test on."""
     even = [s for place, s in enumerate(samples) if place // WINDOW % 2 == 0]
     return even, [s for place, s in enumerate(samples) if place // WINDOW % 2]
 
@@ -136,13 +136,13 @@ def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
 def calibrate(
     logs: Iterable[Sequence[Sample]], name: str, source: dict[str, Any] | None = None
 ) -> Profile:
-    """A profile of these logs' steps, with a report of how one fitted to half of them predicts the
-    other half. Raises ``ConfigError`` if they are too few."""
+    """A profile of the steps in these logs, with a report on a profile that was fitted to half of
+    the steps and tested on the other half. Raises ``ConfigError`` for too few steps."""
     logs = [list(log) for log in logs]
     everything = [sample for log in logs for sample in log]
     if len(everything) < MIN_STEPS:
         raise ConfigError(
-            f"a profile needs {MIN_STEPS} steps or more, these logs have {len(everything)}; "
+            f"a profile needs {MIN_STEPS} steps or more, but these logs have {len(everything)}; "
             "serve more requests with --step-log"
         )
     even = [sample for log in logs for sample in halves(log)[0]]
@@ -152,15 +152,15 @@ def calibrate(
     return fit(everything, name, source=source, report=report)
 
 
-def judge(profile: Profile, samples: Sequence[Sample]) -> dict[str, Judged]:
-    """A profile against steps, in all and by regime."""
+def judge(profile: Profile, samples: Sequence[Sample]) -> dict[str, PredictionErrors]:
+    """The errors of a profile on these steps, in total and for each kind of step."""
     measured = np.array([sample.shape.seconds for sample in samples])
     predicted = np.array([profile.seconds(sample.shape) for sample in samples])
     regimes = np.array([regime(sample.shape) for sample in samples])
-    found = {"all": Judged.of(predicted, measured)}
+    found = {"all": PredictionErrors.of(predicted, measured)}
     for name in REGIMES:
         if (chosen := regimes == name).any():
-            found[name] = Judged.of(predicted[chosen], measured[chosen])
+            found[name] = PredictionErrors.of(predicted[chosen], measured[chosen])
     return found
 
 
@@ -171,7 +171,7 @@ def fit(
     source: dict[str, Any] | None = None,
     report: dict[str, Any] | None = None,
 ) -> Profile:
-    """A profile with no bias on these steps."""
+    """A profile without bias on these steps."""
     shapes = [sample.shape for sample in samples]
     knots = knots_for(np.array([shape.num_tokens for shape in shapes]))
     sizes = np.array([features(shape, knots) for shape in shapes])
@@ -202,7 +202,7 @@ def fit(
 
 
 def knots_for(tokens: NDArray[np.int64]) -> list[int]:
-    """Sizes at which the price of a token may change, with steps enough on both sides."""
+    """Step sizes at which the cost per token may change, with enough steps on both sides."""
     knots: list[int] = []
     for knot in KNOTS:
         below = (tokens <= knot) & (tokens > (knots[-1] if knots else 0))
@@ -212,8 +212,8 @@ def knots_for(tokens: NDArray[np.int64]) -> list[int]:
 
 
 def relative_fit(sizes: Floats, measured: Floats) -> Floats:
-    """Non-negative least squares of errors relative to what is expected (relative to what was
-    measured they would favour short steps), outliers cut to three times that."""
+    """Non-negative least squares of errors relative to the expected time (relative to the measured
+    time would favour short steps), with outliers cut to three times the expectation."""
     expected = np.maximum(measured, 1e-9)
     for _ in range(PASSES):
         usual = np.minimum(measured, OUTLIER * expected)
@@ -223,7 +223,7 @@ def relative_fit(sizes: Floats, measured: Floats) -> Floats:
 
 
 def _non_negative(sizes: Floats, values: Floats) -> Floats:
-    """Least squares with no coefficient below 0, by coordinate descent on the normal equations."""
+    """Non-negative least squares, by coordinate descent on the normal equations."""
     scale = np.sqrt(np.square(sizes).sum(axis=0))
     scale[scale == 0.0] = 1.0
     scaled = sizes / scale
@@ -241,7 +241,7 @@ def _non_negative(sizes: Floats, values: Floats) -> Floats:
 
 
 def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
-    """What passes between two steps, with no bias in total."""
+    """The cost of the host between two steps, without bias in total."""
     busy = [sample for sample in samples if sample.host > 0.0]
     if len(busy) < MIN_STEPS // 2:
         return HostCost(), []
@@ -258,8 +258,9 @@ def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
 def _ratios(
     measured: Floats, predicted: Floats, kinds: NDArray[Any]
 ) -> tuple[NDArray[np.intp], list[float]]:
-    """Indices of the steps kept, and measured over predicted time of each: in order of time,
-    thinned by leaving out whole stretches. The mean of each kind, weighted by time, is 1."""
+    """Indices of kept steps, and the ratio of measured to predicted time of each, in order of time.
+    If there are too many, whole windows are left out. The mean of each kind, weighted by time, is
+    1."""
     kept = np.arange(len(measured))
     if len(kept) > MAX_NOISE:
         windows = np.linspace(0, len(kept) // WINDOW - 1, MAX_NOISE // WINDOW).astype(int)

@@ -1,20 +1,19 @@
-"""The highest rate at which a policy keeps limits on figures.
+"""The highest request rate at which a policy keeps limits on figures.
 
-By bisection on the logarithm of the rate, to 1 %, for each seed alone: at all rates a seed has the
-same requests in the same sequence, with the gaps between them scaled. A rate is kept if the run is
-its policy's own and not overloaded, hardly a request is refused, and every limit holds for the
-figures of its steady part. It is never above what seats, tokens and KV area allow
-(`policylab.sim.demand`). Before `steady.window` calls a run overloaded its queue may grow by 6 % of
-the arrivals; here 2 % that rise as steadily are too many, so a policy that nothing else limits is
-found 2 % too good.
+The rate is found by bisection on its logarithm, to within 1 %, for each seed separately: at all
+rates a seed has the same requests in the same order, with scaled gaps between them. A rate passes
+if the run is valid and not overloaded, at most 1 % of the requests are refused, and every limit
+holds for the figures of the steady part. It cannot exceed what seats, tokens and KV area allow
+(`policylab.sim.demand`). `steady.window` calls a run overloaded if its queue grows by 6 % of the
+arrivals; here the threshold is 2 %, so a policy without another limit is rated up to 2 % too high.
 
-*Length*: a short run ends before a queue that grows is long. So runs have at least 1,000 requests,
-and 5 % less than the answer must be kept for four times as many. If it is not, the search goes on
-with that many, and is checked again; if that fails too, there is no answer. A file cannot be made
-longer: a quarter of it is searched, and all of it checked.
+*Length*: a short run ends before a growing queue becomes long. So runs have at least 1,000
+requests, and 95 % of the rate must pass with four times as many requests. If it does not, the
+search continues with that many, and is checked again; if that fails too, there is no result. A file
+cannot be extended: a quarter of it is used in the search, and all of it in the check.
 
-*Luck*: the requests of a seed are longer or shorter than others. The rate is that of requests of
-the mean size, so a seed's own is scaled by what its requests ask of the engine, over the mean.
+*Luck*: the requests of a seed are longer or shorter than the average. The reported rate is for
+requests of mean size: the seed's rate times the demand of its requests over the mean demand.
 """
 
 from __future__ import annotations
@@ -35,107 +34,109 @@ from policylab.sim.promises import Limit, limits
 from policylab.sim.run import CAPACITY_SEED, Engine, Run, check, name_of, rate_at, sizes_of
 from policylab.sim.steady import in_engine, is_growing
 from policylab.sim.workloads import Workload
-from policylab.sim.workloads.reader import Reader
+from policylab.sim.workloads.reader import FileWorkload
 
 EXAMPLE = "ttft.p99<1,itl.p99<0.1"
 GRANULARITY = 0.01
-MAX_GROWTH = 0.02  # requests that stay, for each that comes
-MAX_REFUSED = Limit("refused", 0.01)  # unless a limit says otherwise: a capacity is of the served
-MOST_TIMES = 64.0  # what fcfs can serve: beyond that nothing limits a policy
+MAX_GROWTH = 0.02  # share of arrivals by which the queue may grow
+MAX_REFUSED = Limit("refused", 0.01)  # the default limit on refused requests
+MOST_TIMES = 64.0  # times the rate of fcfs: above it nothing limits a policy
 MIN_SEEDS = 3
-MIN_REQUESTS = 1000  # of a run of a search
-MIN_FILE = 250  # likewise, of a file
-LONGER = 4  # times the requests of the search, with which its answer is checked
-FIRST_STEP = 1.1  # from the first rate to the next; the step after it is its square
-TOLERANCE = 0.05  # of the rate, by which it may be less there
-NUM_DRAWN = 50_000  # requests whose mean size is that of all
+MIN_REQUESTS = 1000  # in a run of a search
+MIN_FILE = 250  # likewise, for a file
+LONGER = 4  # the result is checked with this many times the requests of the search
+FIRST_STEP = (
+    1.1  # ratio of the second rate to the first; each further ratio is the square of the last
+)
+TOLERANCE = 0.05  # share by which the rate may be lower in the check
+NUM_DRAWN = 50_000  # drawn requests from which the mean size is estimated
 GROWS = "the queue grows"
 FULL = "seats, tokens and KV area"
 
 
 def limits_of(text: str) -> list[Limit]:
-    """``ttft.p99<1,itl.p99<0.1``. Raises ``ConfigError`` for figures that are not known."""
+    """Parse limits such as ``ttft.p99<1,itl.p99<0.1``. Raises ``ConfigError``."""
     found = limits(text, "--capacity", EXAMPLE)
     for limit in found:
         if limit.figure in KINDS:
             raise ConfigError(
-                f"--capacity has {str(limit)!r}, must say of which statistic: {limit.figure}.mean, "
+                f"--capacity has {str(limit)!r}, must name a statistic: {limit.figure}.mean, "
                 f"{limit.figure}.p50, {limit.figure}.p90 or {limit.figure}.p99"
             )
         if limit.figure not in NAMES:
             raise ConfigError(
-                f"figure {limit.figure!r} is not known to --capacity; there are: {', '.join(NAMES)}"
+                f"--capacity has the unknown figure {limit.figure!r}; known: {', '.join(NAMES)}"
             )
     return found
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
-    """Whose highest rate is looked for, with the requests of one seed."""
+class RateSearch:
+    """A search for the highest rate of a policy with the requests of one seed."""
 
     policy: Any
     workload: Workload
     engine: Engine
     seed: int
     start: float
-    """The first rate to try, in requests a second."""
+    """The first rate to try, in requests per second."""
     limits: tuple[Limit, ...]
     slo: tuple[Limit, ...] = ()
     least: int = MIN_REQUESTS
-    """Requests with which the search begins, if the workload has fewer."""
+    """Requests in the first runs, if the workload has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Highest:
-    """What came of one search."""
+    """The result of one search."""
 
     rate: float
-    """Requests a second at which all limits were kept; 0 if they were at none, NaN if there is no
-    answer."""
+    """Requests per second at which all limits hold; 0 if they hold at no rate, NaN without a
+    result."""
     limited_by: str
-    """What was not kept 1 % above it."""
+    """What fails at a rate 1 % higher."""
     num_runs: int
     num_requests: int = 0
-    """Requests in each run of the search; the answer was checked with four times as many."""
+    """Requests in each run of the search; the result was checked with four times as many."""
     refused: str = ""
-    """Why there is no answer, if so."""
+    """Why there is no result; empty if there is one."""
     not_own: str = ""
-    """Why the policy has no figures, if so."""
+    """Why the policy has no figures; empty if it has some."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Capacities:
-    """The highest rates of policies at one setting."""
+    """The highest rates of all policies at one setting."""
 
     setting: str
-    """What was swept, as ``option=value``; empty if nothing."""
+    """The swept option as ``option=value``; empty without a sweep."""
     names: list[str]
     found: list[list[Highest]]
     """By policy, then by seed."""
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Policies that have no figures, by name, and why."""
+    """The policies without figures, and the reason for each."""
 
     def rate(self, place: int) -> Estimate:
-        """The mean over the seeds, in requests a second; NaN unless all have an answer."""
+        """The mean over the seeds, in requests per second; NaN unless all seeds have a result."""
         rates = [each.rate for each in self.found[place]]
         return NOTHING if any(map(isnan, rates)) else mean_over(rates)
 
     def num_answers(self, place: int) -> int:
-        """Seeds that have an answer."""
+        """The number of seeds with a result."""
         return sum(not isnan(each.rate) for each in self.found[place])
 
     def ends(self, place: int) -> tuple[float, float]:
-        """The lowest and the highest of the seeds."""
+        """The lowest and the highest rate of the seeds."""
         rates = [each.rate for each in self.found[place]]
         return min(rates), max(rates)
 
     def limited_by(self, place: int) -> str:
-        """What most seeds were limited by."""
+        """The limit that stopped most seeds."""
         causes = [each.limited_by for each in self.found[place]]
         return max(causes, key=causes.count)
 
     def difference(self, place: int) -> tuple[Estimate, str]:
-        """How much more than the first policy's, as a share of it, and what that says."""
+        """The relative difference from the first policy, and the verdict on it."""
         ours, theirs = ([each.rate for each in self.found[p]] for p in (place, 0))
         scale = sum(theirs) / len(theirs)
         if not scale or isnan(scale + sum(ours)):
@@ -151,19 +152,20 @@ def capacities(
     jobs: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> list[Capacities]:
-    """For each value of the option swept. The loads and the rate of ``what`` are not used.
+    """The highest rates at each value of the swept option. The loads and the rate of ``what`` are
+    ignored.
 
     ``progress`` is called with a line after each search. Raises ``ConfigError`` for options that
     cannot work, and ``EngineDeadError`` if a process dies.
     """
     if len(what.seeds) < MIN_SEEDS:
         raise ConfigError(
-            f"--seeds is {len(what.seeds)}, must be {MIN_SEEDS} or more for --capacity: fewer "
+            f"--seeds is {len(what.seeds)}, must be {MIN_SEEDS} or more with --capacity: fewer "
             "give no useful interval"
         )
     settings = variations(what)
     searches = [
-        Search(
+        RateSearch(
             policy=policy,
             workload=workload,
             engine=engine,
@@ -188,7 +190,7 @@ def capacities(
 def _by_setting(
     what: Experiment, settings: Sequence[str], results: Sequence[Highest]
 ) -> list[Capacities]:
-    """Results in the order of settings, policies and seeds; without policies that lack any."""
+    """Group results, which come by setting, policy and seed; drop policies without figures."""
     names = distinct(name_of(policy) for policy in what.policies)
     rest = iter(results)
     table = [[[next(rest) for _ in what.seeds] for _ in names] for _ in settings]
@@ -209,43 +211,43 @@ def _by_setting(
     ]
 
 
-def _line(search: Search, found: Highest) -> str:
-    rate = found.not_own or found.refused or f"{found.rate:.4g} requests a second"
+def _line(search: RateSearch, found: Highest) -> str:
+    rate = found.not_own or found.refused or f"{found.rate:.4g} requests per second"
     return f"{name_of(search.policy)}, seed {search.seed}: {rate} ({found.num_runs} runs)"
 
 
 def _start(what: Experiment, workload: Workload, engine: Engine) -> float:
-    """What fcfs can serve, once everything was checked."""
+    """The rate that fcfs can serve. Raises ``ConfigError`` for options that cannot work."""
     check(what.policies, workload, engine)
-    if isinstance(workload, Reader) and workload.size.number < LONGER * MIN_FILE:
+    if isinstance(workload, FileWorkload) and workload.size.number < LONGER * MIN_FILE:
         raise ConfigError(
             f"{workload} has {workload.size.number} requests, must have {LONGER * MIN_FILE} or "
-            f"more for --capacity: a file cannot be made longer, and the answer is checked with "
+            f"more for --capacity: a file cannot be extended, and the result is checked with "
             f"{LONGER} times as many requests as the search has"
         )
     return rate_at(1.0, workload, engine)
 
 
-def highest(search: Search) -> Highest:
-    """The highest rate that is kept. Raises ``ConfigError`` for a limit on a figure that the runs
-    do not have."""
+def highest(search: RateSearch) -> Highest:
+    """The highest rate at which all limits hold. Raises ``ConfigError`` for a limit on a figure
+    that the runs do not have."""
     return _Searcher(search).found()
 
 
 class _NotOwnError(Exception):
-    """A run of the policy is not its own."""
+    """A run of the policy is not valid, since some of its answers were replaced by defaults."""
 
 
 class _Searcher:
-    """A search, and what is known of the runs that it has made."""
+    """Carries out a search; keeps the number of runs and the last one."""
 
-    def __init__(self, search: Search) -> None:
+    def __init__(self, search: RateSearch) -> None:
         self._search = search
         self._num_runs = 0
         self._last: Run | None = None
 
     def found(self) -> Highest:
-        """The answer, or why there is none."""
+        """The result of the search."""
         size, longest = self._sizes()
         start, broken = self._search.start, ""
         try:
@@ -265,9 +267,9 @@ class _Searcher:
             return self._answer(nan, "", size, not_own=str(error))
 
     def _sizes(self) -> tuple[int, int]:
-        """Requests of the first runs, and the most there may be in a run."""
+        """The number of requests in the first runs, and the largest number in a run."""
         search = self._search
-        if isinstance(search.workload, Reader):
+        if isinstance(search.workload, FileWorkload):
             number = search.workload.size.number
             return number // LONGER, number
         size = max(search.least, search.workload.num_requests)
@@ -287,13 +289,13 @@ class _Searcher:
 
     def _refused(self, size: int, longer: int, broken: str) -> str:
         return (
-            f"no answer, as what {size} requests keep {longer} do not ({broken}); give --requests "
+            f"no result: limits hold for {size} requests, not {longer} ({broken}); use --requests "
             f"{longer}"
         )
 
     def _bisected(self, size: int, start: float, broken: str = "") -> tuple[float, str]:
-        """The highest rate kept by runs of this many requests, and what breaks above it.
-        ``broken``: what is known not to hold at the first rate."""
+        """The highest rate that passes in runs of this many requests, and what fails above it.
+        ``broken``: what is known to fail at the first rate."""
         low, high, rate, step, cause = 0.0, inf, start, FIRST_STEP, broken
         if broken:
             high, rate = start, start / step
@@ -310,7 +312,7 @@ class _Searcher:
         return low, cause
 
     def _not_kept(self, size: int, rate: float) -> str:
-        """What does not hold at this rate; empty if all does."""
+        """What fails at this rate; empty if nothing does."""
         search = self._search
         workload = replace(search.workload, num_requests=size)
         self._num_runs += 1
@@ -323,11 +325,11 @@ class _Searcher:
         return _broken(done, search, rate)
 
     def _relative(self, size: int) -> float:
-        """What requests of runs of this size ask of the engine, over the mean of all."""
+        """The demand of the requests in runs of this size, over the mean demand."""
         search, done = self._search, self._last
         assert done is not None
         work = work_of(done.requests, done.head)
-        if work is None or isinstance(search.workload, Reader):
+        if work is None or isinstance(search.workload, FileWorkload):
             return 1.0
         own, ran = (
             sizes_of(replace(search.workload, num_requests=n), search.engine, search.seed)
@@ -340,8 +342,8 @@ class _Searcher:
         return mean_demand(own, work, found) / mean_demand(every, work, found)
 
 
-def _broken(done: Run, search: Search, rate: float) -> str:
-    """The first limit that does not hold for a run; empty if all do."""
+def _broken(done: Run, search: RateSearch, rate: float) -> str:
+    """The first limit that does not hold in a run; empty if all do."""
     period = period_of(done)
     if period.is_whole:
         return GROWS
@@ -355,9 +357,9 @@ def _broken(done: Run, search: Search, rate: float) -> str:
         value = found.value(limit.figure)
         if isnan(value):
             raise ConfigError(
-                f"--capacity has {str(limit)!r}, and {done.policy} on {search.workload} has no "
-                f"such figure at {rate:.4g} requests a second: nothing was promised, one user came "
-                "alone, or too few requests were served; leave it out, or add --slo or --requests"
+                f"--capacity has {str(limit)!r}, but {done.policy} on {search.workload} has no "
+                f"such figure at {rate:.4g} requests per second: nothing was promised, there was "
+                "one user, or too few were served; leave the limit out, or add --slo or --requests"
             )
         if not (value > limit.value if limit.is_least else value < limit.value):
             return str(limit)

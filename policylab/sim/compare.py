@@ -1,9 +1,9 @@
-"""Policies side by side on the same requests, and whether a difference is more than chance.
+"""Compare policies on the same requests, and test whether a difference is more than chance.
 
-All policies of a pair get the same requests at the same times ("common random numbers"), so what
-the requests do to a figure drops out of the difference. The interval of a difference is Student's,
-from one value a seed, and holds the true one 19 times in 20 if the seeds were all there is; where
-it holds 0 the verdict is "undecided". Of twenty figures that do not differ one is called different.
+Both policies of a pair get the same requests at the same times ("common random numbers"), so the
+effect of the requests on a figure cancels out of the difference. The interval of a difference is a
+95 % Student interval with one value per seed. If it contains 0, the verdict is "undecided". One in
+twenty figures that do not differ is called different.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ EQUAL, UNDECIDED, BETTER, WORSE, NO_MEANS = "equal", "undecided", "better", "wor
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A figure of one policy, and of the one it is compared with."""
+    """A figure of a policy, and of the policy that it is compared with."""
 
     figure: str
     ours: Estimate
     """Mean over seeds."""
     theirs: Estimate
     by: Estimate
-    """How much more ours is."""
+    """Ours minus theirs."""
     verdict: str
-    """"equal" to the last digit, "undecided", "better", "worse", or "no means" where a seed has
-    nothing to compare, as it was overloaded."""
+    """One of: equal (to the last digit), undecided, better, worse, no means (a seed was overloaded
+    and has nothing to compare)."""
     num_seeds: int
-    """Seeds with which both have the figure."""
+    """Seeds for which both policies have the figure."""
 
     @property
     def relative(self) -> float:
-        """How much more ours is, as a share of theirs."""
+        """The difference as a share of theirs."""
         return self.by.value / abs(self.theirs.value) if self.theirs.value else 0.0
 
 
 def verdict(by: Estimate, *, is_equal: bool, is_better_small: bool) -> str:
-    """What a difference says; ``is_equal``: all values are the same to the last digit."""
+    """The verdict on a difference; ``is_equal``: all values are the same to the last digit."""
     if is_equal:
         return EQUAL
     if by.holds_zero:
@@ -65,37 +65,37 @@ def verdict(by: Estimate, *, is_equal: bool, is_better_small: bool) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """Policies at one load and setting, over all seeds."""
+    """Figures of policies at one load and setting, over all seeds."""
 
     load: float | None
     rate: float | None
-    """Requests a second that came; ``None``: the workload's own."""
+    """Requests per second; ``None``: the workload's own rate."""
     capacity: float | None
-    """Requests a second that fcfs can serve, if it was measured."""
+    """Requests per second that fcfs can serve, if measured."""
     setting: str
-    """What was swept, as ``option=value``; empty if nothing."""
+    """The swept option as ``option=value``; empty without a sweep."""
     names: list[str]
     figures: list[list[Figures]]
     """By policy, then by seed."""
     is_paired: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)
-    """Policies that have no figures, by name, and why: they were switched off, or something was
-    answered by default for them, in this cell or another one of the comparison."""
+    """The policies without figures, and the reason for each: in this or another cell they were
+    switched off, or some of their answers were replaced by defaults."""
 
     def over_seeds(self, place: int, figure: str) -> Estimate:
-        """The mean of a policy's figure over all seeds; NaN unless each of them has it."""
+        """The mean of a policy's figure over all seeds; NaN unless every seed has it."""
         values = [each.value(figure) for each in self.figures[place]]
         return NOTHING if any(map(isnan, values)) else mean_over(values)
 
     def num_with(self, place: int, figure: str) -> int:
-        """Seeds with which the policy has this figure."""
+        """The number of seeds for which the policy has this figure."""
         return sum(not isnan(each.value(figure)) for each in self.figures[place])
 
     def num_overloaded(self, place: int) -> int:
         return sum(each.is_overloaded for each in self.figures[place])
 
     def difference(self, place: int, figure: str, base: int = 0) -> Difference:
-        """A policy's figure next to that of another, by default the first."""
+        """The difference between a policy's figure and that of policy ``base``."""
         ours, theirs = ([each.value(figure) for each in self.figures[p]] for p in (place, base))
         num_pairs = sum(not isnan(o - t) for o, t in zip(ours, theirs, strict=True))
         by, words = NOTHING, NO_MEANS
@@ -115,7 +115,7 @@ class Cell:
         )
 
     def collapses(self) -> list[str]:
-        """A line for each policy that does its work twice, or little of it."""
+        """A line for each policy that recomputes many tokens or serves few."""
         if "fcfs" not in self.names:
             base = float("nan")
         else:
@@ -134,29 +134,29 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Which policies get which requests."""
+    """Which policies serve which requests."""
 
     policies: Sequence[Any]
-    """Policies as given to an engine, or as ``Variant``; in several processes by name, path or
-    class."""
+    """Policies as given to an engine, or as ``PolicyVariant``; for several processes by name, path
+    or class."""
     workload: Workload
     engine: Engine = field(default_factory=Engine)
     loads: Sequence[float] | None = None
-    """Shares of what fcfs can serve, which is one rate for all seeds; ``None``: ``rate``."""
+    """Shares of the rate that fcfs can serve, the same for all seeds; ``None``: use ``rate``."""
     rate: float | None = None
-    """Requests a second; ``None``: the workload's own."""
+    """Requests per second; ``None``: the workload's own rate."""
     seeds: Sequence[int] = (0,)
     slo: Sequence[Limit] = ()
     sweep: tuple[str, Sequence[Any]] | None = None
     """An option of engine, workload or scheduler, and its values."""
     is_paired: bool = True
-    """All policies get the same requests; otherwise each has seeds of its own."""
+    """All policies get the same requests; otherwise each policy has its own seeds."""
     is_whole: bool = False
-    """All requests count, of runs that are overloaded too, in which no part is steady."""
+    """Count all requests, including warm-up and overloaded runs."""
 
 
 def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
-    """A cell for each value of the option swept and each load, simulated in this many processes.
+    """One cell for each value of the swept option and each load, simulated in ``jobs`` processes.
 
     Raises ``ConfigError`` for options that cannot work, before anything is simulated, and
     ``EngineDeadError`` if a process dies.
@@ -176,8 +176,8 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
 
 
 def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> dict[str, str]:
-    """The policies with no figures in one of these rows, each of which has a place for each of
-    ``names``; and why, the first time."""
+    """The policies without figures in at least one of the rows, and the first reason for each. A
+    row has one entry for each of ``names``."""
     found: dict[str, str] = {}
     for row in rows:
         for name, each in zip(names, row, strict=True):
@@ -189,7 +189,7 @@ def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> d
 def _filled(
     cell: Cell, left_out: Mapping[str, str], columns: Sequence[Sequence[Figures | NoFigures]]
 ) -> Cell:
-    """The cell with the figures of those policies that have them everywhere."""
+    """The cell with the figures of all policies that have figures everywhere."""
     kept = {
         name: [each for each in column if isinstance(each, Figures)]
         for name, column in zip(cell.names, columns, strict=True)
@@ -201,7 +201,7 @@ def _filled(
 def _cells(
     what: Experiment, setting: str, workload: Workload, engine: Engine
 ) -> Iterator[tuple[Cell, Setting]]:
-    """One for each load, without its figures, and what is to be simulated for it."""
+    """For each load: a cell without figures, and the setting to simulate for it."""
     check(what.policies, workload, engine)
     loads: list[float | None] = [*what.loads] if what.loads else [None]
     capacity = None
@@ -233,8 +233,8 @@ def _cells(
 
 
 def variations(what: Experiment) -> list[tuple[str, Workload, Engine]]:
-    """Workload and engine at each value of the option swept, and what was swept as
-    ``option=value``. Raises ``ConfigError``."""
+    """For each value of the swept option: ``option=value``, the workload and the engine. Raises
+    ``ConfigError``."""
     if what.sweep is None:
         return [("", what.workload, what.engine)]
     name, values = what.sweep

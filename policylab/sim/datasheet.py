@@ -1,8 +1,8 @@
-"""What steps would take by a model's sizes and a processor's data sheet: a guess, and named one.
+"""Estimate step times from a model's sizes and a processor's data sheet.
 
-Time is the larger of reading the weights once and multiplying each token by them, plus reading the
-cache and what a launch costs; of the sheet's peaks a share is reached (a roofline: Williams,
-Waterman and Patterson, 2009).
+A step takes the larger of reading the weights once and multiplying each token by them, plus reading
+the KV cache and a launch cost. A fixed share of the peak rates is assumed (roofline model:
+Williams, Waterman and Patterson, 2009).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from typing import Any
 from engine.errors import ConfigError
 from engine.sched.predict.profile import Profile
 
-OF_BANDWIDTH = 0.8  # of what a sheet says, as well-made kernels reach
+OF_BANDWIDTH = 0.8  # share of the peak that well-made kernels reach
 OF_FLOPS = 0.6
-LAUNCH = 1.0e-3  # seconds of a step in which nothing is computed
-BYTES = 2  # of a number
+LAUNCH = 1.0e-3  # seconds of an empty step
+BYTES = 2  # per number
 
 
 @dataclass(frozen=True)
 class Device:
-    """A sheet's bytes a second of memory, and dense 16-bit floating-point operations a second."""
+    """Data sheet values: memory bytes per second, dense 16-bit operations per second."""
 
     bandwidth: float
     flops: float
@@ -67,7 +67,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def from_datasheet(text: str) -> Profile:
-    """``MODEL@DEVICE``, as in ``llama-8b@h100`` or ``path/to/config.json@4xh100``.
+    """A profile for ``MODEL@DEVICE``, as in ``llama-8b@h100`` or ``path/to/config.json@4xh100``.
 
     Several devices split weights and cache evenly; communication between them is not counted.
     Raises ``ConfigError``.
@@ -78,7 +78,7 @@ def from_datasheet(text: str) -> Profile:
         count, name = "1", device
     if name not in DEVICES or not model or int(count) < 1:
         raise ConfigError(
-            f"profile {text!r} is neither a file nor MODEL@DEVICE; models are "
+            f"--profile is {text!r}, must be a file or MODEL@DEVICE; models are "
             f"{', '.join(MODELS)} or the path of a config.json, devices {', '.join(DEVICES)}"
         )
     return _profile(text, _config(model), DEVICES[name], int(count))
@@ -93,13 +93,11 @@ def _config(model: str) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"model {model!r} is none of {', '.join(MODELS)}, nor a config.json: {error}"
+            f"model {model!r} is none of {', '.join(MODELS)} and no readable config.json: {error}"
         ) from error
     missing = [name for name in MODELS["llama-8b"] if name not in config]
     if missing:
-        raise ConfigError(
-            f"{path} has no {missing[0]!r}, which the number of its weights depends on"
-        )
+        raise ConfigError(f"{path} has no {missing[0]!r}, which is needed to count the weights")
     return config
 
 

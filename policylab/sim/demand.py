@@ -1,13 +1,13 @@
-"""How long an engine needs for a workload's requests in the mean, and what fcfs makes of it.
+"""The mean demand of a workload on an engine, and the rate that fcfs can serve.
 
-*Demand* is the least time that requests take of a full engine: the fixed part of as many steps as
-tokens, seats or KV area ask for (`policylab.sim.bounds`), and all that their rows and tokens cost.
-No scheduler serves more requests a second than one over the mean demand.
+*Demand* is the least time in which a full engine can serve requests: the fixed part of the steps
+that tokens, seats or KV area need (`policylab.sim.bounds`), plus the cost of all rows and tokens.
+No scheduler serves more requests per second than one over the mean demand.
 
-What fcfs serves is measured in the middle of a long run whose requests all came at once. The
-requests of one draw are longer or shorter than others, which alone moves such a rate by 8 % in 500
-requests. So only the ratio of the time passed to the demand of those that ended is taken from the
-run; the mean demand is that of many more requests, which are drawn and not served.
+The rate of fcfs is measured in the middle of a long run in which all requests arrive at once. The
+requests of one draw are longer or shorter than the average, which alone moves the rate by 8 % for
+500 requests. So the run gives only the ratio of elapsed time to the demand of the requests that
+ended; the mean demand comes from many more requests that are drawn but not served.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from numpy.typing import NDArray
 from policylab.sim.bounds import Counts, WorkBound, work_of
 from policylab.sim.job import ANSWER, Job
 from policylab.sim.records import Requests
-from policylab.sim.workloads.source import Source
+from policylab.sim.workloads.source import JobSource
 
 MAX_TEXTS = 1_000_000
 MIDDLE = (0.2, 0.8)
-"""Which part of the ends counts: before it the engine fills, after it seats become free."""
+"""The part of the ends that counts: before it the engine fills, after it seats become free."""
 
 Mask = NDArray[np.bool_]
 
 
 def demand(work: WorkBound, which: Mask | None = None) -> float:
-    """Seconds of a full engine that these requests need at least, together."""
+    """Seconds in which a full engine can serve these requests, at least."""
     rows = slice(None) if which is None else which
     steps = max(
         float(work.tokens[rows].sum()) / work.max_tokens,
@@ -44,31 +44,29 @@ def demand(work: WorkBound, which: Mask | None = None) -> float:
 
 
 def most_per_second(requests: Requests, head: dict[str, Any]) -> float:
-    """Requests a second that may come to a scheduler which ends as many of them as this run did,
-    with the prefix hits that it had, and none can exceed; infinity where the cost of a step is not
-    known. ``head``: the run's."""
+    """An upper bound of the arrival rate at which a scheduler can serve all requests of this run,
+    with the same prefix hits; infinity if the step cost is unknown. ``head``: the run's."""
     work = work_of(requests, head)
     return inf if work is None else len(requests) / demand(work)
 
 
 class DemandSample(NamedTuple):
-    """Sizes of drawn requests, an entry each, in tokens."""
+    """Sizes of drawn requests in tokens, one entry per request."""
 
     prompt: Counts
     known: Counts
-    """Tokens at the beginning of the prompt that an earlier request had or generated."""
+    """Tokens at the start of the prompt that an earlier request had or generated."""
     output: Counts
 
     def at_most(self, longest: int) -> DemandSample:
-        """The requests that an engine takes which allows at most this many tokens; it ends some
-        of them early."""
+        """The requests that an engine with this maximum length accepts; longer outputs are cut."""
         taken = self.prompt < longest
         prompt, known, output = (column[taken] for column in self)
         return DemandSample(prompt, known, np.minimum(output, longest - prompt))
 
 
-def drawn(source: Source) -> DemandSample:
-    """The sizes of all requests of a source whose requests all come at once."""
+def drawn(source: JobSource) -> DemandSample:
+    """The sizes of all requests of a source in which all requests arrive at once."""
     seen: set[str] = set()
     rows = []
     for job in _jobs(source):
@@ -78,8 +76,8 @@ def drawn(source: Source) -> DemandSample:
     return DemandSample(*np.array(rows, dtype=np.int64).reshape(-1, 3).T)
 
 
-def _jobs(source: Source) -> Iterator[Job]:
-    """All requests. Each ends at once, so that those that follow others come too."""
+def _jobs(source: JobSource) -> Iterator[Job]:
+    """All requests. Each ends immediately, so that requests that follow others come too."""
     while source.next_time < inf:
         job = source.take()
         yield job
@@ -87,7 +85,7 @@ def _jobs(source: Source) -> Iterator[Job]:
 
 
 def _known(job: Job, seen: set[str]) -> int:
-    """Tokens of the prompt that could be in the cache."""
+    """Prompt tokens that could be in the cache."""
     number = 0
     for span in job.prompt:
         if span.text not in seen and not span.text.startswith(ANSWER):
@@ -99,9 +97,8 @@ def _known(job: Job, seen: set[str]) -> int:
 def served_per_second(
     requests: Requests, head: dict[str, Any], own: DemandSample, every: DemandSample
 ) -> float:
-    """Requests a second that the engine of a run can serve without end, if they are like those of
-    ``every``. The run served those of ``own``, which had all come at once. NaN if it served none.
-    """
+    """Requests per second that an engine can serve forever, if they are like those of ``every``;
+    NaN if the run served none. ``own``: the requests of the run, which all arrived at once."""
     work, last = work_of(requests, head), requests.times("last")
     ends = np.sort(last[~np.isnan(last)])
     if work is None or not len(every.prompt):
@@ -115,13 +112,13 @@ def served_per_second(
 
 
 def share_found(work: WorkBound, own: DemandSample) -> float:
-    """Share found in the cache of what could have been there. ``own``: the requests of the work."""
+    """The share of cacheable tokens that were cached. ``own``: the requests of the work."""
     return min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
 
 
 def mean_demand(sample: DemandSample, work: WorkBound, found: float) -> float:
-    """Seconds that such a request needs in the mean of the engine of ``work``, if this share of
-    what could be in the cache is."""
+    """Mean demand (seconds) of the sampled requests on the engine of ``work``, if the share
+    ``found`` of cacheable tokens is in the cache."""
     shortened = replace(
         work,
         arrival=np.zeros(len(sample.prompt)),

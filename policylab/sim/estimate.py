@@ -1,4 +1,4 @@
-"""A figure and how far it can be trusted: intervals that hold the true value 19 times in 20."""
+"""Estimates with 95 % confidence intervals."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 LEVEL = 0.95
-NUM_BATCHES = 20  # a run's values follow from each other; the means of this many parts hardly do
+NUM_BATCHES = 20  # values of a run are correlated; the means of this many parts hardly are
 
 
 class Estimate(NamedTuple):
-    """A value with the ends of its interval, infinite where the data cannot bound it."""
+    """A value with the ends of its interval, which are infinite where the data give no bound."""
 
     value: float
     low: float
@@ -32,7 +32,7 @@ NOTHING = Estimate(nan, nan, nan)
 
 
 def mean_of(values: Floats) -> Estimate:
-    """The mean of a run's values, in their order; its interval is from the means of 20 parts."""
+    """The mean of a run's values in their order. Its interval comes from the means of 20 parts."""
     if not len(values):
         return NOTHING
     parts = np.array_split(values, min(NUM_BATCHES, len(values)))
@@ -42,7 +42,7 @@ def mean_of(values: Floats) -> Estimate:
 
 
 def mean_over(values: Sequence[float]) -> Estimate:
-    """The mean of independent values (of seeds, say), with Student's interval."""
+    """The mean of independent values (one per seed), with Student's interval."""
     if not values:
         return NOTHING
     value, half = sum(values) / len(values), half_width(values)
@@ -50,7 +50,7 @@ def mean_over(values: Sequence[float]) -> Estimate:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The difference of two means of independent values, which need not be as many (Welch)."""
+    """The difference of the means of two sets of independent values (Welch)."""
     if len(ours) < 2 or len(theirs) < 2:
         return Estimate(_mean(ours) - _mean(theirs), -inf, inf)
     errors = [float(np.var(v, ddof=1)) / len(v) for v in (ours, theirs)]
@@ -70,13 +70,13 @@ def half_width(values: Sequence[float]) -> float:
 
 
 def quantile_of(values: Floats, share: float) -> Estimate:
-    """The smallest value that at least this share does not exceed. The interval is between two of
-    the values, found by their order alone, as if one did not follow from another."""
+    """The smallest value that at least this share does not exceed. The interval comes from order
+    statistics, as if values were independent."""
     return weighted_quantile(values, np.ones(len(values)), share)
 
 
 def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate:
-    """The quantile of values that occurred ``weights`` times each and are one observation each."""
+    """The quantile of values with weights. Each value counts as one observation."""
     count = len(values)
     if not count:
         return NOTHING
@@ -97,8 +97,8 @@ def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate
 
 @cache
 def ranks_around(count: int, share: float) -> tuple[int, int]:
-    """The ranks (from 1) of two of ``count`` ordered values that hold the quantile between them;
-    0 or ``count + 1`` where no value does."""
+    """The ranks (from 1) of two of ``count`` ordered values between which the quantile lies; 0 or
+    ``count + 1`` if there is no such value."""
     centre, spread = count * share, 8.0 * sqrt(count * share * (1.0 - share)) + 8.0
     first, last = max(0, int(centre - spread)), min(count, int(centre + spread) + 1)
     below = np.array([_binomial(count, share, k) for k in range(first, last + 1)]).cumsum()
@@ -117,7 +117,7 @@ def _binomial(count: int, share: float, k: int) -> float:
 
 @cache
 def student(degrees: int) -> float:
-    """Half the width of the interval of a mean, in standard errors."""
+    """Half the width of a mean's 95 % interval, in standard errors (Student's distribution)."""
     scale = exp(lgamma((degrees + 1) / 2) - lgamma(degrees / 2)) / sqrt(degrees * pi)
 
     def inside(width: float) -> float:
@@ -133,8 +133,8 @@ def student(degrees: int) -> float:
 
 
 def chance(values: Sequence[float]) -> float:
-    """How likely a mean is at least as far from 0 if the true one is 0 (Student, both sides): 1 for
-    fewer than two values, or if all are 0."""
+    """The two-sided p-value of a mean against 0 (Student); 1 for fewer than two values or if all
+    are 0."""
     if len(values) < 2 or not any(values):
         return 1.0
     degrees, error = len(values) - 1, float(np.std(values, ddof=1)) / sqrt(len(values))
@@ -150,8 +150,8 @@ def chance(values: Sequence[float]) -> float:
 
 
 def corrected(chances: Sequence[float]) -> list[float]:
-    """Chances of several tests, so corrected for their number (Holm) that with the level as bound
-    any one of them is wrong with at most that probability."""
+    """P-values of several tests, corrected for their number (Holm), so that the probability of any
+    wrong rejection is at most the level."""
     found, worst = [1.0] * len(chances), 0.0
     for rank, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
         worst = max(worst, min(1.0, (len(chances) - rank) * chances[place]))

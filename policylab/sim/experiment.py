@@ -22,7 +22,7 @@ from policylab.sim.workloads import Workload
 MAX_SEEDS = 10_000
 OF_POLICY = ("scheduling_policy", "policy_options")
 FLAGS = tuple(each.name for each in fields(Engine) if isinstance(each.default, bool))
-UNPAIRED_STRIDE = 100_003  # a policy's seeds begin so far after those of the one before
+UNPAIRED_STRIDE = 100_003  # distance between the seeds of two policies
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -30,35 +30,35 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Policies, and the requests that each of them gets."""
+    """Policies, and the requests that each of them serves."""
 
     policies: tuple[Any, ...]
     workload: Workload
     engine: Engine = field(default_factory=Engine)
     seed: int = 0
     rate: float | None = None
-    """Requests a second; ``None``: the workload's own."""
+    """Requests per second; ``None``: the workload's own rate."""
     slo: tuple[Limit, ...] = ()
     is_paired: bool = True
-    """All get the same requests; otherwise each has requests of its own seed."""
+    """All policies get the same requests; otherwise each policy has its own seed."""
     is_whole: bool = False
-    """All requests count, of runs that are overloaded too, in which no part is steady."""
+    """Count all requests, including warm-up and overloaded runs."""
 
     def seed_of(self, place: int) -> int:
-        """The seed of the policy at this place."""
+        """The seed for the policy at this place."""
         return self.seed if self.is_paired else self.seed + place * UNPAIRED_STRIDE
 
 
 @dataclass(frozen=True)
 class NoFigures:
-    """A policy that has none, as a run was not its own or could not go on."""
+    """A policy without figures: a run failed, or defaults replaced some of its answers."""
 
     why: str
 
 
 def measure(setting: Setting) -> list[Figures | NoFigures]:
-    """Figures of each policy; where they got the same requests, of the same ones of these: after
-    the longest warm-up of any, or all."""
+    """The figures of each policy, or why it has none. If the policies serve the same requests, all
+    figures count the same ones: those after the longest warm-up, or all."""
     requests = (setting.workload, setting.engine)
     runs = [
         own_run(policy, *requests, setting.seed_of(place), setting.rate)
@@ -72,7 +72,7 @@ def measure(setting: Setting) -> list[Figures | NoFigures]:
 def own_run(
     policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
 ) -> Run | NoFigures:
-    """The run of a policy, if it is its own: it ends, and nothing was answered by default."""
+    """A run of the policy; ``NoFigures`` if it fails or some answers were replaced by defaults."""
     try:
         found = run(policy, workload, engine, seed=seed, rate=rate)
     except PolicyError as error:
@@ -98,13 +98,14 @@ def _figures_of(runs: Sequence[Run], setting: Setting) -> list[Figures]:
 def in_processes(
     work: Callable[[Item], Result], items: Sequence[Item], jobs: int
 ) -> Iterator[Result]:
-    """The results in the items' order, computed in ``jobs`` processes.
+    """The results in the order of the items, computed in ``jobs`` processes.
 
-    Raises ``EngineDeadError`` if one of them dies, and what ``work`` raises.
+    Raises ``ConfigError`` for too many jobs, ``EngineDeadError`` if a process dies, and what
+    ``work`` raises.
     """
     most = max(1, cpu_count() or 1)
     if not 1 <= jobs <= most:
-        raise ConfigError(f"--jobs is {jobs}, must be in 1..{most}, the processors here")
+        raise ConfigError(f"--jobs is {jobs}, must be in 1..{most}, the number of processors")
     if jobs == 1 or len(items) == 1:
         yield from map(work, items)
         return
@@ -115,8 +116,8 @@ def in_processes(
                 yield future.result()
         except BrokenProcessPool as error:
             raise EngineDeadError(
-                "a process that simulated has died, killed or for want of memory; its part of the "
-                "figures is lost: run it again, with fewer --jobs if memory is short"
+                "a simulating process died (killed, or out of memory); its part of the "
+                "figures is lost: run again, with fewer --jobs if memory is short"
             ) from error
 
 
@@ -132,14 +133,15 @@ def seeds_from(first: int, count: int) -> range:
 def with_option(
     name: str, value: Any, workload: Workload, engine: Engine
 ) -> tuple[Workload, Engine]:
-    """Workload and engine with an option of either, or of the scheduler, at this value.
+    """The workload and the engine with one option of either, or of the scheduler, set to this
+    value.
 
-    Raises ``ConfigError`` for one that none of them has, and for a value that it cannot take.
+    Raises ``ConfigError`` for an unknown option, and for a value that it cannot have.
     """
     try:
         return _with_option(name, value, workload, engine)
     except (TypeError, AttributeError) as error:
-        raise ConfigError(f"option {name} cannot be {value!r}: {error}") from error
+        raise ConfigError(f"{name} cannot be {value!r}: {error}") from error
 
 
 def _with_option(
@@ -150,7 +152,7 @@ def _with_option(
     in_scheduler = {each.name for each in fields(SchedulerConfig)} - {*OF_POLICY}
     if name in OF_POLICY:
         raise ConfigError(
-            f"option {name!r} is the policy's own; options of a policy stand after its name, as "
+            f"option {name!r} belongs to the policy; write it after the policy's name, as "
             "in edf(default_deadline=5)"
         )
     if name in FLAGS and not isinstance(value, bool):
@@ -162,20 +164,20 @@ def _with_option(
     if name in in_scheduler:
         return workload, replace(engine, scheduler={**engine.scheduler, name: value})
     raise ConfigError(
-        f"option {name!r} is neither the engine's ({', '.join(sorted(in_engine))}) nor the "
-        f"workload's ({', '.join(sorted(in_workload))}) nor one of the scheduler; those of a "
-        "policy stand after its name, as in edf(default_deadline=5)"
+        f"option {name!r} is unknown to the engine ({', '.join(sorted(in_engine))}), the "
+        f"workload ({', '.join(sorted(in_workload))}) and the scheduler; write options of a "
+        "policy after its name, as in edf(default_deadline=5)"
     )
 
 
 def check_rate(rate: float | None) -> None:
-    """Raise ``ConfigError`` for one at which nothing can come."""
+    """Raise ``ConfigError`` for a rate that is not above 0."""
     if rate is not None and not 0 < rate <= inf:
         raise ConfigError(f"--rate is {rate:g}, must be above 0")
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """Names of columns: the second of two that are the same is marked."""
+    """The names as column heads: a name that occurs again gets a number."""
     found: list[str] = []
     for name in names:
         again = sum(other == name or other.startswith(f"{name} #") for other in found)

@@ -1,17 +1,17 @@
-"""The figures of a run. Times are seconds on its clock.
+"""The figures of a run. Times are seconds on the run's clock.
 
-They are of the requests that came in the period of `steady.window`, and ended as they should:
+Latencies count the requests that arrived in the period of `steady.window` and finished normally:
 
 ``ttft``  from arrival to first token, the queue included
 ``tpot``  (last token - first token) / (output tokens - 1); 0 for one token
 ``itl``  every gap between two tokens, of all requests together
 ``e2e``  from arrival to last token
 ``normalised``  ``e2e`` for each output token
-``delay``  from arrival to the first step that computed some of the request
-``slowdown``  ``e2e`` over that of the request alone on an idle engine with an empty cache
+``delay``  from arrival to the first step that computed a token of the request
+``slowdown``  ``e2e`` over the ``e2e`` of the request alone on an idle engine with an empty cache
 
-each with mean, p50, p90 and p99, and an interval for each. A run that is overloaded has none: its
-means would say how long it was.
+Each has a mean, p50, p90 and p99, with an interval. An overloaded run has none of them: its mean
+would depend on how long the run was.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from policylab.sim.steady import OVERLOADED, Window, window
 KINDS = ("ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown")
 STATISTICS = {"mean": nan, "p50": 0.5, "p90": 0.9, "p99": 0.99}
 EDGES = (0, 64, 256, 1024, 4096, 16384)
-"""Bounds of buckets of prompts and outputs, in tokens."""
+"""Bounds of the size classes of prompts and outputs, in tokens."""
 SMALLER_IS_BETTER = (*KINDS, "recomputed", "preempted", "refused", "gap", "makespan")
 MAX_RECOMPUTED = 0.25
-BACKLOG_LOAD = 3.0  # seconds of a full engine that come in each second
+BACKLOG_LOAD = 3.0  # demand (seconds of a full engine) that arrives per second
 MIN_THROUGHPUT = 0.8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """Slowdown of the requests of one size."""
+    """The slowdown of requests of one size class."""
 
     prompt: tuple[int, int | None]
-    """Tokens of their prompts, from one to below the other; ``None``: no end."""
+    """Prompt tokens: the first value and the end (exclusive); ``None``: no end."""
     output: tuple[int, int | None]
     num_requests: int
     mean: float
@@ -65,42 +65,42 @@ class Slowdown:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What came of a run."""
+    """The figures of a run."""
 
     policy: str
     window: Window
     num_requests: int
-    """In all."""
+    """All requests of the run."""
     num_counted: int
-    """Those that ended as they should and came in the period."""
+    """Requests that arrived in the period and finished normally."""
     outcomes: dict[str, int]
-    """How many of all ended in which way."""
+    """The number of requests by outcome."""
     latency: dict[str, Estimate]
-    """``ttft.mean`` and so on; empty where the run is overloaded."""
+    """Values by name, such as ``ttft.mean``; empty if the run is overloaded."""
     slowdown: list[Slowdown]
     requests_per_second: float
-    """Ends in the period."""
+    """Requests that ended in the period, per second."""
     tokens_per_second: float
-    """Output tokens in the period."""
+    """Output tokens in the period, per second."""
     makespan: float
     """Seconds from the start to the last token."""
     kept: KeptPromises
     service: Service | None
     recomputed: float
-    """Share of the whole run's computed tokens that had been computed before."""
+    """Recomputed share of all tokens computed in the run."""
     num_preemptions: int
     kv_peak: float
-    """Largest share of the KV pool in use."""
+    """The largest share of the KV pool in use."""
     prefix_hits: int
-    """Tokens that were found in the cache."""
+    """Tokens found in the prefix cache."""
     num_steps: int
     bounds: Bounds | None
     mean_e2e: float
-    """Mean of the whole run, to compare with its bound."""
+    """The mean over the whole run, for comparison with its bound."""
     counters: dict[str, Any]
-    """What policy and resources counted."""
+    """Counters of the policy and of resources."""
     hook_seconds: float
-    """Real time in hooks of the policy: the one figure that differs from run to run."""
+    """Real time in the policy's hooks, the only figure that differs from run to run."""
 
     @property
     def is_overloaded(self) -> bool:
@@ -108,18 +108,18 @@ class Figures:
 
     @property
     def num_refused(self) -> int:
-        """Requests that were not taken, or ended with an error or at a deadline."""
+        """Requests that were refused, or ended with an error or at a deadline."""
         return self.num_requests - self.outcomes.get(DONE, 0)
 
     def value(self, name: str) -> float:
-        """A figure by name, as in ``values``. NaN where the run has none; raises ``ConfigError``
-        for a name that no run has."""
+        """One of ``values`` by name; NaN if the run does not have it. Raises ``ConfigError`` for an
+        unknown name."""
         if name not in NAMES:
-            raise ConfigError(f"figure {name!r} is not known; there are: {', '.join(NAMES)}")
+            raise ConfigError(f"figure {name!r} is not known; figures are: {', '.join(NAMES)}")
         return self.values()[name]
 
     def values(self) -> dict[str, float]:
-        """All that is one number, by name; hook time is not among them."""
+        """All figures that are one number, by name, except hook time."""
         found = {name: self.latency.get(name, NOTHING).value for name in LATENCIES}
         return found | {
             "requests_per_second": self.requests_per_second,
@@ -147,20 +147,20 @@ NAMES = (
     *("goodput", "jain", "gap", "recomputed", "preempted", "refused", "kv_peak", "prefix_hits"),
     *("num_steps", "makespan.bound", "e2e.bound"),
 )
-"""The figures that ``Figures.values`` has. ``.bound``: over what no scheduler can beat."""
+"""The keys of ``Figures.values``. ``.bound``: the value over its lower bound."""
 
 
 def is_better_small(name: str) -> bool:
-    """Whether less of this figure is better."""
+    """True if smaller values of this figure are better."""
     return name.partition(".")[0] in SMALLER_IS_BETTER
 
 
 def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None) -> Figures:
     """The figures of a run.
 
-    ``slo``: what was promised to each request, in place of its own promises; ``period``: what
-    counts, in place of what the rule says, to take the same requests of several runs. Raises
-    ``PolicyError`` for a run that is not the policy's own, but in part the default's.
+    ``slo``: promises to every request, in place of the requests' own. ``period``: the period that
+    counts, in place of ``period_of``; for several runs it makes the same requests count. Raises
+    ``PolicyError`` for a run in which some of the policy's answers were replaced by defaults.
     """
     if why := run.not_own:
         raise PolicyError(f"policy {run.policy} has no figures: {why}")
@@ -200,13 +200,13 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
 
 
 def period_of(run: Run) -> Window:
-    """What counts of a run."""
+    """The period of a run that counts."""
     return window(run.requests, is_backlog=_is_backlog(run))
 
 
 def _is_backlog(run: Run) -> bool:
-    """Whether requests came much faster than any scheduler could serve them; where the cost of a
-    step is not known: whether most were still there when the last one came."""
+    """True if requests arrived much faster than any scheduler could serve them. If the step cost is
+    unknown: if most requests were still there when the last one arrived."""
     requests = run.requests
     arrival, last = requests.times("arrival"), requests.times("last")
     if not len(arrival):
@@ -217,7 +217,7 @@ def _is_backlog(run: Run) -> bool:
 
 
 def recomputed(run: Run) -> float:
-    """Share of computed tokens that had been computed before."""
+    """The share of computed tokens that had been computed before."""
     requests, totals = run.requests, run.totals
     done = requests.done
     needed = int((requests.counts("num_prompt") + requests.counts("num_output") - 1)[done].sum())
@@ -226,12 +226,12 @@ def recomputed(run: Run) -> float:
 
 
 def collapse(name: str, share: float, throughput: float, of_fcfs: float) -> str | None:
-    """A line for a policy that computes much again, or serves much less than fcfs, if it does."""
+    """A line about a policy that recomputes many tokens or serves few; else ``None``."""
     faults = []
     if share > MAX_RECOMPUTED:
-        faults.append(f"computes {100.0 * share:.0f} % of its tokens again")
+        faults.append(f"recomputes {100.0 * share:.0f} % of its tokens")
     if throughput < MIN_THROUGHPUT * of_fcfs:
-        faults.append(f"serves {throughput / of_fcfs:.2f} of fcfs's tokens a second")
+        faults.append(f"serves {throughput / of_fcfs:.2f} of fcfs's tokens per second")
     return f"{name} collapses: it {' and '.join(faults)}" if faults else None
 
 
@@ -257,7 +257,7 @@ def _latency(
 
 
 def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
-    """Gaps of requests that ended in the period. A step's gaps are one observation: its length."""
+    """Statistics of token gaps in the period. All gaps of a step are one observation."""
     inside = gaps[(gaps[:, 0] >= period.start) & (gaps[:, 0] <= period.end)]
     seconds, counts = inside[:, 1], inside[:, 2]
     found = {
@@ -272,7 +272,7 @@ def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
 
 
 def _slower(requests: Requests, work: WorkBound) -> Floats:
-    """How many times as long as alone on an idle engine each took; NaN if it failed [requests]."""
+    """The slowdown of each request; NaN for failed ones [requests]."""
     idle = WorkBound(**{**vars(work), "cached": np.zeros_like(work.cached)})
     slower = np.full(len(requests), np.nan)
     slower[requests.done] = OF_REQUEST["e2e"](requests)[requests.done] / idle.alone()
@@ -307,7 +307,7 @@ def _per_second(times: Floats, period: Window, counts: Floats | None = None) -> 
 
 
 def _tokens_per_second(run: Run, period: Window) -> float:
-    """First tokens, and one after each gap."""
+    """Output tokens per second: first tokens, and one for each gap."""
     firsts = run.requests.times("first")
     others = _per_second(run.gaps[:, 0], period, run.gaps[:, 2])
     return _per_second(firsts[~np.isnan(firsts)], period) + others

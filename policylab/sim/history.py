@@ -1,8 +1,8 @@
-"""What happened to each request, and when: kept next to the steps of a run, if these are.
+"""The events, queue stays and steps of each request, kept if the steps of a run are kept.
 
-A core tells a request's events and the sums of its waits with its first output after each start,
-and at its end. What was added since the report before belongs to the stays in the queue that ended
-between, so each of them has its own causes.
+The core reports a request's events and its total waits with the first output after each start, and
+at the end. The waits that were added since the last report belong to the stays that ended in
+between, so each stay has its own causes.
 """
 
 from __future__ import annotations
@@ -22,48 +22,50 @@ PREEMPTED = "preempted"
 
 
 class Stay(NamedTuple):
-    """A time in the queue."""
+    """A stay of a request in the queue."""
 
     start: float
     end: float
     causes: dict[str, float]
     """Seconds by cause, the largest first."""
     is_again: bool = False
-    """The request had run before, and was preempted."""
+    """The request was preempted before."""
 
     @property
     def cause(self) -> str:
-        """What it waited for most."""
+        """The cause with the most seconds."""
         return next(iter(self.causes), "")
 
 
 class History:
-    """By request, in order of arrival: what happened, its stays in the queue, and its work.
+    """Events, stays in the queue and steps of each request, in order of arrival.
 
-    ``work`` [n, 4] are spans of steps: the request's place, the first step, the last one, and the
-    tokens of it that each of them computed. A step in between that is in no span left it out.
+    ``work`` [n, 4] holds spans of steps: the place of the request, the first step, the last step,
+    and the tokens computed in each step. The request computed nothing in steps without a span.
     """
 
     def __init__(self) -> None:
         self.events: list[list[Event]] = []
-        """"queued", "scheduled" and "preempted", with seconds since the start of the run."""
+        """Events "queued", "scheduled", "preempted", in seconds since the start of the run."""
         self.stays: list[list[Stay]] = []
         self.work: Cells = np.empty((0, 4), dtype=np.int64)
-        self._known: dict[int, tuple[int, dict[str, float]]] = {}  # of the living: events, waits
+        self._known: dict[
+            int, tuple[int, dict[str, float]]
+        ] = {}  # of unfinished requests: number of events, waits
 
     def __len__(self) -> int:
         return len(self.events)
 
     def came(self) -> None:
-        """One more request; the refused, too."""
+        """Add a request, accepted or refused."""
         self.events.append([])
         self.stays.append([])
 
     def report(
         self, place: int, events: Sequence[Event], waits: Mapping[str, float], start: float
     ) -> None:
-        """All that has happened to a request, and its waits; ``start``: that of the run, on the
-        clock of the events."""
+        """Record all events of a request and its total waits; ``start``: start of the run on the
+        clock of the events, in seconds."""
         num_known, before = self._known.get(place, (0, {}))
         own = self.events[place]
         own += [(name, time - start) for name, time in events[num_known:]]
@@ -74,7 +76,7 @@ class History:
         self._known[place] = (len(events), dict(waits))
 
     def ended(self, place: int, time: float) -> None:
-        """The request has ended; a stay that was not over is now."""
+        """Record the end of a request, which closes an open stay."""
         own, stays = self.events[place], self.stays[place]
         if own and own[-1][0] != "scheduled":
             _, waits = self._known.get(place, (0, {}))
@@ -88,13 +90,13 @@ class History:
         self._known.pop(place, None)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each request's as plain data."""
+        """The history of each request as plain data."""
         for place, (events, stays) in enumerate(zip(self.events, self.stays, strict=True)):
             yield {"place": place, "events": events, "stays": [list(stay) for stay in stays]}
 
     @classmethod
     def read(cls, rows: Iterable[dict[str, Any]], work: Sequence[Sequence[int]]) -> History:
-        """The history that such rows say."""
+        """The history in such rows."""
         found = cls()
         for row in rows:
             found.events.append([(name, time) for name, time in row["events"]])
@@ -104,7 +106,7 @@ class History:
 
 
 def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
-    """The stays in the queue that are over, without their causes."""
+    """The completed stays in the queue, without their causes."""
     since: Event | None = None
     for event in events:
         if event[0] == "scheduled" and since is not None:
@@ -115,8 +117,8 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
-    """The stays with their causes. A stay after a preemption is charged to that preemption alone;
-    among several, the length tells which."""
+    """Distribute waits over stays. A stay after a preemption is charged to that preemption alone;
+    among several, the one of most similar length."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]
@@ -138,9 +140,9 @@ def _sorted(causes: dict[str, float]) -> dict[str, float]:
 
 
 class ProcessedWork:
-    """Spans of steps in which a request got the same number of tokens, as steps come.
+    """Records steps as spans in which a request got the same number of tokens.
 
-    A step costs a few operations on columns of the engine's seats, whatever happens in it.
+    A step costs a few operations on columns of the engine's seats.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -151,7 +153,7 @@ class ProcessedWork:
         self._spans: list[tuple[str, int, int, int]] = []
 
     def computed(self, plan: StepPlan) -> None:
-        """The next step."""
+        """Record the next step."""
         for new in plan.new:
             self._close([new.slot])
             self._ids[new.slot] = new.request_id
@@ -173,7 +175,7 @@ class ProcessedWork:
                 self._counts[slot] = 0
 
     def spans(self, places: Mapping[str, int]) -> Cells:
-        """[n, 4], as ``History.work``, in order of their beginning."""
+        """[n, 4], as ``History.work``, in order of their first step."""
         self._close(range(len(self._ids)))
         found = [(places[name], *span) for name, *span in self._spans]
         found.sort(key=lambda span: (span[1], span[0]))

@@ -1,4 +1,4 @@
-"""A request that will come: when, what it says, and how long it will turn out to be."""
+"""Job: a request of a workload, with its arrival, prompt and output length."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ import numpy as np
 from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 
-END = 0  # the token that ends a text; prompts and outputs are made of others
-FILLER = 1  # every token that a simulated worker generates but the last
+END = 0  # the token that ends a text; it occurs nowhere else
+FILLER = 1  # the token that a simulated worker generates, except at the end
 FIRST_TOKEN = 2
 VOCABULARY = 50_000
 
 ANSWER = "answer:"
-"""Begins the name of the text that is what a request generated: ``answer:`` and its id."""
+"""Prefix of text names: ``answer:`` and a request id name the tokens that the request generated."""
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
-TABLE_LENGTH = 1 << 20  # numbers drawn once, of which every text shows a part
-NUM_OWN = 2  # tokens at the beginning of a text that are its own
+TABLE_LENGTH = 1 << 20  # drawn once; each text is a part of this table
+NUM_OWN = 2  # first tokens of a text, which are unique to it
 NUM_WORDS = VOCABULARY - FIRST_TOKEN
 
 
 class Span(NamedTuple):
-    """``length`` tokens of a text from ``start`` on. The same name is the same text."""
+    """``length`` tokens of a text from position ``start``. Equal names are equal texts."""
 
     text: str
     length: int
@@ -45,34 +45,34 @@ class Job:
     arrival: float
     prompt: tuple[Span, ...]
     num_output: int
-    """Tokens it will generate, the one that ends it included. No policy knows it, but an
+    """Output tokens, including the one that ends the text. Policies do not see it, except with an
     oracle."""
     user: str = ""
     priority: int = 0
     deadline: float | None = None
-    """A wish: seconds after its arrival by which it should have ended."""
+    """Seconds after its arrival by which it should end."""
     ttft: float | None = None
     """Promised seconds from arrival to first token."""
     tbt: float | None = None
     """Promised seconds between two tokens."""
     tier: str = ""
     program: str = ""
-    """The conversation or agent that it is a part of."""
+    """The conversation or agent that the request belongs to."""
     hints: Mapping[str, Any] = field(default_factory=dict)
-    """Further ones for policies, next to those that ``hints_for`` gives."""
+    """Further hints for policies; ``hints_for`` adds others."""
     max_tokens: int | None = None
-    """What it asks for; ``None``: what all requests of the workload do."""
+    """The requested maximum of output tokens; ``None``: that of the workload."""
     texts: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Token ids of those texts of its prompt that were not made up, by name."""
+    """Token ids of real texts in the prompt, by name of the text."""
 
     @property
     def num_prompt(self) -> int:
-        """Tokens of its prompt."""
+        """Prompt tokens."""
         return sum(span.length for span in self.prompt)
 
     def request(self, max_tokens: int, *, tell_length: bool = False) -> AddRequest:
-        """What the scheduler sees where answers are simulated. ``max_tokens``: what it asks for,
-        unless the job says that itself."""
+        """The request for a simulated engine. ``max_tokens``: the workload's maximum of output
+        tokens, used if the job has none."""
         max_tokens = self.max_tokens or max_tokens
         return AddRequest(
             self.request_id,
@@ -90,12 +90,12 @@ class Job:
         )
 
     def tokens(self, answers: Mapping[str, Sequence[int]] | None = None) -> list[int]:
-        """The token ids of its prompt. ``answers``: tokens that requests generated, by id, where
-        they were not simulated."""
+        """The token ids of the prompt. ``answers``: generated tokens by request id, if they were
+        not simulated."""
         return tokens_of(self.prompt, answers, self.texts)
 
     def hints_for(self, tell_length: bool = False) -> dict[str, Any]:
-        """Hints for policies: promises, program and tier among them, where it has any."""
+        """Hints for policies, which include promises, program and tier."""
         hints: dict[str, Any] = {}
         if self.ttft is not None:
             hints["ttft"] = self.ttft
@@ -113,8 +113,8 @@ class Job:
 
 @lru_cache
 def _params(max_tokens: int) -> SamplingParams:
-    """What all requests that ask for this many tokens share: to check it takes as long as a
-    step."""
+    """Sampling parameters shared by all requests with this maximum, since checking them takes as
+    long as a step."""
     return SamplingParams(max_tokens=max_tokens)
 
 
@@ -123,8 +123,8 @@ def tokens_of(
     answers: Mapping[str, Sequence[int]] | None = None,
     texts: Mapping[str, Sequence[int]] = NOTHING,
 ) -> list[int]:
-    """The token ids of these parts of texts, one after the other; ``texts`` are those that were
-    not made up. What an answer lacks, as that of a request that was refused, is filled up."""
+    """The token ids of these spans, one after the other; ``texts`` holds the tokens of real texts.
+    Missing tokens of an answer (of a refused request, for example) are filled up."""
     tokens: list[int] = []
     for text, length, start in prompt:
         if text in texts:
@@ -140,8 +140,8 @@ def tokens_of(
 
 
 def _read(text: str, start: int, length: int) -> list[int]:
-    """Texts are one table, each read from a place of its own; their first tokens tell those apart
-    that happen to have the same."""
+    """Part of a generated text. Texts read the same table from different places; their first tokens
+    make them distinct."""
     key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     table = _table()
     first = (key + start) % TABLE_LENGTH
@@ -155,8 +155,7 @@ def _read(text: str, start: int, length: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _table() -> list[int]:
-    """Numbers as Python has them: the same object for the same number, and a part is a quick
-    copy."""
+    """The table of token ids. Equal ids share one int object, and slices are quick copies."""
     rng = np.random.Generator(np.random.PCG64(20261125))
     numbers = list(range(VOCABULARY))
     drawn: list[int] = rng.integers(FIRST_TOKEN, VOCABULARY, TABLE_LENGTH).tolist()
@@ -164,4 +163,4 @@ def _table() -> list[int]:
 
 
 Follow = Callable[[Job, float], Iterable[Job]]
-"""Which jobs come since this one has ended at this time."""
+"""The jobs that follow when this job ends at this time."""

@@ -1,15 +1,20 @@
-"""``name(option=value, ...)``, as policies and workloads are requested on a command line."""
+"""Parsing of ``name(option=value, ...)``, which names policies and workloads on a command line."""
 
 from __future__ import annotations
 
 import ast
-from typing import Any
+import difflib
+from collections.abc import Collection, Iterable, Mapping
+from math import inf
+from typing import Any, TypeVar
 
 from engine.errors import ConfigError
 
+Entry = TypeVar("Entry")
+
 
 def split(text: str) -> list[str]:
-    """What commas divide, those within parentheses, brackets or quotes aside."""
+    """The parts between commas; commas within parentheses, brackets or quotes do not count."""
     parts = [""]
     depth, quote = 0, ""
     for char in text:
@@ -29,7 +34,7 @@ def split(text: str) -> list[str]:
 
 
 def call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
-    """The name, and its options with values as Python writes them.
+    """The name and the options, whose values are Python literals.
 
     Raises ``ConfigError``, which names the ``flag`` and an ``example``.
     """
@@ -43,6 +48,32 @@ def call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
         found = {str(word.arg): ast.literal_eval(word.value) for word in parsed.keywords}
     except (SyntaxError, ValueError) as error:
         raise ConfigError(
-            f"{flag} has {text!r}, must be a name, or one with options as in {example}"
+            f"{flag} has {text!r}, must be a name, optionally with options as in {example}"
         ) from error
     return name.strip(), found
+
+
+def entry_of(what: str, name: str, entries: Mapping[str, Entry]) -> Entry:
+    """The entry of this name. Raises ``ConfigError`` for an unknown name; ``what``: the kind of the
+    entries."""
+    if name not in entries:
+        near = difflib.get_close_matches(name, entries, 1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        known = ", ".join(sorted(entries))
+        raise ConfigError(f"{what} {name!r} is not known; {hint}known names are: {known}")
+    return entries[name]
+
+
+def check_options(what: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raise ``ConfigError`` for an option of ``what`` that is not known."""
+    if unknown := set(given).difference(known):
+        raise ConfigError(
+            f"{what} has no option {min(unknown)!r}; its options are: {', '.join(known)}"
+        )
+
+
+def check_number(name: str, value: Any, least: float, most: float = inf) -> None:
+    """Raise ``ConfigError`` for a value that is no number from ``least`` to ``most``."""
+    if not (isinstance(value, int | float) and least <= value <= most):
+        upto = "" if most == inf else f", and at most {most:g}"
+        raise ConfigError(f"{name} is {value!r}, must be {least:g} or more{upto}")

@@ -1,7 +1,7 @@
-"""Promises: what a request was to get, and whether it did.
+"""Promises: latency limits of requests, and whether they were kept.
 
-``ttft<1,tpot<0.1`` is promised to every request; without such a text each has the promises it came
-with: seconds to the first token, between two tokens, and until the end.
+A text such as ``ttft<1,tpot<0.1`` is promised to every request. Without it each request has the
+promises it came with: seconds to the first token, between two tokens, and until the end.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def e2e(requests: Requests) -> Floats:
 
 
 def tpot(requests: Requests) -> Floats:
-    """Mean seconds between two tokens of a request; 0 where it has one only [requests]."""
+    """Mean seconds between two tokens of a request; 0 if it has only one [requests]."""
     outputs = requests.counts("num_output")
     between = (requests.times("last") - requests.times("first")) / np.maximum(1, outputs - 1)
     return np.where(outputs > 1, between, 0.0)
@@ -44,12 +44,12 @@ def normalised(requests: Requests) -> Floats:
 
 
 def delay(requests: Requests) -> Floats:
-    """Seconds from arrival to the first step that computed some of it [requests]."""
+    """Seconds from arrival to the first step that computed a token of the request [requests]."""
     return requests.times("scheduled") - requests.times("arrival")
 
 
 def longest_gap(requests: Requests) -> Floats:
-    """Seconds of the longest gap between two tokens; 0 where there is none [requests]."""
+    """Seconds of the longest gap between two tokens; 0 if there is none [requests]."""
     gaps = requests.times("longest_gap")
     is_one = requests.counts("num_output") <= 1
     return np.where(np.isnan(gaps) & is_one, 0.0, gaps)
@@ -63,11 +63,11 @@ OF_REQUEST: dict[str, Callable[[Requests], Floats]] = {
     "delay": delay,
     "itl": longest_gap,
 }
-"""What can be promised to a request; ``itl`` holds for each of its gaps."""
+"""The latencies that can be promised to a request; ``itl`` must hold for each of its gaps."""
 
 
 class Limit(NamedTuple):
-    """``figure < most``, in seconds; or ``> least`` where ``is_least``."""
+    """``figure < value``, or ``figure > value`` if ``is_least``; in seconds."""
 
     figure: str
     value: float
@@ -78,7 +78,7 @@ class Limit(NamedTuple):
 
 
 def limits(text: str, flag: str, example: str) -> list[Limit]:
-    """``figure<seconds`` and ``figure>value``, divided by commas.
+    """Parse ``figure<value`` and ``figure>value``, separated by commas.
 
     Raises ``ConfigError``, which names the ``flag`` and an ``example``.
     """
@@ -98,7 +98,7 @@ def limits(text: str, flag: str, example: str) -> list[Limit]:
 
 
 def slo(text: str) -> list[Limit]:
-    """What ``--slo`` promises to every request. Raises ``ConfigError``."""
+    """The limits that ``--slo`` promises to every request. Raises ``ConfigError``."""
     found = limits(text, "--slo", "ttft<1,tpot<0.1")
     for limit in found:
         if limit.figure not in OF_REQUEST or limit.is_least:
@@ -111,28 +111,28 @@ def slo(text: str) -> list[Limit]:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPromises:
-    """How promises were kept, of the requests that had any."""
+    """The number of requests with promises, and of those whose promises were kept."""
 
     num_promised: int
     num_kept: int
     seconds: float
-    """In which these requests came."""
+    """The period in which these requests arrived."""
     by_tier: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Promised and kept, where requests have tiers."""
+    """Requests with promises and with kept promises, by tier."""
 
     @property
     def attainment(self) -> float:
-        """The share of requests that got all that they were promised."""
+        """The share of these requests whose promises were all kept."""
         return self.num_kept / self.num_promised if self.num_promised else np.nan
 
     @property
     def goodput(self) -> float:
-        """Requests a second that did."""
+        """Requests per second whose promises were all kept."""
         return self.num_kept / self.seconds if self.seconds and self.num_promised else np.nan
 
 
 def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) -> KeptPromises:
-    """How promises to these requests [requests] were kept; the refused got nothing."""
+    """How many of the counted requests kept their promises; refused ones did not."""
     promised, good = _of_slo(requests, slo) if slo else _own(requests)
     promised = promised & counted
     good = good & promised & requests.done
@@ -149,7 +149,7 @@ def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) ->
 
 
 def _of_slo(requests: Requests, slo: list[Limit]) -> tuple[Mask, Mask]:
-    """Who was promised something, and who got it."""
+    """Masks of the requests with promises, and of those whose promises were kept."""
     good = np.ones(len(requests), dtype=np.bool_)
     for limit in slo:
         good &= OF_REQUEST[limit.figure](requests) < limit.value

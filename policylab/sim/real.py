@@ -1,5 +1,4 @@
-"""Jobs of a simulation through an engine that computes, in real time: what a simulation is judged
-by."""
+"""Serve the jobs of a simulation in real time with a model, to validate the simulation."""
 
 from __future__ import annotations
 
@@ -25,24 +24,25 @@ from engine.messages.step import Column, Masks, StepPlan, StepResult
 from policylab.sim.history import History
 from policylab.sim.job import FIRST_TOKEN, Job, Span, tokens_of
 from policylab.sim.records import DONE, REFUSED, Requests, TokenTimes, totals_of
-from policylab.sim.run import FORMAT, Engine, Run, Variant, name_of, weights_for
+from policylab.sim.run import FORMAT, Engine, PolicyVariant, Run, name_of, weights_for
 from policylab.sim.workloads import Workload
 
-STOP = 0  # the token that ends a request here, wherever the model would have ended it
-OTHER = 1  # in its place where the model draws it too early
+STOP = 0  # the token that ends a request at its drawn length
+OTHER = 1  # replaces STOP if the model samples it too early
 
 
 class LaunchedStep(NamedTuple):
-    """A step under way, and for which of its rows a token would be the last."""
+    """A step in flight, and the rows for which its token is the last one."""
 
     ticket: Any
     ends: NDArray[np.bool_]  # [rows]
 
 
 class ForcedLengths:
-    """An executor whose requests end at lengths that are given, whatever its model draws.
+    """An executor that ends requests at given lengths, whatever the model samples.
 
-    Neither scheduler nor policy knows it: they see a request that asks for the most and stops.
+    Scheduler and policy do not know the lengths: to them a request asks for the maximum and stops
+    early.
     """
 
     def __init__(
@@ -55,12 +55,12 @@ class ForcedLengths:
         self.kv_peak = 0.0
         self._kv_usage = kv_usage
         self._inner = inner
-        self._lengths = lengths  # output tokens by request id, as far as a core knows it
-        self._ends = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot, in known tokens
+        self._lengths = lengths  # output tokens by request id
+        self._ends = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot: known tokens
 
     def launch(self, plan: StepPlan) -> LaunchedStep:
         for new in plan.new:
-            shown = new.request_id.partition("/")[2]  # after the number that the front end gave
+            shown = new.request_id.partition("/")[2]  # the front end puts a number before the id
             length = self._lengths.get(shown)
             self._ends[new.slot] = 2**31 - 1 if length is None else new.num_prompt + length
         self.kv_peak = max(self.kv_peak, self._kv_usage())
@@ -71,10 +71,10 @@ class ForcedLengths:
         result = self._inner.collect(ticket.ticket)
         if (result.counts > 1).any():
             raise ConfigError(
-                "lengths can be forced for one token a request and step only; switch off drafts"
+                "a real run needs one token per request and step; leave speculative decoding out"
             )
         tokens = np.where(result.token_ids == STOP, OTHER, result.token_ids)
-        ends = ticket.ends[result.counts == 1]  # a row that failed has none
+        ends = ticket.ends[result.counts == 1]  # failed rows have no token
         result.token_ids = np.where(ends, STOP, tokens).astype(np.int32)
         return result
 
@@ -98,12 +98,12 @@ def run_real(
     step_log: str | Path | None = None,
     **options: Any,
 ) -> Run:
-    """Serve the workload in real time with a model; the same kind of run as a simulated one.
+    """Serve the workload in real time with a model. Returns the same kind of run as a simulation.
 
-    ``options`` are the engine's own (``model``, ``dtype``, ``num_threads``, ...); those that
-    ``engine`` says too stand there. Requests come open loop, at their time, and end at the
-    lengths that were drawn, which the policy does not know. Its ``cost`` is not used. Raises
-    ``ConfigError``.
+    ``options`` are engine options (``model``, ``dtype``, ``num_threads``, ...), which override
+    those of ``engine``. Requests arrive at their times whether or not the engine keeps up, and end
+    at the drawn lengths, which the policy does not know. The ``cost`` of ``engine`` is not used.
+    Raises ``ConfigError``.
     """
     args = engine_args(policy, workload, engine, step_log=step_log, **options)
     with LLMEngine.from_engine_args(args) as made:
@@ -111,8 +111,8 @@ def run_real(
 
 
 def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any) -> EngineArgs:
-    """Options of the engine that ``engine`` describes."""
-    name, policy_options = policy if isinstance(policy, Variant) else (policy, {})
+    """The options of the engine that ``engine`` describes."""
+    name, policy_options = policy if isinstance(policy, PolicyVariant) else (policy, {})
     report: dict[str, Any] = {
         "scheduling_policy": name,
         "policy_options": dict(policy_options),
@@ -133,7 +133,7 @@ def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any)
 
 
 class _RealRun:
-    """An engine, a clock that starts with the run, and what was seen."""
+    """A real engine, a clock that starts with the run, and the records of the run."""
 
     def __init__(
         self,
@@ -179,9 +179,9 @@ class _RealRun:
         }
 
     def finish(self) -> Run:
-        """All requests to their ends."""
+        """Serve all requests to their ends."""
         source, engine = self._source, self._engine
-        tokens_of([Span("", 1)])  # the table of all texts is drawn before the clock runs
+        tokens_of([Span("", 1)])  # draws the table of all texts before the clock starts
         self._start = self._clock()
         while source.next_time < inf or engine.has_unfinished_requests():
             now = self._clock() - self._start

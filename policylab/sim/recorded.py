@@ -1,8 +1,8 @@
-"""A step log as a run: what it says of its requests, and the same once more through a simulation.
+"""Step logs as runs: the figures of a log, and its replay through a simulation.
 
-A log has all inputs of a scheduler and all times that it read. ``read_log`` makes a run of it;
-``resimulate`` lets a core with a simulated worker make the same calls, at the recorded times and
-with ends known by length alone, and compares every plan.
+A log holds all inputs of a scheduler and all times that it read. ``read_log`` turns it into a run.
+``resimulate`` makes the same calls to a core with a simulated worker, at the recorded times, where
+requests end at their recorded lengths, and compares every plan.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from policylab.sim.job import FILLER, Job, Span
 from policylab.sim.records import Seen, totals_of
 from policylab.sim.run import FORMAT, Engine, Run
 from policylab.sim.worker import StepCost
+from policylab.verify.fake import FakeExecutor
 
 INSIDE = (
     steplog.PlanRecord,
@@ -39,7 +40,7 @@ INSIDE = (
 
 
 class RecordedEnd(NamedTuple):
-    """How long a request's output became, and the token that ended it (``None``: its length)."""
+    """A request's output length, and the token that ended it (``None``: the length limit)."""
 
     num_output: int
     token: int | None
@@ -47,7 +48,7 @@ class RecordedEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A log that was read: its figures as a run, and the end of each request."""
+    """A log: its requests as a run, and the end of each request."""
 
     path: Path
     header: Header
@@ -56,13 +57,13 @@ class Log:
 
 
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
-    """The outcome of each request, from a replay of the log. Raises ``ConfigError``."""
+    """The outcome of each request, found by replaying the log. Raises ``ConfigError``."""
     log = StepLog(path, allow_truncated=allow_truncated)
     reader = LogReader(log.header)
     outcome = reader.run(log)
     if outcome.difference is not None:
         raise ConfigError(
-            f"{path} cannot be read with its own policy: {outcome}; has the policy's code changed?"
+            f"{path} cannot be replayed with its own policy: {outcome}; did the policy change?"
         )
     return Log(
         path=Path(path), header=log.header, run=reader.result(outcome, path), ends=reader.ends
@@ -72,11 +73,11 @@ def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
 def resimulate(
     path: str | Path, log: Log | None = None, *, allow_truncated: bool = False, **changes: Any
 ) -> tuple[Replayed, Run]:
-    """The log's inputs once more, through a core whose worker only takes time: the first plan that
-    differs, if any does, and the outcomes of the requests.
+    """Replay the log's inputs through a core with a simulated worker.
 
-    ``changes`` are fields of ``SchedulerConfig``, and ``num_blocks``: with them plans should
-    differ. Raises ``ConfigError``.
+    Returns the first plan that differs, if any, and the outcomes of the requests. ``changes`` are
+    fields of ``SchedulerConfig``, and ``num_blocks``: with them plans should differ. Raises
+    ``ConfigError``.
     """
     log = log or read_log(path, allow_truncated=allow_truncated)
     header = log.header
@@ -89,14 +90,14 @@ def resimulate(
 
 
 class LogReader(Replay):
-    """A replay that keeps its outputs."""
+    """A replay that records the outputs of requests."""
 
     def __init__(self, header: Header, changes: dict[str, Any] | None = None) -> None:
         super().__init__(header, changes or {}, self._note)
         self.ends: dict[str, RecordedEnd] = {}
         self._seen: Seen | None = None
-        self._counts: dict[str, int] = {}  # outputs of the living
-        self._places: dict[str, int] = {}  # in the run's columns
+        self._counts: dict[str, int] = {}  # output tokens of unfinished requests
+        self._places: dict[str, int] = {}  # index in the run's columns
         self._kv_peak = 0.0
 
     def _add(self, adding: steplog.AddCall, added: steplog.AddResult) -> PlanDifference | None:
@@ -119,7 +120,7 @@ class LogReader(Replay):
 
     @property
     def num_living(self) -> int:
-        """Requests that were added and have not ended."""
+        """The number of unfinished requests."""
         return len(self._counts)
 
     def _job(self, add: AddRequest) -> Job:
@@ -153,7 +154,7 @@ class LogReader(Replay):
             self._seen.requests.counts("num_output")[place] = self.ends[job.request_id].num_output
 
     def result(self, outcome: Replayed, path: str | Path) -> Run:
-        """What came of the log's requests."""
+        """The requests of the log as a run."""
         seen = self._seen or Seen()
         config, stats = self.config, self.scheduler.make_stats()
         assert stats is not None
@@ -177,7 +178,7 @@ class LogReader(Replay):
 
 
 class _Differs(Exception):
-    """The core did something else than the log says."""
+    """The core deviates from the log. ``difference``: how; ``None`` at the end of the log."""
 
     def __init__(self, difference: PlanDifference | None) -> None:
         super().__init__(difference)
@@ -185,7 +186,7 @@ class _Differs(Exception):
 
 
 class _Again(LogReader):
-    """The calls of a log, those of steps made by a core."""
+    """A replay in which an engine core makes the calls of each step."""
 
     def __init__(
         self, header: Header, changes: dict[str, Any], ends: dict[str, RecordedEnd]
@@ -209,7 +210,7 @@ class _Again(LogReader):
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _go_on(self) -> None:
-        """One call from outside, or one step."""
+        """Make one call from outside a step, or one step."""
         if isinstance(self._next, INSIDE):
             self._note(self._core.step())
             return
@@ -224,14 +225,14 @@ class _Again(LogReader):
             raise _Differs(difference)
 
     def take(self) -> steplog.Record:
-        """The next record. At the log's end nothing more is compared."""
+        """The next record. Raises ``_Differs`` at the end of the log."""
         record, self._next = self._next, next(self._coming, None)
         if record is None:
             raise _Differs(None)
         return record
 
     def other_call(self, record: steplog.Record, now: str) -> NoReturn:
-        """The core makes another call than the log has."""
+        """Raise ``_Differs``: the core makes another call than the log has."""
         then = type(record).__name__.lower()
         raise _Differs(PlanDifference(self._step, "", then, now))
 
@@ -267,7 +268,7 @@ class _Again(LogReader):
 
 
 class _AsRecorded:
-    """The scheduler that the core sees: each call of a step at the time of its record."""
+    """The scheduler that the core calls: each call of a step happens at its recorded time."""
 
     def __init__(self, again: _Again) -> None:
         self.schedule = again.schedule
@@ -279,15 +280,14 @@ class _AsRecorded:
         return getattr(self._scheduler, name)
 
 
-class _EndingWorker:
-    """Computes nothing; each request ends at its length, by the token that it ended with."""
+class _EndingWorker(FakeExecutor):
+    """A worker that computes nothing; each request ends at its recorded length and token."""
 
-    capabilities: frozenset[str] = frozenset()
-    methods: tuple[str, ...] = ()
+    capabilities = frozenset()
 
     def __init__(self, num_slots: int, ends: dict[str, RecordedEnd]) -> None:
         self._ends = ends
-        self._length = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot, in known tokens
+        self._length = np.full(num_slots, 2**31 - 1, dtype=np.int32)  # by slot: known tokens
         self._last = np.full(num_slots, FILLER, dtype=np.int32)
         self._filler = np.full(num_slots, FILLER, dtype=np.int32)
 
@@ -310,21 +310,12 @@ class _EndingWorker:
         plan, tokens = ticket
         return StepResult(plan.step, tokens, plan.samples.copy())
 
-    def preview(self, ticket: Any) -> None:
-        return None
-
     def sample(self, ticket: Any, masks: Any) -> None:
-        raise ConfigError(f"a log with grammars cannot be simulated; {NOTHING} stands for masks")
-
-    def call(self, name: str, *args: Any) -> Any:
-        raise ConfigError(f"a simulated worker has no method {name!r}")
-
-    def shutdown(self) -> None:
-        pass
+        raise ConfigError(f"a log with grammars has no masks ({NOTHING}) and cannot be simulated")
 
 
 def engine_of(header: Header, cost: StepCost | Profile | None = None) -> Engine:
-    """The engine that a log was recorded on, with another idea of what its steps cost."""
+    """The engine on which a log was recorded, with the given step cost."""
     names = {
         "max_num_seqs": "max_num_seqs",
         "max_num_batched_tokens": "max_num_batched_tokens",

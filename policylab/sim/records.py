@@ -1,4 +1,4 @@
-"""What is kept of a run: a row for each request, gaps between tokens, and steps if requested."""
+"""The records of a run: a row for each request, gaps between tokens, and steps if requested."""
 
 from __future__ import annotations
 
@@ -29,11 +29,10 @@ REFUSED = "refused"
 class Requests:
     """Columns with an entry for each request, in order of arrival.
 
-    Times are seconds since the start of the run, NaN where they never were: ``arrival``,
-    ``scheduled`` (first), ``first`` and ``last`` token, ``deadline``. Durations, likewise:
-    ``ttft`` and ``tbt`` as promised, ``longest_gap`` between two of its tokens. ``outcome`` is
-    "done", "refused", or the reason for which it ended. ``waits`` are seconds in the queue by
-    cause.
+    Times are seconds since the start of the run, NaN if they did not happen: ``arrival``, first
+    ``scheduled``, ``first`` and ``last`` token, ``deadline``. Durations in seconds, likewise:
+    promised ``ttft`` and ``tbt``, and ``longest_gap`` between two tokens. ``outcome`` is "done",
+    "refused", or the reason for the end. ``waits`` are seconds in the queue by cause.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class Requests:
         return self._size
 
     def add(self, job: Job) -> int:
-        """A request has come; its place."""
+        """Add a request that has arrived; returns its row."""
         row = self._size
         if row == len(self._times["arrival"]):
             self._grow()
@@ -69,11 +68,11 @@ class Requests:
         return row
 
     def end(self, row: int, outcome: str) -> None:
-        """The request has ended so."""
+        """Record the outcome of a request."""
         self.names["outcome"][row] = outcome
 
     def wait(self, row: int, waits: dict[str, float]) -> None:
-        """Seconds that it waited, by cause."""
+        """Record the seconds that a request waited, by cause."""
         for cause, seconds in waits.items():
             column = self._waits.setdefault(cause, array("d"))
             column.extend([0.0] * (row + 1 - len(column)))
@@ -88,7 +87,7 @@ class Requests:
         return self._counts[name][: self._size]
 
     def text(self, name: str) -> NDArray[Any]:
-        """A column of names [requests]."""
+        """A column of names or other text [requests]."""
         return np.array(self.names[name], dtype=object)
 
     @property
@@ -103,11 +102,11 @@ class Requests:
 
     @property
     def done(self) -> NDArray[np.bool_]:
-        """Which have ended as they should [requests]."""
+        """Mask of the requests that finished normally [requests]."""
         return np.array([outcome == DONE for outcome in self.names["outcome"]], dtype=np.bool_)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each request as plain data, without what never was."""
+        """Each request as plain data, without empty values."""
         waits = {cause: column.tolist() for cause, column in self.waits.items()}
         times = {name: self.times(name).tolist() for name in TIMES}
         counts = {name: self.counts(name).tolist() for name in COUNTS}
@@ -143,28 +142,29 @@ class Requests:
 
 
 class TokenTimes:
-    """Watches tokens come: first and last times, and the gaps between them.
+    """Records first and last token times, and the gaps between tokens.
 
-    A gap that many requests share is kept once. So a step costs what changes: while the same
-    requests get one token each, it is one entry.
+    A gap that many requests share is stored once, so while the same requests get one token each, a
+    step adds one entry.
     """
 
     def __init__(self, requests: Requests) -> None:
         self._requests = requests
-        self._gaps = array("d")  # end, seconds, how many requests; flat
+        self._gaps = array("d")  # flat: end, seconds, number of requests
         self._ids: Sequence[str] | None = None
-        self._members: Rows = np.empty(0, dtype=np.intp)  # who got the latest token
-        self._time = 0.0  # when
-        self._longest = 0.0  # gap since these were the members
+        self._members: Rows = np.empty(0, dtype=np.intp)  # with the latest token
+        self._time = 0.0  # time of the latest token
+        self._longest = 0.0  # longest gap since the members changed
 
     @property
     def gaps(self) -> Floats:
-        """[n, 3]: when a gap ended, how long it was (seconds), and how many requests had it. To be
-        requested once all have come: they are most of a long run's memory, so it is no copy."""
+        """[n, 3]: the end of a gap, its length (both in seconds), and how many requests had it. It
+        is a view, no copy, since gaps are most of a long run's memory: read it after the last
+        token."""
         return np.frombuffer(self._gaps).reshape(-1, 3)
 
     def came(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Each of these requests got a token, or several, at this time."""
+        """Record that each of these requests got one or more tokens at this time."""
         if ids is self._ids:
             gap = time - self._time
             self._longest = max(self._longest, gap)
@@ -174,7 +174,7 @@ class TokenTimes:
         self._time = time
 
     def stretched(self, ids: Sequence[str], places: dict[str, int], ends: Floats) -> None:
-        """Each of these requests got a token at each of these times."""
+        """Record that each of these requests got a token at each of these times."""
         self.came(ids, places, float(ends[0]))
         if len(ends) > 1:
             rows = np.empty((len(ends) - 1, 3))
@@ -186,7 +186,7 @@ class TokenTimes:
             self._time = float(ends[-1])
 
     def _change(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Others than before."""
+        """Record tokens of other requests than in the last call."""
         self.settle()
         self._ids = ids
         self._members = members = np.array([places[name] for name in ids], dtype=np.intp)
@@ -205,7 +205,7 @@ class TokenTimes:
             self._gaps.extend((time, gap, 1))
 
     def settle(self) -> None:
-        """Write down what the present members have had."""
+        """Write the last times and longest gaps of the current requests to the columns."""
         self._requests.times("last")[self._members] = self._time
         if self._longest:
             longest = self._requests.times("longest_gap")
@@ -213,35 +213,35 @@ class TokenTimes:
         self._longest = 0.0
 
     def forget(self) -> None:
-        """The next step's requests may be others, whatever their list says."""
+        """Treat the requests of the next call as new ones, even if the list is the same object."""
         self._ids = None
 
 
 class Seen:
-    """What a run's outputs show of its jobs. ``start``: when it began, on the outputs' clock,
-    in seconds; ``keeps_history``: what happened to each request, too."""
+    """Records the outputs of a run. ``start``: start of the run on the outputs' clock, in seconds.
+    ``keeps_history``: also record what happened to each request."""
 
     def __init__(self, start: float = 0.0, *, keeps_history: bool = False) -> None:
         self.requests = Requests()
         self.history = History() if keeps_history else None
         self._tokens = TokenTimes(self.requests)
         self._start = start
-        self._living: dict[str, tuple[int, Job]] = {}  # by id: place in the columns, and job
-        self._places: dict[str, int] = {}  # of the living
+        self._living: dict[str, tuple[int, Job]] = {}  # by id: row in the columns, and job
+        self._places: dict[str, int] = {}  # rows of unfinished requests
 
     @property
     def gaps(self) -> Floats:
-        """[n, 3]: when a gap ended, its seconds, and how many requests had it."""
+        """[n, 3]: the end of a gap, its seconds, and how many requests had it."""
         self._tokens.settle()
         return self._tokens.gaps
 
     def came(self, job: Job) -> None:
-        """A job was taken."""
+        """Record an accepted job."""
         self._places[job.request_id] = place = self._add(job)
         self._living[job.request_id] = (place, job)
 
     def refused(self, job: Job) -> None:
-        """A job was not taken."""
+        """Record a refused job."""
         self.requests.end(self._add(job), REFUSED)
 
     def _add(self, job: Job) -> int:
@@ -250,11 +250,11 @@ class Seen:
         return self.requests.add(job)
 
     def stretched(self, stretch: Stretch) -> None:
-        """Steps that were jumped over: each brought each of the stretch's requests a token."""
+        """Record the steps of a stretch, each of which brought a token to each of its requests."""
         self._tokens.stretched(stretch.request_ids, self._places, stretch.ends - self._start)
 
     def note(self, batches: Iterable[CoreOutputs]) -> list[tuple[Job, float]]:
-        """What a step brought; the jobs that have ended, and when."""
+        """Record the outputs of a step. Returns the jobs that ended, with the time of their end."""
         ended = []
         for batch in batches:
             ids, counts, time = batch.request_ids, batch.counts, batch.time - self._start
@@ -296,7 +296,7 @@ TOTALS = (
 
 
 def totals_of(stats: SchedulerStats, kv_peak: float) -> dict[str, Any]:
-    """What a run keeps of its scheduler's counters, and the largest share of the KV pool."""
+    """The scheduler's counters that a run keeps, and the peak share of the KV pool."""
     found: dict[str, Any] = {name: getattr(stats, name) for name in TOTALS}
     found |= {"kv_peak": kv_peak, "counters": dict(stats.counters)}
     return found | ({"by_default": stats.by_default} if stats.by_default else {})

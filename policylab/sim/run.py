@@ -1,7 +1,7 @@
-"""One run: a policy, a workload and an engine, on a virtual clock.
+"""Run a policy, a workload and an engine on a virtual clock.
 
-The scheduler, the KV manager and the step loop are those that serve; only the clock, the requests
-and how long a step takes are made up. Time that a policy itself takes is measured, not simulated.
+The scheduler, the KV manager and the step loop are those of the real engine; only the clock, the
+requests and the step times are simulated. The time that a policy's hooks take is measured.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ from policylab.sim.records import TOTALS, Floats, Requests, Seen, totals_of
 from policylab.sim.timing import timing
 from policylab.sim.worker import Launched, StepCost, TimedWorker, VirtualClock
 from policylab.sim.workloads import Workload, find_workload
-from policylab.sim.workloads.reader import Reader
+from policylab.sim.workloads.reader import FileWorkload
 
 FORMAT = 1
-IDLE_SECONDS = 0.005  # between two looks while all that is left waits for its time
-NUM_AT_ONCE = 2000  # requests by which an engine's capacity is measured, if seats are few
-ROUNDS_AT_ONCE = 8  # times the seats, if they are many
+IDLE_SECONDS = 0.005  # between two polls while all requests wait for a time
+NUM_AT_ONCE = 2000  # requests in the measurement of a capacity, with few seats
+ROUNDS_AT_ONCE = 8  # requests per seat in it, with many seats
 MOST_AT_ONCE = 20_000
-CAPACITY_SEED = 20261125  # whatever the seed of a run is: a load is the same rate for all
-DRAWN_FOR_EACH = 50  # requests that are only drawn, to know their mean size
+CAPACITY_SEED = 20261125  # fixed, so that a load is the same rate for all seeds
+DRAWN_FOR_EACH = 50  # drawn requests per served one, for their mean size
 MOST_DRAWN = 200_000
-MOST_KEPT = 64  # capacities
+MOST_KEPT = 64  # cached capacities
 MAX_LOAD = 1000.0
 
 STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attention", "kv_usage")
 
 
-class Variant(NamedTuple):
-    """A policy with arguments of its constructor, to stand next to itself with others."""
+class PolicyVariant(NamedTuple):
+    """A policy with arguments of its constructor, so that variants of one policy can be
+    compared."""
 
     policy: Any
     options: dict[str, Any]
@@ -67,7 +68,7 @@ class Variant(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """The engine that is simulated."""
+    """The simulated engine."""
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -77,15 +78,15 @@ class Engine:
     length_predictor: Any = "none"
     enable_prefix_caching: bool = True
     scheduler: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the scheduler (``SchedulerConfig``)."""
+    """Further options of ``SchedulerConfig``."""
     cost: StepCost | Profile = field(default_factory=StepCost)
-    """What steps take."""
+    """The model of step times."""
     stretches: bool = True
-    """Jump over steps that only repeat: the same run to the last bit, in less time."""
+    """Jump over repeating steps: the same run, bit by bit, in less time."""
     noise_seed: int | None = None
-    """Draws the machine's unrest, where ``cost`` has any; that of the run if not given."""
+    """Seed of the noise of step times, if ``cost`` has any; default: the seed of the run."""
     max_idle_looks: int = 200_000
-    """Looks in a row, 5 ms apart, at an engine that computes nothing, before it is given up."""
+    """Polls (5 ms apart) of an engine that computes nothing, after which the run fails."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.depth, int) and self.depth >= 1):
@@ -94,22 +95,22 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """The results of a run. Times are seconds on its clock."""
+    """The result of a run. Times are seconds on its clock."""
 
     head: dict[str, Any]
     """Versions, seeds and options."""
     requests: Requests
     gaps: Floats
-    """[n, 3]: when a gap between two tokens ended, its seconds, and how many requests had it."""
+    """[n, 3]: the end of a gap between two tokens, its seconds, and how many requests had it."""
     steps: Floats | None
-    """[steps, 8], as ``STEP_COLUMNS`` names them, if requested."""
+    """[steps, 8] with the columns ``STEP_COLUMNS``, if requested."""
     totals: dict[str, Any]
-    """Counters of the scheduler, and ``decisions``: the hash of who computed how many tokens in
-    which step."""
+    """Counters of the scheduler, and ``decisions``: a hash of which requests computed how many
+    tokens in which step."""
     hook_seconds: float = 0.0
-    """Real time in hooks of the policy: the one figure that differs from run to run."""
+    """Real time in the policy's hooks, the only figure that differs from run to run."""
     history: History | None = None
-    """What happened to each request, and when, if steps were requested; of real runs always."""
+    """What happened to each request, if steps were requested; always for real runs."""
 
     @property
     def policy(self) -> str:
@@ -117,8 +118,8 @@ class Run:
 
     @property
     def not_own(self) -> str:
-        """Why the run is not the policy's own: it was switched off, or something was answered by
-        default for it. Empty if it is its own, as a run must be to have figures."""
+        """Why the run has no figures: the policy was switched off, or some of its answers were
+        replaced by defaults. Empty for a valid run."""
         faults, rescued = (self.totals[n] for n in ("num_policy_faults", "num_rescued_steps"))
         reasons = []
         if faults:
@@ -129,7 +130,7 @@ class Run:
             )
         options = (self.head.get("engine") or {}).get("scheduler") or {}
         if faults > options.get("max_policy_faults", SchedulerConfig.max_policy_faults):
-            reasons.append("after this many it is switched off")
+            reasons.append("and the policy was then switched off")
         first = self.totals.get("by_default")
         return ", ".join(reasons) + (f" ({first})" if reasons and first else "")
 
@@ -152,7 +153,7 @@ class Run:
         yield _line("totals", {**self.totals, **why})
 
     def write(self, path: str | Path) -> None:
-        """Write the run's file. Raises ``ConfigError`` where that cannot be done."""
+        """Write the run to a file. Raises ``ConfigError`` if that fails."""
         try:
             with Path(path).open("wb") as file:
                 file.writelines(self.lines())
@@ -161,7 +162,7 @@ class Run:
 
     @classmethod
     def read(cls, path: str | Path) -> Run:
-        """The run that such a file holds. Raises ``ConfigError`` for one that is none."""
+        """Read a run from a file. Raises ``ConfigError`` for a file that is no run."""
         parts: dict[str, list[Any]] = {name: [] for name in PARTS}
         try:
             with Path(path).open("rb") as file:
@@ -169,21 +170,21 @@ class Run:
                     for name, value in msgspec.json.decode(line, type=dict[str, Any]).items():
                         parts[name].append(value)
             if not (parts["run"] and parts["totals"]):
-                raise ConfigError(f"{path} is no whole run file: it has no head or no end")
+                raise ConfigError(f"{path} is incomplete: its head or its end is missing")
             return cls._of(path, parts)
         except ConfigError:
             raise
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{path} is no run file: {error}") from error
+            raise ConfigError(f"{path} is not a run file: {error}") from error
 
     @classmethod
     def _of(cls, path: str | Path, parts: Mapping[str, Sequence[Any]]) -> Run:
         head, totals = parts["run"][0], parts["totals"][0]
         if head.get("format") != FORMAT:
             raise ConfigError(
-                f"{path} is of format {head.get('format')}; this version reads {FORMAT}"
+                f"{path} has format {head.get('format')}; this version reads format {FORMAT}"
             )
         if missing := {"policy"} - head.keys() | {*TOTALS, "kv_peak", "counters"} - totals.keys():
             raise ValueError(f"it lacks {', '.join(sorted(missing))}")
@@ -214,19 +215,19 @@ def run(
     load: float | None = None,
     steps: bool = False,
 ) -> Run:
-    """Serve the workload on a virtual clock, to its end.
+    """Serve the workload on a virtual clock, to the end of all requests.
 
-    ``policy`` is given as to an engine, or as a ``Variant``; ``workload`` as an object, or by name
-    as on the command line. Requests come at ``rate`` a second, or at ``load`` times what the
-    engine can serve in order of arrival, or at the workload's own rate. ``steps`` keeps a row for
-    each step, and what happened to each request. Raises ``ConfigError`` for options that cannot
-    work, and ``PolicyError`` for a policy under which nothing is ever computed.
+    ``policy`` is given as to an engine, or as a ``PolicyVariant``; ``workload`` as an object, or by
+    name as on the command line. Requests arrive at ``rate`` per second, or at ``load`` times the
+    rate that fcfs can serve, or at the workload's own rate. ``steps`` keeps a row for each step,
+    and what happened to each request. Raises ``ConfigError`` for options that cannot work, and
+    ``PolicyError`` for a policy under which nothing is computed.
     """
     engine = engine or Engine()
     workload = find_workload(workload) if isinstance(workload, str) else workload
     if load is not None:
         rate = rate_at(load, workload, engine)
-    made = _Run(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
+    made = _SimulatedRun(policy, workload, engine, seed=seed, rate=rate, keeps_steps=steps).finish()
     if load is not None:
         made.head["load"] = load
     return made
@@ -235,10 +236,10 @@ def run(
 def rate_at(
     load: float, workload: Workload, engine: Engine, *, capacity: float | None = None
 ) -> float:
-    """Requests a second that are ``load`` times what the engine can serve in order of arrival:
-    ``capacity``, if that is known already. It is the same for all seeds and numbers of requests."""
+    """``load`` times the rate that fcfs can serve, in requests per second. ``capacity`` is that
+    rate, if known. The result is the same for all seeds and numbers of requests."""
     if not 0 < load <= MAX_LOAD:
-        raise ConfigError(f"load is {load}, must be above 0, and at most {MAX_LOAD:g}")
+        raise ConfigError(f"--load is {load}, must be above 0 and at most {MAX_LOAD:g}")
     if workload.natural_rate is None:
         raise ConfigError(
             f"{workload} sends a request when another ends, so it has no load; leave "
@@ -248,11 +249,11 @@ def rate_at(
 
 
 def capacity_of(workload: Workload, engine: Engine, *, num_requests: int | None = None) -> float:
-    """Requests a second that fcfs can serve of requests like these, however many there are.
+    """The rate at which fcfs can serve requests like these, in requests per second.
 
-    It is measured with a seed of its own and this many requests that all come at once, by default
-    as many as give it to 1 or 2 %, or the whole of a file; and kept for the next call. Raises
-    ``ConfigError`` if none can be served.
+    It is measured with a fixed seed and ``num_requests`` requests that all arrive at once, and
+    cached. By default their number gives a precision of 1 to 2 %; a file is used as a whole. Raises
+    ``ConfigError`` if no request can be served.
     """
     at_once = num_requests or max(NUM_AT_ONCE, ROUNDS_AT_ONCE * engine.max_num_seqs)
     at_once = min(at_once, MOST_AT_ONCE)
@@ -261,49 +262,49 @@ def capacity_of(workload: Workload, engine: Engine, *, num_requests: int | None 
         if (known, by) == (served, engine):
             return found
     found = _measured(served, _sized(workload, min(MOST_DRAWN, DRAWN_FOR_EACH * at_once)), engine)
-    if not isinstance(workload, Reader):  # a file may be another one next time
+    if not isinstance(workload, FileWorkload):  # a file may change
         _capacities.append((served, engine, found))
         del _capacities[:-MOST_KEPT]
     return found
 
 
-_capacities: list[tuple[Workload, Engine, float]] = []  # those measured last
+_capacities: list[tuple[Workload, Engine, float]] = []  # the latest ones
 
 
 def _sized(workload: Workload, number: int) -> Workload:
-    """A workload with this many requests, or as many as its file has."""
-    least = workload.num_requests if isinstance(workload, Reader) else number
+    """The workload with this number of requests, or fewer if its file has fewer."""
+    least = workload.num_requests if isinstance(workload, FileWorkload) else number
     return replace(workload, num_requests=min(number, least))
 
 
 def sizes_of(workload: Workload, engine: Engine, seed: int) -> DemandSample:
-    """Sizes of the workload's requests, as far as this engine serves them."""
+    """The sizes of the workload's requests that this engine can serve."""
     longest = scheduler_config("fcfs", workload, engine).max_model_len
     fit = min(longest, engine.num_blocks * engine.block_size)
     return drawn(workload.source(seed, inf)).at_most(fit)
 
 
 def _measured(served: Workload, others: Workload, engine: Engine) -> float:
-    made = _Run("fcfs", served, engine, seed=CAPACITY_SEED, rate=inf, keeps_steps=False)
+    made = _SimulatedRun("fcfs", served, engine, seed=CAPACITY_SEED, rate=inf, keeps_steps=False)
     run = made.finish()
     own = sizes_of(served, engine, CAPACITY_SEED)
     every = sizes_of(others, engine, CAPACITY_SEED + 1)
     found = served_per_second(run.requests, run.head, own, every)
     if isnan(found):
-        raise ConfigError(f"no request of {served} can be served by this engine")
+        raise ConfigError(f"this engine can serve no request of {served}; give more KV blocks")
     return found
 
 
 def name_of(policy: Any) -> str:
-    """How a policy is called in tables."""
-    if isinstance(policy, str | Variant):
+    """The name of a policy in tables."""
+    if isinstance(policy, str | PolicyVariant):
         return str(policy)
     return policy.__name__ if isinstance(policy, type) else type(policy).__name__
 
 
 def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> SchedulerConfig:
-    """Options of the scheduler. Raises ``ConfigError`` for those that cannot work."""
-    policy, options = policy if isinstance(policy, Variant) else (policy, {})
+    """The options of the scheduler. Raises ``ConfigError`` for options that cannot work."""
+    policy, options = policy if isinstance(policy, PolicyVariant) else (policy, {})
     CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
     return SchedulerConfig(
         **{
@@ -320,13 +321,13 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
 
 
 def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dict[str, float]:
-    """Shares of the workload's users, for a policy that uses them: another would warn of them."""
+    """The weights of the workload's users, if the policy uses them; other policies would warn."""
     weights = workload.user_weights
     return weights if weights and find_policy(policy, options).uses_ledger else {}
 
 
 class Watched(TimedWorker):
-    """Keeps what was decided: a hash of it, and on request a row for each step."""
+    """A timed worker that keeps a hash of all decisions and, on request, a row for each step."""
 
     def __init__(self, *args: Any, kv: RepeatingKV, keeps_steps: bool) -> None:
         super().__init__(*args)
@@ -334,14 +335,14 @@ class Watched(TimedWorker):
         self.work = ProcessedWork(len(self._ends)) if keeps_steps else None
         self.steps: list[tuple[float, ...]] | None = [] if keeps_steps else None
         self._hash = hashlib.blake2b(digest_size=16)
-        self._same = b""  # who computed how many tokens in the latest step
-        self._num_same = 0  # steps in a row that did
+        self._same = b""  # which slots computed how many tokens in the latest step
+        self._num_same = 0  # consecutive steps with the same decisions
         self.kv_peak = 0.0
-        """Largest share of the KV pool in use while a step was computed."""
+        """The largest share of the KV pool in use while a step was computed."""
 
     @property
     def decisions(self) -> str:
-        """The hash of all steps: requests in order, and tokens of each."""
+        """A hash of all steps: the requests in order, and the tokens of each."""
         self._close()
         return self._hash.hexdigest()
 
@@ -351,7 +352,7 @@ class Watched(TimedWorker):
             self._hash.update(f"{new.slot}={new.request_id}\n".encode())
         if plan.num_tokens:
             self._decided(plan.slots, plan.counts)
-            self.kv_peak = max(self.kv_peak, self._kv.usage)  # blocks grow until a step ends
+            self.kv_peak = max(self.kv_peak, self._kv.usage)  # during a step the usage only grows
         launched = super().launch(plan)
         if self.work is not None:
             self.work.computed(plan)
@@ -385,8 +386,8 @@ class Watched(TimedWorker):
         self.steps.append((start, launched.ends_at, *sizes, shape.attention, self._kv.usage))
 
 
-class _Run:
-    """A core, a virtual clock and what was seen."""
+class _SimulatedRun:
+    """A core on a virtual clock, and the records of the run."""
 
     def __init__(
         self,
@@ -413,7 +414,7 @@ class _Run:
         scheduler = make_scheduler(
             config, self._kv, clock=self._clock, timer=time.perf_counter, seed=seed, chosen=chosen
         )
-        self._lengths: dict[str, int] = {}  # output tokens of the living
+        self._lengths: dict[str, int] = {}  # output tokens of unfinished requests
         self._timing = timing(engine.cost, seed if engine.noise_seed is None else engine.noise_seed)
         worker = (self._clock, self._timing, engine.max_num_seqs, self._lengths)
         self._worker = Watched(*worker, kv=self._kv, keeps_steps=keeps_steps)
@@ -443,7 +444,7 @@ class _Run:
         }
 
     def finish(self) -> Run:
-        """All requests to their ends. Raises ``PolicyError`` if the run cannot go on."""
+        """Serve all requests to their ends. Raises ``PolicyError`` if the run cannot continue."""
         try:
             return self._finished()
         except EngineError:
@@ -481,7 +482,7 @@ class _Run:
 
     def _add(self, job: Job) -> None:
         if 1 <= (most := self._max_model_len - job.num_prompt) < job.num_output:
-            job = replace(job, num_output=most)  # as long as the engine lets it become
+            job = replace(job, num_output=most)  # the engine cuts it at its maximum length
         self._clock.now += self._timing.add_seconds(job.num_prompt)
         try:
             self._core.scheduler.add_request(
@@ -523,25 +524,26 @@ class _Run:
 
 
 def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
-    """Why a run could not go on. What a hook raises is answered by default, so it is something
-    that a hook has changed; of a policy that builds on a shipped one, its own are named."""
+    """The message for a run that failed with an exception. Exceptions of hooks are replaced by
+    default answers, so a hook must have changed the engine's state; hooks of the policy's author
+    are named, those of a shipped base class are not."""
     hooks = [name for name in HOOKS if getattr(cls, name) is not getattr(Policy, name)]
     own = [name for name in hooks if not getattr(cls, name).__module__.startswith("engine.")]
     return (
-        f"policy {name_of(policy)}: its run could not go on: {type(error).__name__}: {error}. It "
-        f"seems that one of its hooks ({', '.join(own or hooks)}) has changed what belongs to the "
-        f"engine; `metronome verify --policy` looks for a small case that shows it"
+        f"the run of policy {name_of(policy)} failed with {type(error).__name__}: {error}. Likely "
+        f"one of its hooks ({', '.join(own or hooks)}) changed state of the engine; "
+        f"`metronome verify --policy` searches for a small case that shows it"
     )
 
 
 def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:
-    """What bounds and slowdowns are computed from."""
+    """The step cost as plain data, for bounds and slowdowns."""
     if isinstance(cost, StepCost):
         return asdict(cost)
     return {name: getattr(cost, name) for name in ("knots", "coefficients", "factors")}
 
 
 def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:
-    """Raise ``ConfigError`` for a policy or option that cannot work, before anything is run."""
+    """Raise ``ConfigError`` for a policy or option that cannot work; simulate nothing."""
     for policy in policies:
         choose(scheduler_config(policy, workload, engine))

@@ -1,8 +1,8 @@
-"""What each user was served, and how evenly while more than one of them waited.
+"""The service that each user got, and how even it was while several users waited.
 
-Service counts as VTC counts it: a token of a prompt 1, a generated one 2, over the user's weight.
-A run has rows of requests, not of steps, so a prompt's tokens are spread evenly from the first step
-of the request to its first token, the generated ones from the first to the last.
+Service is counted as in VTC: a prompt token counts 1, a generated token 2, divided by the user's
+weight. A run has a row per request, not per step, so prompt tokens are spread evenly from the
+request's first step to its first token, and generated tokens from the first to the last.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from policylab.sim.records import Requests
 from policylab.sim.steady import Window
 
 PROMPT_PRICE, OUTPUT_PRICE = 1.0, 2.0
-MAX_USERS = 8  # those with most requests: pairs and times grow with them
+MAX_USERS = 8  # users with the most requests: the cost grows with their number
 NUM_WINDOWS = 50
 MAX_POINTS = 20_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServedUser:
-    """What one user got, of the requests that count."""
+    """The service of one user, from the requests that count."""
 
     name: str
     num_requests: int
@@ -36,45 +36,46 @@ class ServedUser:
     prompt_tokens: int
     output_tokens: int
     ttft: float
-    """Mean, seconds."""
+    """Mean in seconds, as is ``e2e``."""
     e2e: float
     """Mean, seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """All users."""
+    """The service of all users."""
 
     users: list[ServedUser]
     jain: float
-    """Mean of Jain's index over those fiftieths of the period through which two or more users
-    waited, weighted by how many did; 1 is even. NaN where there was none."""
+    """Jain's index; 1 is even. It is computed for each fiftieth of the period in which two or more
+    users waited throughout, and averaged with their number as weight. NaN if there is no such
+    part."""
     gap: float
-    """VTC's: the most by which what two users were served differed over any time through which
-    both waited. NaN where two never did."""
+    """VTC's gap: the largest difference between the service of two users over any time in which
+    both waited throughout. NaN if two users never waited at the same time."""
     bound: float
-    """What VTC promises for it: twice the larger of the longest prompt and of all that fits into
-    the engine, each at its price."""
+    """VTC's bound for the gap: twice the larger of the longest prompt and of all tokens that fit
+    into the engine, each at its price."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Service as time goes on, of those users who have most requests."""
+    """Cumulative service of the users with the most requests."""
 
     users: list[str]
     weights: Floats
     times: Floats
     """[points], seconds."""
     waits: NDArray[np.bool_]
-    """[users, points]: whether the user has a request in the queue from each point on."""
+    """[users, points]: True if the user has a request in the queue from this point to the next."""
     served: Floats
-    """[users, points]: tokens at their prices, over the user's weight, up to each point."""
+    """[users, points]: tokens at their prices over the user's weight, up to each point."""
 
 
 def curves(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
 ) -> Curves | None:
-    """Who was served how much when; ``None`` where there is one user only."""
+    """The cumulative service of each user; ``None`` for a single user."""
     names = requests.text("user")
     found, sizes = np.unique(names[counted].astype(str), return_counts=True)
     if len(found) < 2:
@@ -96,7 +97,7 @@ def curves(
 def service(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
 ) -> Service | None:
-    """Who was served what; ``None`` where there is one user only. ``engine``: its options."""
+    """The service of each user; ``None`` for a single user. ``engine``: options of the engine."""
     curve = curves(requests, counted, window, engine)
     if curve is None:
         return None
@@ -129,7 +130,7 @@ def _user(requests: Requests, mine: NDArray[np.bool_], name: str) -> ServedUser:
 
 
 def _points(requests: Requests, window: Window) -> Floats:
-    """The times at which anything begins or ends, in the period."""
+    """The times in the period at which any request begins or ends a phase, in seconds."""
     columns = [requests.times(name) for name in ("arrival", "scheduled", "first", "last")]
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     points = np.unique(np.concatenate([*columns, edges]))
@@ -141,7 +142,7 @@ def _points(requests: Requests, window: Window) -> Floats:
 
 
 def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDArray[np.bool_]:
-    """Whether the user has a request in the queue from each point to the next [points]."""
+    """True if the user has a request in the queue from each point to the next [points]."""
     mine = mine & ~np.isnan(requests.times("scheduled"))
     begun = np.sort(requests.times("arrival")[mine])
     ended = np.sort(requests.times("scheduled")[mine])
@@ -150,7 +151,7 @@ def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDA
 
 
 def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floats:
-    """What the user was served up to each point [points]."""
+    """The cumulative service of the user at each point [points]."""
     mine = mine & requests.done
     scheduled, first, last = (requests.times(n)[mine] for n in ("scheduled", "first", "last"))
     prompts = PROMPT_PRICE * requests.counts("num_prompt")[mine].astype(np.float64)
@@ -161,7 +162,7 @@ def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floa
 
 
 def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Floats:
-    """How much has come at each point, where each amount comes evenly from its begin to its end."""
+    """The cumulative amount at each point; each amount comes evenly from begin to end."""
     ends = np.maximum(ends, begins + 1e-9)
     rates = amounts / (ends - begins)
     total = np.zeros(len(points))
@@ -176,8 +177,8 @@ def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Fl
 
 
 def jain_by_window(curve: Curves, window: Window) -> list[tuple[float, float, int]]:
-    """For each fiftieth of the period through which two or more users waited: its middle (seconds),
-    Jain's index of what they were served in it, and how many they were."""
+    """For each fiftieth of the period in which two or more users waited throughout: its middle
+    (seconds), Jain's index of their service, and their number."""
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     places = np.searchsorted(curve.times, edges)
     found: list[tuple[float, float, int]] = []
@@ -200,26 +201,26 @@ def _jain(curve: Curves, window: Window) -> float:
 
 
 class ServiceGap(NamedTuple):
-    """How far two users' service came apart while both waited."""
+    """The largest difference between two users' service while both waited."""
 
     value: float
-    """Tokens at their prices, over weights; NaN where no two ever waited together."""
+    """Tokens at their prices over weights; NaN if no two users waited at the same time."""
     begin: float
     end: float
-    """Between which times (seconds) it did."""
+    """``begin`` and ``end``: the times in seconds between which the gap arose."""
     ahead: str
     later: str
 
 
 def widest_gap(curve: Curves) -> ServiceGap:
-    """The widest gap of all pairs, over all times through which both wait."""
+    """The widest gap of all pairs of users, over all times in which both wait."""
     worst = ServiceGap(nan, nan, nan, "", "")
     for one, other in combinations(range(len(curve.waits)), 2):
         both = curve.waits[one] & curve.waits[other]
         ahead = curve.served[one] - curve.served[other]
         changes = np.flatnonzero(np.diff(np.concatenate([[0], both.astype(np.int8), [0]])))
         for first, last in zip(changes[::2], changes[1::2], strict=True):
-            part = ahead[first : last + 1]  # up to the point at which one waits no more
+            part = ahead[first : last + 1]  # includes the point at which one stops waiting
             gap = float(part.max() - part.min())
             if not gap <= worst.value:
                 low, high = int(part.argmin()), int(part.argmax())

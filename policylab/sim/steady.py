@@ -1,22 +1,23 @@
-"""Which part of a run says how the engine does for good, and whether there is one.
+"""The part of a run that counts for its figures, if the run has a steady part.
 
-*Warm-up*: by MSER-5. Requests in order of arrival are taken in fives; as many fives are left out in
-front as make the standard error of the mean of the others smallest, at most half of them. That is
-done for the time to the first token and for the requests in the engine at each arrival, and the
-larger number counts. *Drain*: the period ends with the last arrival; requests that came before it
-count whenever they end.
+*Warm-up*: found by MSER-5. Requests in order of arrival form groups of five; the number of leading
+groups to leave out, at most half of them, is the one that minimises the standard error of the mean
+of the others. This is done for the time to the first token and for the number of requests in the
+engine at each arrival; the larger result is used. *Drain*: the period ends with the last arrival;
+requests that arrived before count whenever they end.
 
-*Overloaded*: after the first fifth of the arrivals, the mean number of requests in the engine is
-taken in eight parts. If of the 28 pairs of parts at least 24 have more in the later one, and from
-the first part to the last it rises by 6 % of the arrivals between, the queue grows without end: a
-mean would say how long the run was. (At 1.1 times the capacity it rises by 9 %; of runs of 1,000
-requests at 0.9 and at 1.2 of it hardly one is judged wrongly.) Each class of requests is judged
-by itself: tiers, users, priorities, the quarter with the longest prompts and the one with
-the longest outputs; 15 % of it must stay, and of a class of 20 to 79 requests half. A class that
-starves is overload, even if it is so small that the whole queue hardly grows.
+*Overloaded*: the arrivals after the first fifth are divided into eight parts, each with its mean
+number of requests in the engine. The queue grows without end if in at least 24 of the 28 pairs of
+parts the later mean is larger, and if from the first part to the last the number rises by 6 % of
+the arrivals between them. Means would then depend on the length of the run. (At 1.1 times the
+capacity the number rises by 9 %; runs of 1,000 requests at 0.9 and 1.2 times are hardly ever
+misjudged.) Each class of requests is also judged by itself: tiers, users, priorities, the quarter
+with the longest prompts and the one with the longest outputs. The threshold for a class is 15 %,
+and 50 % for 20 to 79 requests. A class that starves is overload even if it is so small that the
+whole queue hardly grows.
 
-*Backlog*: all requests came at once, or at a rate that no scheduler could nearly serve. All of them
-count, and the period ends with the last token.
+*Backlog*: all requests arrived at once, or much faster than any scheduler could serve them. All of
+them count, and the period ends with the last token.
 """
 
 from __future__ import annotations
@@ -32,39 +33,39 @@ from policylab.sim.estimate import Floats
 from policylab.sim.records import Requests
 
 STEADY, OVERLOADED, AT_ONCE, BACKLOG = "steady", "overloaded", "at once", "backlog"
-WHOLE = "whole"  # all requests count because that was wanted
+WHOLE = "whole"  # all requests count because the user chose so
 
 Mask = NDArray[np.bool_]
 
 FIVE = 5
 NUM_PARTS = 8
-MIN_RISING = 24  # of the 28 pairs of parts
-MIN_RISING_OF_CLASS = 25  # as there are many classes, each of which may grow by chance
-MIN_SLOPE = 0.06  # requests that stay, for each that comes
-MIN_ARRIVALS = 80  # fewer show no growth: eight parts of ten
+MIN_RISING = 24  # rising pairs of parts, of 28
+MIN_RISING_OF_CLASS = 25  # stricter: there are many classes, each of which may grow by chance
+MIN_SLOPE = 0.06  # share of arrivals by which the number in the engine must rise
+MIN_ARRIVALS = 80  # fewer are too few to judge: eight parts of ten
 SLOPE_OF_CLASS = 0.15
 MIN_OF_CLASS = 20
 ALL_PAIRS = 28
 SLOPE_OF_FEW = 0.5
-LONGEST = 0.25  # of the requests
-NEARLY = 0.9  # of the most warm-up there could be
+LONGEST = 0.25  # share of requests in the classes with the longest prompts and outputs
+NEARLY = 0.9  # share of the largest possible warm-up
 
 
 class Window(NamedTuple):
-    """The part of a run that counts: requests that came from ``start`` to ``end`` (seconds)."""
+    """The part of a run that counts: requests that arrived from ``start`` to ``end`` (seconds)."""
 
     start: float
     end: float
     num_warmup: int
-    """Requests that came before it."""
+    """Requests that arrived before the window."""
     state: str
-    """"steady", "overloaded", "whole", or "at once" and "backlog" of a backlog."""
+    """One of: steady, overloaded, whole, and for a backlog: at once, backlog."""
     is_short: bool = False
-    """Nearly half of the run or more was warm-up: it may not have ended then."""
+    """The warm-up takes nearly half of the run or more, so it may not be over."""
     growing: str = ""
-    """What grows where it is overloaded: "its queue", or a class of requests in it."""
+    """What grows in an overloaded run: its queue, or the number of requests of a class."""
     until: float = 0.0
-    """When the last token of the run came, seconds."""
+    """The time of the run's last token, in seconds."""
 
     @property
     def seconds(self) -> float:
@@ -72,17 +73,17 @@ class Window(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all requests count, up to the last token."""
+        """True if all requests count, up to the last token."""
         return self.state in (AT_ONCE, BACKLOG, WHOLE)
 
     def whole(self, state: str = WHOLE) -> Window:
-        """All of the run."""
+        """The window of the whole run."""
         if self.is_whole:
             return self
         return Window(0.0, self.until, 0, state, until=self.until)
 
     def joined(self, other: Window) -> Window:
-        """The part of the same requests that both windows have: the later start."""
+        """The window with the later start of the two."""
         return self if self.num_warmup >= other.num_warmup else self._begin(other)
 
     def _begin(self, other: Window) -> Window:
@@ -92,7 +93,7 @@ class Window(NamedTuple):
 
 
 def window(requests: Requests, *, is_backlog: bool = False) -> Window:
-    """What counts of a run. ``is_backlog``: requests came much faster than any could be served."""
+    """The part of a run that counts. ``is_backlog``: far more requests arrive than are served."""
     arrival, last = requests.times("arrival"), requests.times("last")
     if not len(arrival):
         return Window(0.0, 0.0, 0, AT_ONCE)
@@ -115,8 +116,8 @@ def window(requests: Requests, *, is_backlog: bool = False) -> Window:
 
 
 def growing(requests: Requests) -> str:
-    """What grows without end: "its queue", or a class of requests as in "its requests of tier
-    'batch'"; empty if nothing does."""
+    """What grows without end: "its queue", or a class of requests as in "the number of its requests
+    of tier 'batch'"; empty if nothing does."""
     if is_growing(in_engine(requests)):
         return "its queue"
     for name, which in _classes(requests):
@@ -126,14 +127,15 @@ def growing(requests: Requests) -> str:
 
 
 def _starves(inside: Floats) -> bool:
-    """Whether a class grows; one of few requests only if half of them stay."""
+    """True if the number of requests of a class keeps growing; a class with few requests must grow
+    by half of its arrivals."""
     if len(inside) >= MIN_ARRIVALS:
         return is_growing(inside, SLOPE_OF_CLASS, MIN_RISING_OF_CLASS)
     return is_growing(inside, SLOPE_OF_FEW, ALL_PAIRS, MIN_OF_CLASS)
 
 
 def _classes(requests: Requests) -> Iterator[tuple[str, Mask]]:
-    """Tiers, users, priorities and sizes whose requests a scheduler may starve."""
+    """The classes of requests that a scheduler may starve, with a mask for each."""
     columns = [(f"of {kind}", requests.text(kind)) for kind in ("tier", "user")]
     columns.append(("of priority", requests.counts("priority")))
     for name, column in columns:
@@ -146,16 +148,16 @@ def _classes(requests: Requests) -> Iterator[tuple[str, Mask]]:
 
 
 def in_engine(requests: Requests, which: Mask | slice = slice(None)) -> Floats:
-    """How many requests were in the engine as each came, itself included [requests]; of those of
-    ``which`` alone, if it is given."""
+    """The number of requests in the engine at each arrival, including the arriving one [requests].
+    ``which``: count only these requests."""
     arrival, last = requests.times("arrival")[which], requests.times("last")[which]
-    ends = np.sort(np.where(np.isnan(last), arrival, last))  # the refused were never in
+    ends = np.sort(np.where(np.isnan(last), arrival, last))  # refused ones were never in
     number = np.arange(1, len(arrival) + 1) - np.searchsorted(ends, arrival, side="right")
     return number.astype(np.float64)
 
 
 def warmup(series: Floats) -> int:
-    """How many values in front are better left out (MSER-5)."""
+    """The number of leading values to leave out (MSER-5)."""
     fives = len(series) // FIVE
     if fives < 4:
         return 0
@@ -173,8 +175,9 @@ def is_growing(
     rising: int = MIN_RISING,
     least: int = MIN_ARRIVALS,
 ) -> bool:
-    """Whether more and more requests are in the engine: of those that come at least ``slope``
-    stay, and this many pairs of parts rise. ``least``: fewer requests are not judged."""
+    """True if the number of requests in the engine keeps growing. It must rise by the share
+    ``slope`` of the arrivals, and in at least ``rising`` pairs of parts. ``least``: fewer requests
+    are not judged."""
     if len(inside) < least:
         return False
     parts = _parts(inside)

@@ -1,4 +1,4 @@
-"""How long simulated steps take: a cost model's mean, and the unrest of the machine around it."""
+"""Durations of simulated steps: the mean of a cost model, with measured noise."""
 
 from __future__ import annotations
 
@@ -10,31 +10,31 @@ from engine.sched.predict.cost import StepShape
 from engine.sched.predict.profile import Profile, regime
 from policylab.sim.worker import StepCost
 
-MEAN_RUN = 32  # steps in a row whose noise is taken as it was: slow times last
+MEAN_RUN = 32  # mean number of consecutive ratios that are replayed in order
 HOST = "host"
 
 
 class Timing(Protocol):
-    """Seconds of one run's steps, in their order."""
+    """Durations of one run's steps, in their order."""
 
     def seconds(self, shape: StepShape) -> float:
-        """The next step, from its plan to its result."""
+        """Seconds from the plan of the next step to its result."""
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
-        """From the result of a step of this many rows to the next plan."""
+        """Seconds from the result of a step with this many rows to the next plan."""
         ...
 
     def add_seconds(self, num_prompt: int) -> float:
-        """To take a request with a prompt of this many tokens."""
+        """Seconds to add a request with a prompt of this many tokens."""
         ...
 
 
 class Noise:
-    """Measured ratios, in runs from places that are drawn (a stationary bootstrap: Politis and
-    Romano, 1994), so that slow times last as long as they did.
+    """Measured ratios, read in runs from random places (stationary bootstrap: Politis and Romano,
+    1994), so that slow spells last as long as they did.
 
-    Each has a kind, and a step takes the next one of its own: the machine's unrest is a larger
+    Each ratio has a kind, and a step takes the next ratio of its own kind, since noise is a larger
     share of a short step.
     """
 
@@ -47,7 +47,7 @@ class Noise:
         self._place = dice.randrange(len(kinds))
 
     def draw(self, kind: str) -> float:
-        """The next one of this kind; of any, if none was measured."""
+        """The next ratio of this kind; of any kind if this one was not measured."""
         if self._dice.random() * MEAN_RUN < 1.0:
             self._place = self._dice.randrange(len(self._ratios))
         found = self._next.get(kind, self._any)[self._place]
@@ -56,7 +56,7 @@ class Noise:
 
 
 def _next_places(kinds: Sequence[str], kind: str) -> list[int]:
-    """For each place the first at or after it, or from the start on, that has this kind."""
+    """For each place the first place from there on (cyclically) that has this kind."""
     places, following = [0] * len(kinds), kinds.index(kind)
     for place in reversed(range(len(kinds))):
         following = place if kinds[place] == kind else following
@@ -65,7 +65,7 @@ def _next_places(kinds: Sequence[str], kind: str) -> list[int]:
 
 
 class ProfileTiming:
-    """Steps as a profile has them; the same seed draws the same noise."""
+    """Durations from a profile; the same seed gives the same noise."""
 
     def __init__(self, profile: Profile, seed: int, *, is_noisy: bool = True) -> None:
         self._profile = profile
@@ -86,7 +86,7 @@ class ProfileTiming:
 
 
 class FixedTiming:
-    """Steps as ``StepCost`` has them, each like the other; the host takes no time."""
+    """Durations from ``StepCost`` without noise; the host takes no time."""
 
     def __init__(self, cost: StepCost) -> None:
         self.seconds = cost.seconds

@@ -1,4 +1,4 @@
-"""A worker that computes nothing and takes the time that a linear model predicts."""
+"""A worker that computes nothing and takes the time that a cost model predicts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from policylab.verify.fake import FakeExecutor
 
 
 class VirtualClock:
-    """Seconds since the start of the run; moves only when it is set."""
+    """A clock that moves only when it is set; seconds since the start of the run."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -31,19 +31,18 @@ class VirtualClock:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Seconds of a step, affine in its sizes. The defaults are roughly
-    those of a small GPU, not of a particular machine."""
+    """Seconds of a step, affine in its sizes. The defaults roughly match a small GPU."""
 
     fixed: float = 5e-3
     per_seq: float = 4e-6
     per_token: float = 2e-5
     per_context: float = 1e-8
-    """For each token in the cache of a sequence in the step."""
+    """Per token in the KV cache of a sequence in the step."""
     per_attention: float = 1e-9
-    """For each pair of a new token and one that it attends to."""
+    """Per pair of a new token and a token that it attends to."""
 
     def seconds(self, shape: StepShape) -> float:
-        """How long a step of this shape takes."""
+        """The seconds of a step of this shape."""
         return (
             self.fixed
             + self.per_seq * shape.num_seqs
@@ -53,8 +52,9 @@ class StepCost:
         )
 
     def seconds_each(self, shape: StepShape, num_steps: int) -> Times:
-        """How long each of this many steps takes of which this is the first; every row of a later
-        one has a token more in the cache. Equal to ``seconds`` of each to the last bit."""
+        """The seconds of each of ``num_steps`` steps, of which this is the first. In each later
+        step every row has one more token in the cache. Bit-identical to ``seconds`` of each
+        step."""
         more = np.arange(num_steps) * shape.num_seqs
         context, attention = shape.context + more, shape.attention + more
         seconds: Times = (
@@ -67,7 +67,7 @@ class StepCost:
         return seconds
 
     def host_seconds(self, num_seqs: int) -> float:
-        """None of its own, as steps are counted from plan to plan."""
+        """Always 0: steps are counted from plan to plan."""
         return 0.0
 
     def __str__(self) -> str:
@@ -78,25 +78,25 @@ class StepCost:
         )
 
 
-TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # one that others follow, and the last
+TOKENS: Column = np.array([FILLER, END], dtype=np.int32)  # a token within a text, and the last one
 CostEach = Callable[[StepShape, int], Times]
 
 
 class Cost(Protocol):
-    """How long steps take, called once for each in their order. One that can be called for several
-    at once has ``seconds_each`` as ``StepCost`` has it; its ``host_seconds`` are 0."""
+    """A model of step times, called once per step in order. A model that can compute several steps
+    in one call has ``seconds_each`` as in ``StepCost``, and its ``host_seconds`` are 0."""
 
     def seconds(self, shape: StepShape) -> float:
-        """Seconds of the next step, from its plan to its result."""
+        """Seconds from the plan of the next step to its result."""
         ...
 
     def host_seconds(self, num_seqs: int) -> float:
-        """From the result of a step of this many rows to the next plan."""
+        """Seconds from the result of a step with this many rows to the next plan."""
         ...
 
 
 class Launched(NamedTuple):
-    """A step under way."""
+    """A step in flight."""
 
     result: StepResult
     ends_at: float
@@ -112,18 +112,20 @@ class TimedWorker(FakeExecutor):
         self._cost = cost
         self._cost_each: CostEach | None = getattr(cost, "seconds_each", None)
         self._lengths = lengths  # output tokens by request id
-        self._ends = np.zeros(num_slots, dtype=np.int32)  # by slot: known tokens at its end
+        self._ends = np.zeros(num_slots, dtype=np.int32)  # by slot: known tokens at the end
         self._free_at = 0.0
-        self._num_rows: int | None = None  # of the step collected, until the host has had its share
+        self._num_rows: int | None = (
+            None  # rows of the collected step, until the host's time has passed
+        )
         self.busy_seconds = 0.0
-        """Seconds that its steps have taken in all."""
+        """Total seconds of all steps."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Begin a step, after those begun before."""
+        """Start a step, after those started before."""
         for new in plan.new:
             self._ends[new.slot] = new.num_prompt + self._lengths[new.request_id]
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
-        known = plan.starts + plan.counts + 1  # once the token sampled in this step is
+        known = plan.starts + plan.counts + 1  # including the token sampled in this step
         tokens = TOKENS.take(known >= self._ends[plan.slots])
         if not plan.samples.all():
             tokens = tokens[plan.samples == 1]
@@ -133,8 +135,8 @@ class TimedWorker(FakeExecutor):
         return Launched(result, self._free_at)
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Launched]) -> list[Launched]:
-        """Repeat the steps of a stretch that come before ``until`` and before any row ends, and
-        launch the one in which a row does."""
+        """Take the steps of a stretch that begin before ``until`` and before any row ends, and
+        launch the step in which a row ends."""
         left = int((self._ends[stretch.slots] - stretch.starts).min()) - 2
         most = min(stretch.max_steps, left)
         if most < 1:
@@ -157,11 +159,11 @@ class TimedWorker(FakeExecutor):
     def repeated(
         self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
     ) -> None:
-        """Steps of a stretch were launched: when each of them ends, and how long it takes. For
-        those who keep account."""
+        """Called when steps of a stretch were launched, with the end and the seconds of each step.
+        For subclasses."""
 
     def rest(self) -> None:
-        """To be called after each step of the core: the host's share of it passes."""
+        """Let the host's time pass; called after each step of the core."""
         if self._num_rows is not None:
             self._clock.now += self._cost.host_seconds(self._num_rows)
         self._num_rows = None
@@ -169,7 +171,7 @@ class TimedWorker(FakeExecutor):
     def _take_one_by_one(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Fill in the times of a stretch; ends and seconds of the steps launched in it."""
+        """Fill in a stretch's times; returns ends and seconds of launched steps."""
         now, free_at, num_rows = self._clock.now, self._free_at, len(stretch.rows)
         coming, launched, all_seconds = deque(in_flight), [], []
         begins: list[float] = []
@@ -190,10 +192,11 @@ class TimedWorker(FakeExecutor):
     def _take_together(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Take durations that can be had at once, where the host takes no time."""
+        """Like ``_take_one_by_one`` with ``seconds_each`` and no host time."""
         now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
-        # Few of them may come in time: more are computed only where these are too few.
+        # Only few may begin before ``until``: compute a guess first, and all only if it is too
+        # small.
         first = self._cost.seconds(shape)
         guess = (stretch.until - now) / first if first else inf
         for tried in sorted({min(num_planned, int(min(guess, most)) + 2), num_planned}):
@@ -211,18 +214,18 @@ class TimedWorker(FakeExecutor):
         return launched[: len(begins)], seconds[: len(begins)]
 
     def _result(self, stretch: Stretch, index: int, seconds: float) -> StepResult:
-        """What one of its steps brings."""
+        """The result of a step of the stretch."""
         known = stretch.starts + (index + 2)
         tokens = TOKENS.take(known >= self._ends[stretch.slots])
         return StepResult(stretch.step + index, tokens, np.ones_like(tokens), seconds=seconds)
 
     def collect(self, ticket: Launched) -> StepResult:
-        """Wait until a step has ended."""
+        """Advance the clock to the end of a step; returns its result."""
         self._clock.now = max(self._clock.now, ticket.ends_at)
         self._num_rows = len(ticket.result.counts)
         return ticket.result
 
 
 def _sums(first: float, more: Iterable[float]) -> list[float]:
-    """The first, and the sum after each of the others, added one by one."""
+    """The first value, and the running sum after each of the others."""
     return list(accumulate(more, initial=first))

@@ -1,14 +1,14 @@
-"""Where one policy does worst next to another: a search over workloads and engines.
+"""Search for the workload and engine on which one policy is worst relative to another.
 
-A *case* is a choice for each *knob*: options of the workload, sizes of the engine, the load. Hill
-climbing with a seed: from a random case, knobs are turned one or two at a time, and what is no
-better is left; after some turns in vain it begins at another random case, until time is up. What
-counts is how many times as bad the figure is, in the mean over two seeds and over whole runs: where
-a queue grows without end there is no steady part, but the same requests were served worse or better
-all the same.
+A *case* has a value for each *knob*: options of the workload, sizes of the engine, the load. The
+search is hill climbing with a seed: it starts at a random case, changes one or two knobs at a time,
+and keeps changes that are not better for the policy; after some changes without progress it
+restarts at another random case, until time is up. A case is scored by the ratio of the policies'
+figures, averaged over two seeds and over whole runs: an overloaded run has no steady part, but the
+same requests are still served better or worse.
 
-The worst case is then made simple while it keeps most of that: knobs go back to what they were, as
-far as they can, and requests are left out.
+The worst case is then simplified while it keeps most of its score: knobs return to their start
+values where possible, and requests are removed.
 """
 
 from __future__ import annotations
@@ -53,60 +53,60 @@ KNOBS: dict[str, tuple[Any, ...]] = {
     "num_priorities": (0, 2, 8),
     "deadlines": (None, (0.5, 5.0), (1.0, 60.0)),
 }
-"""What a knob may be turned to, of those options that workload and engine have."""
-NUM_DRAWS = 100  # of turns that cannot be, such as to prompts that no pool holds
-NUM_IN_VAIN = 20  # turns, before another random case is begun with
-SHARE_TURNED = 0.4  # of the knobs of a random case
-SHARE_KEPT = 0.8  # of how much worse it is, by a simpler case
-SHARE_SEARCHED = 0.7  # of the time; the rest makes the case simple
+"""The values of each knob; a case has the knobs that its workload and engine have as options."""
+NUM_DRAWS = 100  # draws of a valid case, such as one whose prompts fit into the pool
+NUM_IN_VAIN = 20  # changes without progress before a restart
+SHARE_TURNED = 0.4  # share of knobs that a random case changes
+SHARE_KEPT = 0.8  # share of the score that a simpler case must keep
+SHARE_SEARCHED = 0.7  # share of the time; the rest is for simplifying
 LEAST_REQUESTS = 10
-NUM_AT_ONCE = 100  # requests by which a case's load is measured
-TINY = 1e-3  # is added to both figures, so that one may be 0
+NUM_AT_ONCE = 100  # requests in the measurement of a case's capacity
+TINY = 1e-3  # added to both figures, so that one may be 0
 MAX_IDLE_LOOKS = 20_000
 
 Clock = Callable[[], float]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
-    """What two policies are given."""
+class WorstCase:
+    """A workload, an engine and a load on which two policies are compared."""
 
     workload: Workload
     engine: Engine
     load: float | None
-    """``None``: the workload comes as it does."""
+    """``None``: the workload's own arrivals."""
     seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """What came of a case."""
+    """The result of a case."""
 
     worse: float
-    """Logarithm of how many times as bad the first policy was; -inf if the case says nothing."""
+    """Logarithm of how many times as bad the first policy is; -inf for a case without figures."""
     ours: float = 0.0
-    """Its figure, the mean over the seeds."""
+    """The first policy's figure, the mean over the seeds."""
     theirs: float = 0.0
     why: str = ""
-    """Why the first policy has no figures, if so: it never ended, or was not its own."""
+    """Why the first policy has no figures: a run never ended or was not valid."""
 
     @property
     def times(self) -> float:
-        """How many times as bad it was."""
+        """How many times as bad the first policy is."""
         return exp(self.worse) if self.worse < inf else inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hunt:
-    """Which policy, next to which other, by which figure, from which case."""
+    """A search: the policy, the one it is compared with, the figure, and the case to start from."""
 
     policy: Any
     other: Any
     figure: str
-    start: Case
+    start: WorstCase
     slo: tuple[Limit, ...] = ()
     pinned: frozenset[str] = frozenset()
-    """Knobs that stay as they are."""
+    """Knobs that are not changed."""
     seed: int = 0
     seconds: float = 60.0
     max_tries: float = inf
@@ -115,25 +115,25 @@ class Hunt:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The worst case of a hunt."""
+    """The worst case of a search."""
 
-    case: Case
+    case: WorstCase
     score: Score
     num_tries: int
 
 
 def find_worst(hunt: Hunt) -> Found:
-    """Search, then make simple. Raises ``ConfigError`` where no case could be tried."""
-    search = _Search(hunt)
+    """Find the worst case and simplify it. Raises ``ConfigError`` if no case could be run."""
+    search = _WorstSearch(hunt)
     worst = search.climb()
     if not worst.score.worse > -inf:
         raise ConfigError(
-            f"no case could be tried in {hunt.seconds:g} s; give more --seconds or fewer --requests"
+            f"no case could be run in {hunt.seconds:g} s; give more --seconds or fewer --requests"
         )
     return search.simplest(worst)
 
 
-class _Search:
+class _WorstSearch:
     def __init__(self, hunt: Hunt) -> None:
         self._hunt = hunt
         self._dice = Random(hunt.seed)
@@ -149,22 +149,20 @@ class _Search:
         self._defaults = {name: choice(start, name) for name in self._knobs}
 
     def climb(self) -> Found:
-        """The worst case met until time is up."""
+        """The worst case found until time is up."""
         best = here = self._tried(self._hunt.start)
         in_vain = 0
         while self._knobs and self._goes_on(SHARE_SEARCHED):
-            if in_vain >= NUM_IN_VAIN or not here.score.worse > -inf:
-                here, in_vain = self._tried(self._random()), 0
-            else:
-                there = self._tried(self._turned(here.case))
-                in_vain = 0 if there.score.worse > here.score.worse else in_vain + 1
-                here = there if there.score.worse >= here.score.worse else here
-            if here.score.worse > best.score.worse:
-                best = here
+            restarts = in_vain >= NUM_IN_VAIN or not here.score.worse > -inf
+            there = self._tried(self._drawn(here.case, restarts=restarts))
+            in_vain = 0 if restarts or there.score.worse > here.score.worse else in_vain + 1
+            if restarts or there.score.worse >= here.score.worse:
+                here = there
+            best = max(best, here, key=lambda found: found.score.worse)
         return replace(best, num_tries=len(self._scores))
 
     def simplest(self, worst: Found) -> Found:
-        """The simplest case found until time is up that keeps most of how bad the worst is."""
+        """The simplest case found until time is up that keeps most of the worst score."""
         least = worst.score.worse if worst.score.worse == inf else SHARE_KEPT * worst.score.worse
         best, is_simpler = worst, worst.score.worse > 0
         while is_simpler:
@@ -179,8 +177,8 @@ class _Search:
                         break
         return replace(best, num_tries=len(self._scores))
 
-    def _simpler(self, case: Case, name: str) -> Iterator[Case]:
-        """Fewer requests, or a knob back where it was, or nearer to it."""
+    def _simpler(self, case: WorstCase, name: str) -> Iterator[WorstCase]:
+        """Cases with fewer requests, or with this knob at or nearer to its start value."""
         now = choice(case, name)
         if name == NUM_REQUESTS:
             fewer = [n for n in (now // 2, now * 3 // 4) if LEAST_REQUESTS <= n < now]
@@ -195,43 +193,33 @@ class _Search:
             if abs(goal - place) > 1:
                 yield from self._made(case, {name: values[place + (1 if goal > place else -1)]})
 
-    def _random(self) -> Case:
-        def turned() -> dict[str, Any]:
-            return {
-                name: self._dice.choice(values)
-                for name, values in self._knobs.items()
-                if self._dice.random() < SHARE_TURNED
-            }
-
-        return self._sound(self._hunt.start, turned)
-
-    def _turned(self, case: Case) -> Case:
-        def turned() -> dict[str, Any]:
-            names = self._dice.sample(list(self._knobs), min(len(self._knobs), self._turns()))
-            return {name: self._neighbour(name, choice(case, name)) for name in names}
-
-        return self._sound(case, turned)
-
-    def _sound(self, case: Case, turned: Callable[[], dict[str, Any]]) -> Case:
-        """The case with knobs turned so that it can be; as it is, if hardly any can."""
+    def _drawn(self, case: WorstCase, *, restarts: bool) -> WorstCase:
+        """A valid case drawn around this one, or around the start of the hunt if it ``restarts``;
+        that case itself if ``NUM_DRAWS`` draws are not valid."""
+        dice, knobs = self._dice, self._knobs
+        case = self._hunt.start if restarts else case
         for _ in range(NUM_DRAWS):
-            for each in self._made(case, turned()):
+            if restarts:
+                turned = {
+                    n: dice.choice(v) for n, v in knobs.items() if dice.random() < SHARE_TURNED
+                }
+            else:
+                names = dice.sample(list(knobs), min(len(knobs), dice.choice((1, 1, 2))))
+                turned = {name: self._neighbour(name, choice(case, name)) for name in names}
+            for each in self._made(case, turned):
                 return each
         return case
 
-    def _turns(self) -> int:
-        return self._dice.choice((1, 1, 2))
-
     def _neighbour(self, name: str, value: Any) -> Any:
-        """Mostly the next one on its scale."""
+        """A value near this one: mostly the next or the previous one of the knob."""
         values = self._knobs[name]
         if value not in values or self._dice.random() < 0.3:
             return self._dice.choice(values)
         place = values.index(value) + self._dice.choice((-1, 1))
         return values[min(max(place, 0), len(values) - 1)]
 
-    def _made(self, case: Case, turned: Mapping[str, Any]) -> Iterator[Case]:
-        """The case with knobs turned, if that can be."""
+    def _made(self, case: WorstCase, turned: Mapping[str, Any]) -> Iterator[WorstCase]:
+        """The case with these knob values, if it is valid."""
         try:
             for name, value in turned.items():
                 case = _with(case, name, value)
@@ -240,7 +228,7 @@ class _Search:
         if case.workload.max_model_len <= (case.engine.num_blocks - 1) * case.engine.block_size:
             yield case
 
-    def _tried(self, case: Case) -> Found:
+    def _tried(self, case: WorstCase) -> Found:
         self._num_tries += 1
         key = repr((case.workload, case.engine, case.load))
         if key not in self._scores:
@@ -253,8 +241,8 @@ class _Search:
         return is_early and self._num_tries < share * hunt.max_tries
 
 
-def score(hunt: Hunt, case: Case) -> Score:
-    """How much worse the policy does than the other."""
+def score(hunt: Hunt, case: WorstCase) -> Score:
+    """How much worse the policy is than the other on this case."""
     ours: list[float] = []
     theirs: list[float] = []
     engine, rate = replace(case.engine, max_idle_looks=MAX_IDLE_LOOKS), None
@@ -289,9 +277,9 @@ def score(hunt: Hunt, case: Case) -> Score:
     return Score(worse=sign * worse, ours=own_mean, theirs=other_mean)
 
 
-def rate_of(case: Case) -> float | None:
-    """Requests a second that come in this case; ``None``: as the workload says. What fcfs can
-    serve is measured with few requests, as each case would take longer for it than for its runs."""
+def rate_of(case: WorstCase) -> float | None:
+    """The arrival rate of the case in requests per second; ``None``: the workload's own. The rate
+    of fcfs is measured with few requests, since it would otherwise take longer than the runs."""
     if case.load is None:
         return None
     rough = capacity_of(case.workload, case.engine, num_requests=NUM_AT_ONCE)
@@ -302,21 +290,21 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _has(case: Case, name: str) -> bool:
+def _has(case: WorstCase, name: str) -> bool:
     if name == LOAD:
         return case.load is not None
     return any(name == each.name for part in (case.workload, case.engine) for each in fields(part))
 
 
-def choice(case: Case, name: str) -> Any:
-    """What a knob is turned to, or an option is; ``None`` if the case has none such."""
+def choice(case: WorstCase, name: str) -> Any:
+    """The value of a knob or option; ``None`` if the case does not have it."""
     if name == LOAD:
         return case.load
     parts = (case.workload, case.engine)
     return next((getattr(part, name) for part in parts if hasattr(part, name)), None)
 
 
-def _with(case: Case, name: str, value: Any) -> Case:
+def _with(case: WorstCase, name: str, value: Any) -> WorstCase:
     if name == LOAD:
         return replace(case, load=value)
     workload, engine = with_option(name, value, case.workload, case.engine)

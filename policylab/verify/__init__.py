@@ -1,1 +1,1 @@
-"""A fake worker and checks for schedulers: deterministic, torch-free, shipped with the package."""
+"""A fake worker and checks for schedulers: deterministic and without torch."""

@@ -1,9 +1,9 @@
-"""Does what a policy keeps grow with the requests that have ended?
+"""Check whether data that a policy keeps grows with finished requests.
 
-Many small requests come and end. Now and then, when none is left, everything that can be reached
-from the policy is measured: its attributes and what is in them, those of its classes, defaults and
-closures of their functions, and the globals of their modules. Books by user or by program stay as
-they are, since users and programs do; what is kept for each request shows.
+Many small requests arrive and end. At some points, when none is left, everything reachable from the
+policy is measured: attributes and their contents, its classes, defaults and closures of their
+functions, and globals of their modules. Data per user or program does not grow, since users and
+programs stay the same; data kept per request does.
 """
 
 from __future__ import annotations
@@ -18,27 +18,26 @@ from types import FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from engine.config.sched import SchedulerConfig
-from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.sched.policy import Policy
 from engine.sched.request import Request
-from policylab.verify.case import Abort, Add, Case, Setup
+from policylab.verify.case import Abort, Add, Case, Setup, plain_request
 from policylab.verify.simulation import Simulation
 
-FIRST_LOOK = 300  # requests, and then twice as many each time
+FIRST_LOOK = 300  # requests before the first measurement; the number doubles each time
 LEAST_LOOKS = 3
-MOST_LOOKS = 6  # while it grows; what has a bound has reached it by then, or is too large a book
-LEAST_GROWTH = 0.5  # bytes a request
+MOST_LOOKS = 6  # while it grows; bounded data has reached its bound by then
+LEAST_GROWTH = 0.5  # bytes per request
 USERS = 4
 ABORT_EVERY = 17
-AT_ONCE = 12  # requests that are under way at once
-SOMEWHERE = "a book that cannot be reached from the policy, and holds requests that have ended,"
+AT_ONCE = 12  # unfinished requests at the same time
+SOMEWHERE = "data that is not reachable from the policy, and holds finished requests,"
 OURS = ("engine", "policylab")
 FOREIGN = ("logging", "_pytest", "pytest", "unittest", "threading", "importlib")
 
 
 class BookGrowth(NamedTuple):
-    """Where a book is, and what it grows by with each request."""
+    """The data that grows most, and its growth per request."""
 
     place: str
     bytes_per_request: float
@@ -46,9 +45,9 @@ class BookGrowth(NamedTuple):
 
 
 def find_growth(policy: Any, options: dict[str, Any]) -> BookGrowth | None:
-    """The book that grows most with requests that have ended; ``None`` if none does.
+    """The data that grows most with finished requests; ``None`` if none grows.
 
-    Raises ``AssertionError`` for a rule that is broken meanwhile.
+    Raises ``AssertionError`` if a rule is broken during the run.
     """
     simulation = Simulation(Case(setup=_setup(policy, options)), every=2**62, leaks=False)
     names, rng = count(), Random(7)
@@ -67,7 +66,7 @@ def find_growth(policy: Any, options: dict[str, Any]) -> BookGrowth | None:
 
 
 def measured(policy: Policy) -> Counter[str]:
-    """Bytes of what can be reached from a policy, by where it is."""
+    """The bytes reachable from a policy, by place."""
     sizes: Counter[str] = Counter()
     seen: set[int] = set()
     own = own_modules(policy)
@@ -81,18 +80,18 @@ def measured(policy: Policy) -> Counter[str]:
         todo += _inside(place, value)
     gc.collect()
     ended = sum(type(each) is Request for each in gc.get_objects())
-    sizes[SOMEWHERE] += ended  # a byte each: wherever a book of them is, it is larger
+    sizes[SOMEWHERE] += ended  # a byte each: the data that holds them is larger
     return sizes
 
 
 def own_modules(policy: Policy) -> set[str]:
-    """Modules of the policy's classes."""
+    """The modules of the policy's own classes."""
     ready = (Policy.__module__, "builtins", "abc", "typing")
     return {cls.__module__ for cls in type(policy).__mro__ if cls.__module__ not in ready}
 
 
 def _serve(simulation: Simulation, names: Iterator[int], rng: Random, num_requests: int) -> None:
-    """This many small requests come and end; each 17th is aborted on its way."""
+    """Serve this many small requests; each 17th is aborted on its way."""
     for _ in range(num_requests):
         index = next(names)
         simulation.happen(Add(at=0, request=_small(str(index), rng, simulation.now)))
@@ -109,22 +108,14 @@ def _serve(simulation: Simulation, names: Iterator[int], rng: Random, num_reques
 def _small(name: str, rng: Random, now: float) -> AddRequest:
     num_prompt, num_output = rng.randint(1, 6), rng.randint(1, 4)
     user = f"u{rng.randrange(USERS)}"
-    return AddRequest(
-        name,
-        [rng.randrange(8) for _ in range(num_prompt)],
-        SamplingParams(max_tokens=num_output),
-        seed=0,
-        arrival_time=now,
-        max_tokens=num_output,
-        priority=rng.randrange(2),
-        user=user,
-        deadline=now + 10.0,
-        hints={"output_tokens": num_output, "program": f"program of {user}"},
+    prompt, priority = [rng.randrange(8) for _ in range(num_prompt)], rng.randrange(2)
+    return plain_request(
+        name, prompt, num_output, now, user, priority=priority, deadline=now + 10.0
     )
 
 
 def _setup(policy: Any, options: dict[str, Any]) -> Setup:
-    """An engine with too few blocks, so that requests are preempted too."""
+    """An engine with too few blocks, so that requests are also preempted."""
     config = SchedulerConfig(
         max_num_batched_tokens=32,
         max_num_seqs=8,
@@ -136,7 +127,7 @@ def _setup(policy: Any, options: dict[str, Any]) -> Setup:
     return Setup(config=config, num_blocks=18, block_size=2, tick=0.25)
 
 
-# -- what can be reached
+# -- reachable values
 
 
 def _roots(policy: Policy, own: set[str]) -> Iterator[tuple[str, object]]:
@@ -152,7 +143,7 @@ def _roots(policy: Policy, own: set[str]) -> Iterator[tuple[str, object]]:
 
 
 def _is_own(value: object, own: set[str]) -> bool:
-    """Is it the policy's, rather than the engine's or a library's?"""
+    """True if the value belongs to the policy rather than to the engine or a library."""
     if isinstance(value, type | FunctionType):
         return value.__module__ in own
     if isinstance(value, ModuleType):
@@ -162,7 +153,7 @@ def _is_own(value: object, own: set[str]) -> bool:
 
 
 def _is_own_module(module: ModuleType, own: set[str]) -> bool:
-    """Whether the policy's author wrote this module too: same package or same directory."""
+    """True if the policy's author wrote this module: same package or same directory."""
     name = module.__name__
     if name.partition(".")[0] in {*OURS, *sys.stdlib_module_names, *FOREIGN}:
         return False
@@ -172,7 +163,7 @@ def _is_own_module(module: ModuleType, own: set[str]) -> bool:
 
 
 def _inside(place: str, value: object) -> Iterator[tuple[str, object]]:
-    """What a value holds, and where it is. Elements of a container are where it is."""
+    """The values inside a value, with their places. Elements of a container have its place."""
     if isinstance(value, MethodType):
         yield place, value.__self__
         value = value.__func__

@@ -1,4 +1,4 @@
-"""Cases: an engine and what happens to it, as data that can be drawn, shrunk, kept and printed."""
+"""Cases: an engine and its events, as data that can be drawn, shrunk, stored and printed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from engine.config.sched import SchedulerConfig
+from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
 from engine.sched.interface import PauseState
 
@@ -16,18 +17,18 @@ VOCAB_SIZE = 61
 
 
 class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the simulated engine is made of.
+    """The simulated engine of a case.
 
-    ``windows``: one for each group of layers, 0 for full attention.
-    ``needs``: resources by name (see ``needs.py`` and ``remote.py``) and the size of each. ``seed``
-    throws the scheduler's dice and sets the pace: a steady engine launches and settles as the core
-    does, any other in every order that is allowed. If it is odd the worker computes a step only
-    when its result is collected. ``tick``: seconds between two plans, a binary fraction, so
-    that times add up without rounding.
+    ``windows``: one per group of layers, 0 for full attention. ``needs``: resources by name (see
+    ``needs.py`` and ``remote.py``) with their sizes. ``seed``: seed of the scheduler, the pace and
+    the worker: a steady engine launches and settles as the core does, any other in every allowed
+    order; for an odd seed the worker computes a step only when its result is collected. ``tick``:
+    seconds between two plans, a binary fraction, so that sums of times are exact.
 
-    ``config.speculative_config``: the engine's own drafts, and ``grammar_ticks``: its own grammars,
-    ready after this many plans at most; -1: none (see ``halves.py``). ``num_tokens_used``: tokens
-    that the model says, the first of the vocabulary: a text of few tokens repeats itself.
+    ``config.speculative_config``: the engine's own drafts. ``grammar_ticks``: the engine's own
+    grammars are ready after at most this many plans; -1: none (see ``halves.py``).
+    ``num_tokens_used``: the model generates only this many tokens of the vocabulary, so that a text
+    repeats itself if there are few.
     """
 
     config: SchedulerConfig
@@ -44,12 +45,12 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def has_halves(self) -> bool:
-        """Does it need the deciding halves of features?"""
+        """True if the case needs resources of real features: drafts or grammars."""
         return self.config.speculative_config is not None or self.grammar_ticks >= 0
 
 
 class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
-    """A request comes. ``fails_at``: the first position that the worker cannot compute."""
+    """A request arrives. ``fails_at``: the first position that the worker cannot compute."""
 
     at: int
     request: AddRequest
@@ -64,28 +65,28 @@ class Abort(msgspec.Struct, frozen=True, omit_defaults=True, tag="abort"):
 
 
 class Reset(msgspec.Struct, frozen=True, omit_defaults=True, tag="reset"):
-    """The prefix cache is emptied."""
+    """The prefix cache is reset."""
 
     at: int
     reset_running: bool = False
 
 
 class Pause(msgspec.Struct, frozen=True, omit_defaults=True, tag="pause"):
-    """The engine is paused, or goes on."""
+    """The engine is paused or resumed."""
 
     at: int
     state: PauseState
 
 
 class Jump(msgspec.Struct, frozen=True, omit_defaults=True, tag="jump"):
-    """The clock jumps by this many seconds, back too."""
+    """The clock jumps by this many seconds, possibly back."""
 
     at: int
     seconds: float
 
 
 class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
-    """``wake`` is called for a request that may wait for nothing, or may not exist."""
+    """``wake`` is called for a request, which may not be parked or may not exist."""
 
     at: int
     request_id: str
@@ -95,9 +96,9 @@ Event = Add | Abort | Reset | Pause | Jump | Wake
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine and a script. ``at`` of each event is the tick before which it happens.
+    """An engine and a list of events. ``at`` of an event is the tick before which it happens.
 
-    After the script nothing new comes, the engine goes on and every request must finish.
+    After the last event the engine continues until every request has finished.
     """
 
     setup: Setup
@@ -105,22 +106,40 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def num_ticks(self) -> int:
-        """Length of the script."""
+        """The number of ticks up to the last event."""
         return 1 + max((event.at for event in self.events), default=-1)
 
 
+def plain_request(
+    name: str, prompt: list[int], num_output: int, now: float, user: str, **fields: Any
+) -> AddRequest:
+    """A request of a user with one program, which arrives at ``now`` (seconds) and has
+    ``num_output`` output tokens."""
+    fields.setdefault("hints", {"output_tokens": num_output, "program": f"program of {user}"})
+    return AddRequest(
+        name,
+        prompt,
+        SamplingParams(max_tokens=num_output),
+        seed=0,
+        arrival_time=now,
+        max_tokens=num_output,
+        user=user,
+        **fields,
+    )
+
+
 def to_json(case: Case) -> str:
-    """One line. Raises ``TypeError`` for a policy that is not given by name."""
+    """The case as one line of JSON. Raises ``TypeError`` for a policy that is not given by name."""
     return msgspec.json.encode(case).decode()
 
 
 def from_json(line: str) -> Case:
-    """What ``to_json`` made. Raises ``msgspec.ValidationError``."""
+    """The case in a line of ``to_json``. Raises ``msgspec.ValidationError``."""
     return msgspec.json.decode(line, type=Case)
 
 
 def to_python(value: Any) -> str:
-    """Python that makes the value, without what has its default."""
+    """A Python expression for the value, without fields that have their default."""
     if isinstance(value, msgspec.Struct) or (is_dataclass(value) and not isinstance(value, type)):
         arguments = [
             f"{name}={to_python(getattr(value, name))}"
@@ -138,7 +157,7 @@ def to_python(value: Any) -> str:
 
 
 def _defaults(value: Any) -> dict[str, Any]:
-    """Defaults of the fields of a struct or dataclass, a mark of its own where there is none."""
+    """Defaults of the fields of a struct or dataclass; a marker for fields without one."""
     found = msgspec.structs.fields(value) if isinstance(value, msgspec.Struct) else fields(value)
     none = (MISSING, msgspec.NODEFAULT)
     return {

@@ -1,6 +1,6 @@
-"""What a legal plan and a legal state are, and a plan that leaves nothing over and goes by rank.
+"""Checks of single plans and of the scheduler's state.
 
-Numbers in brackets name the invariants listed in ``invariants.py``.
+Numbers in brackets refer to the invariants listed in ``invariants.py``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from engine.sched.roster import by_rank
 from engine.sched.scheduler import Scheduler
 from engine.sched.step.builder import prefill_cap
 
-# A policy with one of these may well leave something, and so may a resource.
+# A policy with one of these hooks may leave resources unused.
 FRUGAL_HOOKS = (
     "limits",
     "evict",
@@ -31,7 +31,7 @@ FRUGAL_HOOKS = (
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Budgets [5] and single writers [3] of one step."""
+    """Check budgets [5] and single writers [3] of one step."""
     config, table, kv = scheduler.config, scheduler.roster.table, scheduler.kv
     rows, counts = plan.rows.tolist(), plan.counts.tolist()
     assert plan.num_tokens == sum(counts) <= config.max_num_batched_tokens, "token budget"
@@ -44,8 +44,8 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
     assert (upto < table.limit.all[plan.rows]).all(), "computes KV that no token will read"
     assert (plan.generations == table.generation.all[plan.rows]).all(), "names an old request"
     if plan.drafts is not None:
-        assert plan.drafts.counts.any(), "a part for drafts, and no drafts"
-        assert (plan.drafts.counts < plan.counts).all(), "a draft in the place of a known token"
+        assert plan.drafts.counts.any(), "the plan has a draft part without drafts"
+        assert (plan.drafts.counts < plan.counts).all(), "a draft takes the place of a known token"
     written: set[int] = set()
     for row, start, end in zip(rows, plan.starts.tolist(), upto.tolist(), strict=True):
         req = scheduler.roster.by_row[row]
@@ -54,15 +54,16 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
         for block in kv.held(req)[first : last + 1]:
             assert block not in written, f"two rows write block {block}"
             written.add(block)
-            # Shared within this step: published, so its writer fills it now and twins only read.
+            # A published block may be shared within this step: one writer, and readers of the same
+            # prefix.
             alone = kv.pool.num_refs[block] == 1 or kv.cache.hash_of(block) is not None
             assert alone, f"{req} writes block {block}, which others hold"
 
 
 def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
-    """Conservation of blocks, reference counts, membership, seats and counts.
+    """Check blocks, reference counts, membership, ranks, seats and counts.
 
-    ``num_drafts``: drafts that a request may have computed, and hold blocks for.
+    ``num_drafts``: drafts for which a request may hold blocks and be computed, at most.
     """
     check_blocks(scheduler)
     check_members(scheduler)
@@ -72,7 +73,7 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    """Each block is free or held, as often as tables and loans say [1, 2]."""
+    """Check that each block is free or held, and counted once for each table and loan [1, 2]."""
     kv, roster = scheduler.kv, scheduler.roster
     pool = kv.pool
     refs = [0] * pool.num_blocks
@@ -87,56 +88,60 @@ def check_blocks(scheduler: Scheduler) -> None:
             refs[block] += 1
     assert refs == pool.num_refs, "reference counts differ from the tables"
     free = pool.free_order()
-    assert len(free) == pool.num_free, "the free list has lost count"
-    assert sorted(free) == [b for b in range(1, pool.num_blocks) if not refs[b]], "not all free"
+    assert len(free) == pool.num_free, "num_free differs from the length of the free list"
+    assert sorted(free) == [b for b in range(1, pool.num_blocks) if not refs[b]], (
+        "free blocks are missing"
+    )
 
 
 def check_members(scheduler: Scheduler) -> None:
-    """Every live request is in exactly one place, and holds nothing it should not [4, 6]."""
+    """Check that each live request is in one queue, and holds blocks only where it may [4, 6]."""
     kv, roster = scheduler.kv, scheduler.roster
     running, waiting, parked = roster.running, roster.waiting, roster.parked
     members = [*running, *waiting, *parked.values()]
-    assert len(members) == len(roster.by_id), "a request is nowhere, or twice"
+    assert len(members) == len(roster.by_id), "a request is in no queue, or in two"
     assert set(members) == set(roster.by_id.values()), "a member is unknown"
     _check_status(running, Status.RUNNING)
     _check_status(waiting, Status.WAITING)
     _check_status(parked.values(), Status.PARKED)
     for name, req in roster.by_id.items():
-        assert req.request_id == name and roster.by_row[req.row] is req, f"{req} is mislaid"
+        assert req.request_id == name and roster.by_row[req.row] is req, (
+            f"{req}: by_id or by_row is wrong"
+        )
         num_blocks = len(kv.held(req))
-        assert int(kv.num_held[req.row]) == num_blocks, f"{req}: the column has lost count"
+        assert int(kv.num_held[req.row]) == num_blocks, f"{req}: num_held differs from its table"
         if req.status is not Status.RUNNING:
             holds = req.row in roster.block_holders
             assert holds or not num_blocks, f"{req} holds blocks"
     queued = sum(req.num_prompt for req in members[len(running) :])
-    assert roster.queued_tokens == queued, "the queue has lost count of its tokens"
+    assert roster.queued_tokens == queued, "queued_tokens differs from the queue"
     num_parked = sum(req.num_prompt for req in roster.parked.values())
-    assert roster.parked_tokens == num_parked, "the parked have lost count of their tokens"
+    assert roster.parked_tokens == num_parked, "parked_tokens differs from the parked requests"
     for queue in (running, waiting):
         ranks = [(*req.rank, req.arrival) for req in queue]
         assert ranks == sorted(ranks), "a queue is out of order"
 
 
 def check_ranks(scheduler: Scheduler) -> None:
-    """A policy that writes both ``rank`` and ``ranks`` says the same in both [25]."""
+    """Check that ``rank`` and ``ranks`` of a policy that defines both agree [25]."""
     guard, view = scheduler.guard, scheduler.view
-    if not guard.writes_both or guard.faults.num_faults:  # which are reported as such
+    if not guard.writes_both or guard.faults.num_faults:  # faults are reported by themselves
         return
     for queue in (scheduler.roster.running, scheduler.roster.waiting):
         columns = as_columns(guard.inner.ranks(queue, view)) if queue else None
         for req, *rank in zip(queue, *(column.tolist() for column in columns or ()), strict=False):
             alone = guard.inner.rank(req, view)
             is_same = alone in (tuple(rank), (*rank, req.arrival))
-            assert is_same or not rank, f"{req}: rank says {alone}, ranks says {tuple(rank)}"
+            assert is_same or not rank, f"{req}: rank returns {alone}, ranks returns {tuple(rank)}"
 
 
 def _check_status(reqs: object, status: Status) -> None:
     for req in reqs:  # type: ignore[attr-defined]
-        assert req.status is status, f"{req} is among the {status.value}"
+        assert req.status is status, f"{req} is in the queue of status {status.value}"
 
 
 def check_seats(scheduler: Scheduler) -> None:
-    """Each seat is free or taken by one running request [5]."""
+    """Check that each seat is free or taken by one running request [5]."""
     roster = scheduler.roster
     taken = [req.slot for req in roster.running]
     seats = sorted([*taken, *roster._free_slots])
@@ -146,7 +151,7 @@ def check_seats(scheduler: Scheduler) -> None:
 
 
 def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
-    """Tokens known, pending and computed fit each other, and tables fit those [4]."""
+    """Check that known, pending and computed tokens fit each other, and the tables [4]."""
     table, kv, size = scheduler.roster.table, scheduler.kv, scheduler.kv.block_size
     known, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
     for req in scheduler.roster.by_id.values():
@@ -157,20 +162,20 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
         assert table.alive.at[row] == 1, f"{req} is not alive"
         first, last = req.first_token_time, req.last_token_time
         if req.num_output:
-            # The clock itself may have stepped back between the two.
+            # The times are not compared: the clock may have jumped back.
             assert first is not None and last is not None, f"{req}: token times"
         else:
             assert first is None and last is None, f"{req}: token times"
         if req.status is Status.RUNNING:
             held = len(kv.held(req))
-            # What a transfer fills is held as a whole before it is computed after.
+            # Blocks of a transfer are held before the tokens count as computed.
             whole = known[row] if req.add.kv_transfer_params else 0
             most = -(-max(computed[row] + num_drafts, whole) // size)
             assert -(-computed[row] // size) <= held <= most, f"{req} holds {held} blocks"
 
 
 def check_empty(scheduler: Scheduler) -> None:
-    """No request is left: everything is free again [13]."""
+    """Check that without requests everything is free again [13]."""
     check_state(scheduler)
     roster = scheduler.roster
     assert not roster.by_id, f"unfinished: {list(roster.by_id)}"
@@ -179,21 +184,23 @@ def check_empty(scheduler: Scheduler) -> None:
     assert not np.any(roster.table.alive.all), "a row is alive"
     assert all(req is None for req in roster.by_row), "a row is taken"
     assert len(set(roster.table._free)) == roster.table.num_rows, "a row is lost"
-    assert not (roster.block_holders or roster.queued_tokens), "a request holds blocks or queues"
+    assert not (roster.block_holders or roster.queued_tokens), (
+        "a request still holds blocks or is queued"
+    )
     assert scheduler.intake.timers.next_time() is None, "a timer is left"
 
 
 def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
-    """No running request went without tokens for lack of blocks, or was preempted in this step,
-    while one that it outranks was granted tokens and held enough blocks for it [21].
+    """Check that no request lacked blocks or was preempted while a request that it outranks was
+    granted tokens and held enough blocks for it [21].
 
-    A policy that says in which order tokens are offered, or whom to evict, answers for that itself.
+    A policy that sets the order of offers, or chooses victims, is responsible itself.
     """
     step, guard = scheduler.view.step, scheduler.guard
     if type(scheduler) is not Scheduler or guard.overrides("order") or not plan.num_tokens:
         return
     granted = scheduler.roster.requests(plan.rows)
-    if guard.waiting_may_preempt:  # ``outranks`` was called while these waited
+    if guard.waiting_may_preempt:  # new ones were waiting when ``outranks`` was called
         granted = [req for req in granted if req not in step.new]
     if not guard.overrides("victim"):
         for req in step.short:
@@ -208,23 +215,23 @@ def _check_granted(scheduler: Scheduler, req: Request, granted: list[Request]) -
     start = req.num_computed if req.slot >= 0 else scheduler.kv.ready(req)
     least = 1 if scheduler.config.enable_chunked_prefill else req.num_uncomputed
     enough = bool(lower) and scheduler.kv.fits(req, start + least, lower)
-    assert not enough, f"{req} lacks blocks, though it outranks {lower}, which were granted"
+    assert not enough, f"{req} lacks blocks, but {lower}, which it outranks, were granted tokens"
 
 
 def is_lower(scheduler: Scheduler, req: Request, other: Request) -> bool:
-    """Does the request go before the other one, by rank and in the policy's own words?"""
+    """True if ``req`` goes before ``other``, by rank and according to the policy's hooks."""
     guard = scheduler.guard
     may_take = guard.outranks if req.is_waiting else guard.takes_blocks
     return by_rank(req) < by_rank(other) and may_take(req, other)
 
 
 def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
-    """If no plug-in decides which request gets what, all that can be used is used [20]."""
+    """Check that everything usable is used, if no plug-in decides which request gets what [20]."""
     frugal = scheduler.guard.overrides(*FRUGAL_HOOKS) or scheduler.guard.waiting_may_preempt
     is_paused = scheduler.pause_state is not PauseState.UNPAUSED
     if frugal or is_paused or scheduler.resources.members or type(scheduler) is not Scheduler:
         return
-    # What is given back in the middle of a step may come too late for another request.
+    # Blocks that become free within a step may come too late for another request.
     if scheduler.view.step.preempted or scheduler.kv.tables.windows:
         return
     left = scheduler.config.max_num_batched_tokens - plan.num_tokens
@@ -237,7 +244,7 @@ def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) -> None:
-    """It has all it can compute, unless blocks or a cap on prompts stand against it."""
+    """Check that it has all tokens it can compute, within blocks and caps on prompts."""
     missing, config = req.num_uncomputed - (req.num_pending if count else 0), scheduler.config
     if missing <= 0 or not (config.enable_chunked_prefill or missing <= left):
         return
@@ -250,23 +257,25 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
 
 
 def _spares_decodes(scheduler: Scheduler) -> bool:
-    """Are prompts held back next to decodes?"""
+    """True if prompts are limited next to decodes."""
     is_whole = scheduler.guard.overrides(*SHAPING) or type(scheduler) is not Scheduler
     return scheduler.config.max_mixed_prefill_tokens > 0 and not is_whole
 
 
 def _is_mixed_full(scheduler: Scheduler) -> bool:
-    """May a prompt have been left to a later step, for the sake of this one's decodes?"""
+    """True if a prompt may have been deferred for the sake of this step's decodes."""
     step, size = scheduler.view.step, scheduler.config.max_mixed_prefill_tokens
     return _spares_decodes(scheduler) and step.has_decodes and step.num_prompt_tokens >= size
 
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Next to decodes prompts make a step no larger than so, or than what waits asks for [24]."""
+    """Check the limit on prompt tokens in a step with decodes, unless the queue needs more [24]."""
     config, roster, rows = scheduler.config, scheduler.roster, plan.rows
     size = config.max_mixed_prefill_tokens
     spread = config.num_mixed_prefill_steps * size
-    if not _spares_decodes(scheduler) or scheduler.resources.members:  # one may want them whole
+    if (
+        not _spares_decodes(scheduler) or scheduler.resources.members
+    ):  # a resource may require whole prompts
         return
     table = roster.table
     known = table.num_tokens.all[rows] + table.num_pending.all[rows] - plan.samples
@@ -281,7 +290,7 @@ def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _check_head(scheduler: Scheduler, left: int) -> None:
-    """The head of the queue waits for a seat, for blocks, or for a token that is on its way."""
+    """Check that the head of the queue waits for a seat, for blocks, or for a pending token."""
     kv, roster = scheduler.kv, scheduler.roster
     if not len(roster.waiting) or not roster.num_free_seats:
         return
@@ -294,4 +303,4 @@ def _check_head(scheduler: Scheduler, left: int) -> None:
     needed = kv.blocks_for(head.num_tokens) + promised + len(roster.running)
     if roster.running and scheduler.config.watermark is not None:
         needed += int(scheduler.config.watermark * kv.num_blocks)
-    assert needed > kv.num_free, f"{head} waits, though seats, blocks and {left} tokens are left"
+    assert needed > kv.num_free, f"{head} waits, but seats, blocks and {left} tokens are left"

@@ -1,7 +1,7 @@
-"""Expected and received outputs of every client: each token once, one end per request.
+"""Expected and received outputs of all clients: each token once, one end per request.
 
-The answer to a request follows from the request alone, so it must not depend on chunks, the cache,
-preemptions, the rest of the batch, drafts, depth or policy.
+The answer depends on the request alone, so it must not depend on chunks, the cache, preemptions,
+the rest of the batch, drafts, pipeline depth or policy.
 """
 
 from __future__ import annotations
@@ -19,30 +19,31 @@ from policylab.verify.case import VOCAB_SIZE
 from policylab.verify.fake import EMPTY_DIGEST, NONE_LEFT, mix
 from policylab.verify.halves import Guide, guided
 
-DEAD_END = ("error", None)  # of a text that cannot go on as its grammar says
+DEAD_END = ("error", None)  # end of a text that its grammar does not allow to continue
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """A request under way."""
+    """An unfinished request, and its expected answer."""
 
     req: Request
-    extras: dict[int, int]  # what the model sees at a position next to the token
+    extras: dict[int, int]  # by position: what the model sees in addition to the token
     answer: list[int]
-    end: tuple[str, int | None]  # reason and stop reason, if nothing comes between
-    fails: bool  # will it come to a position that fails?
+    end: tuple[str, int | None]  # reason and stop reason, unless it ends earlier
+    fails: bool  # it reaches a position that fails
     fails_at: int | None
-    hints: dict[str, Any] | None  # as they came
+    hints: dict[str, Any] | None  # a copy of the original hints
     num_heard: int = 0
-    num_cached: int | None = None  # tokens it did not compute when it first ran
-    has_new_seat: bool = False  # since its last output
+    num_cached: int | None = None  # cached tokens at its first start
+    has_new_seat: bool = False  # started since its last output
 
 
 class Clients:
-    """Receives every output. Raises ``AssertionError`` for one that no client should get.
+    """Receives all outputs. Raises ``AssertionError`` for an output that no client should get.
 
-    ``num_tokens_used``: tokens that the model generates. ``guide``: follows the grammar of a
-    request."""
+    ``num_tokens_used``: number of tokens that the model generates. ``guide``: makes the checker's
+    matcher for the grammar of a request.
+    """
 
     def __init__(
         self,
@@ -54,33 +55,33 @@ class Clients:
     ) -> None:
         self.live: dict[str, LiveRequest] = {}
         self.num_accepted = 0
-        self.num_followed = 0  # grammars, to the end of the text
+        self.num_followed = 0  # texts that followed their grammar to the end
         self._max_model_len = max_model_len
         self._on_end = on_end
         self._num_tokens_used = num_tokens_used
         self._guide = guide
 
     def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
-        """The scheduler has accepted the request. ``hints``: a copy of those it came with."""
+        """Record a request that the scheduler accepted. ``hints``: a copy of its original hints."""
         add = req.add
-        assert add.request_id not in self.live, f"{req} is taken twice"
+        assert add.request_id not in self.live, f"{req} is accepted twice"
         extras = extras_of(add)
         guide = None if self._guide is None or add.grammar is None else self._guide(add)
         most = min(add.max_tokens, self._max_model_len - len(add.prompt_token_ids))
         answer, end = answer_to(
             add, extras, most, num_tokens_used=self._num_tokens_used, guide=guide
         )
-        last = len(add.prompt_token_ids) + len(answer) - 2  # the last token is not computed
+        last = len(add.prompt_token_ids) + len(answer) - 2  # KV of the last token is not computed
         fails = fails_at is not None and fails_at <= last
         self.live[add.request_id] = LiveRequest(req, extras, answer, end, fails, fails_at, hints)
         self.num_accepted += 1
 
     def answers(self, request_id: str) -> Sequence[int]:
-        """What the request will hear in all."""
+        """The expected answer to the request."""
         return self.live[request_id].answer
 
     def answer_if_alive(self, request_id: str) -> Sequence[int] | None:
-        """The answer; ``None`` for a request that is not under way."""
+        """The expected answer; ``None`` for a finished or unknown request."""
         live = self.live.get(request_id)
         return None if live is None else live.answer
 
@@ -92,7 +93,7 @@ class Clients:
         return tokens
 
     def watch(self, plan: StepPlan) -> None:
-        """From where do new sequences compute?"""
+        """Record the position from which new sequences compute."""
         if not plan.new:
             return
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -103,25 +104,25 @@ class Clients:
                 live.num_cached = starts[new.slot]
 
     def fail(self, new: NewSeq, upto: int) -> str | None:
-        """Does the worker come to a position that fails?"""
-        live = self.live.get(new.request_id)  # a step in flight may outlive its request
+        """The error if the worker computes a position that fails; else ``None``."""
+        live = self.live.get(new.request_id)  # it may have ended meanwhile
         if live is None or live.fails_at is None or upto <= live.fails_at:
             return None
-        return "a row that fails"
+        return "this position fails"
 
     def alive(self, ids: list[str] | None) -> list[Request]:
-        """Requests of these ids that have not ended; unreported ends count as ends."""
+        """The requests of these ids that have not ended, whether or not the end was reported."""
         wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
         live = [self.live[name].req for name in wanted if name in self.live]
         return [req for req in live if not req.is_finished]
 
     def abort(self, reqs: Sequence[Request]) -> None:
-        """A client aborted these requests; no output reports their end."""
+        """Record that a client aborted these requests; no output reports their end."""
         for req in reqs:
             self._end(req.request_id)
 
     def hear(self, outputs: StepOutputs, now: float) -> None:
-        """Check what a step brought."""
+        """Check the outputs of a step."""
         for client, out in outputs.items():
             counts = out.counts or [1] * len(out.request_ids)
             assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
@@ -133,7 +134,7 @@ class Clients:
                 tokens = out.token_ids[place : place + count]
                 place += count
                 right = live.answer[live.num_heard : live.num_heard + count]
-                assert tokens == right, f"{name}: {tokens} after {live.num_heard}, not {right}"
+                assert tokens == right, f"{name}: {tokens} after {live.num_heard}, expected {right}"
                 check_start(live, count, starts.get(index))
                 live.num_heard += count
             self._hear_ends(out, now)
@@ -148,38 +149,36 @@ class Clients:
             self._end(name)
 
     def check_over(self) -> None:
-        """Every client has received the end of its requests."""
-        assert not self.live, f"{list(self.live)} never heard their end"
+        """Check that every client has received the end of its requests."""
+        assert not self.live, f"no end was reported for {list(self.live)}"
 
     def _end(self, name: str) -> None:
         live = self.live.pop(name)
-        assert live.req.is_finished, f"{live.req} has ended"
+        assert live.req.is_finished, f"{live.req} is reported as ended, but is not finished"
         assert live.req.add.hints == live.hints, f"{live.req}: its hints were changed"
         check_waits(live.req)
         self._on_end(live)
 
     def _find(self, name: str, client: int) -> LiveRequest:
         live = self.live.get(name)
-        assert live is not None, f"{name}: an output, and it is not under way"
+        assert live is not None, f"{name}: an output for a request that is not live"
         assert live.req.add.client_index == client, f"{name}: sent to the wrong client"
         return live
 
 
 def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
-    """Check the history that comes with a request's first tokens from each seat."""
+    """Check the history that comes with a request's first tokens after each start."""
     req, history, is_due = live.req, live.req.history, live.has_new_seat and count > 0
-    assert (started is not None) == is_due, f"{req}: started {started}, {is_due}"
+    assert (started is not None) == is_due, f"{req}: started is {started}, expected: {is_due}"
     if started is not None:
         live.has_new_seat = False
         assert started.num_cached_tokens == live.num_cached, f"{req}: cached tokens"
         assert started.num_preemptions == history.num_preempted, f"{req}: preemptions"
-        assert (started.waits, started.events) == (history.waits, history.events), (
-            f"{req}: its history"
-        )
+        assert (started.waits, started.events) == (history.waits, history.events), f"{req}: history"
 
 
 def check_end(live: LiveRequest, end: Finished, now: float) -> None:
-    """Is this how the request had to end?"""
+    """Check that the request ends as expected."""
     add, text = live.req.add, f"{live.req.request_id}: ends with {end.reason} {end.message!r}"
     assert end.num_preemptions == live.req.num_preempted, f"{text}: preemptions"
     if end.reason == "deadline":
@@ -187,10 +186,10 @@ def check_end(live: LiveRequest, end: Finished, now: float) -> None:
         assert due and min(due) <= now, f"{text} at {now}, due {due}"
     elif end.reason == "error":
         assert end.message, f"{text}: no message"
-        # Where no grammar is followed, that field stands for what a resource of the case reads.
+        # Without real grammars, this field is read by a resource of the case.
         is_faked = add.grammar is not None and add.grammar.lstrip("-").isdecimal()
         may_fail = live.fails_at is not None or live.end == DEAD_END or is_faked or add.media
-        assert may_fail, f"{text}: nothing was wrong with it"
+        assert may_fail, f"{text}: the request was valid"
         is_early = live.fails_at is not None or is_faked or add.media
         assert is_early or live.num_heard == len(live.answer), (
             f"{text} after {live.num_heard} tokens of {len(live.answer)}"
@@ -198,11 +197,12 @@ def check_end(live: LiveRequest, end: Finished, now: float) -> None:
     else:
         assert (end.reason, end.stop_reason) == live.end, f"{text}, not {live.end}"
         assert live.num_heard == len(live.answer), f"{text} after {live.num_heard} tokens"
-        assert not live.fails, f"{text}, but it came to a position that fails"
+        assert not live.fails, f"{text}, but it should have failed at a position"
 
 
 def check_waits(req: Request) -> None:
-    """Every second in the queue has exactly one cause. Times are binary fractions, so exactly."""
+    """Check that every second in the queue has exactly one cause. Sums are exact, since all times
+    are binary fractions."""
     history = req.history
     total = sum(history.waits.values())
     assert total == history.queue_seconds, (
@@ -211,7 +211,7 @@ def check_waits(req: Request) -> None:
 
 
 def extras_of(add: AddRequest) -> dict[int, int]:
-    """What the model sees next to the tokens: salt and adapter from the start, media where they
+    """What the model sees in addition to tokens: salt and adapter at position 0, media where they
     begin."""
     extras = {}
     if add.cache_salt is not None or add.adapter is not None:
@@ -231,7 +231,7 @@ def answer_to(
     num_tokens_used: int = VOCAB_SIZE,
     guide: Guide | None = None,
 ) -> tuple[list[int], tuple[str, int | None]]:
-    """The tokens of the whole answer, this many at most, and how it ends."""
+    """The expected answer, at most ``most`` tokens, and how it ends."""
     digest = EMPTY_DIGEST
     for position, token in enumerate(add.prompt_token_ids):
         digest = mix(digest, token + extras.get(position, 0))

@@ -1,9 +1,8 @@
-"""Closed loops of requests: as soon as one ends another comes, so that always more want to run than
-can.
+"""Crowds: closed loops of requests, so that more requests always want to run than can.
 
-In such a crowd it shows what single small cases hide: a request that waits for ever while others
-are served, a policy that computes little or nothing in a step, a user who is served worse than
-others with the same requests.
+A crowd shows what small cases do not: a request that waits forever while others are served, a
+policy that computes few tokens per step, a user who is served worse than others with the same
+requests.
 """
 
 from __future__ import annotations
@@ -16,22 +15,21 @@ from random import Random
 from typing import Any, NamedTuple
 
 from engine.config.sched import SchedulerConfig
-from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from policylab.verify.case import VOCAB_SIZE, Case, Event, Setup
+from policylab.verify.case import VOCAB_SIZE, Case, Event, Setup, plain_request
 from policylab.verify.case import Add as Comes
 from policylab.verify.clients import LiveRequest
 from policylab.verify.simulation import Simulation
 
 USERS = ("u0", "u1", "u2", "u3", "u4")
-SYSTEM_TOKENS = 8  # with which each third prompt begins, so that the cache matters
+SYSTEM_TOKENS = 8  # prefix of each third prompt, so that the cache matters
 
 
 class CrowdKind(NamedTuple):
-    """A population of requests, and the engine that is too small for it.
+    """A population of requests, and an engine that is too small for it.
 
-    ``prompt``, ``output``: the fewest and the most tokens. ``backlog``: requests that wait at any
-    time. ``num_steps``: in which they keep coming.
+    ``prompt``, ``output``: the smallest and the largest number of tokens. ``backlog``: requests
+    that wait at any time. ``num_steps``: steps during which requests arrive.
     """
 
     name: str
@@ -51,14 +49,16 @@ MIXED = CrowdKind(
 )
 PROMPTS = CrowdKind("long prompts", (60, 120), (1, 3), num_blocks=400, num_steps=300)
 KINDS = (ALIKE, MIXED, PROMPTS)
-OVERTAKEN = 4  # later requests that have begun, after which others come in place of one that waits
-MOST_LEFT = 24  # such requests
-STILL = 200  # steps without a token for a request that has a seat
-PATIENCE = 800  # steps without a token after which a request counts as starved
+OVERTAKEN = (
+    4  # later requests that started, after which a waiting one does not count for the backlog
+)
+MOST_LEFT = 24  # at most this many do not count
+STILL = 200  # steps without progress of a request with a seat, after which it counts as starved
+PATIENCE = 800  # likewise for any request
 
 
 class Starved(NamedTuple):
-    """A request that got nothing for too long, while others were computed."""
+    """A request without progress for too long, while others were computed."""
 
     request_id: str
     user: str
@@ -67,7 +67,7 @@ class Starved(NamedTuple):
     has_run: bool
     num_steps: int
     since: int
-    """The step after which it got nothing."""
+    """The last step with progress."""
 
 
 class SeenState(NamedTuple):
@@ -77,37 +77,37 @@ class SeenState(NamedTuple):
     """The digest of all plans."""
     num_steps: int
     num_output: int
-    """Tokens of answers."""
+    """Output tokens."""
     num_tokens: int
-    """Tokens computed, again too."""
+    """Computed tokens, including recomputed ones."""
     seconds: float
-    """Seconds that the steps took."""
+    """Duration of all steps."""
     num_idle: int
-    """Steps that computed nothing though requests wanted to run."""
+    """Steps that computed nothing although requests wanted to run."""
     num_rescued: int
-    """Steps that the default order planned, since the policy ran nobody for too long."""
+    """Steps planned by the default order, since the policy ran no request for too long."""
     num_taken: int
     num_refused: int
     starved: Starved | None
     steps_by_user: dict[str, float]
-    """From coming to the end of a request, in the mean."""
+    """Mean number of steps from arrival to end of a request."""
 
     @property
     def rate(self) -> float:
-        """Tokens of answers in a second."""
+        """Output tokens per second."""
         return self.num_output / self.seconds if self.seconds else 0.0
 
     @property
     def step_tokens(self) -> float:
-        """Tokens computed in a step, in the mean."""
+        """Computed tokens per step, on average."""
         return self.num_tokens / self.num_steps if self.num_steps else 0.0
 
 
 class Crowd:
     """A closed loop of one kind under one policy; every rule of ``Simulation`` is checked.
 
-    ``is_patient``: no request counts as starved, however long it gets nothing.
-    ``users``: to whom the requests belong by turns. Raises ``AssertionError`` for a broken rule.
+    ``is_patient``: no request counts as starved. ``users``: the users of the requests, in turn.
+    Raises ``AssertionError`` for a broken rule.
     """
 
     def __init__(
@@ -130,8 +130,12 @@ class Crowd:
         self._system = [self._rng.randrange(VOCAB_SIZE) for _ in range(SYSTEM_TOKENS)]
         self._names = map(str, count())
         self._num_refused = self._num_idle = self._num_output = 0
-        self._progress: dict[str, tuple[tuple[int, int], int]] = {}  # the most, and at which step
-        self._still: dict[str, tuple[tuple[int, int], int]] = {}  # the same of now, in its seat
+        self._progress: dict[
+            str, tuple[tuple[int, int], int]
+        ] = {}  # largest progress, and its step
+        self._still: dict[
+            str, tuple[tuple[int, int], int]
+        ] = {}  # current progress in the seat, and since which step
         self._came: dict[str, int] = {}
         self._stays: defaultdict[str, list[int]] = defaultdict(list)
         config = SchedulerConfig(
@@ -148,22 +152,22 @@ class Crowd:
 
     @property
     def case(self) -> Case:
-        """What has come until now, as a case."""
+        """All requests so far, as a case."""
         return Case(setup=self.simulation.case.setup, events=list(self._events))
 
     @property
     def goes_on(self) -> bool:
-        """Do requests still come?"""
+        """True while requests still arrive."""
         return self.simulation.num_steps < self.kind.num_steps and self.starved is None
 
     def run(self) -> SeenState:
-        """To its end."""
+        """Run the crowd to its end."""
         while self.goes_on:
             self.step()
         return self.finish()
 
     def step(self) -> None:
-        """Requests come while the queue has room; then a step is planned and computed."""
+        """Add requests while the queue has room; then plan and compute a step."""
         simulation = self.simulation
         counts = simulation.scheduler.get_request_counts()
         left = min(MOST_LEFT, self._num_left)
@@ -177,7 +181,7 @@ class Crowd:
         self._watch(is_idle=not num_tokens)
 
     def finish(self) -> SeenState:
-        """Nobody else comes. What was seen until now; all that is left must end."""
+        """Let the remaining requests end without new ones; returns what was seen before."""
         simulation, planned = self.simulation, replace(self.simulation.planned)
         num_steps = simulation.num_steps
         stats = simulation.scheduler.make_stats()
@@ -213,7 +217,7 @@ class Crowd:
         self._progress[name] = ((0, 0), simulation.num_steps)
 
     def _watch(self, *, is_idle: bool) -> None:
-        """Who got on, who ended, and who has got nothing for too long."""
+        """Record progress, ends, and requests without progress for too long."""
         step, all_live = self.simulation.num_steps, self.simulation.clients.live
         for name in [name for name in self._progress if name not in all_live]:
             del self._progress[name]
@@ -237,7 +241,7 @@ class Crowd:
                 self.starved = self.starved or _starved(live, step - since, since)
 
     def _stands_still(self, name: str, live: LiveRequest) -> int:
-        """For how many steps it has had a seat and got nothing."""
+        """The number of steps for which the request has had a seat without progress."""
         req, step = live.req, self.simulation.num_steps
         now = (live.num_heard, -1 if req.is_waiting else req.num_computed)
         before, since = self._still.get(name, (now, step))
@@ -253,17 +257,7 @@ class Crowd:
         if int(name) % 3 == 0:
             prompt[: len(self._system)] = self._system[:num_prompt]
         user = self._users[int(name) % len(self._users)]
-        return AddRequest(
-            name,
-            prompt,
-            SamplingParams(max_tokens=num_output),
-            seed=0,
-            arrival_time=now,
-            max_tokens=num_output,
-            user=user,
-            deadline=now + 60.0,
-            hints={"output_tokens": num_output, "program": f"program of {user}"},
-        )
+        return plain_request(name, prompt, num_output, now, user, deadline=now + 60.0)
 
 
 def _starved(live: LiveRequest, num_steps: int, since: int) -> Starved:
@@ -280,5 +274,5 @@ def _starved(live: LiveRequest, num_steps: int, since: int) -> Starved:
 
 
 def _between(rng: Random, least: int, most: int) -> int:
-    """Small ones are as frequent as large ones."""
+    """A log-uniform number."""
     return round(exp(rng.uniform(log(least), log(most))))

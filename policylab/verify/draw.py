@@ -1,4 +1,4 @@
-"""Draws cases: a different mixture of features for every seed, so that all combinations occur."""
+"""Draws cases; each seed has a different mixture of features, to cover all combinations."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from policylab.verify.case import (
 from policylab.verify.draw_halves import with_halves
 
 WILD = "policylab.verify.wild.Wild"
-CROWDED = 0.15  # share of engines in which many run at once
-SHARES = {"remote": 0.4}  # of engines that have this need; any other: a quarter
-YEARS = 2.0**28  # seconds; a binary fraction, as all times here
+CROWDED = 0.15  # share of engines with many running requests
+SHARES = {"remote": 0.4}  # share of engines with this resource; 0.25 for any other
+YEARS = 2.0**28  # seconds; a binary fraction like all times here
 FEATURES = (
     *("aborts", "resets", "pauses", "jumps", "wakes", "faults", "deadlines", "stops", "salts"),
     *("media", "hints", "logprobs", "clients", "twins", "giants", "users", "storms"),
@@ -47,21 +47,21 @@ def draw_case(
     *,
     has_halves: bool = False,
 ) -> Case:
-    """The case of a seed. ``policy``: in place of a shipped one drawn by name. ``has_halves``:
-    half of the cases have drafts and grammars as they serve."""
+    """The case of a seed. ``policy``: use this one instead of drawing a shipped one.
+    ``has_halves``: half of the cases have the engine's own drafts and grammars."""
     case = draw_plain(seed, policy, options)
     return with_halves(case, seed) if has_halves and seed % 2 else case
 
 
 def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
-    """The case of a seed without those."""
+    """The case of a seed, without the engine's own drafts and grammars."""
     rng = Random(seed)
     features = {name for name in FEATURES if rng.random() < 0.4}
     setup = draw_setup(rng, policy, options)
     num_requests = rng.choice((3, 8, 20, 40))
     if rng.random() < CROWDED:
         setup, features, num_requests = crowded(rng, setup), {*features, "storms", "short"}, 50
-    pace = rng.choice((0.2, 0.7, 2.0))  # requests a tick
+    pace = rng.choice((0.2, 0.7, 2.0))  # requests per tick
     maker = RequestMaker(rng, setup, features)
     events: list[Event] = [
         maker.add(str(index), int(index / pace)) for index in range(num_requests)
@@ -79,14 +79,14 @@ def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
 
 
 def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setup:
-    """Small pools, few seats and small budgets, so that requests compete for them."""
+    """An engine with few blocks, few seats and small budgets, so that requests compete for them."""
     block_size = rng.choice((1, 2, 3, 4, 8, 16))
     needs = {"adapters": rng.randint(1, 2), "grammars": 1, "loads": 1, "encoder": rng.randint(4, 9)}
     needs |= {"moods": rng.choice((5, 30)), "drafts": rng.randint(1, 4), "remote": 1}
     windows = rng.choice(((0,), (0,), (0,), (0,), (0, 5), (7,)))
-    if windows != (0,):  # what comes from elsewhere fills one group of full attention
+    if windows != (0,):  # loaded KV fills one group with full attention only
         needs = {name: size for name, size in needs.items() if name not in ("loads", "remote")}
-    needs.pop(rng.choice(("loads", "remote")), None)  # they read the same of a request
+    needs.pop(rng.choice(("loads", "remote")), None)  # both read kv_transfer_params
     return Setup(
         config=draw_config(rng, policy, options),
         num_blocks=2 + int(62 * rng.random() ** 1.5),
@@ -100,7 +100,7 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
 
 
 def crowded(rng: Random, setup: Setup) -> Setup:
-    """Room for more requests at once than are granted one by one; pieces of a few long prompts."""
+    """The engine with more seats than are granted one by one, and small chunks of long prompts."""
     threshold = setup.config.long_prefill_token_threshold or rng.choice((0, 3))
     config = replace(
         setup.config,
@@ -117,7 +117,7 @@ def crowded(rng: Random, setup: Setup) -> Setup:
 
 
 def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> SchedulerConfig:
-    """Options of the scheduler and, for a policy that was not given any, of the policy."""
+    """Options of the scheduler, and of the policy if none are given."""
     name = policy if policy is not None else rng.choice((*sorted(POLICIES), WILD, WILD, WILD))
     if options is None:
         options = draw_options(rng, name)
@@ -148,7 +148,7 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
 
 
 def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
-    """Options around the defaults of the policy's constructor; none if it refuses them."""
+    """Options around the defaults of the policy's constructor; none if it rejects them."""
     cls = POLICIES.get(policy, policy) if isinstance(policy, str) else policy
     if not (isinstance(cls, type) and issubclass(cls, Policy)) or rng.random() < 0.5:
         return {}
@@ -164,7 +164,7 @@ def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
 
 
 def _near(rng: Random, default: Any) -> Any:
-    """A value of the same kind; ``None`` leaves the default."""
+    """A value of the same type; ``None``: keep the default."""
     if isinstance(default, bool):
         return rng.random() < 0.5
     if not isinstance(default, int | float):
@@ -177,7 +177,7 @@ def _near(rng: Random, default: Any) -> Any:
 
 
 class RequestMaker:
-    """Makes requests that share beginnings and differ in all that features bring."""
+    """Draws requests with shared prefixes that differ in all features."""
 
     def __init__(self, rng: Random, setup: Setup, features: set[str]) -> None:
         self.rng = rng
@@ -190,7 +190,7 @@ class RequestMaker:
         self.shared = [rng.randrange(VOCAB_SIZE) for _ in range(self.longest)]
 
     def add(self, name: str, at: int) -> Add:
-        """A request that comes before this tick, or before all if there is a storm."""
+        """A request that arrives before this tick, or at the start if there is a storm."""
         rng = self.rng
         if "twins" in self.features and rng.random() < 0.1:
             name = str(max(0, int(name) - rng.randint(1, 5)))
@@ -204,7 +204,7 @@ class RequestMaker:
         rng = self.rng
         longest = self.longest
         if "short" in self.features and rng.random() < 0.1:
-            longest = self.most  # next to many short ones
+            longest = self.most  # one long request among short ones
         if "giants" in self.features and rng.random() < 0.05:
             longest *= 3
         total = rng.randint(2, max(2, longest + 1))
@@ -228,14 +228,14 @@ class RequestMaker:
         )
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """The shared beginning and some tokens of its own."""
+        """A shared prefix followed by random tokens."""
         rng = self.rng
         common = rng.randint(0, num_tokens) if rng.random() < 0.7 else num_tokens
         rest = [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens - min(common, self.longest))]
         return self.shared[:common] + rest
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """Its stop conditions, and whether it may read the prefix cache."""
+        """Stop conditions, and whether the prefix cache may be read."""
         rng = self.rng
         stops = []
         if "stops" in self.features:
@@ -249,7 +249,7 @@ class RequestMaker:
         )
 
     def hints(self, max_tokens: int) -> dict[str, Any]:
-        """Hints that policies read; the oracle needs the output length."""
+        """Hints for policies; the oracle needs the output length."""
         rng = self.rng
         hints: dict[str, Any] = {"output_tokens": rng.randint(1, max_tokens)}
         if "hints" in self.features:
@@ -259,7 +259,7 @@ class RequestMaker:
         return hints
 
     def feature_fields(self, num_prompt: int) -> dict[str, Any]:
-        """Fields of a request that the resources of this engine read."""
+        """The fields that the resources of this engine read."""
         rng, needs = self.rng, self.setup.needs
         fields: dict[str, Any] = {}
         if "adapters" in needs or "salts" in self.features:
@@ -278,7 +278,7 @@ class RequestMaker:
         return fields
 
     def media(self, num_prompt: int) -> list[MediaItem]:
-        """Items one after the other; few contents, so that some are shared."""
+        """Non-overlapping items of few contents, so that some are shared."""
         items: list[MediaItem] = []
         offset = self.rng.randrange(4)
         while offset < num_prompt and len(items) < 3:
@@ -288,7 +288,7 @@ class RequestMaker:
         return items
 
     def deadlines(self, at: int) -> dict[str, Any]:
-        """Wishes and bounds, in seconds."""
+        """Soft and hard deadlines, in seconds."""
         rng = self.rng
         if "deadlines" not in self.features:
             return {}
@@ -307,7 +307,7 @@ class RequestMaker:
 def draw_troubles(
     rng: Random, features: set[str], num_ticks: int, num_requests: int
 ) -> list[Event]:
-    """Aborts, resets, pauses and clock jumps during the script."""
+    """Aborts, wakes, cache resets, pauses and clock jumps during the case."""
     events: list[Event] = []
     for tick in range(num_ticks):
         if "aborts" in features and rng.random() < 0.1:
@@ -334,7 +334,7 @@ def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
 
 
 def _some_ids(rng: Random, num_requests: int) -> list[str] | None:
-    """One or several, some of which are gone, not there yet, or named twice."""
+    """Ids of one or several requests, some of them finished, unknown or repeated; ``None``: all."""
     if rng.random() < 0.03:
         return None
     return [str(rng.randrange(num_requests + 2)) for _ in range(rng.choice((1, 1, 1, 3)))]

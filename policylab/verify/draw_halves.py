@@ -1,6 +1,6 @@
-"""Adds to a case what features bring that serve: drafts by every method and grammars.
+"""Adds the engine's own drafts and grammars to a case.
 
-From dice of its own, so that the rest of a seed's case is what it is without.
+They are drawn from a separate generator, so that the rest of the seed's case stays unchanged.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from policylab.verify.case import Add, Case, Event
 from policylab.verify.halves import END, WRONG
 
 edit = msgspec.structs.replace
-SHARE = 0.6  # of requests that follow a grammar, where some do
+SHARE = 0.6  # share of requests with a grammar, in cases with grammars
 FORM = {
     "type": "object",
     "properties": {"ab": {"type": "boolean"}, "cd": {"enum": ["ab", "false", 10]}},
@@ -32,7 +32,7 @@ FORMS: tuple[dict[str, Any], ...] = (
     {"regex": "(abab|cd,){1,40}true"},
     {"choice": ["true", "false", "ab", "abab10"]},
     {"choice": ["abcdefghijklmnopqrstuvwxyz"]},
-    {"choice": ["ab!", "abab!"]},  # comes to a character that no token spells
+    {"choice": ["ab!", "abab!"]},  # needs a character that no token contains
     {"choice": ["!"]},
     {"json": FORM, "disable_any_whitespace": True},
     {"json": {"type": "array", "items": {"enum": ["ab", 1]}, "maxItems": 6}},
@@ -41,7 +41,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def with_halves(case: Case, seed: int) -> Case:
-    """The case of a seed with drafts, with grammars, or with both."""
+    """The case with drafts, with grammars, or with both."""
     rng = Random(f"halves of {seed}")
     has_drafts = rng.random() < 0.8
     has_grammars = not has_drafts or rng.random() < 0.6
@@ -60,9 +60,9 @@ def with_halves(case: Case, seed: int) -> Case:
 
 
 def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
-    """By one of the methods, a few or many, as many as pay or all."""
+    """The config with one of the draft methods, and few or many drafts, adaptive or not."""
     most = config.max_num_batched_tokens - 1
-    if most < 1:  # a step must have room for a token next to its drafts
+    if most < 1:  # a step needs room for one token besides drafts
         config, most = replace(config, max_num_batched_tokens=2), 1
     method = rng.choice(("ngram", "suffix", "draft_model", "draft_model", "grammar"))
     options: dict[str, Any] = {
@@ -82,8 +82,7 @@ def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
 
 
 def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:
-    """The event; of a request that comes, perhaps with a grammar, and perhaps with others that
-    ask the same: several answers to one prompt."""
+    """The event; an added request may get a grammar, and copies with the same prompt."""
     if not isinstance(event, Add):
         yield event
         return
@@ -98,7 +97,7 @@ def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:
 
 
 def with_grammar(rng: Random, request: AddRequest) -> AddRequest:
-    """It ends with the token that ends texts, or earlier."""
+    """The request with a grammar. It ends with the end-of-text token or earlier."""
     grammar = (
         WRONG if rng.random() < 0.05 else grammar_of(StructuredOutputsParams(**rng.choice(FORMS)))
     )

@@ -1,8 +1,8 @@
-"""Another interpreter, in which all that a policy must not depend on is different.
+"""Another interpreter, in which everything that a policy must not depend on is different.
 
-It hashes strings otherwise, has other addresses, another process id, clocks that show another time
-of day and run at another pace, other random numbers and another environment. There the same case
-must give the same plans. ``Elsewhere`` is this side of it, ``otherwise`` the other.
+It has another hash seed, other object addresses, another process id, clocks with another time of
+day and pace, other random numbers and another environment. The same case must give the same plans
+there. ``Elsewhere`` is the parent's side, ``otherwise`` the child's.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import inspect
 import multiprocessing
 from collections.abc import Collection
 from contextlib import suppress
-from types import TracebackType
 from typing import Any
 
 from engine.config.env import environment_for_child
@@ -23,10 +22,10 @@ from policylab.verify.otherwise import HASHES, PARTS, PolicySource, ProcessAnswe
 
 
 class Elsewhere:
-    """Another interpreter. ``number``: 1 or 2, two of which differ in ``parts`` and in nothing
-    else that can be helped.
+    """Another interpreter. Two of them, with ``number`` 1 and 2, differ only in ``parts``, as far
+    as possible.
 
-    Raises ``ConfigError`` for an object that cannot be taken there.
+    Raises ``ConfigError`` for a policy object that cannot be pickled.
     """
 
     def __init__(
@@ -45,22 +44,11 @@ class Elsewhere:
         theirs.close()
         self._is_ready = False
         self._send((source._replace(given=None), options, number, tuple(parts)))
-        try:  # when its module is there, so that it can be made of it
+        try:  # sent separately: it is unpickled after its module was loaded
             self._send(source.given)
-        except Exception as error:  # an author's class may raise anything
+        except Exception as error:  # a policy's class may raise anything
             self.close()
-            raise ConfigError(f"the object cannot be pickled: {error}") from error
-
-    def __enter__(self) -> Elsewhere:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+            raise ConfigError(f"the policy object cannot be pickled: {error}") from error
 
     def close(self) -> None:
         """End the process."""
@@ -70,13 +58,13 @@ class Elsewhere:
         self._process.close()
 
     def begin(self, question: Question) -> None:
-        """Ask without waiting for the answer, which ``end`` returns."""
+        """Send a question; ``end`` returns its answer."""
         self._send(question)
 
     def end(self) -> ProcessAnswer:
-        """The answer to the first question that has none yet.
+        """The answer to the oldest open question.
 
-        Raises ``ConfigError`` if the policy is not found there; then nothing can be shown.
+        Raises ``ConfigError`` if the policy cannot be loaded there.
         """
         if not self._is_ready:
             problem = self._receive()
@@ -87,7 +75,7 @@ class Elsewhere:
         return answer
 
     def _send(self, value: object) -> None:
-        with suppress(BrokenPipeError):  # what it died of is noticed when it is to answer
+        with suppress(BrokenPipeError):  # the death is noticed when the answer is read
             self._line.send(value)
 
     def _receive(self) -> Any:
@@ -95,18 +83,18 @@ class Elsewhere:
             return self._line.recv()
         except (EOFError, OSError) as error:
             raise ConfigError(
-                "the other interpreter has died; a script that starts one does so under "
+                "the other interpreter died; a script must start the check under "
                 '`if __name__ == "__main__":`'
             ) from error
 
 
 def source_of(policy: Any) -> PolicySource:
-    """Where another process finds it. Raises ``ConfigError`` where it cannot."""
+    """Where another process finds the policy. Raises ``ConfigError`` if it cannot."""
     if isinstance(policy, str):
         return PolicySource(policy)
     cls = policy if isinstance(policy, type) else type(policy)
     if "<locals>" in cls.__qualname__:
-        raise ConfigError(f"{cls.__qualname__} is defined in a function")
+        raise ConfigError(f"{cls.__qualname__} is defined in a function; move it to a module")
     try:
         file = inspect.getsourcefile(cls)
     except (TypeError, OSError):

@@ -2,8 +2,8 @@
 
 ``DigestWorker`` stores in each KV slot a 64-bit digest of the whole prefix and reads it back
 through the block table, so a wrong block, a stale slot or a missed cache key becomes a wrong token.
-``LateWorker`` does so when a result is collected, as a device does.
-``CountingWorker`` only answers quickly, to time what surrounds it.
+``LateWorker`` does so when a result is collected, like a device.
+``CountingWorker`` only answers quickly, so that the code around it can be timed.
 """
 
 from __future__ import annotations
@@ -49,24 +49,24 @@ def digest_of(tokens: Sequence[int]) -> int:
     return digest
 
 
-NONE_LEFT = -1  # in place of a token, where a mask allows none
+NONE_LEFT = -1  # in place of a token, if the mask allows none
 
 
 def token_after(tokens: Sequence[int], vocab_size: int = 1000) -> int:
-    """What the fake model says next."""
+    """The next token of the fake model."""
     return digest_of(tokens) % vocab_size
 
 
 @dataclass(slots=True)
 class FakeSeq:
-    """A live sequence of the fake worker: what is at each position, and where its KV is."""
+    """A live sequence of the fake worker: its content at each position, and its block tables."""
 
     tokens: list[int]
-    tables: list[list[int]]  # block tables, one a group
-    digests: list[int] = field(default_factory=list)  # of its prefixes, to check windows against
+    tables: list[list[int]]  # block tables, one per group
+    digests: list[int] = field(default_factory=list)  # digests of its prefixes, to check windows
 
     def digest_at(self, position: int) -> int:
-        """What every group should hold at this position."""
+        """The digest that every group should hold at this position."""
         while len(self.digests) <= position:
             before = self.digests[-1] if self.digests else EMPTY_DIGEST
             self.digests.append(mix(before, self.tokens[len(self.digests)]))
@@ -74,29 +74,29 @@ class FakeSeq:
 
 
 class FakeExecutor:
-    """Base of workers without a model; see ``engine.core.engine_core.Executor``."""
+    """Base class of workers without a model; see ``engine.core.engine_core.Executor``."""
 
     capabilities = frozenset(PARTS) - {"masks"}
     methods: tuple[str, ...] = ()
 
     def preview(self, ticket: Any) -> Column | None:
-        """Not known before the masks."""
+        """``None``: no token is known before the masks."""
         return None
 
     def sample(self, ticket: Any, masks: Masks | None) -> None:
-        """No plan of theirs waits for masks."""
-        raise AssertionError(f"{type(self).__name__} draws when it launches")
+        """Raise ``AssertionError``: plans for this worker have no masks."""
+        raise AssertionError(f"{type(self).__name__} samples when it launches a step")
 
     def call(self, name: str, *args: Any) -> Any:
-        """Raises for every name: there are no methods."""
+        """Raise ``ConfigError``: the worker has no methods."""
         raise ConfigError(f"{name} is not available: {type(self).__name__} has no model")
 
     def shutdown(self) -> None:
-        """Let go of what was opened: nothing."""
+        """Nothing to release."""
 
 
 class FakeWork(NamedTuple):
-    """Tokens that a row computes in a step."""
+    """The tokens that a row computes in a step."""
 
     seq: FakeSeq
     new: NewSeq
@@ -107,7 +107,7 @@ class FakeWork(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A row after its forward pass: digests after its last known token and after each draft."""
+    """A row after its forward pass. ``digests``: after its last known token and each draft."""
 
     work: FakeWork
     digests: list[int]
@@ -117,14 +117,14 @@ class Computed(NamedTuple):
 class DigestWorker(FakeExecutor):
     """An executor whose next token proves that the right KV was read.
 
-    ``windows``: one for each group of layers, 0 for full attention. A group with a window is read
-    at both ends of it, any other at its end and somewhere. ``content`` gives what the model sees at
-    each known position, where that is more than the token (salts, adapters, media). ``fail(seq,
-    upto)`` says why a row fails that computes the positions before ``upto``; such a row leaves
-    garbage in its KV. ``carry_out`` does what the parts of a plan ask for, just before its rows are
-    computed; ``offer`` makes drafts for their next step, if the worker has any to offer. A mask
-    lets the next token pass that it allows, from the drawn one on. Subclasses extend ``apply``,
-    what a plan changes before its rows are computed, and ``draw``.
+    ``windows``: one per group of layers, 0 for full attention. A group with a window is read at
+    both ends of the window, any other group at its end and at one other position. ``content``
+    returns what the model sees at each known position, where that is more than the token (salts,
+    adapters, media). ``fail(seq, upto)`` returns the error of a row that computes the positions
+    before ``upto``, if it fails; such a row leaves garbage in its KV. ``carry_out`` executes the
+    parts of a plan just before its rows are computed; ``offer`` makes drafts for the next step, if
+    the worker has any. With a mask the next token is the first allowed one from the sampled one on.
+    Subclasses extend ``apply`` (changes before the rows are computed) and ``draw``.
     """
 
     capabilities = frozenset(PARTS)
@@ -146,14 +146,17 @@ class DigestWorker(FakeExecutor):
         self.seqs: dict[int, FakeSeq] = {}
         self._new: dict[int, NewSeq] = {}
         self.carry_out: Callable[[StepPlan], None] = lambda plan: None
-        self.offer: Callable[[StepPlan, Sequence[Computed]], DraftPart | None] = none_offered
+        self.offer: Callable[[StepPlan, Sequence[Computed]], DraftPart | None]
+        self.offer = lambda plan, rows: None
         self._fail = fail
         self._content = content
-        self._waiting: tuple[StepPlan, list[Computed]] | None = None  # for masks
+        self._waiting: tuple[StepPlan, list[Computed]] | None = (
+            None  # the step that waits for masks
+        )
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """Compute the step; the result waits to be collected."""
-        assert self._waiting is None, "a step is launched after one that was not drawn"
+        """Compute the step; its result waits to be collected."""
+        assert self._waiting is None, "a step is launched while another waits for masks"
         work, result = self._work(plan), StepResult(plan.step, EMPTY, EMPTY)
         self.carry_out(plan)
         rows = self._forward(work)
@@ -164,8 +167,8 @@ class DigestWorker(FakeExecutor):
         return result
 
     def preview(self, ticket: StepResult) -> Column | None:
-        """Tokens of every other row or so, as if the rest were not known."""
-        assert self._waiting is not None, "nothing waits for masks"
+        """Tokens of about every second row; -1 for the others."""
+        assert self._waiting is not None, "no step waits for masks"
         plan, rows = self._waiting
         assert plan.masks is not None and plan.masks.ahead is not None
         drawn = []
@@ -176,12 +179,12 @@ class DigestWorker(FakeExecutor):
         return np.array(drawn, dtype=np.int32)
 
     def sample(self, ticket: StepResult, masks: Masks | None) -> None:
-        assert self._waiting is not None and masks is not None, "nothing waits, or for nothing"
+        assert self._waiting is not None and masks is not None, "no step waits, or no masks"
         (plan, rows), self._waiting = self._waiting, None
         self._finish(plan, rows, masks, ticket)
 
     def collect(self, ticket: StepResult) -> StepResult:
-        """Wait for a launched step."""
+        """The result of a launched step."""
         return ticket
 
     def blocks_written(self, plan: StepPlan) -> set[int]:
@@ -197,7 +200,7 @@ class DigestWorker(FakeExecutor):
     def _finish(
         self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult
     ) -> None:
-        """Draw after the forward pass, with the masks if the plan has some."""
+        """Sample after the forward pass, with the masks of the plan."""
         of_row: list[list[NDArray[np.int32]]] = [[] for _ in rows]
         if plan.masks is not None:
             assert masks is not None, "the masks of a step are missing"
@@ -205,14 +208,14 @@ class DigestWorker(FakeExecutor):
             masked = plan.masks.rows if masks.rows is None else masks.rows
             for index in masked.tolist():
                 of_row[index] = [next(unread) for _ in rows[index].digests]
-            assert next(unread, None) is None, "more masks than tokens are drawn"
+            assert next(unread, None) is None, "there are more masks than sampled tokens"
         self.draw(rows, of_row, result)
         offered = self.offer(plan, rows)
         if offered is not None:
             result.drafts = offered
 
     def _work(self, plan: StepPlan) -> list[FakeWork]:
-        """Take note of a plan; what it has the rows compute, with their tables as they are now."""
+        """Apply a plan; returns what its rows compute, with their present tables."""
         check_parts(plan, self.capabilities)
         self.apply(plan)
         drafts = draft_rows(plan)
@@ -236,7 +239,7 @@ class DigestWorker(FakeExecutor):
         ]
 
     def _forward(self, work: Sequence[FakeWork]) -> list[Computed]:
-        """Write the KV of all rows, in their order."""
+        """Write the KV of all rows in order."""
         rows = []
         for row in work:
             first_draft = row.start + row.num_tokens - len(row.drafts)
@@ -251,7 +254,7 @@ class DigestWorker(FakeExecutor):
     def draw(
         self, rows: list[Computed], masks: list[list[NDArray[np.int32]]], result: StepResult
     ) -> None:
-        """Choose and verify tokens; ``masks``: those of each row, [] if it has none."""
+        """Sample and verify tokens. ``masks``: those of each row, [] for none."""
         tokens: list[int] = []
         counts = [0] * len(rows)
         for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
@@ -264,9 +267,9 @@ class DigestWorker(FakeExecutor):
                 drawn = [allowed(token, mask) for token, mask in zip(drawn, own, strict=True)]
             sampled = standing(drawn, work.drafts)
             if NONE_LEFT in sampled and not error:
-                error = "no token is left: a mask, as of a grammar, allows none"
+                error = "no token is left: the mask, as of a grammar, allows none"
                 result.fail(index, error, "no_token_is_allowed")
-            work.seq.tokens += sampled  # a step in flight after a failure reads them too
+            work.seq.tokens += sampled  # a later step in flight reads them even after a failure
             if not error:
                 tokens += sampled
                 counts[index] = len(sampled)
@@ -293,7 +296,7 @@ class DigestWorker(FakeExecutor):
                 table[index] = block
 
     def _compute(self, seq: FakeSeq, start: int, count: int) -> int:
-        """Write the KV of known tokens; the digest after the last."""
+        """Write the KV of known tokens; returns the digest after the last one."""
         digest = self._attend(seq, start - 1) if start else EMPTY_DIGEST
         for position in range(start, start + count):
             digest = mix(digest, seq.tokens[position])
@@ -303,8 +306,8 @@ class DigestWorker(FakeExecutor):
     def _compute_drafts(
         self, seq: FakeSeq, start: int, digest: int, drafts: Sequence[int]
     ) -> list[int]:
-        """Write the KV of drafts, the first at position ``start``. Returns ``digest``, which is
-        that after the last known token, and one after each draft."""
+        """Write the KV of drafts, the first at position ``start``. Returns ``digest`` (after the
+        last known token) and one digest after each draft."""
         digests = [digest]
         if drafts:
             digest = self._read(seq, 0, start - 1)
@@ -319,8 +322,8 @@ class DigestWorker(FakeExecutor):
             self._write(seq, position, RUBBISH)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
-        """The digest at the last position; wrong if the ends of a window, or any position of a
-        full table, do not hold what they should."""
+        """The digest at the last position. It is wrong if the ends of a window, or one checked
+        position of a full table, hold other content than expected."""
         digest = self._read(seq, 0, last)
         for group, window in enumerate(self.windows):
             any_one = mix(last, len(seq.tokens)) % (last + 1)
@@ -339,7 +342,7 @@ class DigestWorker(FakeExecutor):
 
 
 def allowed(token: int, mask: NDArray[np.int32]) -> int:
-    """The first token from this one on, round and round, whose bit is set; NONE_LEFT: none is."""
+    """The first token with its bit set, from this one on (cyclically); NONE_LEFT if none is."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     if not bits.any():
         return NONE_LEFT
@@ -347,8 +350,9 @@ def allowed(token: int, mask: NDArray[np.int32]) -> int:
 
 
 def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The tokens that stand: one, and those after drafts that are right. After drafts none may be
-    left; the next step computes that place again, and then it is the row's own."""
+    """The accepted tokens: those that equal their drafts, and one more. After accepted drafts the
+    last one may be missing if the mask allows none; the next step computes that position again,
+    with its own mask."""
     num_right = 0
     while num_right < len(drafts) and drafts[num_right] == drawn[num_right] != NONE_LEFT:
         num_right += 1
@@ -357,27 +361,22 @@ def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
     return list(drawn[: num_right + 1])
 
 
-def none_offered(plan: StepPlan, rows: Sequence[Computed]) -> DraftPart | None:
-    """The worker has no drafts to offer."""
-    return None
-
-
 def draft_rows(plan: StepPlan) -> list[list[int]]:
-    """The drafts of each row; [] if the plan has none at all."""
+    """The drafts of each row; [] if the plan has none."""
     return [] if plan.drafts is None else plan.drafts.by_row()
 
 
 class LateWorker(DigestWorker):
-    """Computes a step when its result is collected, as a device does that is still busy with one
-    step while the next ones are planned and loads go on."""
+    """Computes a step when its result is collected, like a device that is still busy with one step
+    while the next ones are planned and loads continue."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._launched: deque[tuple[list[FakeWork], StepResult, StepPlan]] = deque()
-        self._masks: dict[int, Masks] = {}  # by step, for those that are not collected
+        self._masks: dict[int, Masks] = {}  # by step, for steps not yet collected
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """Take note of the step; its result is filled in by ``collect``."""
+        """Apply the plan; ``collect`` fills in the result."""
         work = [
             row._replace(seq=replace(row.seq, tables=[table[:] for table in row.seq.tables]))
             for row in self._work(plan)
@@ -387,25 +386,25 @@ class LateWorker(DigestWorker):
         return result
 
     def preview(self, ticket: StepResult) -> Column | None:
-        """Not known before the step is collected."""
+        """``None``: no token is known before the step is collected."""
         return None
 
     def sample(self, ticket: StepResult, masks: Masks | None) -> None:
-        """Take note of the masks."""
-        assert masks is not None, "no masks for a step that waits for some"
+        """Store the masks."""
+        assert masks is not None, "the masks of a waiting step are missing"
         self._masks[ticket.step] = masks
 
     def collect(self, ticket: StepResult) -> StepResult:
         """Compute the oldest step."""
         work, due, plan = self._launched.popleft()
-        assert due is ticket, "steps are collected in another order than they were launched"
+        assert due is ticket, "steps are not collected in the order of their launch"
         self.carry_out(plan)
         self._finish(plan, self._forward(work), self._masks.pop(plan.step, None), due)
         return due
 
 
 class CountingWorker(FakeExecutor):
-    """Answers every row that samples with the same token, at no cost."""
+    """Returns the same token for every row that samples, at almost no cost."""
 
     def __init__(self, token: int = 7) -> None:
         self.token = token

@@ -1,9 +1,9 @@
-"""Features as they serve, in a simulated engine: drafts by every method, grammars by a library.
+"""Real drafts and grammars in simulated engines.
 
-No feature is known here. Who assembles an engine makes the deciding halves that a case asks for
-(``Setup.config.speculative_config``, ``Setup.grammar_ticks``) and gives them to the simulation.
-The rest is here: a vocabulary of which a library can make masks, what the worker proposes, what
-plans may ask of it, and what the counters must say.
+This module does not import features. Their scheduler-side resources (the "deciding halves", for
+``Setup.config.speculative_config`` and ``Setup.grammar_ticks``) are made by the caller and passed
+to the simulation. This module has the rest: a vocabulary for which a library can make masks, drafts
+proposed by the worker, and checks of plans and counters.
 """
 
 from __future__ import annotations
@@ -23,36 +23,37 @@ from engine.sched.scheduler import Scheduler
 from policylab.verify.case import VOCAB_SIZE, Setup
 from policylab.verify.fake import NONE_LEFT, Computed, allowed, mix
 
-END = VOCAB_SIZE - 1  # the token that ends a text
-WRONG = "}{"  # a grammar that nobody can read
-WORDS = -(-VOCAB_SIZE // 32)  # of a mask
+END = VOCAB_SIZE - 1  # the end-of-text token
+WRONG = "}{"  # an invalid grammar
+WORDS = -(-VOCAB_SIZE // 32)  # int32 words per mask
 CHARACTERS = 'abcdefghijklmnopqrstuvwxyz0123456789{}[]":,.-+'
 MERGES = ("a b", "ab ab", "c d", "t r", "u e", "tr ue", "f a", "l s", "fa ls", "fals e", "cd ,")
 PUNCTUATION = ('{ "', '" :', "1 0")
 
 
 class Guide(Protocol):
-    """Follows one answer through its grammar. Either call may raise if it cannot go on."""
+    """Follows one answer through its grammar. Both methods may raise if it cannot continue."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These tokens were generated."""
+        """Advance by these generated tokens."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the bits of what may follow: [1 + drafts, words] int32, all zero."""
+        """Set the bits of the allowed next tokens in [1 + drafts, words] int32, initially 0."""
 
 
 class NoGuide:
-    """The guide of a grammar that cannot be used: nothing may be generated."""
+    """The guide for an invalid grammar: no token is allowed."""
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """It never comes to that."""
+        """Never called: no token is allowed."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """No bit is set."""
+        """Leave all bits unset."""
 
 
 class Halves(NamedTuple):
-    """The deciding halves for one run, and what judges its answers."""
+    """The scheduler-side resources of real features in a run, and the guides that check its
+    answers."""
 
     resources: tuple[Resource, ...]
     guide: Callable[[AddRequest], Guide]
@@ -62,8 +63,8 @@ MakeHalves = Callable[[Setup], Halves]
 
 
 def small_tokenizer() -> str:
-    """A tokenizer.json: a token for each of some characters, longer ones for some texts. The last
-    token ends texts; a text may hold any other character, which no token spells."""
+    """A tokenizer.json with a token for some characters and longer ones for some texts. The last
+    token ends texts. Other characters may occur in a text but have no token."""
     merges = [*MERGES, *PUNCTUATION]
     names = [*CHARACTERS, *(merge.replace(" ", "") for merge in merges)]
     vocab = {name: token for token, name in enumerate(names)} | {"<end>": END}
@@ -84,11 +85,11 @@ def small_tokenizer() -> str:
 
 
 def guided(guide: Guide, token: int) -> int:
-    """What a model says that would say this token; NONE_LEFT: no token is allowed."""
+    """What the fake model samples under the grammar for ``token``; NONE_LEFT if nothing."""
     masks: Column = np.zeros((1, WORDS), dtype=np.int32)
     try:
         guide.fill(masks, ())
-    except Exception:  # whatever a library raises
+    except Exception:  # a library may raise anything
         return NONE_LEFT
     token_drawn = allowed(token, masks[0])
     if token_drawn != NONE_LEFT:
@@ -100,9 +101,9 @@ def guided(guide: Guide, token: int) -> int:
 
 
 class DelayedMatcher:
-    """A compiler whose grammars are ready a few looks later, each time the same.
+    """A grammar compiler whose results are ready after a reproducible number of polls.
 
-    ``compiler``: what compiles. ``most``: looks, at most.
+    ``compiler``: the real compiler. ``most``: the largest number of polls.
     """
 
     def __init__(self, compiler: Any, most: int) -> None:
@@ -115,11 +116,11 @@ class DelayedMatcher:
         return DelayedCompilation(self._compiler.submit(grammar, eos_token_ids), looks)
 
     def shutdown(self) -> None:
-        """The compiler serves others, too."""
+        """Nothing to do: the compiler is shared."""
 
 
 class DelayedCompilation:
-    """Under way until it has been looked at this many times."""
+    """A compilation that is unfinished for this many polls."""
 
     def __init__(self, compilation: Any, looks: int) -> None:
         self._compilation = compilation
@@ -137,29 +138,29 @@ class DelayedCompilation:
 
 
 def max_drafts(setup: Setup) -> int:
-    """Drafts of a row in a step, in an engine that drafts as the case's options say."""
+    """The most drafts per row and step in the case's engine."""
     speculative = setup.config.speculative_config
     return 0 if speculative is None else SpeculativeConfig.of(speculative).num_speculative_tokens
 
 
 def worker_proposes(setup: Setup) -> bool:
-    """Do these options leave it to the worker to make drafts?"""
+    """True if the worker proposes drafts."""
     speculative = setup.config.speculative_config
     return speculative is not None and speculative["method"] == "draft_model"
 
 
 def is_adaptive(setup: Setup) -> bool:
-    """Do drafts depend on what steps have taken?"""
+    """True if the number of drafts depends on step times."""
     speculative = setup.config.speculative_config
     return speculative is not None and SpeculativeConfig.of(speculative).adaptive
 
 
 class WorkersDrafts:
-    """What a worker proposes: the right tokens, but sometimes a wrong one among them, sometimes
-    none or too few, sometimes more than was wanted, and for a row that wants none."""
+    """Drafts that a worker proposes: the right tokens, but sometimes with a wrong one, none or too
+    few, more than requested, or for a row that wants none."""
 
     def __init__(self, answers: Callable[[str], Sequence[int] | None]) -> None:
-        """answers: what a request will hear in all; ``None``: it has ended."""
+        """``answers``: the expected answer of a request; ``None`` if it has ended."""
         self._answers = answers
 
     def __call__(self, plan: StepPlan, rows: Sequence[Computed]) -> DraftPart | None:
@@ -182,51 +183,54 @@ class WorkersDrafts:
 
 
 def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> None:
-    """The worker is requested drafts of rows that sample, at most this many, and for none that no
-    step will verify: after the last token but one of a request there is no place for any [22]."""
+    """Check the drafts that a plan requests from the worker: only for rows that sample, at most
+    ``most``, and none that no step can verify, such as after a request's last token but one
+    [22]."""
     if plan.proposals is None:
         return
     wishes = plan.proposals
-    assert len(wishes) == len(plan.rows), "a wish for each row"
-    assert (wishes >= 0).all() and (wishes <= most).all(), f"{wishes} drafts are wanted"
-    assert not wishes[plan.samples == 0].any(), "drafts are wanted after what is not drawn"
+    assert len(wishes) == len(plan.rows), "proposals must have one entry per row"
+    assert (wishes >= 0).all() and (wishes <= most).all(), (
+        f"{wishes} drafts are requested, at most {most}"
+    )
+    assert not wishes[plan.samples == 0].any(), "drafts are requested without a sample"
     num_drafts = 0 if plan.drafts is None else plan.drafts.counts
-    known = plan.starts + plan.counts - num_drafts + 1  # after this step, at least
+    known = plan.starts + plan.counts - num_drafts + 1  # known tokens after this step, at least
     room = scheduler.roster.table.limit.all[plan.rows] - known - 1
-    assert (wishes <= room.clip(min=0)).all(), f"{wishes} drafts are wanted, {room} have a use"
+    assert (wishes <= room.clip(min=0)).all(), f"{wishes} drafts are requested, {room} are usable"
 
 
 class DraftCounts:
-    """Counts what was verified and what of it was right, next to the engine's own counters."""
+    """Counts verified and accepted drafts, for comparison with the engine's counters."""
 
     def __init__(self) -> None:
         self.num_drafts = self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def add(self, plan: StepPlan, result: StepResult) -> None:
-        """A step has ended."""
+        """Count the drafts of a finished step."""
         if plan.drafts is None:
             return
         counts = result.counts.tolist()
         for drafts, num in zip(plan.drafts.by_row(), counts, strict=True):
             num_real = sum(draft != PADDING for draft in drafts)
             if num_real and num:
-                assert num - 1 <= num_real, f"{num - 1} of {drafts} were right"
+                assert num - 1 <= num_real, f"{num - 1} of the drafts {drafts} were accepted"
                 self.num_drafts += 1
                 self.num_draft_tokens += num_real
                 self.num_accepted_tokens += num - 1
 
     def check(self, resources: Sequence[Resource]) -> None:
-        """Do the counters say the same? Nothing may be kept of requests that have ended."""
+        """Check that resources' counters agree, and that they keep nothing of ended requests."""
         for resource in resources:
             assert not (kept := kept_by(resource)), f"{resource.name} keeps {kept}"
             if "num_draft_tokens" in (counters := resource.counters()):
                 seen = vars(self)
                 same = {name: counters[name] for name in seen} == seen
-                assert same, f"{counters} are counted, {seen} were seen"
+                assert same, f"the engine counted {counters}, the check counted {seen}"
 
 
 def kept_by(resource: Resource) -> dict[str, object]:
-    """What is in its own containers, by attribute."""
+    """The non-empty containers of a resource, by attribute."""
     return dict(_not_empty(vars(resource)))
 
 

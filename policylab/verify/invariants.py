@@ -2,30 +2,30 @@
 
 =====  ==============================================================  ==========================
 [1]    each block is free, held, or lent to a transfer                 ``check.check_blocks``
-[2]    a block is counted as often as tables and loans name it         ``check.check_blocks``
+[2]    a block is counted once for each table and loan that names it   ``check.check_blocks``
 [3]    a slot has one writer, and no reader of a shared block writes   ``check.check_plan``
 [4]    tables are as long as tokens need; waiting ones hold nothing    ``check.check_counts``
-[5]    token budget, seats, and what resources have                    ``check_plan``, ``needs``
-[6]    a live request is in one place, and known by one id             ``check.check_members``
-[7]    one end each; tokens without gap, each once                     ``clients``
-[8]    what is cached under a hash is the KV of that content           ``CacheTruth``
+[5]    token budget, seats and limits of resources are kept            ``check_plan``, ``needs``
+[6]    a live request is in one queue, under one id                    ``check.check_members``
+[7]    each request ends once; each token is sent once, in order       ``clients``
+[8]    a block cached under a hash holds the KV of that content        ``CacheTruth``
 [9]    nothing is shared across salts, adapters or media               ``clients``
-[10]   while a request could run, one does; every request ends         ``Progress``, ``simulation``
-[11]   no request is preempted again and again without a token         ``Progress``
-[12]   what could never run is refused at once                         ``simulation``
-[13]   when no request is left, nothing is held nor remembered         ``Invariants.ended``
+[10]   while a request could run, one does; every request ends         ``ProgressCheck``
+[11]   no request is preempted repeatedly without a new token          ``ProgressCheck``
+[12]   a request that can never run is refused when it arrives         ``simulation``
+[13]   without requests nothing is held nor remembered                 ``Invariants.ended``
 [14]   the worker's tables are the scheduler's                         ``check_mirror``
 [15]   the same case gives the same plans                              ``swarm``
 [16]   policies break no contract                                      ``check_faults``
-[17]   a clock that jumps changes no plan of fcfs and priority         ``swarm``
-[18]   pauses hold back, deadlines end                                 ``check_wishes``
-[19]   better ranks go first, unless the policy says otherwise         ``check_order``
-[20]   nothing is left over that a request could use                   ``check.check_spare``
+[17]   clock jumps change no plan of fcfs and priority                 ``swarm``
+[18]   pauses stop requests, deadlines end them                        ``check_wishes``
+[19]   better ranks go first, unless the policy decides otherwise      ``check_order``
+[20]   nothing is left unused that a request could use                 ``check.check_spare``
 [21]   no request lacks blocks while one that it outranks is granted   ``check.check_ranked``
-[22]   drafts are called of a worker only where a step can verify them  ``halves``
+[22]   drafts are requested only where a step can verify them          ``halves``
 [23]   drafts are counted as they were verified                        ``halves.DraftCounts``
-[24]   next to decodes, prompts go in pieces while few wait             ``check.check_mixed``
-[25]   a policy that writes ``rank`` and ``ranks`` says the same       ``check.check_ranks``
+[24]   in steps with decodes prompts are limited while few wait        ``check.check_mixed``
+[25]   ``rank`` and ``ranks`` of a policy agree                        ``check.check_ranks``
 =====  ==============================================================  ==========================
 """
 
@@ -54,17 +54,17 @@ from policylab.verify.check import (
 from policylab.verify.fake import EMPTY_DIGEST, DigestWorker, mix
 from policylab.verify.needs import Need, NeededDrafts
 
-IDLE_STEPS = 4  # plans in a row that may be empty though a request could run
-MANY = 64  # requests that are remembered before those that have ended are forgotten
-FUTILE_PREEMPTIONS = 12  # of one request in a row, without a new token between them
+IDLE_STEPS = 4  # consecutive plans that may be empty although a request could run
+MANY = 64  # remembered requests, above which finished ones are forgotten
+FUTILE_PREEMPTIONS = 12  # preemptions of one request without a new token in between
 
 
 class Invariants:
     """Checks a scheduler from outside after each of its operations.
 
-    ``every``: after how many steps the state as a whole is checked; plans, outputs and the worker's
-    tables are checked each time. ``plugins``: are policy and resources held to their contracts too?
-    ``num_drafts``: of a row, at most, next to those of ``needs``.
+    ``every``: check the whole state after this many operations; plans, outputs and the worker's
+    tables are always checked. ``plugins``: also check the contracts of policy and resources.
+    ``num_drafts``: drafts per row at most, besides those of ``needs``.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Invariants:
         self.needs = needs
         self.every = every
         self.plugins = plugins
-        self.progress = Progress(scheduler, needs)
+        self.progress = ProgressCheck(scheduler, needs)
         self.num_drafts = num_drafts + sum(
             need.amount for need in needs if isinstance(need, NeededDrafts)
         )
         self._num_looks = 0
 
     def planned(self, plan: StepPlan) -> None:
-        """The scheduler has made a plan."""
+        """Check a new plan."""
         if self.plugins:
             self._check_plugins()
             check_spare(self.scheduler, plan)
@@ -102,19 +102,19 @@ class Invariants:
         self._look()
 
     def launched(self) -> None:
-        """The worker has computed it."""
+        """Check the worker's tables after a launch."""
         check_mirror(self.scheduler, self.worker)
 
     def settled(self) -> None:
-        """Results are in."""
+        """Check after results were applied."""
         self._look()
 
     def changed(self) -> None:
-        """A request, abort or other event came from outside."""
+        """Check after a request, an abort or another event."""
         self._look()
 
     def ended(self, *, leaks: bool) -> None:
-        """No request is left, and the worker knows."""
+        """Check that nothing is left after all requests ended and the worker was informed."""
         check_empty(self.scheduler)
         assert not self.worker.seqs, f"the worker keeps {list(self.worker.seqs)}"
         for need in self.needs:
@@ -136,18 +136,21 @@ class Invariants:
             check_state(self.scheduler, num_drafts=self.num_drafts)
 
 
-class Progress:
-    """A request runs if one could; none is preempted again and again for nothing."""
+class ProgressCheck:
+    """Checks that a request runs if one can, and that none is preempted repeatedly without
+    progress."""
 
     def __init__(self, scheduler: Scheduler, needs: Sequence[Need]) -> None:
         self._scheduler = scheduler
         self._needs = needs
         self._num_idle = 0
         self._num_refusals = 0
-        self._robbed: dict[Request, tuple[int, int]] = {}  # output at the last time, times since
+        self._robbed: dict[
+            Request, tuple[int, int]
+        ] = {}  # output at the last preemption, preemptions since
 
     def planned(self, plan: StepPlan) -> None:
-        """A plan was made."""
+        """Check a new plan."""
         scheduler = self._scheduler
         preempted = scheduler.view.step.preempted
         num_refusals = sum(need.num_refusals for need in self._needs)
@@ -157,14 +160,14 @@ class Progress:
             or scheduler.pause_state is not PauseState.UNPAUSED
             or num_refusals > self._num_refusals
             or preempted
-            or scheduler.roster.block_holders  # parked with blocks that others wait for
-            or scheduler.kv.lent  # to the load of a request that has ended
+            or scheduler.roster.block_holders  # waiting requests hold blocks that others need
+            or scheduler.kv.lent  # blocks are lent to the load of a finished request
             or not len(scheduler.roster.running) + len(scheduler.roster.waiting)
         )
         self._num_refusals = num_refusals
         self._num_idle = 0 if is_excused else self._num_idle + 1
         assert self._num_idle <= IDLE_STEPS, (
-            f"{self._num_idle} empty plans, though {list(scheduler.roster.by_id)} could run: "
+            f"{self._num_idle} empty plans, although {list(scheduler.roster.by_id)} could run: "
             f"{scheduler.settler.counters.blocked}"
         )
         for req in preempted:
@@ -176,23 +179,23 @@ class Progress:
         output, times = self._robbed.get(req, (-1, 0))
         times = times + 1 if output == req.num_output else 0
         self._robbed[req] = req.num_output, times
-        is_default = not self._scheduler.config.policy_options  # options may ask for it
+        is_default = not self._scheduler.config.policy_options  # options may cause it
         assert times <= FUTILE_PREEMPTIONS or not is_default, (
             f"{req} was preempted {times} times without a token"
         )
 
 
 class CacheTruth:
-    """Knows what should be cached under each hash it has seen."""
+    """Knows the correct content for each block hash seen."""
 
     def __init__(self, scheduler: Scheduler, worker: DigestWorker) -> None:
         self._kv = scheduler.kv
         self._worker = worker
         self._chains = Chains(Sha256Hasher(), scheduler.kv.block_size)
-        self._digests: dict[bytes, int] = {}  # of the last position of the block
+        self._digests: dict[bytes, int] = {}  # by block hash: digest of the block's last position
 
     def learn(self, req: Request, extras: dict[int, int]) -> None:
-        """The request ends; its tokens are final."""
+        """Record the blocks of a request that ends; its tokens are final."""
         digest, size = EMPTY_DIGEST, self._kv.block_size
         chain: list[bytes] = []
         self._chains.extend(chain, req, len(req.tokens))
@@ -203,7 +206,7 @@ class CacheTruth:
                 self._digests[next(hashes)] = digest
 
     def check(self) -> None:
-        """Is everything in the cache what it should be?"""
+        """Check that every cached block has the right content."""
         cache, kv = self._kv.cache, self._worker.kv
         for block in range(1, self._kv.num_blocks):
             key = cache.hash_of(block)
@@ -211,11 +214,11 @@ class CacheTruth:
                 continue
             right = self._digests.get(split_key(key)[0])
             assert right is not None, f"block {block} is cached under an unknown hash"
-            assert kv[block][-1] == right, f"block {block} holds other content"
+            assert kv[block][-1] == right, f"block {block} holds wrong content"
 
 
 def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Pauses hold back what they should, and no request outlives a deadline [18]."""
+    """Check that pauses stop requests, and that no request outlives a deadline [18]."""
     if scheduler.pause_state is PauseState.PAUSED_ALL:
         assert not plan.num_tokens, "tokens are computed in a pause"
     if scheduler.pause_state is not PauseState.UNPAUSED:
@@ -225,11 +228,11 @@ def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
         end, start = req.add.end_deadline, req.add.queue_deadline
         assert end is None or end > now, f"{req} has outlived its deadline {end} at {now}"
         has_started = req.history.scheduled_time is not None
-        assert start is None or has_started or start > now, f"{req} was to start by {start}"
+        assert start is None or has_started or start > now, f"{req} should have started by {start}"
 
 
 def check_order(scheduler: Scheduler) -> None:
-    """No request starts before one of better rank that was not itself refused [19]."""
+    """Check that no request starts before a better-ranked one that was not itself refused [19]."""
     step = scheduler.view.step
     if not step.new or scheduler.guard.overrides("order", "next_waiting"):
         return
@@ -242,37 +245,37 @@ def check_order(scheduler: Scheduler) -> None:
 
 
 def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
-    """Statistics of an engine without requests equal what was counted next to it."""
+    """Check statistics of an engine without requests against the simulation's counts."""
     stats = scheduler.make_stats()
     assert stats.num_scheduled_tokens == num_tokens, f"{stats.num_scheduled_tokens} tokens counted"
     assert stats.num_steps == num_steps, f"{stats.num_steps} steps counted, there were {num_steps}"
     gauges = (stats.num_running, stats.num_waiting, stats.num_parked, stats.kv_usage)
     assert not any(gauges), f"requests are left in the statistics: {gauges}"
-    assert stats.prefix_hits <= stats.prefix_queries, "more hits than questions"
-    assert stats.preempted_hits <= stats.preempted_queries, "more hits than questions"
+    assert stats.prefix_hits <= stats.prefix_queries, "there are more hits than queries"
+    assert stats.preempted_hits <= stats.preempted_queries, "there are more hits than queries"
 
 
 def check_mirror(scheduler: Scheduler, worker: DigestWorker) -> None:
-    """The worker knows the same sequences with the same tables."""
+    """Check that the worker has the same sequences with the same tables."""
     kv, seqs = scheduler.kv, worker.seqs
     running = scheduler.roster.running
-    assert len(seqs) == len(running), f"the worker has {list(seqs)}, {list(running)} run"
+    assert len(seqs) == len(running), f"the worker has {list(seqs)}, but {list(running)} run"
     for req in running:
         seq = seqs.get(req.slot)
-        assert seq is not None, f"the worker does not know {req}"
+        assert seq is not None, f"the worker has no sequence for {req}"
         for group, table in enumerate(seq.tables):
             held = kv.held(req, group)
             assert table == held, f"{req} holds {held}, the worker has {table}"
 
 
 def check_faults(scheduler: Scheduler) -> None:
-    """Policy and resources have given legal answers only."""
+    """Check that policy and resources gave only valid answers."""
     messages = scheduler.guard.faults.messages
     assert not messages, f"faults of plug-ins: {messages}"
 
 
 def find_leak(root: object) -> str | None:
-    """The way from the scheduler to a request that it should have forgotten, if there is one."""
+    """The path from the scheduler to a request that it should have forgotten, if any."""
     seen: set[int] = set()
     todo: list[tuple[str, object]] = [(type(root).__name__, root)]
     while todo:
@@ -286,7 +289,7 @@ def find_leak(root: object) -> str | None:
     return None
 
 
-_BOUNDED = ("_members", "step")  # of the last step only
+_BOUNDED = ("_members", "step")  # attributes that refer to the last step only
 _SIMPLE = (str, bytes, int, float, type, type(None), np.ndarray, Need)
 
 

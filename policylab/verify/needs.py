@@ -1,6 +1,6 @@
-"""Resources of the simulated engine: one of each kind that features bring.
+"""Resources of the simulated engine, one of each kind that real features use.
 
-What they decide depends on the request and the step only, so a case runs the same every time.
+Their decisions depend only on the request and the step, so that a case is reproducible.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Answers = Callable[[str], Sequence[int]]
 
 
 class Need(Resource):
-    """A limited resource. ``amount`` is how much of it there is; time passes by ``tick``.
+    """Base class of a limited resource. ``amount``: its size.
 
-    ``answers`` gives the tokens that a request will be answered with.
+    ``answers`` returns the expected answer to a request.
     """
 
     scheduler: Scheduler
@@ -33,26 +33,26 @@ class Need(Resource):
         self.num_refusals = 0
 
     def attach(self, scheduler: AttachedScheduler) -> None:
-        assert isinstance(scheduler, Scheduler)  # what a check may look into
+        assert isinstance(scheduler, Scheduler)  # checks access its internals
         self.scheduler = scheduler
 
     def watches(self, req: Request) -> bool:
         return False
 
     def tick(self) -> None:
-        """One step's time has passed."""
+        """Let the time of one step pass."""
 
     def check(self, running: Iterable[Request]) -> None:
-        """Does all that was taken belong to running requests?"""
+        """Check that everything taken belongs to running requests."""
 
     def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
-        """Allow only this many tokens."""
+        """Count a refusal; returns a ``Fit`` with only this many tokens."""
         self.num_refusals += 1
         return Fit(num_tokens, self.name, on_refuse)
 
 
 class Adapters(Need):
-    """At most ``amount`` adapters are loaded at once; requests for others are passed over."""
+    """At most ``amount`` adapters are loaded at the same time; requests for others are skipped."""
 
     name = "adapters"
 
@@ -80,21 +80,21 @@ class Adapters(Need):
         for req in running:
             if req.adapter is not None:
                 users.setdefault(req.adapter, set()).add(req)
-        assert users == self.users, f"adapters: {self.users} are taken, {users} run"
-        assert len(users) <= self.amount, "adapters: too many"
+        assert users == self.users, f"adapters: {self.users} are taken, but {users} run"
+        assert len(users) <= self.amount, f"adapters: {len(users)} are in use"
 
 
 class Delayed(Need):
-    """Base of what a request waits for outside the queue: it takes this many ticks to be ready."""
+    """Base class of resources for which a request waits outside the queue for a number of ticks."""
 
     on_refuse = OnRefuse.PARK
 
     def __init__(self, amount: int, answers: Answers) -> None:
         super().__init__(amount, answers)
-        self.left: dict[Request, int] = {}  # ticks until it is ready
+        self.left: dict[Request, int] = {}  # remaining ticks
 
     def ticks(self, req: Request) -> int | None:
-        """How long the request waits; ``None``: it needs nothing. Negative: then it fails."""
+        """The ticks that the request waits; ``None``: it needs nothing; negative: then it fails."""
         raise NotImplementedError
 
     def parked(self, req: Request) -> None:
@@ -114,11 +114,11 @@ class Delayed(Need):
     def check(self, running: Iterable[Request]) -> None:
         for req in running:
             ready = self.ticks(req) is None or self.left.get(req) == 0
-            assert ready, f"{self.name}: {req} runs and is not ready"
+            assert ready, f"{self.name}: {req} runs, but is not ready"
 
 
 class Grammars(Delayed):
-    """``AddRequest.grammar``: ticks until it is compiled; negative: until the compiler fails."""
+    """``AddRequest.grammar``: ticks until it is compiled; if negative, until compilation fails."""
 
     name = "grammars"
 
@@ -137,7 +137,7 @@ class Grammars(Delayed):
 
 
 class Loads(Delayed):
-    """``kv_transfer_params["ticks"]``: until what the request holds blocks for has arrived."""
+    """``kv_transfer_params["ticks"]``: ticks until the KV for the request's blocks has arrived."""
 
     name = "loads"
 
@@ -152,7 +152,7 @@ class Loads(Delayed):
 
 
 class NeededEncoder(Need):
-    """``amount`` units a step for media that begin in it; a chunk ends before one too many."""
+    """``amount`` tokens of media per step; a chunk ends before an item that exceeds them."""
 
     name = "encoder"
 
@@ -183,11 +183,11 @@ class NeededEncoder(Need):
         for item in req.media:
             if upto - num_tokens <= item.offset < upto:
                 self.units -= item.length
-        assert self.units >= 0, f"encoder: {-self.units} units too many"
+        assert self.units >= 0, f"encoder: {-self.units} tokens too many in a step"
 
 
 class Moods(Need):
-    """Refuses or cuts ``amount`` of a hundred grants, for no reason."""
+    """Refuses or reduces ``amount`` percent of grants at random."""
 
     name = "moods"
 
@@ -203,13 +203,13 @@ class Moods(Need):
 
 
 class NeededDrafts(Need):
-    """Up to ``amount`` drafts for some requests, some of them right."""
+    """Up to ``amount`` drafts for some requests, partly right."""
 
     name = "drafts"
 
     def __init__(self, amount: int, answers: Answers) -> None:
         super().__init__(amount, answers)
-        self.taken: dict[int, int] = {}  # drafts in this step by row
+        self.taken: dict[int, int] = {}  # by row: drafts in this step
 
     def watches(self, req: Request) -> bool:
         return req.arrival % 4 != 0
@@ -240,7 +240,7 @@ class NeededDrafts(Need):
         plan.drafts = DraftPart(np.array(counts, dtype=np.int32), np.array(tokens, dtype=np.int32))
 
     def _guess(self, req: Request, first: int, count: int, step: int) -> list[int]:
-        """Right ones up to some place, then wrong ones; -1 where there is no guess."""
+        """Right tokens up to a random place, then wrong ones; -1 at the end of the answer."""
         right = list(self.answers(req.request_id)[first : first + count])
         right += [-1] * (count - len(right))
         upto = mix(step, req.arrival + 1) % (count + 2)

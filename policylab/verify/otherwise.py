@@ -1,7 +1,7 @@
-"""What another interpreter does (see ``elsewhere``): changes the world, plans what it is given.
+"""The child's side of ``elsewhere``: change the environment, then plan what is sent.
 
-Nothing here is imported by an engine. The world is changed after the engine was imported and before
-the policy is, so that ``from time import time`` in its module gets the other clock too.
+The environment is changed after the engine is imported and before the policy is, so that ``from
+time import time`` in the policy's module gets the changed clock. Engines do not import this module.
 """
 
 from __future__ import annotations
@@ -35,56 +35,60 @@ DICE = "dice of the process"
 PROCESS = "number of the process"
 ENVIRONMENT = "environment variables"
 PARTS = (HASHES, ADDRESSES, CLOCKS, DICE, PROCESS, ENVIRONMENT)
-"""What two such interpreters differ in."""
+"""What two such interpreters can differ in."""
 
 
 class PolicySource(NamedTuple):
     """Where another process finds the policy."""
 
     named: str | None
-    """By name or dotted path; ``None``: in a module."""
+    """A name or dotted path; ``None``: in a module."""
     module: str = ""
     file: str | None = None
-    """The file of the module, if it cannot be imported by name."""
+    """The module's file, if it cannot be imported by name."""
     qualname: str = ""
     given: Policy | None = None
-    """An object of that class."""
+    """An object of the class ``qualname``."""
 
 
 class Question(NamedTuple):
-    """What the other process is to do: plan the case of a seed, a given one, or a crowd."""
+    """What the other process plans: the case of a seed, a given case, or a crowd."""
 
     seed: int | None = None
     case: Case | None = None
-    """With any policy: it is replaced by the one that was found there."""
+    """Its policy is replaced by the one loaded there."""
     crowd: str = ""
     num_steps: int = 0
-    """In which requests of the crowd keep coming."""
+    """Steps during which requests of the crowd arrive."""
 
 
 class ProcessAnswer(NamedTuple):
-    """What came of it."""
+    """The result of a question."""
 
     digest: str
     """The digest of all plans, or the error that ended the run."""
     reads: tuple[str, ...] = ()
-    """What hooks have read of the environment, with the line."""
+    """Environment variables that hooks read, with the line."""
 
 
-FIRST_HOUR, HOURS = 3.0, 12.3  # of the first one's day, and from there to the next one's
-DAY = 86_400.0  # seconds: each has a day of its own
-PACE = 1.7  # of the clocks, to the power of the seed
-FIRST_PID, NEXT_PID = 10_007, 101  # primes: their remainders differ
-SIZES = range(16, 512, 16)  # bytes of what small objects take
-HOLES = 400  # of each size, among which new objects are put
-READERS = (os.__file__, "<frozen os>", "<frozen _collections_abc>")  # through which others read
-UNKNOWN = "1"  # the value of an environment variable that is not set, in every second interpreter
+FIRST_HOUR, HOURS = 3.0, 12.3  # time of day of the first interpreter, and the distance to the next
+DAY = 86_400.0  # seconds: each has its own date
+PACE = 1.7  # speed of the clocks, to the power of the number
+FIRST_PID, NEXT_PID = 10_007, 101  # primes, so that remainders differ
+SIZES = range(16, 512, 16)  # sizes of small objects in bytes
+HOLES = 400  # free places per size for new objects
+READERS = (
+    os.__file__,
+    "<frozen os>",
+    "<frozen _collections_abc>",
+)  # which read it for others
+UNKNOWN = "1"  # value of unset environment variables in every second interpreter
 
 
 def serve(line: Connection) -> None:
-    """Answer what comes on the line, until it ends."""
+    """Answer questions from the connection until it is closed."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    for output in (1, 2):  # what a policy prints there is no word of ours
+    for output in (1, 2):  # discard what the policy prints
         os.dup2(nowhere, output)
     source, options, number, parts = line.recv()
     world = World(number, parts, source.module or (source.named or "").rpartition(".")[0])
@@ -92,7 +96,9 @@ def serve(line: Connection) -> None:
         policy = load(source)
         given = line.recv()
     except BaseException as error:  # importing an author's module may raise anything
-        line.send(f"the policy cannot be loaded there: {type(error).__name__}: {error}")
+        line.send(
+            f"the policy cannot be loaded in another process: {type(error).__name__}: {error}"
+        )
         return
     line.send(None)
     while True:
@@ -106,18 +112,18 @@ def serve(line: Connection) -> None:
 def answer(
     question: Question, policy: Any, options: dict[str, Any] | None, world: World
 ) -> ProcessAnswer:
-    """Plan it in this world."""
+    """The answer to a question: the digest of its plans in this environment."""
     world.scatter()
     del world.reads[:]
     try:
         digest = digest_of(question, policy, options)
-    except Exception as error:  # any error is an answer
+    except Exception as error:  # an error is an answer, too
         digest = f"{type(error).__name__}: {error}"
     return ProcessAnswer(digest, tuple(dict.fromkeys(world.reads)))
 
 
 def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -> str:
-    """The hash of all plans. Raises what breaks a rule."""
+    """The digest of all plans. Raises an error for a broken rule."""
     if question.crowd:
         [kind] = [kind for kind in KINDS if kind.name == question.crowd]
         kind = kind._replace(num_steps=question.num_steps)
@@ -132,14 +138,14 @@ def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -
 
 
 def with_policy(case: Case, policy: Any, options: dict[str, Any]) -> Case:
-    """A case under another policy."""
+    """The case with another policy."""
     given = {**vars(case.setup.config), "scheduling_policy": policy, "policy_options": options}
     setup = msgspec.structs.replace(case.setup, config=SchedulerConfig(**given))
     return msgspec.structs.replace(case, setup=setup)
 
 
 def load(source: PolicySource) -> Any:
-    """The policy, as it was given. Raises whatever its module does."""
+    """The policy from its source. Raises whatever its module raises."""
     if source.named is not None:
         return source.named
     try:
@@ -160,9 +166,9 @@ def _look_up(module: Any, qualname: str) -> Any:
 def _from_file(name: str, file: str | None) -> Any:
     spec = importlib.util.spec_from_file_location(name, file or "")
     if spec is None or spec.loader is None:
-        raise ImportError(f"module {name} has no file")
+        raise ImportError(f"module {name!r} has no source file")
     module = importlib.util.module_from_spec(spec)
-    if name == "__main__":  # what stands below `if __name__ == "__main__"` is not run
+    if name == "__main__":  # code under `if __name__ == "__main__"` does not run
         module.__name__ = "__mp_main__"
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -172,7 +178,7 @@ def _from_file(name: str, file: str | None) -> Any:
 
 
 class World:
-    """All that a policy must not depend on, different for each number. ``home``: its module."""
+    """The environment on which a policy must not depend. ``home``: the policy's module."""
 
     def __init__(self, number: int, parts: Collection[str], home: str) -> None:
         self._home = home
@@ -187,14 +193,14 @@ class World:
         self._change_environment()
 
     def scatter(self) -> None:
-        """New objects get other addresses, in another order."""
+        """Give new objects other addresses, in another order."""
         dice = random.Random(self._number_of[ADDRESSES])
         blocks = [bytes(size) for size in SIZES for _ in range(2 * HOLES)]
         dice.shuffle(blocks)
         self._kept = blocks[: len(blocks) // 2]
 
     def _change_clocks(self, number: int) -> None:
-        # It is night in the one and afternoon in the other, whenever this is run.
+        # It is night in one interpreter and afternoon in the other, whenever this runs.
         hour = FIRST_HOUR + HOURS * (number - 1)
         local = time.localtime()
         passed = 3600 * local.tm_hour + 60 * local.tm_min + local.tm_sec
@@ -213,7 +219,7 @@ class World:
         world = self
 
         class Environment(type(os.environ)):  # type: ignore[misc]
-            """Notes who reads it in a hook, and what; every second one has all names."""
+            """Records reads by hooks; in every second process all variables are set."""
 
             def __getitem__(self, name: str) -> str:
                 world.note(name)
@@ -236,7 +242,7 @@ class World:
         return self._number_of[ENVIRONMENT] % 2 == 0
 
     def is_authors(self) -> bool:
-        """Is it the policy's package that reads, rather than a library that it uses?"""
+        """True if the caller is in the policy's package rather than a library."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename in READERS and frame.f_back is not None:
             frame = frame.f_back
@@ -244,7 +250,7 @@ class World:
         return bool(self._home) and name.partition(".")[0] == self._home.partition(".")[0]
 
     def note(self, name: str) -> None:
-        """Something reads this variable: is it a hook?"""
+        """Record the read of an environment variable if a hook reads it."""
         reader, frame = None, sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -266,12 +272,12 @@ def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
 
 
 def _now_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """``time.localtime`` and the like, at the other time."""
+    """A function such as ``time.localtime`` on the changed clock."""
     return lambda seconds=None: ask(time.time() if seconds is None else seconds)
 
 
 def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """``time.strftime`` and the like, whose last argument is the time."""
+    """A function such as ``time.strftime`` (time last) on the changed clock."""
 
     def with_time(*given: Any) -> Any:
         has_time = given and not isinstance(given[-1], str)
@@ -281,7 +287,7 @@ def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Datetime(datetime.datetime):
-    """The other clock's."""
+    """``datetime`` on the changed clock."""
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
@@ -297,7 +303,7 @@ class Datetime(datetime.datetime):
 
 
 class Date(datetime.date):
-    """The other clock's."""
+    """``date`` on the changed clock."""
 
     @classmethod
     def today(cls) -> Any:

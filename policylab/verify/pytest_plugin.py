@@ -1,4 +1,5 @@
-"""A pytest plug-in: the fixture ``metronome_policy`` checks a policy, its marker says how hard.
+"""A pytest plug-in: the fixture ``metronome_policy`` checks a policy; its marker has the
+options.
 
 @pytest.mark.metronome_policy(steps=100_000)
 def test_my_policy(metronome_policy):
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class CheckPolicy(Protocol):
-    """``policylab.verify.testing.check_policy``, with what the marker gives as defaults."""
+    """``policylab.verify.testing.check_policy`` with the marker's options as defaults."""
 
     def __call__(self, policy: object, **how: object) -> Report: ...
 
@@ -25,15 +26,15 @@ class CheckPolicy(Protocol):
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "metronome_policy(steps, seed, options, max_wait): how the fixture of the same name checks "
+        "metronome_policy(steps, seed, options, max_wait): options with which the fixture checks "
         "policies",
     )
 
 
 @pytest.fixture
 def metronome_policy(request: pytest.FixtureRequest) -> CheckPolicy:
-    """Checks a policy; see ``policylab.verify.testing.check_policy``."""
-    # Here, for pytest loads this module in every project that it runs in.
+    """A function that checks a policy; see ``policylab.verify.testing.check_policy``."""
+    # Imported here, since pytest loads this module in every project.
     from policylab.verify.testing import check_policy
 
     marker = request.node.get_closest_marker("metronome_policy")

@@ -1,9 +1,8 @@
-"""KV from elsewhere for the simulated engine: a source, and the resource that parks requests.
+"""A remote KV source for the simulated engine, and the resource that parks requests for it.
 
-A load writes at once what it brings at even positions, and what it brings at odd ones in the end.
-So anything else that writes into its blocks meanwhile, and any read of them that comes too early,
-leaves a wrong digest. A load that begins while a step in flight still writes one of its blocks is
-an error even if that step writes other places of the block.
+A load writes even positions when it starts and odd positions when it ends. So any other write into
+its blocks in between, and any read that comes too early, leaves a wrong digest. A load that starts
+while a step in flight still writes into one of its blocks is an error, whatever that step writes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from policylab.verify.clients import extras_of
 from policylab.verify.fake import EMPTY_DIGEST, mix
 from policylab.verify.needs import Answers, Need
 
-Digests = dict[tuple[int, int], int]  # by block and place in it
+Digests = dict[tuple[int, int], int]  # by block and position in it
 
 
 class RemoteLoad(NamedTuple):
-    """A load in progress for a request."""
+    """A load in progress."""
 
     req: Request
     digests: Digests
@@ -37,18 +36,18 @@ class RemoteLoad(NamedTuple):
 
 
 class Store:
-    """Knows the KV of every prompt. ``kv_transfer_params`` say how much of it is offered, how many
-    ``ticks`` it takes (0: it is there within the step), and the ``share`` of it that arrives. With
-    a share of 0 the load cannot start at all; then it is not called for the request again."""
+    """A KV source that knows the KV of every prompt. ``kv_transfer_params`` of a request give the
+    number of tokens offered, the ``ticks`` of the load (0: within the step), and the ``share`` that
+    arrives. With a share of 0 the load cannot start; then it is not offered again."""
 
     def __init__(self, block_size: int) -> None:
         self.block_size = block_size
-        self.kv: list[list[int]] = []  # the worker's
-        self.started: list[RemoteLoad] = []  # and not looked at yet
-        self.orders: list[Digests] = []  # for the next step
+        self.kv: list[list[int]] = []  # KV of the worker
+        self.started: list[RemoteLoad] = []  # loads that ``Remote`` has not seen
+        self.orders: list[Digests] = []  # loads within the next step
         self.in_flight: deque[set[int]] = deque()  # blocks that each step in flight writes
-        self._starts: dict[int, int] = {}  # where the rest begins, by number of the request
-        self._refused: set[int] = set()  # requests whose load could not start, by the same
+        self._starts: dict[int, int] = {}  # first loaded position, by arrival number of the request
+        self._refused: set[int] = set()  # arrival numbers of requests whose load could not start
 
     def match(self, req: Any, num_local_tokens: int) -> RemoteMatch:
         params = req.add.kv_transfer_params or {}
@@ -61,7 +60,7 @@ class Store:
         params, digests = req.add.kv_transfer_params or {}, self._digests(req, blocks, num_tokens)
         if not params["share"]:
             self._refused.add(req.arrival)
-            raise OSError("the store is out of reach")
+            raise OSError("the store cannot be reached")
         if not params["ticks"]:
             self.orders.append(digests)
             return
@@ -72,13 +71,13 @@ class Store:
         self.started.append(load)
 
     def write(self, load: RemoteLoad, parity: int) -> None:
-        """The even or the odd positions of what arrives."""
+        """Write the even or the odd positions of what arrives."""
         for index, ((block, place), digest) in enumerate(load.digests.items()):
             if index % 2 == parity and index < load.num_good:
                 self.kv[block][place] = digest
 
     def carry_out(self, plan: StepPlan) -> None:
-        """The step begins: what is loaded within it is there."""
+        """Write the KV that the plan loads within its step."""
         if plan.kv_transfer is not None:
             for block, place, digest in msgspec.msgpack.decode(plan.kv_transfer):
                 self.kv[block][place] = digest
@@ -94,7 +93,7 @@ class Store:
         return Farewell()
 
     def shutdown(self) -> None:
-        """Nothing was opened."""
+        """Nothing to release."""
 
     def _digests(self, req: Request, blocks: Sequence[int], num_tokens: int) -> Digests:
         digest, digests, start = EMPTY_DIGEST, {}, self._starts[req.arrival]
@@ -108,7 +107,7 @@ class Store:
 
 
 class Remote(Need):
-    """Parks requests whose KV can be loaded by waiting; wakes them when it has arrived."""
+    """Parks requests whose KV can be loaded asynchronously; wakes them when it has arrived."""
 
     name = "remote"
     needs = ("kv_transfer",)
@@ -117,14 +116,14 @@ class Remote(Need):
 
     def __init__(self, amount: int, answers: Answers) -> None:
         super().__init__(amount, answers)
-        self.loads: dict[int, RemoteLoad] = {}  # in progress, by number of the request
-        self.left: dict[int, int] = {}  # ticks, by the same
+        self.loads: dict[int, RemoteLoad] = {}  # in progress, by arrival number of the request
+        self.left: dict[int, int] = {}  # remaining ticks, likewise
         self.had: set[int] = set()  # requests whose load ended incomplete
 
     def attach(self, scheduler: AttachedScheduler) -> None:
         super().attach(scheduler)
         source = scheduler.kv.source
-        assert isinstance(source, Store), f"{source} is no source of the simulation"
+        assert isinstance(source, Store), f"{source} is not the KV source of the simulation"
         self.store = source
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
@@ -134,7 +133,7 @@ class Remote(Need):
         hit = kv.lookup(req)
         if not (hit.asynchronous and hit.num_remote):
             return Fit(num_tokens)
-        if req.request_id in kv.lent:  # reports name the id
+        if req.request_id in kv.lent:  # reports refer to ids, so an id must be unique
             return self.refuse(on_refuse=OnRefuse.SKIP)
         return self.refuse()._replace(hold=req.num_tokens)
 
@@ -170,7 +169,7 @@ class Remote(Need):
         req, kv = load.req, self.scheduler.kv
         self.store.write(load, 1)
         if req.is_finished:
-            assert kv.sent(req.request_id), f"{req}: its blocks were not kept for the load"
+            assert kv.sent(req.request_id), f"{req}: its blocks were not kept until the load ended"
             return
         if load.num_good < len(load.digests):
             self.had.add(req.arrival)

@@ -1,4 +1,4 @@
-"""Makes a case that breaks a rule smaller while it still breaks the same one."""
+"""Shrinks a case that breaks a rule, as long as it breaks the same rule."""
 
 from __future__ import annotations
 
@@ -18,24 +18,23 @@ from policylab.verify.case import VOCAB_SIZE, Add, Case, Event, Setup
 
 edit = msgspec.structs.replace
 KEPT_FIELDS = ("request_id", "prompt_token_ids", "params", "seed", "arrival_time", "max_tokens")
-TELL_SECONDS = 2.0  # between two words about how far it is
+TELL_SECONDS = 2.0  # between two reports of progress
 
 
 GoesOn = Callable[[int, Case], bool]
-"""From how many cases were tried and the smallest so far: whether to try another."""
+"""Called with the number of tries and the smallest case so far; returns whether to continue."""
 
 
 def to_its_end(num_tries: int, best: Case) -> bool:
-    """Until nothing smaller breaks."""
+    """True: continue until no smaller case breaks the rule."""
     return True
 
 
 class Clocked:
-    """Goes on for this many seconds from when it was made; ``tell`` is called now and then.
+    """Continues for ``limit`` seconds from its creation; calls ``tell`` from time to time.
 
-    ``tell(num_tries, best, seconds)``: how many cases were tried, the smallest so far, and the
-    seconds since then. A case that is being run is run to its end, so the time may be overrun by
-    that much.
+    ``tell(num_tries, best, seconds)``: number of tries, smallest case so far, elapsed seconds. A
+    running case is not interrupted, so the limit may be exceeded by its duration.
     """
 
     def __init__(
@@ -47,9 +46,9 @@ class Clocked:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.best: Case | None = None
-        """The smallest so far, for a caller that is interrupted."""
+        """The smallest case so far, for a caller that is interrupted."""
         self.is_over = False
-        """Was it stopped by the limit?"""
+        """True if the limit was reached."""
         self._limit = limit
         self._tell = tell
         self._every = every
@@ -74,9 +73,9 @@ def shrink(
     *,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """The smallest case found with at most this many runs; ``breaks`` says whether one still does.
+    """The smallest case found with at most ``max_tries`` runs that still ``breaks``.
 
-    ``goes_on`` is called before each run: False ends it, with the smallest case so far.
+    ``goes_on`` is called before each run; False ends the search with the smallest case so far.
     """
     tries = start = 0
     while True:
@@ -85,7 +84,10 @@ def shrink(
             if tries > max_tries or not goes_on(tries, case):
                 return case
             if breaks(smaller):
-                case, start = smaller, index  # what came before has just failed to break it
+                case, start = (
+                    smaller,
+                    index,
+                )  # simplifications before this one were just tried in vain
                 break
         else:
             if start == 0:
@@ -94,7 +96,7 @@ def shrink(
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Cases with less in them, those with much less first."""
+    """Smaller cases, those with much less first."""
     for events in fewer(case.events):
         yield edit(case, events=events)
     for setup in simpler_setups(case.setup):
@@ -114,12 +116,12 @@ def simpler(case: Case) -> Iterator[Case]:
 
 
 def is_ordered(events: list[Event]) -> bool:
-    """Is the script in the order of its ticks?"""
+    """True if the events are in the order of their ticks."""
     return all(one.at <= other.at for one, other in pairwise(events))
 
 
 def fewer(events: list[Event]) -> Iterator[list[Event]]:
-    """Without a half of them, a quarter, and so on down to one."""
+    """The events without a half of them, a quarter, and so on down to one."""
     size = len(events)
     while size > 1:
         size = (size + 1) // 2
@@ -130,29 +132,24 @@ def fewer(events: list[Event]) -> Iterator[list[Event]]:
 
 
 def simpler_setups(setup: Setup) -> Iterator[Setup]:
-    """Fewer features, fewer resources, smaller sizes."""
+    """Setups with fewer features and resources, and smaller sizes."""
     for name in setup.needs:
         yield edit(setup, needs={key: size for key, size in setup.needs.items() if key != name})
     if setup.grammar_ticks > 0:
         yield edit(setup, grammar_ticks=0)
-    if setup.num_tokens_used != VOCAB_SIZE:
-        yield edit(setup, num_tokens_used=VOCAB_SIZE)
-    if not setup.is_steady:
-        yield edit(setup, is_steady=True)
-    if setup.caching:
-        yield edit(setup, caching=False)
-    if setup.windows != (0,):
-        yield edit(setup, windows=(0,))
-    for size in smaller(setup.num_blocks, 2):
-        yield edit(setup, num_blocks=size)
-    for size in smaller(setup.block_size, 1):
-        yield edit(setup, block_size=size)
+    plain = {"num_tokens_used": VOCAB_SIZE, "is_steady": True, "caching": False, "windows": (0,)}
+    for name, value in plain.items():
+        if getattr(setup, name) != value:
+            yield edit(setup, **{name: value})
+    for name, least in (("num_blocks", 2), ("block_size", 1)):
+        for size in smaller(getattr(setup, name), least):
+            yield edit(setup, **{name: size})
     for config in simpler_configs(setup.config):
         yield edit(setup, config=config)
 
 
 def simpler_configs(config: SchedulerConfig) -> Iterator[SchedulerConfig]:
-    """Defaults where they do as well, small numbers elsewhere."""
+    """Configs with a default or a smaller number in one option."""
     sizes = ("num_steps_in_flight", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
     changes: list[dict[str, Any]] = []
     for option in fields(SchedulerConfig):
@@ -171,7 +168,7 @@ def simpler_configs(config: SchedulerConfig) -> Iterator[SchedulerConfig]:
 
 
 def simpler_adds(add: Add) -> Iterator[Add]:
-    """Plain fields, a short prompt of small tokens, few outputs."""
+    """The request without its fault, or simplified."""
     if add.fails_at is not None:
         yield edit(add, fails_at=None)
     for request in simpler_requests(add.request):
@@ -179,6 +176,7 @@ def simpler_adds(add: Add) -> Iterator[Add]:
 
 
 def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
+    """Requests with default fields, shorter prompts of zeros, or fewer output tokens."""
     for field in msgspec.structs.fields(AddRequest):
         if field.name not in KEPT_FIELDS:
             value = field.default
@@ -202,7 +200,7 @@ def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
 
 
 def smaller(value: int, least: int) -> Iterator[int]:
-    """Half of it, then one less."""
+    """Half of the value, then one less than the value."""
     if value > least:
         half = max(least, value // 2)
         yield half

@@ -1,4 +1,4 @@
-"""Runs a case: the real scheduler, a worker that proves what it read, and every check."""
+"""Runs a case: the real scheduler, a worker that verifies what it reads, and every check."""
 
 from __future__ import annotations
 
@@ -52,32 +52,32 @@ KINDS: dict[str, type[Need]] = {**NEEDS, Remote.name: Remote}
 
 
 class CaseOutcome(NamedTuple):
-    """Result of a run."""
+    """The result of a run."""
 
     num_steps: int
     num_accepted: int
     digest: str  # of all plans
-    num_drafts_right: int = 0  # as they serve
-    num_followed: int = 0  # requests that have ended as their grammar says, which serves
+    num_drafts_right: int = 0  # accepted drafts of the engine's own features
+    num_followed: int = 0  # requests that followed their real grammar to the end
 
 
 @dataclass
-class Planned:
-    """Sums over all steps until now."""
+class PlannedSums:
+    """Sums over all steps so far."""
 
     num_tokens: int = 0
     num_full: int = 0
     """Steps with tokens."""
     seconds: float = 0.0
-    """Seconds that the worker took."""
+    """Total time of the worker."""
 
 
 class Simulation:
-    """One run of a case. Every method raises ``AssertionError`` for what must not be.
+    """One run of a case. Every method raises ``AssertionError`` for a broken rule.
 
-    ``every``: after how many steps the state as a whole is checked. ``leaks``: search everything
-    for requests that are still remembered at the end. ``plugins``: hold policy and resources to
-    their contracts too. ``halves``: makes the deciding halves that the case asks for.
+    ``every``: check the whole state after this many operations. ``leaks``: at the end search
+    everything for requests that are still referenced. ``plugins``: also check the contracts of
+    policy and resources. ``halves``: makes the resources of real features.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Simulation:
         self.case = case
         self.now = self.latest = 0.0
         self.num_steps = 0
-        self.planned = Planned()
+        self.planned = PlannedSums()
         self.halves = self._make_halves(setup, halves)
         self.clients = Clients(
             setup.config.max_model_len,
@@ -118,7 +118,7 @@ class Simulation:
             self.worker.carry_out = self.store.carry_out
         if worker_proposes(setup):
             self.worker.offer = WorkersDrafts(self.clients.answer_if_alive)
-        if setup.seed % 4 < 2:  # else it would not come to a judgement in so short a time
+        if setup.seed % 4 < 2:  # with defaults it would not decide within such short runs
             self.scheduler.view.headroom = Headroom(learning_steps=2, look_every=4)
         self.truth = CacheTruth(self.scheduler, self.worker)
         self.invariants = Invariants(
@@ -130,14 +130,14 @@ class Simulation:
             num_drafts=max_drafts(setup),
         )
         self._leaks = leaks
-        self._fixed = (1, 8)[setup.seed % 3 > 0]  # what a step costs, in tokens
+        self._fixed = (1, 8)[setup.seed % 3 > 0]  # fixed cost of a step, in tokens
         self._flight: deque[tuple[StepPlan, StepResult]] = deque()
-        self._is_undrawn = False  # the newest step in flight waits for its masks
+        self._is_undrawn = False  # True while the newest step in flight waits for its masks
         self._pace = Random(setup.seed)
         self._trace = hashlib.blake2b(digest_size=16)
 
     def run(self) -> CaseOutcome:
-        """The script, and then until every request has finished."""
+        """Run all events, and then until every request has finished."""
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:
@@ -154,13 +154,13 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """The digest of all plans until now."""
+        """The digest of all plans so far."""
         return self._trace.hexdigest()
 
     # -- what happens
 
     def happen(self, event: Event) -> None:
-        """One event of the script."""
+        """Apply one event."""
         scheduler = self.scheduler
         match event:
             case Add(request=request, fails_at=fails_at):
@@ -169,7 +169,7 @@ class Simulation:
                 alive = self.clients.alive(ids)
                 ended = [each.request_id for each in scheduler.finish_requests(ids)]
                 names = [req.request_id for req in alive]
-                assert ended == names, f"abort of {ids} has ended {ended}, not {names}"
+                assert ended == names, f"abort of {ids} ended {ended}, expected {names}"
                 self.clients.abort(alive)
             case Reset(reset_running=reset_running):
                 self._reset(reset_running)
@@ -183,7 +183,7 @@ class Simulation:
         self.invariants.changed()
 
     def add(self, request: AddRequest, fails_at: int | None = None) -> None:
-        """A request comes. Refused exactly if it cannot run or its id is in use [12]."""
+        """Add a request. It must be refused exactly if it cannot run or its id is in use [12]."""
         scheduler, config = self.scheduler, self.scheduler.config
         num_prompt = len(request.prompt_token_ids)
         longest = min(num_prompt + request.max_tokens, config.max_model_len) - 1
@@ -191,7 +191,7 @@ class Simulation:
         can_run = can_run and scheduler.kv.blocks_for(longest) <= scheduler.kv.num_usable
         is_known = request.request_id in self.clients.live
         if is_known and not self.clients.alive([request.request_id]):
-            return  # a client reuses an id only after its end was reported
+            return  # clients reuse an id only after its end was reported
         hints = copy.deepcopy(request.hints)
         try:
             req = scheduler.add_request(request)
@@ -200,14 +200,14 @@ class Simulation:
         except RequestError as error:
             assert not can_run or is_known, f"{request.request_id}: refused: {error}"
         else:
-            assert can_run and not is_known, f"{request.request_id} was taken"
+            assert can_run and not is_known, f"{request.request_id} should be refused"
             self.clients.accept(req, fails_at, hints)
 
     def _reset(self, reset_running: bool) -> None:
         scheduler = self.scheduler
         done = scheduler.reset_prefix_cache(reset_running)
         is_free = scheduler.kv.num_free == scheduler.kv.num_usable
-        assert done == is_free, f"the cache was emptied: {done}; all blocks are free: {is_free}"
+        assert done == is_free, f"cache reset: {done}; all blocks are free: {is_free}"
         if done:
             cached = [b for b in range(scheduler.kv.num_blocks) if scheduler.kv.cache.hash_of(b)]
             assert not cached, f"blocks {cached} are cached after a reset"
@@ -215,8 +215,8 @@ class Simulation:
     # -- steps
 
     def launch(self) -> bool:
-        """Plan a step and let the worker compute it; False if there is nothing in it, or one waits
-        for masks that what is in flight decides."""
+        """Plan a step and launch it. Returns False if the plan is empty, or if a step waits for
+        masks that depend on steps in flight."""
         self._draw_if_alone()
         if self._is_undrawn:
             return False
@@ -244,7 +244,7 @@ class Simulation:
         return True
 
     def settle(self) -> None:
-        """Take the oldest result."""
+        """Collect and apply the oldest result."""
         self._draw_if_alone()
         plan, result = self._flight.popleft()
         collected = self.worker.collect(result)
@@ -257,7 +257,7 @@ class Simulation:
         self.invariants.settled()
 
     def step(self) -> None:
-        """Do what the core does: launch up to the depth, settle the oldest."""
+        """Do what the core does: launch up to the depth, then settle the oldest step."""
         while len(self._flight) < self.scheduler.config.num_steps_in_flight and self.launch():
             pass
         if self._flight:
@@ -266,7 +266,7 @@ class Simulation:
             self.clients.hear(self.scheduler.take_outputs(), self.latest)
 
     def drain(self) -> None:
-        """Nothing new comes; every request must finish within a bound on their work [10]."""
+        """Continue without new events; every request must finish within a bound [10]."""
         scheduler = self.scheduler
         scheduler.set_pause_state(PauseState.UNPAUSED)
         bound = self.num_steps + SLACK_STEPS + 4 * sum(map(self._work, self.clients.live.values()))
@@ -276,7 +276,7 @@ class Simulation:
             if not self._flight and self.num_steps == num_steps + 1:
                 self._wait()
             assert self.num_steps <= bound, (
-                f"no end after {self.num_steps} steps: {list(self.clients.live)}; "
+                f"unfinished after {self.num_steps} steps: {list(self.clients.live)}; "
                 f"blocked: {scheduler.settler.counters.blocked!r}"
             )
         self.clients.hear(scheduler.take_outputs(), self.latest)
@@ -291,11 +291,11 @@ class Simulation:
     def _make_halves(self, setup: Setup, make: MakeHalves | None) -> Halves:
         if make is not None:
             return make(setup)
-        assert not setup.has_halves, "nobody makes the drafts and grammars of this case"
+        assert not setup.has_halves, "this case has drafts or grammars: pass halves"
         return Halves((), guide=lambda add: NoGuide())
 
     def _draw_if_alone(self) -> None:
-        """The step that waits for masks is drawn when all before it are settled."""
+        """Sample the step that waits for masks if all steps before it are settled."""
         if self._is_undrawn and len(self._flight) == 1:
             plan, result = self._flight[0]
             self._is_undrawn = False
@@ -315,7 +315,7 @@ class Simulation:
         )
         chosen = choose(config)
         policy = chosen.policy
-        if isinstance(config.scheduling_policy, Policy):  # an object is used by one run only
+        if isinstance(config.scheduling_policy, Policy):  # each run uses its own copy
             policy = copy.deepcopy(policy)
         chosen = Chosen(
             chosen.cls, policy, (*self.halves.resources, *chosen.resources, *self.needs)
@@ -323,12 +323,12 @@ class Simulation:
         scheduler = make_scheduler(
             config, kv, clock=lambda: self.now, seed=setup.seed, chosen=chosen
         )
-        assert isinstance(scheduler, Scheduler), "only the shared mechanism can be looked into"
+        assert isinstance(scheduler, Scheduler), "only the shared scheduler can be checked"
         return scheduler
 
     def _move(self) -> None:
-        """One tick of the script."""
-        dice = self._pace.random()  # the same number of throws whatever happens
+        """Take one tick of the script."""
+        dice = self._pace.random()  # one random number per tick, whatever happens
         if self.case.setup.is_steady or dice < 0.5:
             self.step()
         elif dice < 0.75:
@@ -346,23 +346,23 @@ class Simulation:
             need.tick()
 
     def _wait(self) -> None:
-        """Nothing can be computed now: advance the clock to the next timer."""
+        """Advance the clock to the next timer, since nothing can be computed now."""
         due = self.scheduler.intake.timers.next_time()
         if due is not None and due > self.now:
             self.now = due
 
     def _work(self, live: LiveRequest) -> int:
-        """Steps the request would take alone, one token each."""
+        """The steps that the request would take alone with one token per step."""
         req = live.req
         waits = self.case.setup.grammar_ticks + 1
-        if not waits and req.add.grammar is not None:  # as a resource of the case reads it
+        if not waits and req.add.grammar is not None:  # read by a resource of the case
             waits = abs(int(req.add.grammar))
         waits += (req.add.kv_transfer_params or {}).get("ticks", 0)
         return int(req.max_total + waits + self.scheduler.config.num_steps_in_flight)
 
 
 def make_group(window: int, setup: Setup) -> Group:
-    """Layers with this window, and the most blocks a request has for them at once."""
+    """The group of layers with this window, and the most blocks that a request holds for it."""
     if not window:
         return FULL
     budget = setup.config.max_num_batched_tokens

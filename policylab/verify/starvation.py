@@ -1,4 +1,4 @@
-"""Is a request served though others, better ones by any measure, never cease to come?"""
+"""Check whether a request is served although better-ranked requests keep arriving."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from itertools import count
 from typing import Any, NamedTuple
 
 from engine.config.sched import SchedulerConfig
-from engine.messages.params import SamplingParams
 from engine.messages.requests import AddRequest
-from policylab.verify.case import Add, Case, Setup
+from policylab.verify.case import Add, Case, Setup, plain_request
 from policylab.verify.simulation import Simulation
 
 VICTIM = "victim"
-BACKLOG = 6  # requests that wait at any time: more than can run
-TICK = 0.25  # seconds a step: a wait of a minute is 240 steps
+BACKLOG = 6  # waiting requests at any time: more than can run
+TICK = 0.25  # seconds per step: a minute is 240 steps
 
 
 class Outcome(Enum):
-    """What the overload has shown of a request that others, better ones, kept coming before."""
+    """What the overload shows about a request, when better-ranked ones keep arriving."""
 
     SERVED = "served"
     STARVED = "not served"
     DEFERRED = "kept out of the queue"
-    REFUSED = "refused, so nothing is shown about starvation"
-    ALONE = "served, but all that came after it were refused, so nothing is shown about starvation"
+    REFUSED = "refused, which shows nothing about starvation"
+    ALONE = "served, but all later requests were refused, which shows nothing about starvation"
 
 
 class Waited(NamedTuple):
-    """What became of a request that had to wait."""
+    """The outcome of a request that waited in an overload."""
 
     outcome: Outcome
-    num_steps: int | None  # until it had its last token; ``None``: it had not when time was up
-    num_refusals: int = 0  # how often it was refused as it came
+    num_steps: int | None  # until its last token; ``None``: it was not served within the limit
+    num_refusals: int = 0  # how often it was refused on arrival
 
 
 def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited:
-    """How long the last of a whole queue waits for its last token, in at most ``limit`` steps.
+    """The time until the last of a full queue gets its last token, in at most ``limit`` steps.
 
-    It is long, shares nothing, belongs to the user who was served most, wants its answer last and
-    has the lowest priority; those that come are short, share their beginning and are urgent. If it
-    is refused it comes again before the next step. Each step at most as many come as would fill
-    the queue, refused or not, so that this ends whatever the policy says to them.
+    The request is long, shares no prefix, belongs to the user who was served most, and has the
+    latest deadline and the lowest priority; requests that arrive later are short, share a prefix
+    and are urgent. If it is refused it arrives again before the next step. In each step at most as
+    many requests arrive as fill the queue, refused or not, so the check ends whatever the policy
+    does.
     """
     simulation = Simulation(Case(setup=_setup(policy, options), events=[]), every=16)
     live, names = simulation.clients.live, map(str, count())
@@ -86,24 +86,14 @@ def _setup(policy: Any, options: dict[str, Any]) -> Setup:
 
 def _long(name: str, priority: int, now: float) -> AddRequest:
     prompt = [40 + index for index in range(20)] if name == VICTIM else [30] * 20
-    return _request(name, prompt, 20, now, priority=priority, user="greedy", deadline=now + 100.0)
+    hints = {"output_tokens": 20, "program": "greedy"}
+    deadline = now + 100.0
+    return plain_request(
+        name, prompt, 20, now, "greedy", priority=priority, deadline=deadline, hints=hints
+    )
 
 
 def _short(name: str, now: float) -> AddRequest:
     user = f"user {int(name) % 4}"
-    return _request(name, [1, 2, 3, 4, 5, 6], 4, now, user=user, deadline=now + 1.0)
-
-
-def _request(
-    name: str, prompt: list[int], max_tokens: int, now: float, **fields: Any
-) -> AddRequest:
-    return AddRequest(
-        name,
-        prompt,
-        SamplingParams(max_tokens=max_tokens),
-        seed=0,
-        arrival_time=now,
-        max_tokens=max_tokens,
-        hints={"output_tokens": max_tokens, "program": fields["user"]},
-        **fields,
-    )
+    hints = {"output_tokens": 4, "program": user}
+    return plain_request(name, [1, 2, 3, 4, 5, 6], 4, now, user, deadline=now + 1.0, hints=hints)

@@ -1,4 +1,4 @@
-"""Swarm: runs the cases of one seed after the other, and reports what broke."""
+"""Swarm: runs the cases of many seeds, and reports broken rules."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from policylab.verify.simulation import CaseOutcome, Simulation
 from policylab.verify.starvation import Waited
 
 CORPUS = Path(__file__).with_name("corpus.jsonl")
-TWICE_EVERY = 16  # seeds: one is run again, and must give the same plans
-NO_CLOCK = ("fcfs", "priority")  # policies that read no clock
+TWICE_EVERY = 16  # one in this many seeds runs again, and must give the same plans
+NO_CLOCK = ("fcfs", "priority")  # policies that do not depend on the clock
 
 
 class Broken(NamedTuple):
-    """An error and its place: two failures at the same place count as the same."""
+    """An error and its place. Two failures with the same place count as the same."""
 
     message: str
     place: str
-    num_steps: int = 0  # planned in the run until then
+    num_steps: int = 0  # steps planned before the failure
 
 
 class FoundCase(NamedTuple):
-    """A case that breaks a rule. ``seed`` is -1 for one that was kept."""
+    """A case that breaks a rule. ``seed`` is -1 for a case of the corpus."""
 
     seed: int
     case: Case
@@ -41,7 +41,7 @@ class FoundCase(NamedTuple):
 
 
 class KeptCases(msgspec.Struct, frozen=True):
-    """A line of the corpus: a case that once broke a rule, and which."""
+    """A line of the corpus: a case that once broke a rule, with a note about the rule."""
 
     note: str
     case: Case
@@ -49,16 +49,16 @@ class KeptCases(msgspec.Struct, frozen=True):
 
 @dataclass
 class Report:
-    """Counts of a swarm's work."""
+    """Counts of a swarm's runs."""
 
     num_steps: int = 0
     num_runs: int = 0
     num_requests: int = 0
     num_drafts_right: int = 0
-    num_followed: int = 0  # texts that ended as their grammar says
+    num_followed: int = 0  # texts that followed a grammar to its end
     steps_by_policy: Counter[str] = field(default_factory=Counter)
     found: list[FoundCase] = field(default_factory=list)
-    waited: Waited | None = None  # in an overload, if that was called
+    waited: Waited | None = None  # result of the overload trial, if it ran
 
     def add(self, other: Report) -> None:
         """Add the counts of another report."""
@@ -73,13 +73,13 @@ class Report:
 
 
 class Swarm:
-    """A different engine and workload for every seed, with every check on.
+    """Runs a different engine and workload for every seed, with all checks.
 
-    ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, and
-    its ``options`` (``None`` draws them). ``every``: the whole state is checked once in this many
-    steps, and one run in this many is searched for requests that are still remembered; plans,
-    outputs, tables and the end of each run are always checked. ``halves``: makes the deciding
-    halves of features; without it no case has the engine's own drafts or grammars.
+    ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, with
+    its ``options`` (``None``: drawn). ``every``: the whole state is checked once in this many
+    operations, and one in this many runs is searched for requests that are still referenced; plans,
+    outputs, tables and the end of each run are always checked. ``halves``: makes the resources of
+    real features; without it no case has the engine's own drafts or grammars.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Swarm:
         self.every = every
 
     def run(self, seeds: Iterable[int], num_steps: int) -> Report:
-        """The cases of these seeds, until there were as many steps or one breaks a rule."""
+        """Run cases of these seeds until ``num_steps`` steps are planned or a rule is broken."""
         report = Report()
         for seed in seeds:
             if report.num_steps >= num_steps:
@@ -109,7 +109,7 @@ class Swarm:
         return report
 
     def enter(self, report: Report, seed: int, case: Case) -> None:
-        """Run one case and count it."""
+        """Run a case and add it to the report."""
         done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
         report.num_runs += 1
         report.num_steps += done.num_steps
@@ -122,8 +122,8 @@ class Swarm:
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> CaseOutcome | Broken:
-        """Run a case. ``twice``: and again, once as it is and once with a clock that never jumps,
-        where the plans must be the same."""
+        """Run a case. ``twice``: run it again, unchanged and without clock jumps, and compare the
+        plans."""
         simulation = None
         try:
             simulation = Simulation(case, every=self.every, leaks=leaks, halves=self.halves)
@@ -136,10 +136,10 @@ class Swarm:
 
 
 def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = None) -> None:
-    """Check that the same case gives the same plans; jumps of the clock do not matter where none is
-    read."""
+    """Check that the case gives the same plans again, and without clock jumps if its policy reads
+    no clock."""
     again = Simulation(case, every=outcome.num_steps, halves=halves).run()
-    assert again == outcome, "the same case gives other plans"
+    assert again == outcome, "the same case gives different plans"
     reads_clock = case.setup.config.scheduling_policy not in NO_CLOCK or is_adaptive(case.setup)
     if reads_clock or has_deadlines(case):
         return
@@ -148,17 +148,17 @@ def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = Non
         calmly = Simulation(
             msgspec.structs.replace(case, events=calm), every=outcome.num_steps, halves=halves
         ).run()
-        assert calmly.digest == outcome.digest, "a clock that jumps changes plans"
+        assert calmly.digest == outcome.digest, "clock jumps change the plans"
 
 
 def has_deadlines(case: Case) -> bool:
-    """Does the end of any request depend on the clock?"""
+    """True if the end of a request depends on the clock."""
     adds = [event.request for event in case.events if isinstance(event, Add)]
     return any(add.queue_deadline is not None or add.end_deadline is not None for add in adds)
 
 
 def what_broke(error: Exception, num_steps: int) -> Broken:
-    """The message, and the innermost line of ours."""
+    """The message of an error, and the innermost line of the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = frames[-1]
     place = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {frame.name}"
@@ -166,23 +166,23 @@ def what_broke(error: Exception, num_steps: int) -> Broken:
 
 
 def name_of(policy: Any) -> str:
-    """The name of a policy, or of its class."""
+    """The name of a policy or of its class."""
     if isinstance(policy, str):
         return policy
     return (policy if isinstance(policy, type) else type(policy)).__qualname__
 
 
 def read_corpus(path: Path = CORPUS) -> list[KeptCases]:
-    """The cases that once broke a rule. Raises ``ConfigError`` for a file that is no corpus."""
+    """The cases of a corpus. Raises ``ConfigError`` for a file that is no corpus."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
         return [msgspec.json.decode(line, type=KeptCases) for line in lines]
-    except (OSError, ValueError) as error:  # as of decoding, too
-        raise ConfigError(f"{path} is no corpus of cases: {error}") from error
+    except (OSError, ValueError) as error:  # includes decoding errors
+        raise ConfigError(f"{path} is not a corpus of cases: {error}") from error
 
 
 def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
-    """Run them all again: none may break any more."""
+    """Run all cases of a corpus; none may break a rule."""
     report = Report()
     for kept in read_corpus(path):
         swarm.enter(report, -1, kept.case)
@@ -203,9 +203,9 @@ def smallest(
     halves: MakeHalves | None = None,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """The smallest case that breaks the same rule; the given one if it breaks none now.
+    """The smallest case found that breaks the same rule; the given case if it no longer breaks it.
 
-    ``goes_on`` is called before each run, as by ``shrink``.
+    ``goes_on`` is called before each run, as in ``shrink``.
     """
     swarm = Swarm(every=1, halves=halves)
 

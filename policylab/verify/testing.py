@@ -1,11 +1,11 @@
-"""Holds any policy to what the engine promises its users: for the tests of its author.
+"""Checks that a policy keeps what the engine promises its users, for the tests of its author.
 
     from policylab.verify.testing import check_policy
 
     def test_my_policy():
         check_policy(MyPolicy)
 
-``metronome verify --policy my_package.MyPolicy`` does the same for as long as one likes.
+``metronome verify --policy my_package.MyPolicy`` runs the same checks for any length of time.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from policylab.verify.starvation import Outcome, Waited
 from policylab.verify.swarm import FoundCase, Report, Swarm, name_of, reproduction, smallest
 from policylab.verify.trials import run_trials
 
-CHECK_EVERY = 4  # steps after which the state as a whole is looked at
+CHECK_EVERY = 4  # operations after which the whole state is checked
 SHRINKING_RUNS = 1000
 SHRINKING_SECONDS = 20.0
 
 
 class NotShown(UserWarning):
-    """The policy broke no rule, but something was not put to the test: it refused too much."""
+    """The policy broke no rule, but something could not be checked."""
 
 
 def check_policy(
@@ -44,35 +44,36 @@ def check_policy(
     max_wait: int | None = 1000,
     length_predictor: Any = None,
 ) -> Report:
-    """Raise ``PolicyError`` if the policy breaks a rule; otherwise say what was tried.
+    """Raise ``PolicyError`` if the policy breaks a rule; otherwise return what was run.
 
-    Random engines and workloads of all features, from ``seed`` on, for ``steps`` steps. In each of
-    them: every token is right and comes once, every request finishes within a bound on their work,
-    none is preempted again and again for nothing, no block, seat or request is lost, hooks
-    neither raise nor give illegal answers, blocks go by rank, and the same seed gives the same
-    plans. Then a request waits in an overload of better ones, comes again if it is refused, and
-    must be served within ``max_wait`` steps; ``None`` allows the policy to starve requests. To
-    refuse it each time is allowed and shows nothing about starvation: ``waited`` of the answer says
-    what became of it, and a ``NotShown`` warning if that shows nothing, or if no request was taken
-    at all.
+    The policy runs in random engines with random requests of all features, from ``seed`` on, for
+    ``steps`` steps. In each: every token is right and sent once, every request finishes within a
+    bound on its work, none is preempted repeatedly without progress, no block, seat or request is
+    lost, hooks neither raise nor return invalid answers, blocks go by rank, and the same seed gives
+    the same plans. Then a request waits in an overload of better-ranked ones; if it is refused it
+    arrives again, and it must be served within ``max_wait`` steps. ``None`` allows starvation.
+    Refusing it every time is allowed, but shows nothing about starvation: ``waited`` of the report
+    has the result, and a ``NotShown`` warning is raised if it shows nothing, or if no request was
+    accepted at all.
 
-    The policy also serves crowds, in which nobody may starve and at least half of what fcfs serves
-    is served, keeps no books that grow with requests that have ended, and plans the same in other
-    processes and next to another engine in its own. What it states in ``by_design`` is no fault of
-    it. A class that another process cannot find gets a ``NotShown`` warning.
+    The policy also serves crowds, in which no request may starve and the policy must serve at least
+    half of what fcfs serves. It must keep no data that grows with finished requests, and must plan
+    the same in other processes and next to another engine in its own process. What it states in
+    ``by_design`` is no failure. A class that another process cannot find gets a ``NotShown``
+    warning.
 
-    ``length_predictor``: as given to an engine; it must predict numbers from 0 on.
+    ``length_predictor``: as for an engine; it must predict 0 or more tokens.
 
     ``policy``: a class, an object (each run uses a copy), a dotted path or the name of a shipped
-    one; ``options`` are the arguments of its constructor. The error names hook, request and seed
-    and ends with the smallest program found that shows it. ``ConfigError``: what was given cannot
-    be checked at all.
+    policy; ``options`` are the arguments of its constructor. The error names hook, request and
+    seed, and ends with the smallest program found that shows the failure. Raises ``ConfigError`` if
+    the policy cannot be checked at all.
     """
-    __tracebackhide__ = True  # a test that fails shows its own line and the message
+    __tracebackhide__ = True  # a failing test shows its own line and the message
     _check_arguments(steps, seed, max_wait)
     find_policy(policy, options or {})
     name, gaps = name_of(policy), list[str]()
-    with _quiet():  # faults of the policy are in the error, once
+    with _quiet():  # faults of the policy are reported in the error
         report = Swarm(policy, options or {}, every=CHECK_EVERY).run(count(seed), steps)
         problems = [_explain(name, found) for found in report.found]
         if not problems:
@@ -113,21 +114,21 @@ def _quiet() -> Iterator[None]:
 
 
 def _not_shown(name: str, report: Report) -> Iterator[str]:
-    """What the checks say nothing about, though they passed."""
+    """What the checks do not show, although they passed."""
     if not report.num_requests:
         yield (
-            f"{name}: it took no request of {report.num_runs} random engines, so nothing is shown "
-            "but that it refuses"
+            f"{name}: it accepted no request in {report.num_runs} random engines, so only refusals "
+            "were tested"
         )
     match report.waited:
         case Waited(outcome=Outcome.REFUSED, num_refusals=num_refusals):
             yield (
-                f"{name}: the request that was to wait in an overload was {Outcome.REFUSED.value} "
-                f"(it came and was refused {num_refusals} times); pass max_wait=None if it is "
-                "meant to go away"
+                f"{name}: the request in the overload trial was {Outcome.REFUSED.value} (it was "
+                f"refused {num_refusals} times); pass max_wait=None if the policy is meant to "
+                "refuse it"
             )
         case Waited(outcome=Outcome.ALONE):
-            yield f"{name}: the request that was to wait in an overload was {Outcome.ALONE.value}"
+            yield f"{name}: the request in the overload trial was {Outcome.ALONE.value}"
 
 
 def _explain(name: str, found: FoundCase) -> str:
@@ -138,5 +139,7 @@ def _explain(name: str, found: FoundCase) -> str:
 
 def _with_program(message: str, program: str) -> str:
     return (
-        f"{message}\nThe smallest program found that shows it:\n\n{program}" if program else message
+        f"{message}\nThe smallest program found that shows the failure:\n\n{program}"
+        if program
+        else message
     )

@@ -1,15 +1,15 @@
-"""Trials of a policy: what is a fault of it, though each single step keeps every rule.
+"""Trials of a policy: failures that show only over many steps, though each step keeps every rule.
 
-One trial each: crowds (somebody starves, little is served or computed), a long row of small
-requests (books that grow), two engines at once, and other interpreters. None depends on how fast
-the machine is. A policy may state that it is meant so (``Policy.by_design``), but for the last
-three, which no policy is meant to be.
+The trials are: an overload and crowds (requests starve, or little is served or computed), a long
+series of small requests (data that grows), two engines in one process, and other interpreters. None
+depends on the speed of the machine. A policy may state that a result is intended
+(``Policy.by_design``), except in the last three.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import chain
@@ -32,41 +32,41 @@ from policylab.verify.simulation import Simulation
 from policylab.verify.starvation import Outcome, Waited, wait_in_overload
 from policylab.verify.swarm import Broken, FoundCase, name_of, reproduction, smallest, what_broke
 
-MIN_THROUGHPUT = 0.5  # of that of fcfs; a policy that serves less is no choice but a fault
-MIN_STEP_TOKENS = 0.6  # the same of tokens computed in a step, where prompts fill each
-MAX_IDLE = 0.1  # of the steps
-MAX_UNLIKE = 8.0  # times as long as others with the same requests
-MOST_EVENTS = 60  # of a case that is worth printing
-MOST_NAMES = 6  # of users that a policy may be written for
-SEEDS = 12  # cases that are planned in several interpreters
-CROWD_STEPS = 250  # of a crowd that is planned there
+MIN_THROUGHPUT = 0.5  # share of fcfs's throughput, below which a policy fails
+MIN_STEP_TOKENS = 0.6  # likewise for tokens computed per step, with long prompts
+MAX_IDLE = 0.1  # share of steps in which nothing runs
+MAX_UNLIKE = 8.0  # times as long as other users with the same requests
+MOST_EVENTS = 60  # events in a case that is printed, at most
+MOST_NAMES = 6  # user names taken from the policy's code, at most
+SEEDS = 12  # cases planned in several interpreters
+CROWD_STEPS = 250  # steps of crowds planned there
 
 STARVATION, THROUGHPUT, RECOMPUTING = "starvation", "throughput", "recomputing"
 EXCUSES = (STARVATION, THROUGHPUT, RECOMPUTING)
 
 
 class TrialFailure(NamedTuple):
-    """A fault of a policy. ``excuse``: the statement with which it is none; empty: there is none.
-    ``program``: the smallest program found that shows it, if one does."""
+    """A failure of a policy. ``excuse``: the key of ``by_design`` that allows it; empty: nothing
+    does. ``program``: the smallest program found that shows it, if any."""
 
     message: str
     excuse: str = ""
     program: str = ""
     is_rule: bool = False
-    """A rule is broken, so that further trials would show the same."""
+    """A rule is broken, so further trials would show the same failure."""
 
 
 @dataclass
 class Trials:
-    """What came of all of them."""
+    """The results of all trials."""
 
     failures: list[TrialFailure] = field(default_factory=list)
     by_design: list[str] = field(default_factory=list)
-    """What was seen and is meant to be so, with the policy's reason."""
+    """Results that the policy states as intended, with its reason."""
     not_shown: list[str] = field(default_factory=list)
-    """What could not be tried, and why."""
+    """Trials that were not possible, and why."""
     waited: Waited | None = None
-    """What became of a request in an overload of better ones."""
+    """The outcome of the request in the overload trial."""
 
 
 def run_trials(
@@ -77,12 +77,12 @@ def run_trials(
     predictor: Any = None,
     goes_on: GoesOn = to_its_end,
 ) -> Trials:
-    """All trials of a policy.
+    """Run all trials of a policy.
 
-    ``max_wait``: steps in which a request must be served though better ones keep coming; ``None``:
-    the policy may starve requests. ``predictor``: of lengths, in place of "history".
-    ``goes_on``: how long what breaks is made smaller, see ``shrink``. Raises ``ConfigError`` for
-    statements that mean nothing.
+    ``max_wait``: steps within which a request must be served while better-ranked ones keep
+    arriving; ``None``: requests may starve. ``predictor``: length predictor, in place of "history".
+    ``goes_on``: limit of shrinking, see ``shrink``. Raises ``ConfigError`` for invalid
+    ``by_design`` statements.
     """
     stated = statements(find_policy(policy, options or {}))
     trials = Trials()
@@ -91,11 +91,11 @@ def run_trials(
     with ExitStack() as stack:
         others = _begin_elsewhere(stack, policy, options, trials)
         for failure in chain(
-            _in_overload(policy, options or {}, max_wait, trials),
+            _caught("in an overload", _in_overload(policy, options or {}, max_wait, trials)),
             _in_crowds(policy, options or {}, predictor, goes_on),
-            _over_time(policy, options or {}),
+            _caught("as small requests come and go", _over_time(policy, options or {})),
             _elsewhere(policy, options, others, trials, goes_on),
-            _two_at_once(policy, options or {}),
+            _caught("as two engines run at once", _two_at_once(policy, options or {})),
         ):
             found.append(failure)
             if failure.is_rule:
@@ -109,6 +109,14 @@ def run_trials(
     return trials
 
 
+def _caught(when: str, failures: Iterator[TrialFailure]) -> Iterator[TrialFailure]:
+    """The failures that a trial yields; an exception of the trial is a failure, too."""
+    try:
+        yield from failures
+    except Exception as error:  # any error is a finding
+        yield TrialFailure(f"breaks a rule {when}: {what_broke(error, 0).message}", is_rule=True)
+
+
 def _with_way_out(failure: TrialFailure) -> str:
     if not failure.excuse:
         return failure.message
@@ -117,19 +125,19 @@ def _with_way_out(failure: TrialFailure) -> str:
 
 
 def statements(policy: Policy) -> dict[str, str]:
-    """What the policy states to be by design. Raises ``ConfigError`` for what means nothing."""
+    """The policy's ``by_design`` statements. Raises ``ConfigError`` for invalid ones."""
     name, stated = type(policy).__name__, policy.by_design
     if not hasattr(stated, "items"):
         raise ConfigError(
-            f"by_design of {name} is {stated!r}, must be a dict, as {{'starvation': 'why'}}"
+            f"by_design of {name} is {stated!r}, must be a dict as in {{'starvation': 'why'}}"
         )
     for what, why in stated.items():
         if what not in EXCUSES:
             raise ConfigError(
-                f"by_design of {name} names {what!r}; what may be stated is {', '.join(EXCUSES)}"
+                f"by_design of {name} has the key {what!r}, must be one of: {', '.join(EXCUSES)}"
             )
         if not (isinstance(why, str) and why.strip()):
-            raise ConfigError(f"by_design[{what!r}] of {name} is {why!r}, must say why it is so")
+            raise ConfigError(f"by_design[{what!r}] of {name} is {why!r}, must be the reason")
     return dict(stated)
 
 
@@ -139,27 +147,22 @@ def statements(policy: Policy) -> dict[str, str]:
 def _in_overload(
     policy: Any, options: dict[str, Any], max_wait: int | None, trials: Trials
 ) -> Iterator[TrialFailure]:
-    """A request waits while better ones keep coming."""
+    """Failures of a request that waits while better-ranked ones keep arriving."""
     if max_wait is None:
         return
-    try:
-        waited = trials.waited = wait_in_overload(policy, options, max_wait)
-    except Exception as error:  # any error is a finding
-        message = f"breaks a rule in an overload: {what_broke(error, 0).message}"
-        yield TrialFailure(message, is_rule=True)
-        return
+    waited = trials.waited = wait_in_overload(policy, options, max_wait)
     times = waited.num_refusals
-    refused = f", refused {times} times and then taken," if times else ""
+    refused = f", accepted after {times} refusals," if times else ""
     if waited.outcome is Outcome.STARVED:
         yield TrialFailure(
-            f"a request{refused} was not served in {max_wait} steps while better ones kept "
-            "coming; let it age",
+            f"a request{refused} was not served in {max_wait} steps while better-ranked ones kept "
+            "arriving; improve its rank with its waiting time",
             STARVATION,
         )
     elif waited.outcome is Outcome.DEFERRED:
         yield TrialFailure(
-            f"a request{refused} was not served in {max_wait} steps, as on_add keeps it out of the "
-            "queue (Defer); name a time that comes",
+            f"a request{refused} was not served in {max_wait} steps, since on_add keeps it out of "
+            "the queue (Defer); defer it to a time that comes",
             STARVATION,
         )
 
@@ -181,7 +184,7 @@ def _in_crowds(
 
 
 def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[TrialFailure]:
-    """What is wrong with how a crowd was served. A crowd that was sent away is left out."""
+    """Failures in how a crowd was served. A crowd that was mostly refused is not judged."""
     where = f"in a crowd of {kind.name}"
     if seen.starved is not None:
         yield TrialFailure(f"{_shown(seen.starved)} {where}", STARVATION)
@@ -196,14 +199,14 @@ def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[Trial
         )
     if kind not in (ALIKE, MIXED) and seen.step_tokens < MIN_STEP_TOKENS * fcfs.step_tokens:
         yield TrialFailure(
-            f"computes {seen.step_tokens:.1f} tokens a step {where}, where fcfs computes "
+            f"computes {seen.step_tokens:.1f} tokens per step {where}, where fcfs computes "
             f"{fcfs.step_tokens:.1f} (below {MIN_STEP_TOKENS} of it){refused}",
             THROUGHPUT,
         )
     if seen.num_rescued or seen.num_idle > MAX_IDLE * seen.num_steps:
         yield TrialFailure(
-            f"lets nobody run in {seen.num_rescued + seen.num_idle} of {seen.num_steps} steps "
-            f"{where}, though requests can{refused}",
+            f"runs no request in {seen.num_rescued + seen.num_idle} of {seen.num_steps} steps "
+            f"{where}, although requests could run{refused}",
             THROUGHPUT,
         )
     if kind is ALIKE:
@@ -211,14 +214,14 @@ def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[Trial
 
 
 def _unlike(seen: SeenState, where: str) -> Iterator[TrialFailure]:
-    """Is a user served much worse than others whose requests are the same?"""
+    """Failures of a user who is served much worse than others with the same requests."""
     if len(seen.steps_by_user) < len(USERS):
         return
     usual = median(seen.steps_by_user.values())
     user = max(seen.steps_by_user, key=seen.steps_by_user.__getitem__)
     if (times := seen.steps_by_user[user] / usual) > MAX_UNLIKE:
         yield TrialFailure(
-            f"lets requests of user {user!r} take {times:.0f} times as long as those of others "
+            f"makes requests of user {user!r} take {times:.0f} times as long as those of others "
             f"{where}",
             STARVATION,
         )
@@ -226,22 +229,22 @@ def _unlike(seen: SeenState, where: str) -> Iterator[TrialFailure]:
 
 def _shown(starved: Starved) -> str:
     what = "starves a running request" if starved.has_run else "starves a waiting request"
-    state = "has run and then" if starved.has_run else "came and"
+    state = "ran and then" if starved.has_run else "arrived and"
     return (
         f"{what}: request {starved.request_id} of user {starved.user!r} ({starved.num_prompt} "
-        f"tokens of prompt, {starved.num_output} of output so far) {state} got nothing in "
+        f"prompt tokens, {starved.num_output} output tokens so far) {state} got nothing in "
         f"{starved.num_steps} steps from step {starved.since} on, while others were computed,"
     )
 
 
 @cache
 def of_fcfs(kind: CrowdKind, num_users: int) -> SeenState:
-    """What fcfs does with the crowd. Who its users are makes no difference to it."""
+    """What fcfs does with the crowd, for which the users' names do not matter."""
     return Crowd("fcfs", {}, kind, users=tuple(map(str, range(num_users)))).run()
 
 
 def names_in(policy: Any) -> tuple[str, ...]:
-    """Users that the policy may be written for: words that stand in its code."""
+    """User names for which the policy may have special rules: words in its code."""
     found: dict[str, None] = {}
     cls = type(find_policy(policy, {})) if isinstance(policy, str) else policy
     for base in (cls if isinstance(cls, type) else type(cls)).__mro__:
@@ -262,7 +265,7 @@ def _words(code: CodeType) -> Iterator[str]:
 
 
 def check_predictor(simulation: Simulation) -> None:
-    """Has the predictor of lengths given sensible answers only?"""
+    """Check that the length predictor gave only valid answers."""
     predictor = simulation.scheduler.view.predictor
     if isinstance(predictor, GuardedPredictor):
         assert not predictor.num_failures, predictor.first_failure
@@ -277,44 +280,33 @@ def _broken(case: Case, broken: Broken, kind: CrowdKind, goes_on: GoesOn) -> Tri
     return TrialFailure(message, program=program, is_rule=True)
 
 
-# -- books, and two engines
+# -- growing data, and two engines
 
 
 def _over_time(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
-    try:
-        growth = find_growth(policy, options)
-    except Exception as error:  # any error is a finding
-        broken = what_broke(error, 0)
-        message = f"breaks a rule as small requests come and go: {broken.message}"
-        yield TrialFailure(message, is_rule=True)
-        return
+    growth = find_growth(policy, options)
     if growth is not None:
         yield TrialFailure(
-            f"keeps books that grow: {growth.place} grows by {growth.bytes_per_request:.1f} bytes "
-            f"with each request, and still did when {growth.num_requests} had ended (users and "
-            "programs were the same all the time); forget in on_finish what is kept of a request"
+            f"keeps data that grows: {growth.place} grows by {growth.bytes_per_request:.1f} bytes "
+            f"per request, still after {growth.num_requests} requests (users and programs stayed "
+            "the same); delete in on_finish what is kept of a request"
         )
 
 
 def _two_at_once(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
-    """Two engines take turns in one process: each must plan as if it were alone."""
+    """Failures if two engines take turns in one process: each must plan as if it were alone."""
     kind = MIXED._replace(num_steps=CROWD_STEPS)
-    try:
-        both = [Crowd(policy, options, kind, is_patient=True) for _ in range(2)]
-        while both[0].goes_on:
-            for crowd in both:
-                crowd.step()
-        first, second = (crowd.finish().digest for crowd in both)
-        alone = Crowd(policy, options, kind, is_patient=True).run().digest
-    except Exception as error:  # any error is a finding
-        message = f"breaks a rule as two engines run at once: {what_broke(error, 0).message}"
-        yield TrialFailure(message, is_rule=True)
-        return
+    both = [Crowd(policy, options, kind, is_patient=True) for _ in range(2)]
+    while both[0].goes_on:
+        for crowd in both:
+            crowd.step()
+    first, second = (crowd.finish().digest for crowd in both)
+    alone = Crowd(policy, options, kind, is_patient=True).run().digest
     if not first == second == alone:
         yield TrialFailure(
-            "plans otherwise when two engines run in one process, or one after the other, though "
-            "each gets the same: they share something, as a default argument, an attribute of the "
-            "class or a global of the module"
+            "plans differently when two engines run in one process, at the same time or one after "
+            "the other: they share state, such as a default argument, a class attribute or a "
+            "module global; keep state in attributes of the object"
         )
 
 
@@ -331,14 +323,9 @@ def _questions() -> list[Question]:
 def _begin_elsewhere(
     stack: ExitStack, policy: Any, options: dict[str, Any] | None, trials: Trials
 ) -> Others | None:
-    """Two other interpreters, to which all questions have been sent."""
+    """Two other interpreters, with all questions already sent; ``None`` if impossible."""
     try:
-        source = source_of(policy)
-    except ConfigError as error:
-        trials.not_shown.append(f"{_NOT_ELSEWHERE}: {error}")
-        return None
-    try:
-        first, second = (stack.enter_context(Elsewhere(source, options, n)) for n in (1, 2))
+        first, second = _pair(stack, policy, options)
     except ConfigError as error:
         trials.not_shown.append(f"{_NOT_ELSEWHERE}: {error}")
         return None
@@ -348,7 +335,7 @@ def _begin_elsewhere(
     return first, second
 
 
-_NOT_ELSEWHERE = "nothing is shown about other processes, where its plans must be the same"
+_NOT_ELSEWHERE = "it was not tested whether plans are the same in other processes"
 
 
 def _elsewhere(
@@ -364,7 +351,7 @@ def _elsewhere(
         for question in _questions():
             first, second = (other.end() for other in others)
             if reads := (*first.reads, *second.reads):
-                message = f"depends on its process: {reads[0]}; make it an option"
+                message = f"depends on its process: {reads[0]}; make it an option of the policy"
                 yield TrialFailure(message, is_rule=True)
                 return
             if first != second:
@@ -377,7 +364,7 @@ def _elsewhere(
 def _differs(
     policy: Any, options: dict[str, Any] | None, question: Question, goes_on: GoesOn
 ) -> TrialFailure:
-    """What is wrong, and the smallest case that shows it."""
+    """The failure for a question with different answers, with the smallest case that shows it."""
     with ExitStack() as stack:
         both, program = _pair(stack, policy, options), ""
         case = _case(question, policy, options)
@@ -387,25 +374,25 @@ def _differs(
             )
             question, program = _question_of(small), reproduction(small)
     return TrialFailure(
-        "plans otherwise in another process, with the same requests: it depends on "
-        f"{_cause(policy, options, question)}. Ask no clock but view.now and no dice but view.rng, "
-        "and go by nothing that differs from process to process (hash(), id(), order of a set)",
+        "plans differently in another process, with the same requests: it depends on "
+        f"{_cause(policy, options, question)}. Use no clock but view.now, no random numbers but "
+        "view.rng, and nothing that differs between processes (hash(), id(), order of a set)",
         program=program,
         is_rule=True,
     )
 
 
 def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> str:
-    """What makes the difference, found by letting single things differ."""
+    """What makes the difference, found by letting single parts differ."""
     causes: list[str] = []
     for parts in ((), *((part,) for part in PARTS)):
         with ExitStack() as stack:
             if not _is_other(_pair(stack, policy, options, parts), question):
                 continue
         if not parts:
-            return "what is never twice the same, as a clock or the addresses of objects"
+            return "something that differs in every run, such as a clock or object addresses"
         causes += parts
-    return " or ".join(causes) or "something of the process"
+    return " or ".join(causes) or "something that is specific to the process"
 
 
 def _case(question: Question, policy: Any, options: dict[str, Any] | None) -> Case:
@@ -428,7 +415,8 @@ def _pair(
     parts: tuple[str, ...] = PARTS,
 ) -> Others:
     source = source_of(policy)
-    first, second = (stack.enter_context(Elsewhere(source, options, n, parts)) for n in (1, 2))
+    opened = (closing(Elsewhere(source, options, number, parts)) for number in (1, 2))
+    first, second = map(stack.enter_context, opened)
     return first, second
 
 

@@ -1,4 +1,4 @@
-"""A policy that does whatever is legal: it reaches what no sensible one asks of the mechanism."""
+"""A policy that does random but legal things, to test all parts of the scheduler."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from engine.sched.request import Request
 
 
 class Wild(Policy):
-    """Every hook throws the engine's dice; ``rate`` (0 to 1) is how often it does something odd.
+    """Every hook gives a random answer with probability ``rate`` (0 to 1).
 
-    It evicts no request twice of its own accord, so that every request ends. It remembers what
-    it answered in a step and raises ``AssertionError`` if the mechanism does not keep to it.
+    It evicts no request twice, so that every request ends. It remembers its answers within a step
+    and raises ``AssertionError`` if the scheduler does not follow them.
     """
 
     dynamic = True
@@ -21,7 +21,7 @@ class Wild(Policy):
 
     def __init__(self, rate: float = 0.2) -> None:
         self.rate = rate
-        self.index = -1  # of the step for which the answers below were given
+        self.index = -1  # step of the answers below
         self.bounds = Limits()
         self.tokens_left = self.most_running = 0
         self.evicted: list[Request] = []
@@ -30,7 +30,7 @@ class Wild(Policy):
         self.allowed: dict[Request, int] = {}
 
     def odd(self, view: SchedView) -> bool:
-        """Throw the dice."""
+        """True with probability ``rate``."""
         return view.rng.random() < self.rate
 
     def rank(self, req: Request, view: SchedView) -> tuple[int, int]:
@@ -46,7 +46,7 @@ class Wild(Policy):
         if self.bounds.max_tokens is not None:
             self.tokens_left = min(self.tokens_left, self.bounds.max_tokens)
         self.most_running = view.config.max_num_seqs
-        if self.bounds.max_seqs is not None:  # a running request may be exchanged for another
+        if self.bounds.max_seqs is not None:  # another request may replace a running one
             self.most_running = max(self.bounds.max_seqs, len(view.running))
         self.named.clear()
         self.allowed.clear()
@@ -58,8 +58,8 @@ class Wild(Policy):
         return self.evicted
 
     def order(self, view: SchedView) -> Iterator[Request]:
-        assert self.evicted_at == view.step.index, "was not called for whom to evict"
-        assert all(req.is_waiting for req in self.evicted), f"{self.evicted} were to be evicted"
+        assert self.evicted_at == view.step.index, "evict was not called in this step"
+        assert all(req.is_waiting for req in self.evicted), f"{self.evicted} must be evicted"
         named = [req for req in (*view.running, *view.waiting) if not self.odd(view)]
         if self.odd(view):
             view.rng.shuffle(named)
@@ -83,7 +83,9 @@ class Wild(Policy):
         self, candidates: Sequence[Request], req: Request, view: SchedView
     ) -> Request | None:
         assert req not in candidates, f"{req} may evict itself"
-        assert all(other.considered != view.step.index for other in candidates), "offered before"
+        assert all(other.considered != view.step.index for other in candidates), (
+            "a candidate was considered before"
+        )
         return view.rng.choice((*candidates, None)) if self.odd(view) else candidates[-1]
 
     def on_add(self, req: Request, view: SchedView) -> Verdict:
@@ -92,15 +94,15 @@ class Wild(Policy):
         return view.rng.choice((Refuse("a whim"), Defer(view.now + view.rng.randrange(64) / 64)))
 
     def on_grant(self, req: Request, num_tokens: int, view: SchedView) -> None:
-        if view.step.index != self.index:  # the default order had to replace these answers
+        if view.step.index != self.index:  # the default order replaced the answers
             return
-        assert req in self.named, f"{req} was left out and got tokens"
+        assert req in self.named, f"{req} was not named in order, but got tokens"
         allowed = self.allowed.get(req, num_tokens)
         assert num_tokens <= allowed, f"{req} got {num_tokens} tokens, {allowed} were allowed"
         self.tokens_left -= num_tokens
-        assert self.tokens_left >= 0, "more tokens than the bound"
+        assert self.tokens_left >= 0, "more tokens than limits allows were granted"
         if req in view.step.new:
-            assert self.bounds.admission, f"{req} started though admission was closed"
+            assert self.bounds.admission, f"{req} started although admission was closed"
             assert len(view.running) <= self.most_running, f"{req} is one too many to run"
 
     def on_finish(self, req: Request, view: SchedView) -> None:

@@ -31,7 +31,7 @@ def test_a_process_that_dies_is_an_error(capsys: pytest.CaptureFixture[str]) -> 
     assert main(["compare", *asked]) == 1
     said = capsys.readouterr()
     assert not said.out and said.err.count("\n") == 1
-    assert said.err.startswith("metronome: error: a process that simulated has died")
+    assert said.err.startswith("metronome: error: a simulating process died")
     assert "with fewer --jobs" in said.err
 
 

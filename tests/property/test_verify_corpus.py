@@ -31,5 +31,5 @@ def test_what_is_kept_is_read_and_run_again(tmp_path: Path) -> None:
 def test_a_file_that_is_no_corpus_is_named(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "corpus.jsonl"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=r"corpus\.jsonl is no corpus of cases"):
+    with pytest.raises(ConfigError, match=r"corpus\.jsonl is not a corpus of cases"):
         read_corpus(path)

@@ -30,12 +30,12 @@ NAMED = {
     "WallClock": "plans",
     "Dice": "plans|starves",
     "WritesPriority": "no setter",
-    "BooksOfTheClass": "two engines run in one process|the same case gives other plans",
+    "BooksOfTheClass": "two engines run in one process|the same case gives different plans",
     "NaNLater": "holds a NaN",
     "VictimOfItsOwn": "which is no candidate",
     "DoorShut": "starves a waiting request",
     "PausesLongest": "starves a running request",
-    "KeepsAll": r"keeps books that grow: KeepsAll\.known",
+    "KeepsAll": r"keeps data that grows: KeepsAll\.known",
     "HashOfString": "hashes of strings|starves",
     "Address": "plans|starves",
     "OrderOfSet": "plans",
@@ -44,12 +44,12 @@ NAMED = {
     "EnvironmentOnce": "environment variables",
     "ProcessNumber": "number of the process",
     "MutableDefault": r"MutableDefault\.numbers",
-    "StateOfModule": "two engines run in one process|the same case gives other plans",
-    "StarvesUser": "user 'bob'|lets nobody run",
+    "StateOfModule": "two engines run in one process|the same case gives different plans",
+    "StarvesUser": "user 'bob'|runs no request",
     "StarvesLastUser": "requests of user 'u4' take",
-    "Idles": "lets nobody run",
-    "HalfSteps": "computes 32.0 tokens a step",
-    "OneSeat": "tokens a step",
+    "Idles": "runs no request",
+    "HalfSteps": "computes 32.0 tokens per step",
+    "OneSeat": "tokens per step",
     "NestedBooks": r"NestedBooks\.books\.by_user grows",
     "BooksOfModule": r"faulty_policies\.SEEN grows",
     "InClosure": "__closure__ grows",
@@ -59,8 +59,8 @@ NAMED = {
     "RaisesRarely": "RuntimeError: a rare one",
     "Flips": "throughput|was preempted",
     "WritesHints": "its hints were changed",
-    "ReadsOthers": "two engines|the same case gives other plans|starves",
-    "Forgets": "lets nobody run|starves",
+    "ReadsOthers": "two engines|the same case gives different plans|starves",
+    "Forgets": "runs no request|starves",
 }
 SHORT = ("StateOfModule", "NestedBooks")
 """Of those, in every run of the tests."""
@@ -136,8 +136,8 @@ def test_what_a_policy_states_is_no_fault_of_it_and_is_shown() -> None:
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
-        (StatesNothing, r"by_design\['starvation'\] of StatesNothing is '', must say why it is so"),
-        (StatesWhatIsNotKnown, "names 'starving'; what may be stated is starvation, throughput, r"),
+        (StatesNothing, r"by_design\['starvation'\] of StatesNothing is '', must be the reason"),
+        (StatesWhatIsNotKnown, "has the key 'starving', must be one of: starvation, throughput, r"),
     ],
 )
 def test_a_statement_that_means_nothing_is_refused(policy: type, message: str) -> None:
@@ -149,7 +149,7 @@ def test_a_class_that_no_other_process_finds_is_named() -> None:
     class Local(FCFS):
         pass
 
-    with pytest.warns(NotShown, match=r"nothing is shown about other processes.*Local is defined"):
+    with pytest.warns(NotShown, match=r"are the same in other processes.*Local is defined"):
         check_policy(Local, steps=100)
 
 

@@ -69,7 +69,7 @@ def test_a_case_without_what_it_asks_for_is_no_case_that_passes() -> None:
     _, case = next(cases_of("ngram", 0))
     report = Report()
     Swarm().enter(report, 1, case)
-    assert "nobody makes the drafts" in report.found[0].broken.message
+    assert "this case has drafts or grammars" in report.found[0].broken.message
 
 
 def test_a_case_with_drafts_and_grammars_travels_as_text() -> None:

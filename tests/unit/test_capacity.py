@@ -16,7 +16,7 @@ from policylab.sim.capacity import (
     GROWS,
     Capacities,
     Highest,
-    Search,
+    RateSearch,
     highest,
     limits_of,
 )
@@ -35,7 +35,7 @@ STARVES = "support.lab_policies.LongLast"
 REFUSES = "support.lab_policies.RefusesMost"
 
 
-def search(limits: str, seats: int = 1, workload: str = EVEN, **fields: object) -> Search:
+def search(limits: str, seats: int = 1, workload: str = EVEN, **fields: object) -> RateSearch:
     size = {} if "num_requests" in workload else {"num_requests": 200}
     told = {
         "policy": "fcfs",
@@ -46,7 +46,7 @@ def search(limits: str, seats: int = 1, workload: str = EVEN, **fields: object) 
         "limits": tuple(limits_of(limits)),
         "least": 200,
     }
-    return Search(**{**told, **fields})
+    return RateSearch(**{**told, **fields})
 
 
 SLOW_STARTS = [pytest.param(start, marks=pytest.mark.slow) for start in (12.0, 400.0)]
@@ -103,7 +103,7 @@ def test_who_refuses_has_no_capacity_by_it() -> None:
 def test_a_promise_is_a_limit() -> None:
     found = highest(search("attainment>0.9", slo=tuple(slo("ttft<0.2"))))
     assert found.rate == pytest.approx(25.0, rel=0.05)
-    with pytest.raises(ConfigError, match=r"no such figure at 20 requests a second: .*add --slo"):
+    with pytest.raises(ConfigError, match=r"no such figure at 20 requests per second: .*add --slo"):
         highest(search("attainment>0.9"))
 
 
@@ -176,7 +176,7 @@ def test_a_policy_that_is_not_its_own_has_no_capacity(capsys: pytest.CaptureFixt
     assert {row["num_requests"] for row in rows} <= {1000, 4000}
     assert main(["compare", broken, "--capacity", "ttft.p99<0.1", *SHORT, "--seeds", "3"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"{broken} is left out, as it has no figures: ")
+    assert last.startswith(f"{broken} is left out, since it has no figures: ")
 
 
 @pytest.mark.slow
@@ -202,7 +202,7 @@ def test_a_starved_class_is_no_capacity() -> None:
         (3, 100, ""),
         pytest.param(2, 400, "", marks=pytest.mark.slow),
         pytest.param(
-            *(1, 400, "what 400 requests keep 1600 do not (ttft.p99<0.3); give --requests 1600"),
+            *(1, 400, "limits hold for 400 requests, not 1600 (ttft.p99<0.3); use --requests 1600"),
             marks=pytest.mark.slow,
         ),
     ],
@@ -233,13 +233,13 @@ def test_a_file_is_too_short_or_is_served_in_a_quarter(
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["--capacity", "ttft<1"], "--capacity has 'ttft<1', must say of which statistic: ttft."),
+        (["--capacity", "ttft<1"], "--capacity has 'ttft<1', must name a statistic: ttft."),
         (["--capacity", ""], "--capacity is empty"),
-        (["--capacity", "ttft.p99<1", "--report", "x"], "--capacity and --report do not go"),
+        (["--capacity", "ttft.p99<1", "--report", "x"], "--capacity and --report cannot be"),
         (["--capacity", "ttft.p99<1", "--seeds", "2"], "--seeds is 2, must be 3 or more"),
-        (["--capacity", "ttft.p99<1", "--loads", "0.5"], "--capacity and --loads do not go"),
-        (["--capacity", "ttft.p99<1", "--rate", "5"], "--capacity and --rate do not go together"),
-        (["--capacity", "ttft.p99<1", "--unpaired"], "--capacity and --unpaired do not go"),
+        (["--capacity", "ttft.p99<1", "--loads", "0.5"], "--capacity and --loads cannot be"),
+        (["--capacity", "ttft.p99<1", "--rate", "5"], "--capacity and --rate cannot be combined"),
+        (["--capacity", "ttft.p99<1", "--unpaired"], "--capacity and --unpaired cannot be"),
         (["--capacity", "ttft.p99<1", "--workload", "closed-loop"], "so it has no load"),
     ],
 )

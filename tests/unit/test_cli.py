@@ -105,7 +105,7 @@ def test_errors_are_one_line(run: Run, args: list[str], message: str) -> None:
         (["--jobs", "100000"], "--jobs is 100000, must be in 1.."),
         (["--seconds", "nan"], "--seconds is nan, must be above 0"),
         (["--policy", "edf", "--policy-options", '{"a": 1}'], "'a'; its options are: default_d"),
-        (["--policy-options", "{}"], "--policy-options are for the policy that --policy names"),
+        (["--policy-options", "{}"], "--policy-options needs --policy"),
         (["--corpus", "/no/such/file"], "--corpus /no/such/file cannot be written"),
     ],
 )
@@ -127,7 +127,7 @@ def test_examples_of_options_are_accepted() -> None:
 def test_a_corpus_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "notes").write_text("not a case")
     assert main(["verify", "--corpus", str(tmp_path / "notes")]) == 2
-    assert "notes is no corpus of cases: JSON is malformed" in capsys.readouterr().err
+    assert "notes is not a corpus of cases: JSON is malformed" in capsys.readouterr().err
 
 
 def test_prompts_that_are_no_text(run: Run, tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from policylab.sim.experiment import distinct, with_option
 from policylab.sim.figures import NAMES, figures
 from policylab.sim.report import points_from
 from policylab.sim.report.ranking import rankings
-from policylab.sim.run import Engine, Variant, run
+from policylab.sim.run import Engine, PolicyVariant, run
 from policylab.sim.workloads import find_workload
 
 SMALL = find_workload("log-uniform(num_requests=60,output_tokens=(2,64))")
@@ -76,7 +76,7 @@ def verdict(ours: list[float], theirs: list[float], **fields: object) -> str:
 
 
 def test_a_policy_and_its_copy_are_equal_in_every_figure() -> None:
-    [cell] = compare(small("fcfs", Copy, Variant(COPY, {}), loads=[0.9]))
+    [cell] = compare(small("fcfs", Copy, PolicyVariant(COPY, {}), loads=[0.9]))
     assert cell.names == ["fcfs", "Copy", f"{COPY}()"]
     for place in (1, 2):
         assert {cell.difference(place, name).verdict for name in NAMES} <= {EQUAL, NO_MEANS}
@@ -229,20 +229,23 @@ def test_figures_are_written_for_other_programs(capsys: pytest.CaptureFixture[st
     ("args", "said"),
     [
         (["fcsf"], "fcsf"),
-        (["edf(deadline"], "POLICY has 'edf(deadline', must be a name, or one with options as in"),
+        (
+            ["edf(deadline"],
+            "POLICY has 'edf(deadline', must be a name, optionally with options as in",
+        ),
         (["fcfs", "--seeds", "0"], "--seeds is 0, must be in 1..10000"),
         (["fcfs", "--jobs", "1000"], "--jobs is 1000, must be in 1.."),
         (["fcfs", "--loads", "high"], "--loads has 'high', must be as in 0.6,0.8,0.9"),
         (["fcfs", "--rate", "0"], "--rate is 0, must be above 0"),
-        (["fcfs", "--loads", "0.5", "--rate", "3"], "--loads and --rate both say"),
+        (["fcfs", "--loads", "0.5", "--rate", "3"], "--loads and --rate both set"),
         (
             ["fcfs", "--sweep", "seats"],
             "--sweep has 'seats', must be as in max_num_batched_tokens=",
         ),
-        (["fcfs", "--sweep", "seats=1,2"], "option 'seats' is neither the engine's ("),
-        (["fcfs", "--sweep", "scheduling_policy=lpm"], "is the policy's own; options of a policy"),
+        (["fcfs", "--sweep", "seats=1,2"], "option 'seats' is unknown to the engine ("),
+        (["fcfs", "--sweep", "scheduling_policy=lpm"], "belongs to the policy; write it after"),
         (["fcfs", "--sweep", "enable_prefix_caching=maybe"], "is 'maybe', must be True or False"),
-        (["fcfs", "--sweep", "users=5"], "option users cannot be 5"),
+        (["fcfs", "--sweep", "users=5"], "users cannot be 5"),
         (["fcfs", "--sweep", "depth=two"], "depth is 'two', must be 1 or more"),
         (["fcfs", "--sweep", "prompt_tokens=5"], "prompt_tokens is 5, must be two numbers"),
         (["fcfs", "--figures", "ttft"], "figure 'ttft' is not known; there are: ttft.mean"),
@@ -250,8 +253,8 @@ def test_figures_are_written_for_other_programs(capsys: pytest.CaptureFixture[st
             ["fcfs", "--workload", "closed-loop", "--loads", "0.5"],
             "so it has no load; leave --load",
         ),
-        (["fcfs", "--json", "--csv"], "--json and --csv both say in which form"),
-        (["fcfs", "--num-kv-blocks", "2"], "can be served by this engine"),
+        (["fcfs", "--json", "--csv"], "--json and --csv both set the output format"),
+        (["fcfs", "--num-kv-blocks", "2"], "this engine can serve no request of"),
         (["fcfs", "--cost", "no.json"], "--cost 'no.json' cannot be read"),
     ],
 )

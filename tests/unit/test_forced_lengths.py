@@ -53,7 +53,7 @@ def test_only_lengths_end_a_request(drawn: list[int], counts: list[int], given: 
 
 def test_drafts_are_refused() -> None:
     forced = ForcedLengths(Says([7] * 4, [2, 1, 1]), 8, {})
-    with pytest.raises(ConfigError, match="switch off drafts"):
+    with pytest.raises(ConfigError, match="leave speculative decoding out"):
         forced.collect(forced.launch(first_plan()))
 
 

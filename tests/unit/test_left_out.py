@@ -26,7 +26,7 @@ BROKEN = {
     "WrongOnce": "1 answer was given by default (",
     "RaisesAtTheEnd": "1 answer was given by default (",
     "Idles": "planned by default",
-    "Corrupts": "its run could not go on: AttributeError",
+    "Corrupts": "Corrupts failed with AttributeError",
 }
 
 
@@ -63,7 +63,7 @@ def test_a_run_that_cannot_go_on_is_one_line(capsys: pytest.CaptureFixture[str])
     assert main(["simulate", "--policy", f"{WHERE}Corrupts", *SIZES]) == 1
     out, err = capsys.readouterr()
     assert not out and err.count("\n") == 1
-    assert f"policy {WHERE}Corrupts: its run could not go on: AttributeError" in err
+    assert f"{WHERE}Corrupts failed with AttributeError" in err
     assert "(rank, on_grant)" in err and "metronome verify --policy" in err
 
 
@@ -111,7 +111,9 @@ def test_commands_name_it_everywhere(
     asked = [*COMMANDS[command], "--report", str(page)]
     assert main(asked) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert any(line.startswith(f"{name} is left out, as it has no figures: 1 a") for line in lines)
+    assert any(
+        line.startswith(f"{name} is left out, since it has no figures: 1 a") for line in lines
+    )
     assert not any(line.startswith(f"{name}  ") for line in lines)
     if command == "first":
         assert "differences are from fcfs, the first policy that has figures" in lines
@@ -123,7 +125,7 @@ def test_commands_name_it_everywhere(
     table = list(csv.DictReader(io.StringIO(capsys.readouterr().out)))
     assert [row["policy"] for row in table] == [row["policy"] for row in rows]
     assert all(row["left_out"].startswith(f"{name}: 1 answer was") for row in table)
-    assert f"{name} is left out, as it has no figures" in page.read_text()
+    assert f"{name} is left out, since it has no figures" in page.read_text()
     data = read_report(page)
     assert list(data["left_out"]) == [name]
     assert name not in {run["label"] for run in data["runs"]}
@@ -154,8 +156,8 @@ def test_simulate_writes_the_file_and_no_figures(
     asked = ["simulate", "--policy", f"{WHERE}Broken", *SIZES, "--out", str(out)]
     assert main([*asked, "--report", str(page)]) == 1
     shown = capsys.readouterr().out
-    assert f"{WHERE}Broken is left out, as it has no figures: 4 answers" in shown
-    assert "after this many it is switched off" in shown and "mean" not in shown
+    assert f"{WHERE}Broken is left out, since it has no figures: 4 answers" in shown
+    assert "and the policy was then switched off" in shown and "mean" not in shown
     assert f"{WHERE}Broken is left out" in page.read_text() and not read_report(page)["runs"]
     for again in (asked, ["simulate", "--read", str(out)]):
         assert main([*again, "--json"]) == 1

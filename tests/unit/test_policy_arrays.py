@@ -67,7 +67,7 @@ def test_who_says_0_for_false_is_told_what_to_write():
 
 
 def test_a_policy_that_says_two_things_is_told_so():
-    with pytest.raises(PolicyError, match=r"rank says \(\d+,\), ranks says \(-\d+,\)"):
+    with pytest.raises(PolicyError, match=r"rank returns \(\d+,\), ranks returns \(-\d+,\)"):
         check_policy(SaysTwoThings, steps=500, max_wait=None)
 
 

@@ -85,7 +85,7 @@ def test_a_profile_is_a_file(tmp_path: Path) -> None:
         read_profile(tmp_path / "p.json")
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
         read_profile(tmp_path / "q.json")
-    with pytest.raises(ConfigError, match="needs 200 steps or more, these logs have 50"):
+    with pytest.raises(ConfigError, match="needs 200 steps or more, but these logs have 50"):
         calibrate([samples(0, num=50)], "machine")
 
 

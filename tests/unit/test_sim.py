@@ -16,7 +16,7 @@ from policylab.sim.figures import figures
 from policylab.sim.job import Job, Span
 from policylab.sim.run import Engine, Run, rate_at, run
 from policylab.sim.worker import StepCost
-from policylab.sim.workloads import Source, Workload
+from policylab.sim.workloads import JobSource, Workload
 from policylab.sim.workloads.log_uniform import LogUniform
 
 WORKLOAD = LogUniform(num_requests=40, prompt_tokens=(8, 100), output_tokens=(2, 40))
@@ -34,8 +34,8 @@ class Given(Workload):
     max_prompt = 100
     max_output = 40
 
-    def source(self, seed: int, rate: float | None = None) -> Source:
-        return Source(iter(self.jobs))
+    def source(self, seed: int, rate: float | None = None) -> JobSource:
+        return JobSource(iter(self.jobs))
 
 
 def job(name: str, num_prompt: int, num_output: int, arrival: float = 0.0) -> Job:
@@ -240,10 +240,10 @@ def test_a_policy_in_the_current_directory(
         (["--policies", "no.where.Policy"], "cannot load 'no.where.Policy'"),
         (["--policies", " , "], "there is no policy to compare"),
         (["--policies", "edf(due=5)"], "'due'; its options are: default_deadline: float = 60.0"),
-        (["--load", "inf"], "load is inf, must be above 0, and at most 1000"),
+        (["--load", "inf"], "load is inf, must be above 0 and at most 1000"),
         (
             ["--prompt-tokens", "1", "9999999999"],
-            "prompt_tokens are 1 to 9999999999, must be 1 or more",
+            "prompt_tokens is (1, 9999999999), must be two rising numbers",
         ),
     ],
 )

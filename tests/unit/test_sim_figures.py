@@ -75,7 +75,7 @@ def test_latencies_are_what_their_names_say() -> None:
     assert (found.requests_per_second, found.tokens_per_second) == (0.2, 0.5)
     assert found.makespan == 5.0
     assert sorted(found.values()) == sorted(NAMES)
-    with pytest.raises(ConfigError, match=r"figure 'ttft' is not known; there are: ttft\.mean, "):
+    with pytest.raises(ConfigError, match=r"figure 'ttft' is not known; figures are: ttft\.mean, "):
         found.value("ttft")
 
 
@@ -139,9 +139,9 @@ def test_recomputed_is_what_was_computed_beyond_need() -> None:
 
 def test_a_collapse_is_said() -> None:
     assert collapse("x", 0.2, 90.0, 100.0) is None
-    assert collapse("x", 0.3, 90.0, 100.0) == "x collapses: it computes 30 % of its tokens again"
+    assert collapse("x", 0.3, 90.0, 100.0) == "x collapses: it recomputes 30 % of its tokens"
     both = collapse("x", 0.3, 79.0, 100.0)
-    assert both is not None and both.endswith("again and serves 0.79 of fcfs's tokens a second")
+    assert both is not None and both.endswith("tokens and serves 0.79 of fcfs's tokens per second")
 
 
 def test_slowdown_is_against_the_request_alone() -> None:

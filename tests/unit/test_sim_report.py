@@ -343,7 +343,7 @@ def test_what_draws_images_is_named_where_it_is_missing(tmp_path: Path, runs: li
 @pytest.mark.parametrize("text", ["", "<html></html>", "{}"])
 def test_what_is_no_report_is_said_to_be_none(text: str, tmp_path: Path) -> None:
     (tmp_path / "x.html").write_text(text)
-    with pytest.raises(ConfigError, match="is no report"):
+    with pytest.raises(ConfigError, match="is not a report"):
         read_report(tmp_path / "x.html")
 
 
@@ -351,7 +351,7 @@ def test_a_place_that_is_none_is_said_before_anything_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["simulate", "--report", str(tmp_path / "no" / "out.html")]) != 0
-    assert "is in no directory that exists" in capsys.readouterr().err
+    assert "create its directory first" in capsys.readouterr().err
 
 
 def test_other_runs_are_laid_over_one(

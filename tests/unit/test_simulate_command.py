@@ -57,7 +57,7 @@ def test_a_file_tells_what_the_run_told(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_what_is_said_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
     lines = told(capsys, "--policy", "residual-sjf", *FEW, "--rate", "5").splitlines()
-    assert lines[0] == "residual-sjf on log-uniform(num_requests=60), seed 0, 5 a second"
+    assert lines[0] == "residual-sjf on log-uniform(num_requests=60), seed 0, 5 per second"
     assert lines[1].startswith("60 requests, 60 done; ") and "are warm-up" in lines[1]
     assert lines[3].split() == ["seconds", "mean", "p50", "p90", "p99"]
     rows = ["ttft", "tpot", "itl", "e2e", "normalised", "delay", "slowdown"]
@@ -79,7 +79,7 @@ def test_a_run_that_is_overloaded_or_all_at_once_says_so(
     over = told(capsys, "--requests", "200", "--load", "2")
     assert "overloaded: its queue grows to the end, so there are no means" in over
     assert "ttft" not in over
-    assert "all came at once, all count" in told(capsys, *FEW, "--rate", "inf")
+    assert "all arrived at once, and all count" in told(capsys, *FEW, "--rate", "inf")
 
 
 def test_a_workload_comes_at_its_own_rate_if_that_is_asked_for(
@@ -99,12 +99,12 @@ def damaged(tmp_path: Path, text: str) -> str:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "is no whole run file: it has no head or no end"),
-        ("not json\n", "is no run file"),
-        ('{"run":{"format":1}}\n', "is no whole run file: it has no head or no end"),
-        ('{"run":{"format":99}}\n{"totals":{}}\n', "is of format 99; this version reads 1"),
-        ('{"run":{"format":1}}\n{"gap":[1]}\n{"totals":{}}\n', "is no run file"),
-        ('{"run":{"format":1}}\n{"totals":{}}\n', "is no run file"),
+        ("", "is incomplete: its head or its end is missing"),
+        ("not json\n", "is not a run file"),
+        ('{"run":{"format":1}}\n', "is incomplete: its head or its end is missing"),
+        ('{"run":{"format":99}}\n{"totals":{}}\n', "has format 99; this version reads format 1"),
+        ('{"run":{"format":1}}\n{"gap":[1]}\n{"totals":{}}\n', "is not a run file"),
+        ('{"run":{"format":1}}\n{"totals":{}}\n', "is not a run file"),
     ],
 )
 def test_a_file_that_is_no_run(
@@ -119,11 +119,11 @@ def test_a_file_that_is_no_run(
     [
         (["--policy", "fcsf"], "fcsf"),
         (["--policy", "edf(default_deadline)"], "--policy has 'edf(default_deadline)', must be"),
-        (["--load", "0.5", "--rate", "3"], "--load and --rate both say"),
+        (["--load", "0.5", "--rate", "3"], "--load and --rate both set"),
         (["--load", "0"], "load is 0.0, must be above 0"),
-        (["--rate", "fast"], "--rate is 'fast', must be a number above 0, or 'own'"),
+        (["--rate", "fast"], "--rate is 'fast', must be a number above 0 or 'own'"),
         (["--read", "no.jsonl"], "no.jsonl cannot be read"),
-        (["--out", "no/where.jsonl"], "--out 'no/where.jsonl' is in no directory that exists"),
+        (["--out", "no/where.jsonl"], "--out 'no/where.jsonl': create its directory first"),
         (["--slo", "fast"], "--slo has 'fast', must be as in ttft<1,tpot<0.1"),
         (["--slo", "ttft>1"], "--slo has 'ttft>1', must be a limit of one of"),
         (["--workload", "log-uniform(users=5)"], "users"),

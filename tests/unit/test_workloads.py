@@ -375,23 +375,26 @@ def test_a_text_is_the_same_wherever_it_is_read_from() -> None:
         ("azure", "workload 'azure' is not known; did you mean 'azure-c"),
         ("azure-conv(nonsense=1)", "has no option 'nonsense'; its options are: num_requests"),
         ("azure-conv(scale=0)", "scale is 0, must be 0.0001 or more"),
-        ("azure-conv(arrivals='gama(cv=2)')", "'gama' are not known; did you mean 'gamma'"),
+        ("azure-conv(arrivals='gama(cv=2)')", "'gama' is not known; did you mean 'gamma'"),
         ("azure-conv(arrivals='gamma(cv=-1)')", "gamma: cv is -1, must be 0 or more"),
-        ("azure-conv(arrivals='poisson(cv=2)')", r"say gamma\(cv=...\) for another"),
-        ("azure-conv(arrivals='ramp(first=0,last=0)')", "both 0, one must be above"),
+        ("azure-conv(arrivals='poisson(cv=2)')", r"must be 1; use gamma\(cv=...\)"),
+        ("azure-conv(arrivals='ramp(first=0,last=0)')", "are 0, one must be above 0"),
         ("azure-conv(arrivals='burst(every=1,seconds=2)')", "seconds is 2, .* at most 1"),
         ("log-uniform(arrivals='trace')", "'log-uniform' has no arrivals of its own"),
-        ("log-uniform(prompt_tokens=(0, 4))", "prompt_tokens are 0 to 4, must be 1 or more"),
+        (
+            "log-uniform(prompt_tokens=(0, 4))",
+            r"prompt_tokens is \(0, 4\), must be two rising numbers",
+        ),
         ("log-uniform(output_tokens=5)", "output_tokens is 5, must be two numbers"),
-        ("closed-loop(lengths='fixed(length=3)')", "'fixed' have no option 'length'"),
+        ("closed-loop(lengths='fixed(length=3)')", "'fixed' has no option 'length'"),
         ("conversations(max_context=100)", "max_context is 100, must be 512 or more"),
-        ("arxiv(users='a(part=1)')", "users: a has no 'part'; there are: share, weight"),
+        ("arxiv(users='a(part=1)')", "a has no option 'part'; its options are: share"),
         ("arxiv(users='a(share=0)')", "all shares are 0"),
-        ("arxiv(users='a',num_users=3)", "give one of the two"),
+        ("arxiv(users='a',num_users=3)", "give only one of them"),
         ("arxiv(tiers='a(ttft=-1)')", "ttft of a is -1, must be seconds above 0"),
-        ("arxiv(deadlines=(5, 1))", "deadlines are 5 to 1, must be seconds above 0, rising"),
+        ("arxiv(deadlines=(5, 1))", r"deadlines is \(5, 1\), must be two rising numbers"),
         ("two-users(num_users=3)", "two-users has users of its own"),
-        ("azure-csv", r"needs path, as in azure-csv\(path=...\)"),
+        ("azure-csv", r"needs the option path, as in azure-csv\(path=...\)"),
     ],
 )
 def test_workloads_that_cannot_be(workload: str, message: str) -> None:
@@ -405,5 +408,5 @@ def test_a_seed_is_no_negative_number() -> None:
 
 
 def test_periods_too_many_to_draw() -> None:
-    with pytest.raises(ConfigError, match=r"periods of 0\.002 s, at most"):
+    with pytest.raises(ConfigError, match=r"periods of 0\.002 s, but at most"):
         next(find_arrivals("onoff(on=0.001,off=0.001)").times(RandomDraws(0), 1e-3, 1000))

@@ -39,7 +39,7 @@ def test_a_workload_is_described(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_followers_and_many_users(capsys: pytest.CaptureFixture[str]) -> None:
     text = told(capsys, "conversations(num_requests=200,num_users=30)")
-    assert "some follow others" in text and "programs: " in text and " more  " in text
+    assert "some requests follow others" in text and "programs: " in text and " more  " in text
     assert "all at once" in told(capsys, "arxiv(num_requests=5)", "--rate", "inf")
 
 

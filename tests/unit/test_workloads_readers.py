@@ -240,7 +240,7 @@ def test_a_step_log_is_the_traffic_that_was_served(tmp_path: Path, depth: int) -
     ("kind", "text", "message"),
     [
         ("azure-csv", AZURE.replace("110", "many"), "line 3: ContextTokens is 'many', must be"),
-        ("azure-csv", AZURE.replace("18:18", "18:16"), "line 4: TIMESTAMP is .*: sort the file"),
+        ("azure-csv", AZURE.replace("18:18", "18:16"), "line 4: TIMESTAMP is .*; sort the file"),
         (
             "azure-csv",
             AZURE.replace("ContextTokens", "Context"),
@@ -260,7 +260,7 @@ def test_a_step_log_is_the_traffic_that_was_served(tmp_path: Path, depth: int) -
         ("mooncake-jsonl", MOONCAKE.replace('"output_length": 7', '"out": 7'), "line 3: the line "),
         ("mooncake-jsonl", MOONCAKE + "{", "line 5: the line is '{', must be a request"),
         ("jsonl", MOONCAKE, "line 1: the line is .*, must be the head of a workload"),
-        ("jsonl", '{"metronome":"workload","format":9,"workload":"a","seed":0}', "is of format 9"),
+        ("jsonl", '{"metronome":"workload","format":9,"workload":"a","seed":0}', "has format 9"),
         ("steps-log", AZURE, "is not a step log"),
     ],
 )

@@ -14,14 +14,14 @@ from engine.errors import ConfigError
 from policylab.cli.worst import command
 from policylab.sim.run import Engine
 from policylab.sim.workloads import find_workload
-from policylab.sim.worst import KNOBS, Case, Found, Hunt, Score, choice, find_worst, score
+from policylab.sim.worst import KNOBS, Found, Hunt, Score, WorstCase, choice, find_worst, score
 
 PLANTED, NEVER = "support.lab_policies.Planted", "support.lab_policies.NeverEnds"
 SMALL = "log-uniform(num_requests=30,output_tokens=(1,16))"
 
 
 def hunt(policy: str = PLANTED, **fields: Any) -> Hunt:
-    start = Case(workload=find_workload(SMALL), engine=Engine(), load=0.9, seeds=(0, 1))
+    start = WorstCase(workload=find_workload(SMALL), engine=Engine(), load=0.9, seeds=(0, 1))
     told = {"other": "fcfs", "figure": "ttft.mean", "start": start, "max_tries": 70.0}
     # Time stands still: tries alone end the search, and it is the same everywhere.
     return Hunt(policy=policy, **{**told, "clock": lambda: 0.0, **fields})
@@ -51,7 +51,7 @@ def test_a_case_is_made_simple(found: Found) -> None:
 
 def test_requests_are_left_out() -> None:
     workload = find_workload(SMALL, num_requests=30)
-    start = Case(workload=workload, engine=Engine(max_num_seqs=2), load=0.9, seeds=(0, 1))
+    start = WorstCase(workload=workload, engine=Engine(max_num_seqs=2), load=0.9, seeds=(0, 1))
     small = find_worst(hunt(start=start, pinned=frozenset(KNOBS)))
     assert small.case.workload.num_requests < 30
     assert small.score.worse >= 0.8 * score(hunt(), start).worse > 0
@@ -97,8 +97,10 @@ def test_more_of_what_is_wanted_is_better() -> None:
 
 
 def test_a_search_in_which_nothing_can_run() -> None:
-    start = Case(workload=find_workload(SMALL), engine=Engine(num_blocks=2), load=0.9, seeds=(0, 1))
-    with pytest.raises(ConfigError, match="no case could be tried in 60 s; give more --seconds"):
+    start = WorstCase(
+        workload=find_workload(SMALL), engine=Engine(num_blocks=2), load=0.9, seeds=(0, 1)
+    )
+    with pytest.raises(ConfigError, match="no case could be run in 60 s; give more --seconds"):
         find_worst(hunt(start=start, pinned=frozenset({"num_blocks"}), max_tries=9.0))
 
 
@@ -106,25 +108,25 @@ def test_the_command_says_what_it_found(capsys: pytest.CaptureFixture[str]) -> N
     asked = ["compare", PLANTED, "fcfs", "--worst", "--max-num-seqs", "2", "--requests", "20"]
     assert main([*asked, "--output-tokens", "1", "8", "--seconds", "0.3"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith(f"where {PLANTED} does worst next to fcfs by ttft.mean: ")
+    assert lines[0].startswith(f"the worst case of {PLANTED} relative to fcfs by ttft.mean: ")
     assert " times as bad: " in lines[1] and lines[-1].startswith("metronome compare fcfs ")
     assert "--max-num-seqs 2 " in lines[-1] and "output_tokens=(1, 8)" in lines[-1]
     assert any(line.startswith("with 5 other seeds: ") for line in lines)
     asked = ["compare", "--worst", "fcfs,fcfs", "--requests", "20", "--seconds", "0.1"]
     assert main(asked) == 0
-    assert capsys.readouterr().out.startswith("fcfs is nowhere worse than fcfs by ttft.mean: ")
+    assert capsys.readouterr().out.startswith("fcfs was never worse than fcfs by ttft.mean: ")
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["fcfs"], "--worst is of two policies, the second to compare with; there are 1"),
-        (["fcfs", "lpm", "vtc", "--worst"], "there are 3"),
-        ([], "there are 0: say vtc,fcfs"),
+        (["fcfs"], "--worst needs two policies, got 1"),
+        (["fcfs", "lpm", "vtc", "--worst"], "got 3"),
+        ([], "got 0; give them as in vtc,fcfs"),
         (["fcfs", "lpm", "--seconds", "0"], "--seconds is 0, must be above 0"),
-        (["fcfs", "lpm", "--rate", "5"], "--worst and --rate do not go together"),
-        (["fcfs", "lpm", "--capacity", "ttft.p99<1"], "--worst and --capacity do not go together"),
-        (["fcfs", "lpm", "--loads", "0.5,0.9"], "--loads has 2 loads, must be one for --worst"),
+        (["fcfs", "lpm", "--rate", "5"], "--worst and --rate cannot be combined"),
+        (["fcfs", "lpm", "--capacity", "ttft.p99<1"], "--worst and --capacity cannot be combined"),
+        (["fcfs", "lpm", "--loads", "0.5,0.9"], "--loads has 2 loads, must have at most one"),
     ],
 )
 def test_a_mistake_is_one_line(

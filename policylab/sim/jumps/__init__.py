@@ -1,12 +1,11 @@
-"""Jumps over steps that only repeat, so that a simulation does not plan each of them.
+"""Jumps over repeating steps, so that a simulation does not plan each of them.
 
-A simulation spends most of its steps on decodes among which nothing happens: every running request
-gets one token, and none comes, starts or ends. Plans, block ids, times and counts of a jump are
-those of stepping, to the last bit.
+In most steps of a simulation every running request gets one token, and no request arrives, starts
+or ends. Plans, block ids, times and counts of a jump are bit-identical to those of single steps.
 
-stretch      the page: steps that repeat
-core         the core that jumps, and what it needs of an executor
-scheduling   finds stretches for a scheduler and settles them
-stable       for how many steps a policy's answers stay the same
+stretch      a stretch of steps that repeat
+core         the core that jumps, and the interface of its executor
+scheduling   finds and settles stretches for a scheduler
+stable       the number of steps for which a policy's answers stay the same
 blocks       KV blocks and prefix cache for many steps at once
 """

@@ -13,13 +13,14 @@ from policylab.sim.jumps.stretch import Growth
 
 
 class RepeatingKV(KVManager):
-    """A KV manager whose blocks and order are as if each step had taken and published its own."""
+    """A KV manager that takes and publishes blocks as if each step had been taken by itself."""
 
     def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
-        """For how many steps, up to ``most``, there are blocks for one token of each row in each.
+        """The number of steps, up to ``most``, for which there are blocks for one token per row and
+        step.
 
-        ``starts``: position of the first token of each. 0 too where blocks depend on more than
-        what is known now: on windows, on transfers, or if a listener is to hear of each step.
+        ``starts``: position of the first token of each row. Returns 0 if blocks depend on windows
+        or transfers, or if a listener must be called in each step.
         """
         if self.tables.windows or self.num_groups > 1 or self.transfers is not None:
             return 0
@@ -38,7 +39,7 @@ class RepeatingKV(KVManager):
         return num_enough
 
     def may_gain(self, req: KVRequest, rows: Sequence[int]) -> bool:
-        """Could what the requests in these rows publish next lengthen the prefix hit of ``req``?"""
+        """True if blocks published next in these rows could lengthen the hit of ``req``."""
         if not self.caching:
             return False
         hashes = self._hashes(req)
@@ -58,12 +59,12 @@ class RepeatingKV(KVManager):
         num_steps: int,
         num_commits: int,
     ) -> Growth:
-        """``reserve_next`` of this many steps, one token of each in each, and ``commit_next`` of
-        the first ``num_commits``.
+        """Reserve blocks for this many steps with one token per request and step, and publish full
+        blocks after the first ``num_commits`` steps; like ``reserve_next`` and ``commit_next``.
 
-        ``starts``: position of each one's first token. ``known``: tokens before the first step
-        that are both known and written; ``tokens`` has those of all steps already. ``order``: in
-        which place each one takes its block if several do so in one step.
+        ``starts``: position of each request's first token. ``known``: number of known and written
+        tokens before the first step; ``tokens`` already holds those of all steps. ``order``: the
+        order in which requests take blocks within a step.
         """
         size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
@@ -103,8 +104,8 @@ class RepeatingKV(KVManager):
         nth: list[int],
         places: Sequence[int],
     ) -> None:
-        """Publish one block after the other: the next of the request at each of these places,
-        which begin with the ``nth`` of each table. Their tokens are all known."""
+        """Publish blocks one after the other: the next block of the request at each of ``places``.
+        The first is the ``nth`` of the request's table. All tokens of the blocks are known."""
         counts = [0] * len(nth)
         for place in places:
             counts[place] += 1

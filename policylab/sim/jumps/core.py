@@ -1,4 +1,4 @@
-"""JumpingCore: an EngineCore that takes steps which only repeat in one pass."""
+"""JumpingCore: an EngineCore that takes repeating steps in one pass."""
 
 from __future__ import annotations
 
@@ -17,22 +17,23 @@ class Repeats(Executor[Any], Protocol):
     """An executor that knows how long steps take without computing them, and when rows end."""
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
-        """Take the steps of a stretch that come before ``until`` and before any row ends.
+        """Take the steps of a stretch that begin before ``until`` and before any row ends.
 
         ``tickets``: those of the steps in flight, oldest first; each repeated step is launched
-        after them and before the oldest is collected. Fills in what ``Stretch`` leaves to it, sets
-        the clock to ``next_begin``, and returns the tickets of the steps that are then in flight:
-        as many, or one more, which is planned at ``next_begin``. If there is no such step, nothing
-        changes.
+        after them and before the oldest is collected. Fills in the executor's fields of
+        ``Stretch``, sets the clock to ``next_begin``, and returns the tickets of the steps then in
+        flight: the same number, or one more, which is planned at ``next_begin``. Without such a
+        step nothing changes.
         """
         ...
 
 
 class JumpingCore(EngineCore):
-    """Jumps over steps that only repeat, with the plans, block ids and times of stepping.
+    """An engine core that jumps over repeating steps, with the plans, block ids and times of single
+    steps.
 
-    ``scheduler`` is new: no request was added yet. One that is no ``Scheduler``, or that overrides
-    a part of the step, plans each step itself. ``clock``: the scheduler's, in seconds.
+    ``scheduler`` is new, without requests. A scheduler that is no ``Scheduler``, or that overrides
+    a part of the step, plans each step itself. ``clock``: the scheduler's clock, in seconds.
     """
 
     def __init__(
@@ -46,18 +47,19 @@ class JumpingCore(EngineCore):
     ) -> None:
         super().__init__(scheduler, executor, depth)
         self.stretch: Stretch | None = None
-        """Steps that the last ``step`` took before the one whose outputs it returned."""
+        """The steps taken by the last ``step`` before the one whose outputs it returned."""
         self._repeater = executor
         self._stretches: Stretches | None = None
         if jumps and can_jump(scheduler):
             self._stretches = Stretches(scheduler, clock)
 
     def step(self, until: float = inf) -> StepOutputs:
-        """First take all steps that only repeat, up to the one in which the time ``until`` comes
-        (seconds on the engine's clock: when the next request will be added); then one as any other.
+        """Take all repeating steps until the one in which the time ``until`` comes, then a normal
+        step.
 
-        The steps taken are in ``stretch`` and have no other outputs, as none starts or ends a
-        request. If ``until`` came in them, there is no further step, and {} is returned.
+        ``until`` is the time at which the next request is added, in seconds on the engine's clock.
+        The repeated steps are in ``stretch`` and have no other outputs, since no request starts or
+        ends in them. If ``until`` comes within them, there is no further step, and {} is returned.
         """
         self.stretch = None
         if self._stretches is not None and len(self.flight) == self.depth - 1:
@@ -67,7 +69,7 @@ class JumpingCore(EngineCore):
         return super().step()
 
     def _jump(self, stretches: Stretches, until: float) -> Stretch | None:
-        """Take the steps that repeat, in one pass; ``None`` if there are none."""
+        """Take the repeating steps in one pass; ``None`` if there are none."""
         stretch = stretches.find(until, [plan.step for plan, _ in self.flight])
         if stretch is None:
             return None

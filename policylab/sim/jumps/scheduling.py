@@ -1,7 +1,7 @@
-"""Stretches: steps that only repeat, found and settled without planning each of them.
+"""Stretches: finds and settles repeating steps without planning each of them.
 
-Such steps are known in advance: one token for each running request, blocks in order of rank where
-a table grows. They end with the step before the first in which anything could be otherwise.
+Such steps are known in advance: one token for each running request, and blocks in order of rank
+where a table grows. They end before the first step in which anything could differ.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from policylab.sim.jumps.blocks import RepeatingKV
 from policylab.sim.jumps.stable import stable_steps
 from policylab.sim.jumps.stretch import Stretch
 
-# A scheduler that overrides one of these plans each step itself.
+# A scheduler that overrides one of these must plan each step.
 STEP_PARTS = (
     *("schedule", "serve", "begin_step", "offers", "tokens_for", "secure", "grant", "preempt"),
     *("seal", "update_from_output"),
 )
-# A resource with one of these is called in steps in which requests only get their next token.
+# A resource that overrides one of these must be called in each decode step.
 STEP_HOOKS = ("watches", "begin_step", "describe", "masks", "settle")
 
 
 def can_jump(scheduler: SchedulerInterface) -> TypeGuard[Scheduler]:
-    """Is it a ``Scheduler``, with each part of the step as it is there?"""
+    """True for a ``Scheduler`` that overrides no part of the step."""
     return isinstance(scheduler, Scheduler) and all(
         getattr(type(scheduler), part) is getattr(Scheduler, part) for part in STEP_PARTS
     )
 
 
 class Stretches:
-    """Finds and settles stretches of a new scheduler, whose blocks are in a ``RepeatingKV``.
+    """Finds and settles stretches of a new scheduler whose KV manager is a ``RepeatingKV``.
 
-    The state after a stretch is that after its steps. ``clock``: the scheduler's, in seconds.
+    The state after a stretch is that after its single steps. ``clock``: the scheduler's, in
+    seconds.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
@@ -58,19 +59,19 @@ class Stretches:
         self._roster = scheduler.roster
         self._view = scheduler.view
         self._waits = scheduler.roster.waits = RepeatedWaits()
-        self._step: Step | None = None  # of the stretch that was found
+        self._step: Step | None = None  # state of the first step of the stretch found
         self._in_flight: Sequence[int] = ()  # steps in flight then
         self._places: list[int] = []
-        self._version = -1  # of the running requests that have these places by rank
+        self._version = -1  # version of the running set for which ``_places`` holds
 
     @property
     def reentry(self) -> ReentryGuard:
-        """The scheduler's."""
+        """The scheduler's guard against calls from within a call."""
         return self._scheduler.reentry
 
     @not_reentrant
     def find(self, until: float, in_flight: Sequence[int]) -> Stretch | None:
-        """The steps to come that only repeat; ``None`` if the next step is not one.
+        """The repeating steps that come next; ``None`` if the next step is not one.
 
         ``until``: seconds on the clock; the stretch ends with the step in which that time comes.
         ``in_flight``: numbers of the steps in flight, oldest first.
@@ -112,12 +113,12 @@ class Stretches:
         )
 
     def settle(self, stretch: Stretch) -> None:
-        """Its steps were planned and computed; it was the last one found."""
+        """Update the state for the last stretch found, whose steps were planned and computed."""
         roster, settler, step = self._roster, self._settler, self._step
         assert step is not None, "no stretch was found"
         table, rows, num_steps = roster.table, stretch.rows, stretch.num_steps
         num_planned, num_before = stretch.num_planned, len(self._in_flight)
-        num_more = num_planned - num_steps  # in flight
+        num_more = num_planned - num_steps  # still in flight
         members = settler.appender.running_members()
         known = table.num_tokens.all[rows]
         new = stretch.token if num_steps == 1 else array("i", [stretch.token]) * num_steps
@@ -129,7 +130,7 @@ class Stretches:
             np.minimum(stretch.starts, known),
             self._order(),
             num_planned,
-            num_steps if num_before else num_planned,  # by when a block is full and written
+            num_steps if num_before else num_planned,  # steps after which full blocks are published
         )
         stretch.kv_usage = self._kv.usage
         table.advance(rows, num_planned)
@@ -153,7 +154,7 @@ class Stretches:
     # -- helpers
 
     def _is_contested(self) -> bool:
-        """Could a waiting request be offered a seat? A cheap check, before the exact ones."""
+        """True if a waiting request could be offered a seat: a cheap test before the exact ones."""
         roster, config = self._roster, self._scheduler.config
         if not (len(roster.waiting) and roster.num_free_seats):
             return False
@@ -162,11 +163,11 @@ class Stretches:
         return fits and not (is_full or self._guard.overrides("limits"))
 
     def _lacks_blocks(self, req: Request) -> bool:
-        """Is this request, the first that waits, refused for lack of blocks in each of the steps?
+        """True if the first waiting request is refused for lack of blocks in each of the steps.
 
-        In them fewer blocks become free and none are given back, and what it finds in the cache
-        may become less. So it is refused again, unless a running request publishes more of its
-        prompt. ``keeps_headroom`` is not read where not even the request itself fits.
+        During the stretch free blocks only become fewer, and its prefix hit can only become
+        shorter. So it is refused again unless a running request publishes more of its prompt.
+        ``keeps_headroom`` matters only if the request itself fits.
         """
         is_chunked = self._scheduler.config.enable_chunked_prefill
         if self._guard.overrides("admit") or not is_chunked:
@@ -185,7 +186,9 @@ class Stretches:
             return False
         if not all(map(seated.is_full_step, in_flight)):
             return False
-        if self._guard.dynamic and self._view.step.new:  # they have the ranks of waiting ones
+        if (
+            self._guard.dynamic and self._view.step.new
+        ):  # new ones still have the ranks of waiting requests
             return False
         are_called = settler.resources.override(*STEP_HOOKS)
         return not (settler.has_ended or are_called or roster.running_prompts())
@@ -194,8 +197,9 @@ class Stretches:
         return self._roster.running_rows.columns, self._settler.appender.running_members()
 
     def _first_step(self) -> Step | None:
-        """The step as it is when all decodes have their token; ``None`` if they do not all fit, or
-        a waiting request would be offered some. What closes admission then does so in each step."""
+        """The state of a step after all decodes got their token. ``None`` if the tokens do not all
+        fit, or if a waiting request would be offered tokens. What closes admission then does so in
+        each step."""
         roster, guard, view = self._roster, self._guard, self._view
         step = Step(0, self._scheduler.config.max_num_batched_tokens, roster)
         limits, may_preempt = guard.limits(view), guard.waiting_may_preempt
@@ -221,7 +225,7 @@ class Stretches:
         return step
 
     def _order(self) -> list[int]:
-        """The place by rank of each running request, in order of rows."""
+        """The rank of each running request, in order of rows."""
         roster, seated = self._roster, self._roster.running_rows
         if self._version == seated.version and not self._guard.dynamic:
             return self._places
@@ -229,7 +233,7 @@ class Stretches:
         return self._places
 
     def _count(self, stretch: Stretch) -> None:
-        """Counters, and which steps are in flight."""
+        """Update counters and the record of steps in flight."""
         counters, seated = self._settler.counters, self._roster.running_rows
         num_planned, num_steps = stretch.num_planned, stretch.num_steps
         counters.num_steps += num_planned
@@ -243,8 +247,8 @@ class Stretches:
             seated.add_full_step(step)
 
     def _note_shapes(self, stretch: Stretch, num_before: int) -> None:
-        """``View.note`` for each step that was settled; a policy with ``on_step`` has them all in
-        the cost model, as ``last`` would have been read after each."""
+        """Call ``View.note`` for each settled step. For a policy with ``on_step`` the cost model
+        reads each step, as after single steps."""
         view, seconds = self._view, stretch.seconds
         first = -num_before
         if self._guard.overrides("on_step"):
@@ -264,10 +268,10 @@ def shape_of(step: tuple[Stretch, int], seconds: float) -> StepShape:
 
 
 class RepeatedWaits(WaitLedger):
-    """Charges the waits of many plans at once."""
+    """A wait ledger that charges the waits of many plans in one call."""
 
     def close_each(self, times: Sequence[float], cause: str) -> None:
-        """``close`` at each of these times, with nobody refused: sums are rounded as there."""
+        """Call ``close`` for each time, without refused requests; sums are rounded alike."""
         self.close(times[0], cause, ())
         since, total = times[0], self._totals.get(cause, 0.0)
         for now in times:

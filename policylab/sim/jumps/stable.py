@@ -1,4 +1,4 @@
-"""For how many steps of the same decodes a policy's answers stay as they are."""
+"""The number of repeating decode steps for which a policy's answers stay the same."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from engine.sched.policies import POLICIES
 from engine.sched.policy import SchedView
 from engine.sched.view import View
 
-# A policy with one of these is called in every step for every request.
+# A policy with one of these hooks is called in every step for every request.
 BY_ROW_HOOKS = ("order", "chunk", "evict", "on_grant", "on_tokens")
 
 # Shipped policies that rank running requests by arrival, or whose limits are constant.
@@ -21,17 +21,19 @@ ALWAYS_STABLE = frozenset(
 
 
 class Stable(Protocol):
-    """A policy that is ``dynamic``, or has ``limits`` or ``on_step``, and lets simulations jump."""
+    """A policy with ``stable_for``, for those that are ``dynamic`` or have ``limits`` or
+    ``on_step``."""
 
     def stable_for(self, view: SchedView) -> float:
-        """For how many steps from here on ranks of running requests, ``limits`` and
-        ``next_waiting`` stay as they are, and ``on_step`` need not be called, while the same
-        requests run with one token each and none comes or ends; ``inf`` is no bound."""
+        """The number of steps from now on for which the policy's answers stay the same; ``inf``: no
+        bound. This holds for the ranks of running requests, ``limits`` and ``next_waiting``, and
+        says that ``on_step`` need not be called, while the same requests get one token each and
+        none arrives or ends."""
         ...
 
 
 def stable_steps(guard: PolicyGuard, view: View) -> float:
-    """For how many steps of the same decodes the policy need not be called."""
+    """The number of repeating decode steps for which the policy need not be called."""
     if guard.is_rerank_due or guard.overrides(*BY_ROW_HOOKS):
         return 0
     if not (guard.dynamic or guard.overrides("limits", "on_step")):
@@ -44,6 +46,6 @@ def stable_steps(guard: PolicyGuard, view: View) -> float:
 
 
 def wrong_steps(answer: object) -> str | None:
-    """What is wrong with an answer of ``stable_for``: it is a number, not below 0."""
+    """The problem with an answer of ``stable_for``; ``None`` for a number of 0 or more."""
     is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer >= 0
     return None if is_number else f"returns {shown(answer)}, must be 0 or more"

@@ -1,4 +1,4 @@
-"""Stretch: steps that repeat, on one page for scheduler and executor."""
+"""Stretch: repeating steps, described for scheduler and executor."""
 
 from __future__ import annotations
 
@@ -18,67 +18,67 @@ NO_TIMES: Times = np.empty(0)
 
 @dataclass(eq=False, slots=True)
 class Growth:
-    """Blocks that steps of a stretch take, in the order in which they take them."""
+    """The blocks that steps of a stretch take, in the order in which they are taken."""
 
     steps: list[int] = field(default_factory=list)  # 0 for the first step of the stretch
-    places: list[int] = field(default_factory=list)  # of the request among the stretch's
+    places: list[int] = field(default_factory=list)  # index of the request within the stretch
     indices: list[int] = field(default_factory=list)  # in the request's block table
     blocks: list[int] = field(default_factory=list)
 
 
 @dataclass(eq=False, slots=True)
 class Stretch:
-    """Steps that repeat: the same requests, one token each, and nothing else happens.
+    """Repeating steps: the same requests get one token each, and nothing else happens.
 
-    The scheduler's side decides which steps they are and how many there may be at most, the
-    executor how long each takes and therefore how many there are (``num_steps``); then they are
-    settled in one pass. All is as if each of them had been planned, computed and settled by itself.
-    With several steps in flight, the steps planned in a stretch are not the same as those settled
-    in it. One more may be planned than settled: the next one, which may end requests.
+    The scheduler side chooses the steps and their largest number; the executor knows how long each
+    takes and therefore how many there are (``num_steps``). Then they are settled in one pass, as if
+    each of them had been planned, computed and settled by itself. With several steps in flight, the
+    steps planned in a stretch are not the same as those settled in it. One more step may be planned
+    than settled: the next one, in which requests may end.
 
     ``slots``, ``generations`` and ``starts`` are those of the first plan, as in ``StepPlan``; each
-    later one starts a token further. ``until``: seconds on the engine's clock; no step is planned
-    at that time or later.
+    later plan starts one token further. ``until``: seconds on the engine's clock; no step is
+    planned at that time or later.
     """
 
-    step: int  # number of the first one planned
+    step: int  # number of the first planned step
     rows: NDArray[np.intp]  # ascending
     slots: Column
     generations: Column
     starts: Column
-    request_ids: list[str]  # by row; each gets one token in each step, all by one client
-    freed_slots: list[int]  # of which the first plan informs the worker
+    request_ids: list[str]  # by row; each gets one token per step, and all belong to one client
+    freed_slots: list[int]  # sent to the worker with the first plan
     max_planned: int
-    max_steps: int  # that are settled
+    max_steps: int  # the most steps that are settled
     until: float
     begins: Times = field(default_factory=lambda: NO_TIMES)
-    """[num_planned] seconds on the engine's clock at which each step was planned. Filled in by the
-    executor, as are the next four."""
+    """[num_planned] seconds on the engine's clock at which each step was planned. The executor
+    fills in this field and the next four."""
     ends: Times = field(default_factory=lambda: NO_TIMES)
-    """[num_steps] seconds on that clock at which each was settled: the time of its outputs."""
+    """[num_steps] seconds on that clock at which each step was settled: the time of its outputs."""
     seconds: Times = field(default_factory=lambda: NO_TIMES)
-    """[num_steps] of the steps settled, as ``StepResult.seconds``."""
+    """[num_steps] durations of the settled steps, as in ``StepResult.seconds``."""
     next_begin: float = 0.0
-    """When the step after those settled is planned, or can be."""
+    """The time at which the step after the settled ones is planned, or can be."""
     token: int = 0
-    """What every request got in every step; it ends none of them."""
+    """The token that every request got in every step; it ends no request."""
     growth: Growth = field(default_factory=Growth)
-    """Filled in when the stretch is settled, as is the next."""
+    """Filled in when the stretch is settled, as is ``kv_usage``."""
     kv_usage: float = 0.0
-    """Share of the KV pool in use after the last step that was planned: the most of all."""
+    """The share of the KV pool in use after the last planned step, the largest of all."""
 
     @property
     def num_steps(self) -> int:
-        """How many steps were settled."""
+        """The number of settled steps."""
         return len(self.ends)
 
     @property
     def num_planned(self) -> int:
-        """How many steps were planned: as many, or one more."""
+        """The number of planned steps: ``num_steps`` or one more."""
         return len(self.begins)
 
     def plan(self, index: int) -> StepPlan:
-        """The plan of one of its steps, from 0 on, as it would have been made alone."""
+        """The plan of the step at this index (from 0), as if it had been made by itself."""
         ones, growth = np.ones(len(self.rows), dtype=np.int32), self.growth
         first, last = bisect_left(growth.steps, index), bisect_right(growth.steps, index)
         return StepPlan(
@@ -98,11 +98,11 @@ class Stretch:
         )
 
     def plans(self) -> Iterator[StepPlan]:
-        """All plans, one by one."""
+        """The plans of all steps."""
         return map(self.plan, range(self.num_planned))
 
     def shape(self, index: int = 0, seconds: float = 0.0) -> StepShape:
-        """Sizes of one of its steps; below 0, of a step of the same rows planned before it."""
+        """Sizes of the step at this index; below 0 for an earlier step of the same rows."""
         count = len(self.rows)
         context = int(self.starts.sum(dtype=np.int64)) + index * count
         return StepShape(count, count, count, context, context + count, seconds)

@@ -1,8 +1,8 @@
-"""What a run or a comparison looks like: a page, plots with their numbers, and a trace.
+"""What runs and comparisons look like: a page, plots with their numbers, and a trace.
 
 ``write_report`` writes one page that needs no network, ``write_plots`` each plot as SVG and CSV
 (and PNG and PDF, with the extra ``plots``), ``write_trace`` a file for Perfetto. ``read_report``
-gives the data back that a page has in it.
+returns the data in a page.
 """
 
 from policylab.sim.report.data import read_report

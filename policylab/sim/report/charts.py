@@ -1,4 +1,4 @@
-"""What a plot shows, whatever draws it: named numbers, labels and a caption in plain words."""
+"""The contents of plots, independent of the renderer: series, labels and captions."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ LINE, STEPS, DOTS, BOTH = "line", "steps", "dots", "line and dots"
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line, or one cloud of dots."""
+    """One line, or one set of dots."""
 
     name: str
     x: Sequence[float]
     y: Sequence[float]
     low: Sequence[float] = ()
-    """The lower ends of intervals of ``y``, where there are any."""
+    """The lower ends of intervals of ``y``; empty without intervals."""
     high: Sequence[float] = ()
     mark: str = LINE
 
 
 class Level(NamedTuple):
-    """A line across the plot."""
+    """A line across the plot, with its name."""
 
     value: float
     name: str
@@ -34,25 +34,25 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A plot. ``key`` names its files."""
+    """A plot. ``key``: name of its files."""
 
     key: str
     title: str
     caption: str
 
     def rows(self) -> Iterator[list[Cell]]:
-        """What it shows as a table, its head first."""
+        """The plotted numbers as a table, head first."""
         raise NotImplementedError
 
     @property
     def is_empty(self) -> bool:
-        """There is nothing to show."""
+        """True if there is nothing to plot."""
         return len(list(self.rows())) < 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Chart):
-    """Numbers over numbers."""
+    """A plot of numbers over numbers."""
 
     x_label: str
     y_label: str
@@ -60,13 +60,13 @@ class Lines(Chart):
     log_x: bool = False
     log_y: bool = False
     levels: Sequence[Level] = ()
-    """Values of ``y``."""
+    """Horizontal lines, at values of ``y``."""
     moments: Sequence[Level] = ()
-    """Values of ``x``."""
+    """Vertical lines, at values of ``x``."""
     is_share: bool = False
-    """``y`` is within 0..1, and so is its axis."""
+    """``y`` and its axis are within 0..1."""
     is_apart: bool = False
-    """Dots of several series at one place stand side by side, so that none hides another."""
+    """Dots of several series at the same place are moved apart, so that none hides another."""
 
     def rows(self) -> Iterator[list[Cell]]:
         has_intervals = any(each.low for each in self.series)
@@ -79,19 +79,19 @@ class Lines(Chart):
                 yield row
 
     def is_shown(self, x: float, y: float) -> bool:
-        """Whether there is such a place: logarithms have none for 0."""
+        """True if the point can be plotted; on a logarithmic axis it must be above 0."""
         is_there = isfinite(x) and isfinite(y)
         return is_there and not (self.log_x and x <= 0) and not (self.log_y and y <= 0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Chart):
-    """A bar for each name in each group."""
+    """A bar chart with a bar for each name in each group."""
 
     y_label: str
     groups: Sequence[str]
     bars: dict[str, Sequence[float]] = field(default_factory=dict)
-    """By name, a value for each group."""
+    """For each name a value per group."""
     levels: Sequence[Level] = ()
 
     def rows(self) -> Iterator[list[Cell]]:
@@ -102,7 +102,7 @@ class Bars(Chart):
 
 @dataclass(frozen=True, kw_only=True)
 class Grid(Chart):
-    """A heat map: ``values[row][column]``, NaN where there is none."""
+    """A heat map: ``values[row][column]``, NaN for an empty cell."""
 
     x_label: str
     y_label: str
@@ -110,7 +110,7 @@ class Grid(Chart):
     lines: Sequence[str]
     values: Sequence[Sequence[float]]
     unit: str
-    """What a value is."""
+    """What a value measures."""
 
     def rows(self) -> Iterator[list[Cell]]:
         yield [self.y_label, self.x_label, self.unit]
@@ -121,7 +121,7 @@ class Grid(Chart):
 
 
 class Bar(NamedTuple):
-    """A time in one state, in the row of one request."""
+    """A period in one state, in the row of one request."""
 
     row: int
     start: float
@@ -132,7 +132,7 @@ class Bar(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Gantt(Chart):
-    """What each of some requests did when."""
+    """A Gantt chart of requests."""
 
     names: Sequence[str]
     bars: Sequence[Bar]
@@ -146,5 +146,5 @@ class Gantt(Chart):
 
 
 def shown(charts: Iterable[Chart]) -> list[Chart]:
-    """The charts that have something to show."""
+    """The charts that have something to plot."""
     return [chart for chart in charts if not chart.is_empty]

@@ -1,9 +1,8 @@
-"""What a report's page has in it as data: the timeline's, and the numbers after every plot."""
+"""The data in a report's page: the timeline, and the numbers of every plot."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from html.parser import HTMLParser
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,7 @@ FORMAT = 1
 ELEMENT = "run-data"
 MAX_REQUESTS = 20_000
 MAX_STEPS = 60_000
-DIGITS = 6  # of seconds: microseconds
+DIGITS = 6  # decimals of seconds: microseconds
 
 
 def data_of(
@@ -32,7 +31,7 @@ def data_of(
     charts: Iterable[Chart],
     left_out: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Plain data; what is no number is ``None``."""
+    """The data of the page as plain values; NaN and infinity are ``None``."""
     return {
         "format": FORMAT,
         "left_out": dict(left_out),
@@ -45,7 +44,7 @@ def data_of(
 
 
 def encoded(data: dict[str, Any]) -> str:
-    """A value as JSON that may stand inside an element of a page: no mark can end it or begin
+    """The data as JSON that is safe within an HTML element: it cannot end the element or begin
     another."""
     text = msgspec.json.encode(data).decode()
     for mark in "<>&\u2028\u2029":
@@ -54,35 +53,15 @@ def encoded(data: dict[str, Any]) -> str:
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """The data that a report's page has in it. Raises ``ConfigError`` for a file that is none."""
-    reader = _DataReader()
+    """The data in a report's page. Raises ``ConfigError`` for a file without such data."""
     try:
-        reader.feed(Path(path).read_text(encoding="utf-8"))
-        found: dict[str, Any] = msgspec.json.decode("".join(reader.parts))
+        _, _, after = Path(path).read_text(encoding="utf-8").partition(f'id="{ELEMENT}">')
+        found: dict[str, Any] = msgspec.json.decode(after.partition("</script>")[0])
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, msgspec.DecodeError) as error:
-        raise ConfigError(f"{path} is no report: it has no element {ELEMENT!r}") from error
+        raise ConfigError(f"{path} is not a report: it has no element {ELEMENT!r}") from error
     return found
-
-
-class _DataReader(HTMLParser):
-    """Keeps the text of the one element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.parts: list[str] = []
-        self._is_inside = False
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self._is_inside = tag == "script" and ("id", ELEMENT) in attrs
-
-    def handle_endtag(self, tag: str) -> None:
-        self._is_inside = False
-
-    def handle_data(self, data: str) -> None:
-        if self._is_inside:
-            self.parts.append(data)
 
 
 def _cells(row: Sequence[Cell]) -> list[Cell]:

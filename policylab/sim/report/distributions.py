@@ -1,4 +1,4 @@
-"""How latencies spread: one run, or several over each other."""
+"""Distributions of latencies, for one run or several."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ WORDS = {
     "e2e": "time from arrival to last token (E2E)",
 }
 MAX_POINTS = 500
-SHARES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)  # always among them
+SHARES = (0.5, 0.9, 0.95, 0.99, 0.999, 1.0)  # always included
 SCALES = tuple(2.0 ** (k / 8) for k in range(-24, 25))
 
 
 def spread(found: Sequence[Subject], slo: Sequence[Limit]) -> Iterator[Chart]:
-    """The share of requests that took at most so long."""
+    """Charts of the cumulative distributions of latencies."""
     for kind, words in WORDS.items():
         series = [_cdf(each, kind) for each in found]
         yield Lines(
             key=f"cdf-{kind}",
             title=f"How long: {words}",
             caption="The height of a line is the share that took at most this long; further "
-            "left is better. Where it crosses 0.99 is the p99. The warm-up is left out.",
+            "left is better. It crosses 0.99 at the p99. The warm-up is left out.",
             x_label=f"seconds, {kind.upper()}",
             y_label="share of gaps" if kind == "itl" else "share of requests",
             series=[each for each in series if len(each.x)],
@@ -57,8 +57,8 @@ def _cdf(subject: Subject, kind: str) -> Series:
 
 
 def cdf(values: Floats, weights: Floats) -> tuple[list[float], list[float]]:
-    """Values in ascending order, and the share of all that each does not exceed; of many, some,
-    among them those that show percentiles."""
+    """Values in ascending order, and the share of all that each does not exceed. Of many values a
+    selection, which includes those of the usual percentiles."""
     if not len(values):
         return [], []
     order = np.argsort(values, kind="stable")
@@ -73,7 +73,7 @@ def cdf(values: Floats, weights: Floats) -> tuple[list[float], list[float]]:
 
 
 def slowdowns(found: Sequence[Subject]) -> Iterator[Chart]:
-    """By the sizes of requests."""
+    """Heat maps of the slowdown by sizes of requests."""
     names = [_range(first, last) for first, last in zip(EDGES, (*EDGES[1:], None), strict=True)]
     cells = [cell for each in found for cell in each.figures.slowdown]
     columns = 1 + max((EDGES.index(cell.prompt[0]) for cell in cells), default=-1)
@@ -87,9 +87,9 @@ def slowdowns(found: Sequence[Subject]) -> Iterator[Chart]:
             yield Grid(
                 key=f"slowdown-{place + 1}" if name == "mean" else f"slowdown-p99-{place + 1}",
                 title=f"Slowdown by size, {name}: {each.label}",
-                caption="How many times as long as alone on an idle engine requests took, by the "
-                "tokens of their prompts and outputs; 1 is best. Dark cells are those sizes that "
-                "pay.",
+                caption="How many times as long requests took as alone on an idle engine, by the "
+                "tokens of their prompts and outputs; 1 is best. Dark cells are the sizes that "
+                "are slowed down most.",
                 x_label="prompt tokens",
                 y_label="output tokens",
                 columns=names[:columns],
@@ -104,13 +104,13 @@ def _range(first: int, last: int | None) -> str:
 
 
 def bounds(found: Sequence[Subject]) -> Iterator[Chart]:
-    """How far from what no scheduler can beat."""
+    """A chart of the ratio of makespan and mean E2E to their lower bounds."""
     known = [each for each in found if each.figures.bounds]
     yield Bars(
         key="bounds",
         title="Distance to the bounds",
-        caption="The run's makespan and mean E2E over values that no scheduler can beat on these "
-        "requests; 1 is the bound itself, which may be out of reach.",
+        caption="The run's makespan and mean E2E, over lower bounds for any scheduler on these "
+        "requests; a ratio of 1 may be out of reach.",
         y_label="times the bound",
         groups=[each.label for each in known],
         bars={
@@ -122,12 +122,12 @@ def bounds(found: Sequence[Subject]) -> Iterator[Chart]:
 
 
 def hooks(found: Sequence[Subject]) -> Iterator[Chart]:
-    """What the policy's own code takes."""
+    """A chart of the real time in the policy's hooks."""
     known = [each for each in found if each.figures.hook_seconds > 0]
     yield Bars(
         key="hooks",
         title="Time in the policy's hooks",
-        caption="Real time in the policy's code for each step: it differs from run to run, and is "
+        caption="Real time per step in the policy's code: it differs from run to run, and is "
         "not part of the simulated times.",
         y_label="microseconds a step",
         groups=[each.label for each in known],
@@ -140,7 +140,7 @@ def hooks(found: Sequence[Subject]) -> Iterator[Chart]:
 
 
 def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Iterator[Chart]:
-    """If every promise were this many times as long."""
+    """A chart of the share of kept promises if every promised time were scaled."""
     series = []
     for each in found:
         needed = scale_needed(each, slo)
@@ -150,9 +150,9 @@ def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Itera
     yield Lines(
         key="attainment-scale",
         title="Attainment over the scale of promises",
-        caption="The share of requests that would have got all that they were promised, if each "
-        "promised time were this many times as long. At 1 are the promises as they were.",
-        x_label="promised times, times",
+        caption="The share of requests whose promises would all have been kept if each "
+        "promised time were multiplied by this factor. At 1 the promises are unchanged.",
+        x_label="factor of promised times",
         y_label="share of requests",
         series=series,
         log_x=True,
@@ -162,8 +162,8 @@ def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Itera
 
 
 def scale_needed(subject: Subject, slo: Sequence[Limit]) -> Floats:
-    """By how much the promises of each request that had any would have to be multiplied for it to
-    have got them all; infinity for those that failed [requests with promises]."""
+    """The factor by which the promised times of each request would have to be scaled to be kept;
+    infinity for failed requests [requests with promises]."""
     requests = subject.run.requests
     needed = np.full(len(requests), np.nan)
     if slo:

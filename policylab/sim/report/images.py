@@ -1,4 +1,4 @@
-"""Charts as PDF and PNG, made from their SVG by svglib and pypdfium2, which are optional."""
+"""Charts as PDF and PNG, made from their SVG by optional libraries (svglib and pypdfium2)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from policylab.sim.report.svg import svg
 
 EXTRA = "metronome-engine[plots]"
 LIBRARIES = ("svglib", "reportlab", "pypdfium2")
-FONT = "fonts/Vera.ttf"  # of reportlab; it is embedded in each file, so no system needs a font
+FONT = "fonts/Vera.ttf"  # in reportlab; embedded in each file, so that no system font is needed
 PIXELS_PER_POINT = 2.5  # a chart is 480 points wide
 
 
 def can_draw() -> bool:
-    """Whether the libraries are installed."""
+    """True if the libraries are installed."""
     return all(find_spec(name) is not None for name in LIBRARIES)
 
 
 def write_images(chart: Chart, where: Path) -> None:
-    """Write the chart into this directory, as PDF and as PNG; equal charts give equal files."""
+    """Write the chart into this directory as PDF and PNG; equal charts give equal files."""
     import pypdfium2
 
     page = _pdf(chart)
@@ -48,7 +48,7 @@ def _pdf(chart: Chart) -> bytes:
 
 @cache
 def _register_font() -> None:
-    """Let the font of the charts be one that is a file of reportlab's."""
+    """Use a font file of reportlab for the charts."""
     import reportlab
     from svglib.fonts import register_font
 

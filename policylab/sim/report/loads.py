@@ -1,4 +1,4 @@
-"""What changes with the load: a line for each policy."""
+"""Charts over the load, with a line for each policy."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CURVES = {
 
 
 def over_load(points: Sequence[Point]) -> Iterator[Chart]:
-    """Latencies, throughput and kept promises."""
+    """Charts of latencies, throughput and kept promises over the load."""
     label = x_label(points)
     is_apart = _mark(points) == DOTS
     for kind, words in CURVES.items():
@@ -28,7 +28,7 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
                 key=f"load-{kind}-{statistic}",
                 title=f"{words.capitalize()}, {statistic}, over load",
                 caption="Lower is better. Where a policy has no dot, it is overloaded: the queue "
-                "grew without end, and a mean would only say how long the run was.",
+                "grew without end, and a mean would only depend on the length of the run.",
                 x_label=label,
                 y_label=f"{kind.upper()} {statistic}, seconds",
                 series=_series(points, f"{kind}.{statistic}"),
@@ -36,51 +36,50 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
                 moments=_capacities(points),
                 is_apart=is_apart,
             )
-    yield Lines(
-        key="load-throughput",
-        title="Throughput over load",
-        caption="Output tokens a second. A line that falls while the load rises is a collapse: "
-        "work is done twice, or seats stand empty.",
-        x_label=label,
-        y_label="output tokens a second",
-        series=_series(points, "tokens_per_second"),
-        is_apart=is_apart,
-    )
-    yield Lines(
-        key="load-attainment",
-        title="Kept promises over load",
-        caption="The share of requests that got all that they were promised; higher is better.",
-        x_label=label,
-        y_label="share of requests",
-        series=_series(points, "attainment", is_share=True),
-        is_share=True,
-        is_apart=is_apart,
-    )
-    yield Lines(
-        key="load-goodput",
-        title="Goodput over load",
-        caption="Requests a second that got all that they were promised; higher is better.",
-        x_label=label,
-        y_label="requests a second",
-        series=_series(points, "goodput"),
-        is_apart=is_apart,
-    )
-    yield Lines(
-        key="load-recomputed",
-        title="Work done twice, over load",
-        caption="Of all computed tokens, the share that had been computed before: what preemption "
-        "costs here.",
-        x_label=label,
-        y_label="share of tokens",
-        series=_series(points, "recomputed", is_share=True),
-        is_share=True,
-        is_apart=is_apart,
-    )
+    for name, title, caption, y_label in (
+        (
+            "tokens_per_second",
+            "Throughput over load",
+            "Output tokens per second. If a line falls while the load rises, the policy collapses: "
+            "it computes tokens twice, or leaves seats empty.",
+            "output tokens per second",
+        ),
+        (
+            "attainment",
+            "Kept promises over load",
+            "The share of requests for which every promise was kept; higher is better.",
+            "share of requests",
+        ),
+        (
+            "goodput",
+            "Goodput over load",
+            "Requests per second for which every promise was kept; higher is better.",
+            "requests per second",
+        ),
+        (
+            "recomputed",
+            "Recomputed tokens over load",
+            "The share of all computed tokens that had been computed before: the cost of "
+            "preemption.",
+            "share of tokens",
+        ),
+    ):
+        is_share = y_label.startswith("share")
+        yield Lines(
+            key=f"load-{'throughput' if name == 'tokens_per_second' else name}",
+            title=title,
+            caption=caption,
+            x_label=label,
+            y_label=y_label,
+            series=_series(points, name, is_share=is_share),
+            is_share=is_share,
+            is_apart=is_apart,
+        )
 
 
 def x_label(points: Sequence[Point]) -> str:
-    """What is on the axis: the load, where it is known."""
-    return "load, over what fcfs can serve" if _has_loads(points) else "requests a second"
+    """The label of the x axis: the load, if all points have one."""
+    return "load, over what fcfs can serve" if _has_loads(points) else "requests per second"
 
 
 def _has_loads(points: Sequence[Point]) -> bool:
@@ -88,7 +87,7 @@ def _has_loads(points: Sequence[Point]) -> bool:
 
 
 def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
-    """The points of each policy, by load or rate."""
+    """The points of each policy with their load or rate, in ascending order."""
     has_loads = _has_loads(points)
     found: dict[str, list[tuple[float, Point]]] = {}
     for point in points:
@@ -97,30 +96,30 @@ def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    """The points at each load, and how it is called."""
+    """For each load or rate, in ascending order: its label and its points."""
     found: dict[float, list[Point]] = {}
     has_loads = _has_loads(points)
     for point in points:
         x = point.load if has_loads else point.rate
         if isfinite(x):
             found.setdefault(x, []).append(point)
-    label = "load {:.4g}" if has_loads else "{:.4g} requests a second"
+    label = "load {:.4g}" if has_loads else "{:.4g} requests per second"
     return [(label.format(x), found[x]) for x in sorted(found)]
 
 
 def _has(point: Point, name: str) -> bool:
-    """Whether there is such a figure. Of latencies the overloaded have none: those seeds that were
-    not would say what was chosen."""
+    """True if the point has the figure. Overloaded points have no latencies: the seeds that were
+    not overloaded are no fair sample."""
     return isfinite(point.value(name)) and not (name in LATENCIES and point.is_overloaded)
 
 
 def _mark(points: Sequence[Point]) -> str:
-    """A line says something of what is between: not with two loads."""
+    """Lines and dots for three or more loads, else dots only."""
     return BOTH if len(by_load(points)) > 2 else DOTS
 
 
 def _within(value: Estimate) -> Estimate:
-    """A share, whose interval cannot be beyond 0 and 1 either, if it has ends at all."""
+    """A share with its interval cut to 0..1."""
     return Estimate(
         value.value,
         max(0.0, value.low) if isfinite(value.low) else value.low,
@@ -149,7 +148,7 @@ def _series(points: Sequence[Point], name: str, *, is_share: bool = False) -> li
 
 
 def _capacities(points: Sequence[Point]) -> list[Level]:
-    """Where each policy is overloaded first."""
+    """Vertical lines at the lowest load at which each policy is overloaded."""
     found = []
     for name, pairs in by_policy(points).items():
         over = [x for x, point in pairs if point.is_overloaded]
@@ -159,7 +158,7 @@ def _capacities(points: Sequence[Point]) -> list[Level]:
 
 
 def pareto(points: Sequence[Point]) -> Iterator[Chart]:
-    """Throughput against the tail."""
+    """Charts of throughput against tail latency."""
     for kind in ("ttft", "itl"):
         series = []
         for name, pairs in by_policy(points).items():
@@ -175,9 +174,9 @@ def pareto(points: Sequence[Point]) -> Iterator[Chart]:
         yield Lines(
             key=f"pareto-{kind}",
             title=f"Throughput against the p99 of {CURVES[kind]}",
-            caption="Each dot is a policy at one load; right and low is best. A policy whose dots "
-            "lie below and right of another's is better at every trade.",
-            x_label="output tokens a second",
+            caption="Each dot is a policy at one load; low and far right is best. A policy whose "
+            "dots are below and right of another's is better in both.",
+            x_label="output tokens per second",
             y_label=f"{kind.upper()} p99, seconds",
             series=series,
             log_y=True,
@@ -185,7 +184,7 @@ def pareto(points: Sequence[Point]) -> Iterator[Chart]:
 
 
 def pressure(points: Sequence[Point]) -> Iterator[Chart]:
-    """What preemption costs, against how full the KV pool was."""
+    """A chart of recomputed tokens against how full the KV pool was."""
     series = []
     for name, pairs in by_policy(points).items():
         x = [point.value("kv_peak") for _, point in pairs]
@@ -194,18 +193,18 @@ def pressure(points: Sequence[Point]) -> Iterator[Chart]:
             series.append(Series(name=name, x=x, y=y, mark=DOTS))
     yield Lines(
         key="pressure",
-        title="Work done twice against KV pressure",
-        caption="Each dot is a policy at one load: how full the KV pool was at its fullest, and "
-        "which share of tokens was computed again.",
+        title="Recomputed tokens against KV pressure",
+        caption="Each dot is a policy at one load: the largest share of the KV pool in use, and "
+        "the share of tokens that were recomputed.",
         x_label="largest share of the KV pool in use",
-        y_label="share of tokens computed again",
+        y_label="share of tokens recomputed",
         series=series,
         is_share=True,
     )
 
 
 def errors(points: Sequence[Point]) -> Iterator[Chart]:
-    """Simulated against real, where both are there."""
+    """A chart of the error of simulated figures, where real ones exist."""
     real = {(p.policy, p.rate): p for p in points if p.kind == "real"}
     has_loads = _has_loads(points)
     series = []
@@ -225,10 +224,10 @@ def errors(points: Sequence[Point]) -> Iterator[Chart]:
     yield Lines(
         key="error",
         title="Error of the simulation over load",
-        caption="How much larger the simulated figure is than the real one, in per cent. Queues "
-        "magnify errors of step times as the load comes near 1.",
+        caption="How much larger the simulated figure is than the real one, in percent. Queues "
+        "amplify errors of step times as the load comes near 1.",
         x_label=x_label(points),
-        y_label="simulated over real, per cent more",
+        y_label="simulated minus real, percent of real",
         series=series,
         levels=[Level(0.0, "")],
     )

@@ -1,4 +1,4 @@
-"""The page: one file that asks nothing of a network."""
+"""The report's page: one HTML file that needs no network."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policylab.sim.report.subjects import Subject
 from policylab.sim.report.svg import colour, number, svg
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""What the browser may load: nothing."""
+"""The browser may load nothing."""
 
 COLUMNS = {
     "TTFT mean": "ttft.mean",
@@ -32,13 +32,13 @@ COLUMNS = {
     "KV peak": "kv_peak",
 }
 CAUSES = (
-    "<b>seats</b>: as many requests were in computation as may be at once (max_num_seqs); <b>token "
-    "budget</b>: the step had all of its tokens (max_num_batched_tokens); <b>KV blocks</b>: too "
-    "few were free; <b>policy order</b>: the policy let it wait, or others go first; <b>preempted "
-    "by</b> another: that one took its place; <b>next step</b>: nothing but the end of a step."
+    "<b>seats</b>: max_num_seqs requests were running; <b>token "
+    "budget</b>: the step had max_num_batched_tokens tokens; <b>KV blocks</b>: too "
+    "few were free; <b>policy order</b>: the policy made it wait, or others go first; <b>preempted "
+    "by</b> another: that request took its place; <b>next step</b>: only the end of a step."
 )
-MOST_LISTED = 12  # requests in each list
-MOST_CAUSES = 6  # of each of them
+MOST_LISTED = 12  # requests per list
+MOST_CAUSES = 6  # causes per request
 
 
 def page(
@@ -47,7 +47,7 @@ def page(
     sections: Sequence[tuple[str, str, Sequence[Chart]]],
     data: dict[str, Any],
 ) -> str:
-    """The whole page. ``sections``: a heading, what to look for, and plots."""
+    """The HTML of the page. ``sections``: a heading, an explanation and charts."""
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -76,7 +76,7 @@ def _text(value: object) -> str:
 
 
 def _about(found: Sequence[Subject]) -> Iterator[str]:
-    """What must be known to judge the figures, and to get them again; once where all have it."""
+    """The settings needed to reproduce the figures; those that all runs share come first."""
     facts = [_facts(each) for each in found]
     same = {n: v for n, v in facts[0].items() if all(f[n] == v for f in facts)} if facts else {}
     yield f'<p class="small">{_listed(same)}</p>'
@@ -92,8 +92,8 @@ def _facts(subject: Subject) -> dict[str, str]:
         "": f"{head.get('kind', 'simulated')}, version {head.get('version', '?')}",
         "workload": head.get("workload"),
         "seed": head.get("seed"),
-        "requests a second": number(subject.rate) if isfinite(subject.rate) else None,
-        "seats (requests that can be in computation at once)": engine.get("max_num_seqs"),
+        "requests per second": number(subject.rate) if isfinite(subject.rate) else None,
+        "seats (most requests that run at the same time)": engine.get("max_num_seqs"),
         "tokens a step": engine.get("max_num_batched_tokens"),
         "KV blocks": engine.get("num_blocks"),
         "tokens a block": engine.get("block_size"),
@@ -112,21 +112,20 @@ def _in_short(data: dict[str, Any]) -> Iterator[str]:
     yield "<h2>In short</h2>"
     if data["left_out"]:
         yield from _items(
-            f"{name} is left out, as it has no figures: {why}"
+            f"{name} is left out, since it has no figures: {why}"
             for name, why in data["left_out"].items()
         )
     if data["rankings"]:
         head, *rows = data["rankings"]
         yield "<h3>Which policy is best at which load</h3>"
         yield (
-            "<p>In the order of means over all seeds, the lowest first; the order alone may be "
-            "chance. After ± stands half of an interval that holds the true value 19 times in "
-            "20, or in brackets its ends. After the semicolon stands what <code>metronome "
-            "compare</code> says of the difference from the first policy, of pairs of runs with "
-            "the same requests (with <code>--unpaired</code>, of means): better or worse (more "
-            "than chance, but for one time in 20), undecided (it may be chance: more seeds would "
-            "tell), or equal in each of the runs. Policies with the same values stand on one "
-            "line, with = between them.</p>"
+            "<p>Policies by their means over all seeds, the lowest first; the order alone may be "
+            "chance. The number after ± is half the width of a 95 % interval; in brackets are its "
+            "ends. After the semicolon is the verdict of <code>metronome compare</code> on the "
+            "difference from the first policy, in pairs of runs with the same requests (with "
+            "<code>--unpaired</code>, on means): better or worse (wrong one time in 20), undecided "
+            "(may be chance: use more seeds), or equal in all runs. Policies with the same values "
+            "share a line, with = between them.</p>"
         )
         yield from table(head, rows, kind="ranks")
     if data["comparison"]:
@@ -152,14 +151,14 @@ def _table(found: Sequence[Subject]) -> Iterator[str]:
     yield f"<h2>Figures of single runs{_text(f': {which}' if which else '')}</h2>"
     if any(", of " in each.where for each in found):
         yield (
-            "<p>These are not the means over seeds that stand above, and the state is that of this "
-            "run alone: a policy may be overloaded at a higher load, or with other seeds.</p>"
+            "<p>These are not the means over seeds from above, and the state is that of this run "
+            "only: a policy may be overloaded at a higher load, or with other seeds.</p>"
         )
     yield (
-        "<p>Seconds, of the requests that count (the warm-up is left out). TTFT: to the first "
-        "token. TPOT: for each further token, mean of a request. ITL: between two tokens. E2E: to "
-        "the last token. Kept: the share of requests that got what they were promised. Preempted: "
-        "times for each request. Recomputed: the share of tokens that were computed again.</p>"
+        "<p>Seconds, for requests that count (without warm-up). TTFT: to the first token. TPOT: "
+        "mean time per further token of a request. ITL: between two tokens. E2E: to the last "
+        "token. Kept: the share of requests whose promises were kept. Preempted: preemptions per "
+        "request. Recomputed: the share of tokens that were computed again.</p>"
     )
     yield from table(
         ["run", *COLUMNS, "state of this run"],
@@ -177,7 +176,7 @@ def _table(found: Sequence[Subject]) -> Iterator[str]:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[object]], kind: str = "numbers"
 ) -> Iterator[str]:
-    """A table of texts and numbers; ``kind``: its class."""
+    """An HTML table of texts and numbers. ``kind``: its CSS class."""
     yield (
         f'<table class="{kind}"><tr>'
         + f"{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"
@@ -200,11 +199,11 @@ def _timeline(found: Sequence[Subject]) -> Iterator[str]:
         for place, state in enumerate(STATES)
     )
     yield f"""<h2>Timeline</h2>
-<p>Move the slider, or click into the curves: below stands which requests are computed in the step
-at that time and with how many tokens, and who waits, since when and for what. The causes of a wait
-are those of the whole time from coming (or being preempted) to the next start: {CAUSES}
-The address of this page with <code>#run=0&amp;time=6.5&amp;request=r17</code> after it shows
-just that.</p>
+<p>Move the slider, or click into the curves. The tables show which requests are computed in the
+step at that time and with how many tokens, and which requests wait, since when and for what. The
+causes of a wait cover the whole time from arrival (or preemption) to the next start: {CAUSES}
+Append <code>#run=0&amp;time=6.5&amp;request=r17</code> to the address of this page to show
+this moment and request.</p>
 <div class="panel">
 <label>run <select id="run">{options}</select></label>
 <label>time, s <input id="when" type="number" step="any" min="0" style="width:8em"></label>
@@ -220,17 +219,17 @@ just that.</p>
 <div><h3>Waiting at this time</h3><div class="tall"><table id="waiting"></table></div></div>
 </div>
 <p>{keys}</p><canvas id="gantt"></canvas>
-<h3>One request: what happened to it, and why it waited</h3>
+<h3>One request: its events, and why it waited</h3>
 <label>its id <input id="which" placeholder="r17"></label><table id="story"></table>
 </div>"""
 
 
 def _lists(found: Sequence[Subject]) -> Iterator[str]:
-    """The requests that are looked up most, for readers without scripts too."""
+    """Tables of the requests that waited longest or were preempted most."""
     if not found:
         return
-    yield "<h2>Requests that waited longest, and that were preempted most</h2>"
-    yield "<p>All others are found by their ids in the panel above, and in the run's file.</p>"
+    yield "<h2>Requests that waited longest or were preempted most</h2>"
+    yield "<p>Find all others by their ids in the panel above, or in the run's file.</p>"
     for each in found:
         requests = each.run.requests
         waits = requests.waits
@@ -241,7 +240,7 @@ def _lists(found: Sequence[Subject]) -> Iterator[str]:
         places = [p for p in dict.fromkeys([*longest, *most]) if total[p] or counts[p]]
         yield f"<h3>{_text(each.label)}{_text(_comma(each.where))}</h3>"
         yield from table(
-            ["request", "user", "came, s", "waited, s", "preempted, times", "why it waited"],
+            ["request", "user", "arrived, s", "waited, s", "preempted, times", "why it waited"],
             [
                 [
                     requests.names["request_id"][p],

@@ -1,4 +1,4 @@
-"""Policies in the order of their tails at each load, with what pairs of runs say of the order."""
+"""Policies ranked by latency at each load, with a verdict on each difference."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ TAILS = {
 
 
 def rankings(points: Sequence[Point]) -> list[list[str]]:
-    """For each figure, at each load, the policies in the order of their means, a line for each:
-    rows of a table, the head first; empty if there is one policy only."""
+    """Table rows, head first: for each latency figure and load the policies in order of their
+    means. Empty with a single policy."""
     loads = [(where, here) for where, here in by_load(points) if len(here) > 1]
     if not loads:
         return []
@@ -52,15 +52,15 @@ def _ranked(here: Sequence[Point], figure: str) -> list[str]:
     for point in here:
         if point.num_overloaded and not isfinite(point.value(figure)):
             lines.append(
-                f"{point.name}: {point.seeds_with(figure) or '-'}, as it is overloaded with "
+                f"{point.name}: {point.seeds_with(figure) or '-'}, not ranked: overloaded with "
                 f"{point.num_overloaded} of {point.num_seeds} "
-                f"seed{'' if point.num_seeds == 1 else 's'}, and has no place"
+                f"seed{'' if point.num_seeds == 1 else 's'}"
             )
     return lines
 
 
 def _line(alike: Sequence[Point], figure: str) -> str:
-    """Policies with the same values, and what holds for their difference from the first."""
+    """Policies with equal values, and the verdict on their difference from the first policy."""
     names = " = ".join(point.name for point in alike)
     text = f"{names}: {interval(alike[0].values[figure])}"
     one = next((point for point in alike if not point.base), alike[0])
@@ -71,7 +71,7 @@ def _line(alike: Sequence[Point], figure: str) -> str:
 
 
 def interval(value: Estimate) -> str:
-    """A value and the ends of its interval, as far as there is one."""
+    """A value with its interval, if it has one."""
     if not isfinite(value.high - value.low):
         return f"{value.value:.4g}" + (f" ({value.low:.4g} or more)" if isfinite(value.low) else "")
     if abs(value.high + value.low - 2 * value.value) < 1e-9 * max(1.0, abs(value.value)):
@@ -81,7 +81,7 @@ def interval(value: Estimate) -> str:
 
 def _verdict(found: Difference, base: str) -> str:
     if found.verdict == NO_MEANS:
-        return f"no verdict against {base}, which has no such mean"
+        return f"no verdict against {base}, which has no mean"
     if found.verdict == EQUAL:
         return f"equal to {base}"
     word = f"{found.verdict} than" if found.verdict in (BETTER, WORSE) else "undecided against"

@@ -1,4 +1,4 @@
-"""What each request did when: waited and why, was computed, was preempted."""
+"""The states of each request over time: waiting and why, computed, preempted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STATES = (WAITING, PREFILL, DECODE, PAUSED, PREEMPTED)
 
 
 class State(NamedTuple):
-    """A time in one state; ``why`` it waited."""
+    """A period in one state; ``why``: causes of a wait."""
 
     name: str
     start: float
@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 
 def because(causes: Mapping[str, float], most: int | None = None) -> str:
-    """Causes and their seconds, the largest first; at ``most`` this many, and how many more."""
+    """Causes with seconds, the largest first. ``most``: list only this many."""
     ordered = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
     known = [(cause, seconds) for cause, seconds in ordered if seconds > 5e-4]
     text = [f"{cause} {seconds:.3f} s" for cause, seconds in known[:most]]
@@ -38,7 +38,7 @@ def because(causes: Mapping[str, float], most: int | None = None) -> str:
 
 
 def stays_in_queue(run: Run, place: int) -> list[Stay]:
-    """A request's times in the queue. Where no history was kept, the first one alone."""
+    """A request's stays in the queue; only the first one if no history was kept."""
     if run.history is not None:
         return run.history.stays[place]
     requests = run.requests
@@ -58,7 +58,7 @@ def stays_in_queue(run: Run, place: int) -> list[Stay]:
 
 
 class States:
-    """States of the requests of one run."""
+    """The states of all requests in one run."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -84,7 +84,7 @@ class States:
         return found
 
     def _seated(self, place: int, start: float, end: float) -> Iterator[State]:
-        """From one seat to its loss."""
+        """The states of a request from ``start`` to ``end``, while it has a seat."""
         first = float(self._run.requests.times("first")[place])
         steps = self._run.steps
         if steps is None or place not in self._spans:
@@ -107,7 +107,7 @@ class States:
 
 
 def preempted_by(causes: Mapping[str, float]) -> str:
-    """The request for which another was preempted, if that is known."""
+    """The request in favour of which another was preempted; empty if not known."""
     for cause in causes:
         if cause.startswith(f"{AGAIN} by "):
             return cause.removeprefix(f"{AGAIN} by ")

@@ -1,4 +1,4 @@
-"""What a report is about: runs with their figures, and points of a comparison."""
+"""The subjects of a report: runs with their figures, and points of a comparison."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from policylab.sim.run import Run
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A run that is shown."""
+    """A run that is shown in a report."""
 
     label: str
     run: Run
     figures: Figures
     where: str = ""
-    """Which of all simulated runs it is: its seed and load, and of how many."""
+    """Which of all simulated runs it is: its seed and load, and their numbers."""
     elsewhere: str = ""
     """How many of the policy's runs in the comparison are overloaded, by load."""
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """The requests that its figures count [requests]."""
+        """Mask of the requests that its figures count [requests]."""
         came = np.zeros(len(self.run.requests), dtype=np.bool_)
         came[self.figures.window.num_warmup :] = True
         counted: NDArray[np.bool_] = came & self.run.requests.done
@@ -39,7 +39,7 @@ class Subject:
 
     @property
     def rate(self) -> float:
-        """Requests that came a second; NaN where that is not known."""
+        """Requests per second; NaN if unknown."""
         rate = self.run.head.get("rate")
         return float(rate) if rate is not None and rate < 1e299 else nan
 
@@ -50,47 +50,47 @@ class Point:
 
     policy: str
     rate: float
-    """Requests a second."""
+    """Requests per second."""
     values: Mapping[str, Estimate]
     """Figures by name, as ``Figures.values`` has them."""
     load: float = nan
-    """The rate over what fcfs can serve, where that is known."""
+    """The rate over the rate that fcfs can serve; NaN if unknown."""
     kind: str = "simulated"
     is_overloaded: bool = False
-    """With most seeds."""
+    """True if most seeds are overloaded."""
     num_seeds: int = 1
     num_overloaded: int = 0
-    """Figures of the seeds."""
+    """The number of overloaded seeds."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """Seeds that have a figure, by its name, where not all of them do."""
+    """The number of seeds that have a figure, by its name, where not all have it."""
     setting: str = ""
-    """What was swept, as ``option=value``."""
+    """The swept option as ``option=value``."""
     base: str = ""
-    """The policy that it is compared with; empty for that one."""
+    """The policy that it is compared with; empty for that policy itself."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
-    """By figure, from that one, over pairs of runs with the same requests."""
+    """The differences from ``base`` by figure, over pairs of runs with the same requests."""
 
     def value(self, name: str) -> float:
-        """A figure; NaN where there is none."""
+        """A figure by name; NaN if there is none."""
         found = self.values.get(name)
         return nan if found is None else found.value
 
     def seeds_with(self, name: str) -> str:
-        """ "2 of 8", if only this many seeds have a figure; empty if all or none have it."""
+        """A text such as "2 of 8" if only some seeds have the figure; else empty."""
         count = self.counts.get(name, 0)
         return f"{count} of {self.num_seeds}" if count else ""
 
     @property
     def name(self) -> str:
-        """How it is called in legends."""
+        """The name in legends."""
         return self.policy if self.kind == "simulated" else f"{self.policy} ({self.kind})"
 
 
 def subjects(
     runs: Sequence[Run], slo: Sequence[Limit], points: Sequence[Point] = ()
 ) -> list[Subject]:
-    """The runs with their figures, under names that tell them apart; ``points``: those of the
-    comparison, if they are from one. Runs that are not their policy's own are left out."""
+    """The runs with figures, under distinct labels. ``points``: those of the comparison, if there
+    is one. Runs without figures are left out."""
     runs = [run for run in runs if not run.not_own]
     found = [figures(run, slo=slo) for run in runs]
     return [
@@ -106,14 +106,14 @@ def subjects(
 
 
 def _where(run: Run, points: Sequence[Point]) -> str:
-    """The run, as in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
+    """The run within the comparison, as in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
     seed, rate = run.head.get("seed"), run.head.get("rate")
     mine = next((p for p in points if p.rate == rate and p.kind == kind(run)), None)
     text = "" if seed is None else f"seed {seed}"
     if mine is not None and isfinite(mine.load):
-        text += f" at load {mine.load:g} ({_rate(run)[:-2]} requests a second)"
+        text += f" at load {mine.load:g} ({_rate(run)[:-2]} requests per second)"
     elif rate is not None and rate < 1e299:
-        text += f" at {_rate(run)[:-2]} requests a second"
+        text += f" at {_rate(run)[:-2]} requests per second"
     if mine is None:
         return text.strip()
     if mine.setting:
@@ -128,7 +128,7 @@ def _where(run: Run, points: Sequence[Point]) -> str:
 
 
 def _elsewhere(run: Run, points: Sequence[Point]) -> str:
-    """Overloaded runs, as in "2 of 3 at load 0.9"."""
+    """The policy's overloaded runs, as in "2 of 3 at load 0.9"."""
     mine = [p for p in points if p.policy in (run.policy, f"{run.policy}, {p.setting}")]
     return ", ".join(
         f"{p.num_overloaded} of {p.num_seeds} at {place_of(p)}"
@@ -139,16 +139,16 @@ def _elsewhere(run: Run, points: Sequence[Point]) -> str:
 
 
 def which_runs(found: Sequence[Subject]) -> str:
-    """Where all runs that are shown are alike in it: which they are."""
+    """A sentence that names the seed and load of the runs, if all runs share them."""
     alike = {each.where for each in found}
     return f"Single runs are shown: {alike.pop()}." if len(alike) == 1 and alike != {""} else ""
 
 
 def place_of(point: Point) -> str:
-    """Where on the axis of loads it is."""
+    """The place of the point on the load axis."""
     if isfinite(point.load):
         return f"load {point.load:.4g}"
-    return f"{point.rate:.4g} requests a second"
+    return f"{point.rate:.4g} requests per second"
 
 
 def _labels(runs: Sequence[Run]) -> list[str]:
@@ -159,7 +159,7 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _apart(labels: list[str], more: list[str]) -> list[str]:
-    """Labels that occur twice, with more, if that differs."""
+    """The labels; equal ones are extended by ``more`` if that differs."""
     found = list(labels)
     for label, count in Counter(labels).items():
         places = [place for place, each in enumerate(labels) if each == label]
@@ -170,7 +170,7 @@ def _apart(labels: list[str], more: list[str]) -> list[str]:
 
 
 def kind(run: Run) -> str:
-    """ "simulated" or "real"."""
+    """The kind of the run: simulated or real."""
     return str(run.head.get("kind", "simulated"))
 
 
@@ -188,7 +188,7 @@ def _workload(run: Run) -> str:
 
 
 def points_of(found: Sequence[Subject]) -> list[Point]:
-    """A point for each run that had a rate."""
+    """A point for each run with a known rate."""
     bases: dict[tuple[object, ...], Subject] = {}
     for each in found:
         bases.setdefault(_requests_of(each), each)
@@ -213,13 +213,13 @@ def points_of(found: Sequence[Subject]) -> list[Point]:
 
 
 def _requests_of(subject: Subject) -> tuple[object, ...]:
-    """What two runs have alike that served the same requests."""
+    """A key that is equal for runs that served the same requests."""
     head = subject.run.head
     return (kind(subject.run), *(str(head.get(n)) for n in ("workload", "seed", "rate")))
 
 
 def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
-    """Differences of one run from one other, which can be equal, but say no more."""
+    """Differences between two runs: equal, or without a verdict."""
     found = {}
     for name in NAMES:
         one, other = ours.value(name), theirs.value(name)
@@ -237,7 +237,7 @@ def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
 
 
 def points_from(cells: Sequence[Cell]) -> list[Point]:
-    """The points of a comparison: a policy at each load and setting, over all seeds."""
+    """The points of a comparison: each policy at each load and setting, over all seeds."""
     found = []
     for cell in cells:
         for place, name in enumerate(cell.names):

@@ -1,4 +1,4 @@
-"""What the plots show, in sentences: who waited and why, who was preempted, where it collapsed."""
+"""Sentences that summarise a report: waits and their causes, preemptions, collapses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from policylab.sim.report.timelines import bins, promises, throughput, waiting
 from policylab.sim.service import OUTPUT_PRICE, PROMPT_PRICE, curves, widest_gap
 from policylab.sim.steady import AT_ONCE, BACKLOG
 
-NUM_VALLEYS = 60  # parts of a run among which the one with least output is sought
+NUM_VALLEYS = 60  # parts of a run, of which the one with the least output is named
 MOST_TIMES = 6
 
 
@@ -25,7 +25,7 @@ def of_run(subject: Subject) -> Iterator[str]:
     yield from _which(subject)
     yield from _period(subject)
     if found.is_overloaded:
-        yield f"Overloaded: {found.window.growing} grew to the end, so there are no means for good."
+        yield f"Overloaded: {found.window.growing} grew to the end, so latencies have no mean."
     if text := collapse(subject.label, found.recomputed, 1.0, 1.0):
         yield f"{text}."
     yield from _waits(subject)
@@ -35,34 +35,38 @@ def of_run(subject: Subject) -> Iterator[str]:
 
 
 def _which(subject: Subject) -> Iterator[str]:
-    """A page of a comparison shows some runs only; their figures are not those of the others."""
+    """Which of the comparison's runs this is, as their figures differ."""
     if not subject.where:
         return
     text = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
     if subject.elsewhere:
-        text += f" Of its runs these are overloaded: {subject.elsewhere}."
+        text += f" Overloaded runs of this policy: {subject.elsewhere}."
     yield text
 
 
 def _period(subject: Subject) -> Iterator[str]:
-    """Which requests the figures are of."""
+    """Which requests the figures count."""
     found, window = subject.figures, subject.figures.window
     if found.is_overloaded:
         return
     if window.state == AT_ONCE:
-        yield f"All requests came at once; {found.num_counted} of {found.num_requests} count."
+        yield f"All requests arrived at once; {found.num_counted} of {found.num_requests} count."
         return
     if window.is_whole:
-        why = ", as they came much faster than any could serve" if window.state == BACKLOG else ""
-        yield f"All requests count{why}: {found.num_counted} of {found.num_requests} were served."
+        why = (
+            "because they arrived much faster than they could be served"
+            if window.state == BACKLOG
+            else ""
+        )
+        yield f"All requests count{why}: {found.num_counted} of {found.num_requests} finished."
         return
     text = (
         f"Steady: the queue does not grow. {found.num_counted} of {found.num_requests} requests "
-        f"count, those that came from {window.start:.2f} to {window.end:.2f} s, with their ends; "
-        f"{window.num_warmup} came before, while the engine filled."
+        f"count, those that arrived from {window.start:.2f} to {window.end:.2f} s; "
+        f"{window.num_warmup} arrived before, while the engine filled."
     )
     if window.is_short:
-        text += " Half of the run is that, so the means may not be those of a longer one."
+        text += " The warm-up takes half of the run, so the means of a longer run may differ."
     yield text
 
 
@@ -71,7 +75,7 @@ def _waits(subject: Subject) -> Iterator[str]:
     columns = requests.waits
     total = sum(columns.values(), np.zeros(len(requests)))
     if not len(total) or not total.any():
-        yield "No request waited for more than the end of the step in which it came."
+        yield "No request waited longer than to the end of the step in which it arrived."
         return
     sums: dict[str, float] = {}
     for cause, column in columns.items():
@@ -95,16 +99,16 @@ def _preemptions(subject: Subject) -> Iterator[str]:
         return
     worst = int(np.argmax(counts))
     name = requests.names["request_id"][worst]
-    text = f"{name} was preempted most: {counts[worst]} times"
+    text = f"{name} was preempted most often: {counts[worst]} times"
     if subject.run.history is not None:
         stays = [stay for stay in stays_in_queue(subject.run, worst) if stay.is_again]
         each = [f"at {s.start:.3f} s for {preempted_by(s.causes) or 'another'}" for s in stays]
         text += f" ({', '.join(each[:MOST_TIMES])}{', …' if len(each) > MOST_TIMES else ''})"
-    yield f"{text}; all together {int(counts.sum())} times."
+    yield f"{text}; all requests together {int(counts.sum())} times."
 
 
 def _valley(subject: Subject) -> Iterator[str]:
-    """Where least came out while requests waited."""
+    """The part of the run with the least output while requests waited."""
     edges = bins(subject, NUM_VALLEYS)
     if not len(edges):
         return
@@ -118,17 +122,17 @@ def _valley(subject: Subject) -> Iterator[str]:
     place = int(where[np.argmin(rates[where])])
     mean = float(rates[inside].mean())
     if rates[place] >= mean:
-        yield f"Output never fell below its mean of {mean:,.0f} tokens a second while any waited."
+        yield f"Output never fell below its mean of {mean:,.0f} tokens/s while requests waited."
         return
     yield (
-        f"Output was lowest, while requests waited, from {edges[place]:.2f} to "
-        f"{edges[place + 1]:.2f} s: {rates[place]:,.0f} tokens a second, {rates[place] / mean:.2f} "
+        f"Output while requests waited was lowest from {edges[place]:.2f} to "
+        f"{edges[place + 1]:.2f} s: {rates[place]:,.0f} tokens/s, {rates[place] / mean:.2f} "
         f"of the mean, with {number[place]:.1f} requests in the queue."
     )
 
 
 def _least(subject: Subject) -> Iterator[str]:
-    """The user who got least."""
+    """The user who got the least service, and the widest gap."""
     service = subject.figures.service
     if service is None:
         return
@@ -145,23 +149,23 @@ def _least(subject: Subject) -> Iterator[str]:
     slow = max(places, key=lambda place: service.users[place].ttft)
     users = service.users
     yield (
-        f"User {users[least].name!r} got least service: {served(least):,.0f} (prompt tokens 1, "
-        f"generated ones 2, over the weight), {served(least) / max(1e-9, served(most)):.2f} of "
+        f"User {users[least].name!r} got the least service: {served(least):,.0f} (prompt tokens 1, "
+        f"generated tokens 2, over the weight), {served(least) / max(1e-9, served(most)):.2f} of "
         f"what {users[most].name!r} got. User {users[slow].name!r} waited longest for first "
-        f"tokens: {users[slow].ttft:.3f} s on the average. (Who asks for less gets less.)"
+        f"tokens: {users[slow].ttft:.3f} s on average. (A user who requests less gets less.)"
     )
     curve = curves(subject.run.requests, subject.counted, subject.figures.window, engine)
     gap = None if curve is None else widest_gap(curve)
     if gap is not None and gap.value == gap.value:
-        bound = f" vtc promises {service.bound:,.0f} or less." if promises(subject) else ""
+        bound = f" vtc guarantees {service.bound:,.0f} or less." if promises(subject) else ""
         yield (
-            f"While both waited, {gap.later!r} was served less than {gap.ahead!r}, at most by "
+            f"While both waited, {gap.later!r} got less than {gap.ahead!r}, by at most "
             f"{gap.value:,.0f} between {gap.begin:.2f} and {gap.end:.2f} s.{bound}"
         )
 
 
 def of_points(points: Sequence[Point]) -> Iterator[str]:
-    """What else there is to say of a comparison: who was overloaded, and who collapsed."""
+    """Which policies are overloaded at which load, and which collapse."""
     label = x_label(points)
     for where, here in by_load(points):
         over = [
@@ -172,7 +176,7 @@ def of_points(points: Sequence[Point]) -> Iterator[str]:
             if each.num_overloaded
         ]
         if over:
-            yield f"At {where} these are overloaded: {', '.join(over)}."
+            yield f"Overloaded at {where}: {', '.join(over)}."
         fcfs = next((point for point in here if point.policy == "fcfs"), None)
         of_fcfs = fcfs.value("tokens_per_second") if fcfs else nan
         for point in here:
@@ -189,8 +193,8 @@ def _falls(name: str, pairs: Sequence[tuple[float, Point]], label: str) -> Itera
         rate = point.value("tokens_per_second")
         if rate < MIN_THROUGHPUT * best:
             yield (
-                f"{name}'s throughput collapses at {x:.3g} ({label}): {rate:,.0f} tokens a second, "
-                f"where it had {best:,.0f} at {at:.3g}."
+                f"{name}'s throughput collapses at {x:.3g} ({label}): {rate:,.0f} tokens/s, "
+                f"after {best:,.0f} at {at:.3g}."
             )
         if rate > best:
             best, at = rate, x

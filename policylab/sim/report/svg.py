@@ -1,4 +1,4 @@
-"""Charts as SVG, written by hand: nothing is needed to make it, or to look at it."""
+"""Charts as SVG, without a plotting library."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from policylab.sim.report.charts import BOTH, DOTS, STEPS, Bars, Chart, Gantt, G
 
 WIDTH, HEIGHT = 640, 360
 LEFT, RIGHT, TOP, BOTTOM = 64, 12, 12, 44
-ROW = 12  # of a Gantt chart
-SIDE = 30  # from a picture's sides to its first and last dots
+ROW = 12  # height of a row in a Gantt chart
+SIDE = 30  # margin left and right of the dots
 RED = "#aa0000"
-LEGEND = 18  # of a line of names
+LEGEND = 18  # height of a line in the legend
 COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#555555", "#8a5a00")
-"""The colours of Okabe and Ito, which nearly everyone can distinguish."""
+"""The colours of Okabe and Ito, which people with colour blindness can distinguish."""
 DASHES = ("", "6 3", "2 2", "8 3 2 3")
 NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
 
 
 class Scale(NamedTuple):
-    """From a value to a place in the picture."""
+    """A map from values to coordinates in the picture."""
 
     low: float
     high: float
@@ -38,7 +38,7 @@ class Scale(NamedTuple):
         return log10(value) if self.is_log else value
 
     def ticks(self) -> list[float]:
-        """Round values, some five of them."""
+        """About five round values."""
         if self.is_log:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
             for each in ((1,), (1, 2, 5)) if len(powers) >= 4 else ((1, 2, 5),):
@@ -46,7 +46,7 @@ class Scale(NamedTuple):
                 found = [tick for tick in found if self.low <= tick * 1.0001 and tick <= self.high]
                 if len(found) > 2:
                     return found
-            # it is not far from one end to the other
+            # the range is small: use linear ticks
         step = 10.0 ** floor(log10((self.high - self.low) / 4))
         step *= next(n for n in (1, 2, 5, 10) if (self.high - self.low) / (step * n) <= 6)
         first = ceil(self.low / step - 1e-9)
@@ -54,7 +54,7 @@ class Scale(NamedTuple):
 
 
 def labels(ticks: Sequence[float]) -> list[str]:
-    """Ticks in words, with this many digits that they differ."""
+    """The ticks as text, with enough digits to differ."""
     found = [number(tick) for tick in ticks]
     for digits in range(4, 12):
         if len(set(found)) == len(found):
@@ -64,7 +64,7 @@ def labels(ticks: Sequence[float]) -> list[str]:
 
 
 def scale(values: Iterable[float], start: float, end: float, *, is_log: bool = False) -> Scale:
-    """One that holds these values; from 0 on where that is not far."""
+    """A scale that covers these values; it starts at 0 if that is near."""
     known = [value for value in values if isfinite(value) and (value > 0 or not is_log)]
     low, high = min(known, default=1.0), max(known, default=1.0)
     if is_log:
@@ -77,7 +77,7 @@ def scale(values: Iterable[float], start: float, end: float, *, is_log: bool = F
 
 
 def svg(chart: Chart, *, is_file: bool = False) -> str:
-    """The chart as an element of SVG; ``is_file``: one that stands alone."""
+    """The chart as an SVG element; ``is_file``: as a complete file."""
     height, parts = DRAWN[type(chart)](chart)
     namespace = f" {NAMESPACE}" if is_file else ""
     head = (
@@ -89,12 +89,12 @@ def svg(chart: Chart, *, is_file: bool = False) -> str:
 
 
 def _safe(text: str) -> str:
-    """A string as text or an attribute of XML, which some characters cannot be a part of."""
+    """The text without characters that XML forbids, escaped."""
     return escape("".join(c if c >= " " and c not in "\ufffe\uffff" else " " for c in text))
 
 
 def number(value: float) -> str:
-    """A number as one reads it."""
+    """A number with thousands separators or three digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -113,7 +113,7 @@ def _box(x: float, y: float, width: float, height: float, colour: str, text: str
 
 
 def _legend(names: Sequence[str], top: float, red: str = "") -> tuple[float, list[str]]:
-    """Names with their colours, and what red lines are; how high that is."""
+    """Names with colours, and the meaning of red lines; returns height and elements."""
     parts, x, y = [], float(LEFT), top
     for place, name in enumerate(names):
         shown = name if len(name) <= 40 else f"{name[:39]}…"
@@ -131,7 +131,7 @@ def _legend(names: Sequence[str], top: float, red: str = "") -> tuple[float, lis
 
 
 def colour(place: int) -> str:
-    """The colour of the series at this place."""
+    """The colour of the series at this index."""
     return COLOURS[place % len(COLOURS)]
 
 
@@ -206,14 +206,14 @@ def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Itera
         for pair in filter(None, pairs):
             yield f'<circle cx="{pair[0]:.1f}" cy="{pair[1]:.1f}" r="{radius:g}" fill="{hue}"/>'
     if not chart.is_apart:
-        shift = 2.0 * place  # those of several lines stand side by side
+        shift = 2.0 * place  # intervals of several lines are moved apart
     for a, low, high in zip(each.x, each.low, each.high, strict=False):
         if chart.is_shown(a, y.high) and low <= high and (isfinite(low) or isfinite(high)):
             yield from _whisker(x(a) + shift, low, high, y, hue)
 
 
 def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[str]:
-    """An interval; an arrow where it goes on beyond the picture, else a short line across."""
+    """An interval; its ends are short lines, or arrows if it continues beyond the picture."""
     bottom, top = y(min(y.high, max(y.low, low))), y(max(y.low, min(y.high, high)))
     yield _line(x, bottom, x, top, hue)
     for at, is_cut, back in ((bottom, low < y.low, -5.0), (top, high > y.high, 5.0)):
@@ -225,7 +225,7 @@ def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[
 
 
 def _near(values: Sequence[float], chart: Lines) -> list[float]:
-    """Ends of intervals; those that are far off are cut, or nothing else could be seen."""
+    """Ends of intervals for the axis; those far away are cut so that the values stay visible."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     room = high - low or abs(high)
     least, most = (low / 2, high * 2) if chart.log_y else (low - room, high + room)

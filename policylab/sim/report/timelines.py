@@ -1,4 +1,4 @@
-"""A run as time goes on."""
+"""Charts of a run over time."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from policylab.sim.service import NUM_WINDOWS, curves, jain_by_window, widest_ga
 
 NUM_BINS = 240
 NUM_ROWS = 50  # of a Gantt chart
-NUM_CURVE = 400  # points of a curve
+NUM_CURVE = 400  # points per curve
 PARTS = tuple(f"{10 * k}–{10 * k + 10} %" for k in range(10))
 
 
 def timelines(subject: Subject, place: int) -> Iterator[Chart]:
-    """All that is over time; ``place`` of the run in the report, which file names have."""
+    """Charts of a run over time. ``place``: index of the run, used in file names."""
     edges = bins(subject)
     if not len(edges):
         return
@@ -58,17 +58,17 @@ def _engine(subject: Subject, place: int, edges: Floats) -> Iterator[Chart]:
         of = {"running": _mean(steps, 2, edges), **of}
     yield lines(
         "requests",
-        "Requests that run and that wait",
-        "Mean numbers in each small part of the run. A queue that grows to the end means that the "
+        "Running and waiting requests",
+        "Mean numbers in each small part of the run. If the queue grows to the end, the "
         "engine is overloaded.",
         "requests",
         of,
     )
     yield lines(
         "throughput",
-        "Output tokens a second",
-        "Tokens that requests got, a second. A valley while requests wait is lost throughput.",
-        "tokens a second",
+        "Output tokens per second",
+        "Output tokens per second. A valley while requests wait is lost throughput.",
+        "tokens per second",
         {"output": throughput(subject, edges)},
     )
     if steps is None:
@@ -76,8 +76,8 @@ def _engine(subject: Subject, place: int, edges: Floats) -> Iterator[Chart]:
     yield lines(
         "kv",
         "KV pool in use",
-        "The mean share of KV blocks in use. At 1 the next token of a running request costs "
-        "another its place: it is preempted and computes all of its tokens again.",
+        "The mean share of KV blocks in use. At 1 the next token of a running request preempts "
+        "another one, which must then recompute all of its tokens.",
         "share of blocks",
         {"KV": _mean(steps, 7, edges)},
     )
@@ -85,21 +85,21 @@ def _engine(subject: Subject, place: int, edges: Floats) -> Iterator[Chart]:
     decodes = _amount(steps, steps[:, 4], edges) / widths
     yield lines(
         "tokens",
-        "Tokens computed a second",
-        "Prompts (tokens that are computed again after a preemption, too) and decodes. What goes "
-        "into prompts is not there for decodes.",
-        "tokens a second",
+        "Tokens computed per second",
+        "Prompts (including recomputation after preemptions) and decodes. Tokens spent on "
+        "prompts are not available for decodes.",
+        "tokens per second",
         {"prompts": _amount(steps, steps[:, 3], edges) / widths - decodes, "decodes": decodes},
     )
 
 
 def _mean(steps: Floats, column: int, edges: Floats) -> Floats:
-    """The mean of a column of steps over each part; 0 while no step is computed."""
+    """The mean of a column of steps over each part; times without a step count as 0."""
     return _amount(steps, steps[:, column] * (steps[:, 1] - steps[:, 0]), edges) / np.diff(edges)
 
 
 def _amount(steps: Floats, amounts: Floats, edges: Floats) -> Floats:
-    """How much came in each part, where each step's comes evenly from its start to its end."""
+    """The amount in each part; that of a step is spread evenly over its duration."""
     times = steps[:, :2].ravel()
     total = np.column_stack([np.cumsum(amounts) - amounts, np.cumsum(amounts)]).ravel()
     parts: Floats = np.diff(np.interp(edges, np.maximum.accumulate(times), total, left=0.0))
@@ -120,7 +120,7 @@ def waiting(subject: Subject, edges: Floats) -> Floats:
 
 
 def throughput(subject: Subject, edges: Floats) -> Floats:
-    """Output tokens a second in each part."""
+    """Output tokens per second in each part."""
     firsts = subject.run.requests.times("first")
     firsts = firsts[~np.isnan(firsts)]
     gaps = subject.run.gaps
@@ -140,9 +140,9 @@ def _gantt(subject: Subject, place: int) -> Iterator[Chart]:
     names = run.requests.names["request_id"]
     yield Gantt(
         key=f"gantt-{place + 1}",
-        title=f"What requests did when: {subject.label}",
-        caption=f"The {len(places)} requests that came about the one that waited longest, in order "
-        "of arrival. Point at a bar to read why it waited; the timeline above has all of them.",
+        title=f"Requests over time: {subject.label}",
+        caption=f"{len(places)} requests that arrived around the one that waited longest, in order "
+        "of arrival. Hover over a bar to see why it waited; the timeline above has all of them.",
         names=[names[each] for each in places],
         bars=[
             Bar(row, s.start, s.end, s.name, s.why)
@@ -154,7 +154,7 @@ def _gantt(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
-    """Preemptions by how full the pool was."""
+    """A chart of preemptions by how full the KV pool was."""
     run = subject.run
     if run.steps is None or run.history is None or not len(run.steps):
         return
@@ -167,16 +167,15 @@ def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
     yield Bars(
         key=f"preemptions-{place + 1}",
         title=f"Preemptions by KV pressure: {subject.label}",
-        caption="For each hundred steps in which the KV pool was that full: how often a request "
-        "was preempted.",
-        y_label="preemptions in a hundred steps",
+        caption="Preemptions per hundred steps, by how full the KV pool was in them.",
+        y_label="preemptions per hundred steps",
         groups=PARTS,
         bars={"preemptions": (100.0 * hit / np.maximum(1, num_steps)).tolist()},
     )
 
 
 def promises(subject: Subject) -> bool:
-    """Whether the policy is the one that promises VTC's bound of the gap."""
+    """True if the policy guarantees VTC's bound of the gap."""
     return subject.run.policy.partition("(")[0] == "vtc"
 
 
@@ -187,30 +186,30 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
         return
     chosen = np.unique(np.linspace(0, len(curve.times) - 1, NUM_CURVE).astype(int))
     gap = widest_gap(curve)
-    text = "No two users ever waited at the same time, so there is no measure of fairness."
+    text = "No two users waited at the same time, so fairness cannot be measured."
     moments: list[Level] = []
     if gap.value == gap.value:
         text = (
-            f"While both waited, {gap.ahead!r} was served {gap.value:,.0f} more than "
-            f"{gap.later!r} at most (between {gap.begin:.2f} and {gap.end:.2f} s)."
+            f"While both waited, {gap.ahead!r} got up to {gap.value:,.0f} more than "
+            f"{gap.later!r} (between {gap.begin:.2f} and {gap.end:.2f} s)."
         )
         if promises(subject):
-            text += f" vtc promises to keep that below {found.service.bound:,.0f}."
+            text += f" vtc guarantees at most {found.service.bound:,.0f}."
         if found.service.jain == found.service.jain:
             text += f" Jain's index is {found.service.jain:.3f}; 1 is even."
         else:
             text += (
-                " Jain's index has no value: no two users waited all through any of the "
+                " Jain's index is undefined: no two users waited throughout any of the "
                 f"{NUM_WINDOWS} parts of the run."
             )
         moments = [Level(gap.begin, "widest gap"), Level(gap.end, "")]
     yield Lines(
         key=f"service-{place + 1}",
         title=f"Service by user: {subject.label}",
-        caption="What each user was served up to each time: a prompt's token counts 1, a generated "
-        f"one 2, over the user's weight. {text}",
+        caption="Cumulative service of each user: a prompt token counts 1, a generated "
+        f"token 2, over the user's weight. {text}",
         x_label="seconds since the start of the run",
-        y_label="tokens served, at their prices",
+        y_label="service",
         series=[
             Series(
                 name=name or "(no user)",
@@ -224,10 +223,10 @@ def _users(subject: Subject, place: int) -> Iterator[Chart]:
     parts = jain_by_window(curve, found.window)
     yield Lines(
         key=f"jain-{place + 1}",
-        title=f"How even service was: {subject.label}",
-        caption="Jain's index of what those users were served who waited all through each small "
-        "part of the run, where there were two or more: 1 is even, one over their number is all "
-        "for one of them.",
+        title=f"Fairness of service: {subject.label}",
+        caption="Jain's index of the service of the users who waited throughout each small part "
+        "of the run, if there were two or more: 1 is even; one over their number means that one "
+        "user got everything.",
         x_label="seconds since the start of the run",
         y_label="Jain's index",
         series=[Series(name="index", x=[p[0] for p in parts], y=[p[1] for p in parts], mark=DOTS)],

@@ -1,4 +1,4 @@
-"""Which plots there are of what was run, and how they are written."""
+"""Choose the plots for runs and comparisons, and write pages and plots."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def write_report(
 ) -> None:
     """Write a page about these runs.
 
-    ``points`` are the figures of a comparison, one for each policy and load; without them each run
-    with a rate is one. Runs that kept their steps have a timeline of them. ``slo``: what was
-    promised to each request, in place of its own promises. ``left_out``: policies of the comparison
-    that have no figures, and why; they are named, as are runs that are not their policy's own.
-    Raises ``ConfigError`` where a file cannot be written.
+    ``points``: the points of a comparison, one for each policy and load; by default one for each
+    run with a rate. Runs that kept their steps get a timeline. ``slo``: promises to every request,
+    in place of the requests' own. ``left_out``: policies of the comparison without figures, and the
+    reasons; they are named, as are runs without figures. Raises ``ConfigError`` if
+    the file cannot be written.
     """
     found = subjects(runs, slo, points)
     points = list(points) or points_of(found)
@@ -54,7 +54,7 @@ def write_report(
 def charts_of(
     runs: Sequence[Run], *, points: Sequence[Point] = (), slo: Sequence[Limit] = ()
 ) -> list[Chart]:
-    """All plots of these runs that have something to show; arguments as of ``write_report``."""
+    """All charts of these runs that have something to plot; arguments as for ``write_report``."""
     found = subjects(runs, slo, points)
     sections = _sections(found, list(points) or points_of(found), slo)
     return [chart for _, _, each in sections for chart in each]
@@ -63,11 +63,11 @@ def charts_of(
 def write_plots(
     directory: str | Path, charts: Sequence[Chart], *, images: bool | None = None
 ) -> list[str]:
-    """Write each plot as SVG and CSV, and as PNG and PDF: if ``images``, or by default where the
-    libraries of the extra ``plots`` are installed.
+    """Write each chart as SVG and CSV, and with ``images`` as PNG and PDF.
 
-    Returns notes for the user: which files are missing, and why. Raises ``ConfigError`` where the
-    SVG and CSV files cannot be written.
+    By default images are written if the libraries of the extra ``plots`` are installed. Returns
+    notes for the user about missing files. Raises ``ConfigError`` if the SVG and CSV files cannot
+    be written.
     """
     has_images = can_draw() if images is None else images
     if has_images and not can_draw():
@@ -89,7 +89,7 @@ def write_plots(
     try:
         for chart in charts:
             write_images(chart, where)
-    except OSError as error:  # the SVG files show the same
+    except OSError as error:  # the SVG files have the same content
         return [f"not all PNG and PDF files were written: {error.strerror or error}"]
     return []
 
@@ -100,9 +100,9 @@ def _sections(
     if len({point.rate for point in points}) > 1:
         yield (
             "Over load",
-            "How each policy does as more requests come: where it becomes slow, and where it "
-            "collapses. Of all seeds: dots are means, bars intervals of 95 %; an arrow at the end "
-            "of a bar says that it goes on beyond the picture. No bar: one seed alone.",
+            "How each policy performs as the arrival rate grows: where it becomes slow, and where "
+            "it collapses. Dots are means over seeds, bars 95 % intervals; an arrow at the end "
+            "of a bar means that it continues beyond the picture. No bar: a single seed.",
             shown([*loads.over_load(points), *loads.pareto(points)]),
         )
     yield (
@@ -111,8 +111,8 @@ def _sections(
         shown(loads.errors(points)),
     )
     yield (
-        "How latencies spread",
-        f"A mean hides those who wait long; these curves do not. {which_runs(found)}",
+        "Distributions of latencies",
+        f"A mean hides requests that wait long; these curves show them. {which_runs(found)}",
         shown(
             [
                 *distributions.spread(found, slo),
@@ -122,14 +122,14 @@ def _sections(
         ),
     )
     yield (
-        "What it costs",
-        "Distance to the best possible, work done twice, and the policy's own time. "
+        "Costs",
+        "Distance to lower bounds, recomputed tokens, and the time of the policy's hooks. "
         f"{which_runs(found)}",
         shown([*distributions.bounds(found), *loads.pressure(points), *distributions.hooks(found)]),
     )
     for place, each in enumerate(found):
         yield (
-            f"As time goes on: {each.label}{f', {each.where}' if each.where else ''}",
+            f"Over time: {each.label}{f', {each.where}' if each.where else ''}",
             "The run from its start to its end.",
             shown(timelines.timelines(each, place)),
         )

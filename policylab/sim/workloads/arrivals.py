@@ -1,13 +1,13 @@
-"""When requests come, where they come whatever the engine does (an open loop).
+"""Arrival processes that do not depend on the engine (open loop).
 
-Gaps are drawn in seconds of a clock of which as many pass as real ones, but that goes faster where
-more requests come: gaps have the distribution requested, times a curve of the rate. Another rate
-stretches the gaps and keeps their sequence; periods of a curve that were given in seconds stay so.
+Gaps are drawn on an even clock, which is then mapped to real time by a curve of the rate: where
+more requests arrive, the even clock runs faster. So gaps have the requested distribution, modulated
+by the rate. Another mean rate scales the gaps and keeps their order; periods of a curve that are
+given in seconds stay unchanged.
 """
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from policylab.sim.named import call
+from policylab.sim.named import call, check_number, check_options, entry_of
 from policylab.sim.workloads.draws import CHUNK, RandomDraws
 
 Floats = NDArray[np.float64]
@@ -31,21 +31,21 @@ RAMP_STEPS = 1000
 
 
 class Curve(NamedTuple):
-    """How the rate changes over a run: at ``seconds`` [knots] this many seconds of the even clock
-    have passed, ``even`` [knots]. After its end both go on alike."""
+    """How the rate changes over a run: at ``seconds`` [knots] the even clock shows ``even``
+    [knots]. After the last knot both clocks run alike."""
 
     seconds: Floats
     even: Floats
 
     def at(self, even: Floats) -> Floats:
-        """When the even clock shows this, in seconds [any shape]."""
+        """The real time in seconds at which the even clock shows these values [any shape]."""
         rest = np.maximum(even - self.even[-1], 0.0)
         return np.asarray(np.interp(even, self.even, self.seconds) + rest)
 
     @classmethod
     def of(cls, lengths: Floats, rates: Floats, seconds: float) -> Curve:
-        """Periods of these lengths (seconds) and rates, one after the other, cut after this many
-        ``seconds``; rates are scaled so that their mean until then is 1."""
+        """Consecutive periods of these lengths (seconds) and rates, cut at ``seconds``. Rates are
+        scaled to a mean of 1 up to there."""
         ends = np.concatenate([[0.0], np.cumsum(lengths)])
         done = np.concatenate([[0.0], np.cumsum(lengths * rates)])
         total = float(np.interp(seconds, ends, done))
@@ -56,8 +56,8 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Arrivals(ABC):
-    """A process of arrivals. ``cv`` is the coefficient of variation of its gaps, apart from what
-    the curve of its rate adds: 1 is Poisson, 0 an even flow."""
+    """An arrival process. ``cv``: coefficient of variation of the gaps before the rate curve is
+    applied; 1 is Poisson, 0 is evenly spaced."""
 
     kind: ClassVar[str]
 
@@ -67,8 +67,8 @@ class Arrivals(ABC):
         self.check("cv", self.cv, 0.0, MAX_CV)
 
     def times(self, dice: RandomDraws, rate: float, number: int) -> Iterator[float]:
-        """Seconds at which requests come, ascending and without an end, at this mean rate (requests
-        a second) in a run of this many; at an infinite one all come at 0."""
+        """Arrival times in seconds, ascending and infinite in number. ``rate``: mean arrivals per
+        second in a run of ``number`` requests; infinity: all arrive at 0."""
         if rate == inf:
             return repeat(0.0)
         return self._times(dice, rate, number)
@@ -83,7 +83,7 @@ class Arrivals(ABC):
             yield from times.tolist()
 
     def _gaps(self, rng: np.random.Generator) -> Floats:
-        """[CHUNK] of mean 1."""
+        """Gaps with mean 1 [CHUNK]."""
         if self.cv == 1.0:
             return rng.standard_exponential(CHUNK)
         if self.cv == 0.0:
@@ -92,36 +92,32 @@ class Arrivals(ABC):
 
     @abstractmethod
     def curve(self, rng: np.random.Generator, seconds: float) -> Curve | None:
-        """How the rate changes in a run of this many seconds; ``None``: not at all."""
+        """How the rate changes in a run of this many seconds; ``None``: it is constant."""
 
     def check(self, name: str, value: float, least: float, most: float = inf) -> None:
-        """Raise ``ConfigError`` for an option out of its bounds."""
-        if not (isinstance(value, int | float) and least <= value <= most):
-            upto = "" if most == inf else f", and at most {most:g}"
-            raise ConfigError(
-                f"arrivals {self.kind}: {name} is {value!r}, must be {least:g} or more{upto}"
-            )
+        """Raise ``ConfigError`` if an option is outside its range."""
+        check_number(f"arrivals {self.kind}: {name}", value, least, most)
 
     def periods(self, seconds: float, length: float) -> int:
-        """How many of this length a run needs. Raises ``ConfigError`` for too many."""
+        """Periods of this length (seconds) in a run. Raises ``ConfigError`` for too many."""
         number = ceil(seconds / length) + 1
         if number > MAX_PERIODS:
             raise ConfigError(
                 f"arrivals {self.kind}: a run of {seconds:g} s has {number} periods of "
-                f"{length:g} s, at most {MAX_PERIODS} can be drawn; ask for longer ones"
+                f"{length:g} s, but at most {MAX_PERIODS} can be drawn; use longer periods"
             )
         return number
 
 
 @dataclass(frozen=True, kw_only=True)
 class Poisson(Arrivals):
-    """Each moment alike."""
+    """A Poisson process with a constant rate."""
 
     kind: ClassVar[str] = "poisson"
 
     def __post_init__(self) -> None:
         if self.cv != 1.0:
-            raise ConfigError("arrivals poisson have cv 1; say gamma(cv=...) for another")
+            raise ConfigError(f"arrivals poisson: cv is {self.cv!r}, must be 1; use gamma(cv=...)")
 
     def curve(self, rng: np.random.Generator, seconds: float) -> None:
         return None
@@ -129,7 +125,7 @@ class Poisson(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Gamma(Arrivals):
-    """Gaps of a Gamma distribution of shape ``1 / cv**2``."""
+    """Gaps with a Gamma distribution of shape ``1 / cv**2``."""
 
     kind: ClassVar[str] = "gamma"
 
@@ -139,8 +135,8 @@ class Gamma(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class OnOff(Arrivals):
-    """Requests come for a while, then none for a while; both exponential, of these mean
-    ``on`` and ``off`` seconds. A run begins with requests."""
+    """Requests arrive for a period, then none for a period. Both are exponential with means ``on``
+    and ``off`` seconds; a run starts with requests."""
 
     kind: ClassVar[str] = "onoff"
 
@@ -166,8 +162,8 @@ class OnOff(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Ramp(Arrivals):
-    """The rate goes evenly from ``first`` to ``last`` in the course of the run. Both are relative:
-    their mean is the rate of the run."""
+    """The rate changes linearly from ``first`` to ``last`` during the run. Both are relative: their
+    mean is the rate of the run."""
 
     kind: ClassVar[str] = "ramp"
 
@@ -179,7 +175,7 @@ class Ramp(Arrivals):
         self.check("first", self.first, 0.0)
         self.check("last", self.last, 0.0)
         if self.first + self.last == 0:
-            raise ConfigError("arrivals ramp: first and last are both 0, one must be above")
+            raise ConfigError("arrivals ramp: first and last are 0, one must be above 0")
 
     def curve(self, rng: np.random.Generator, seconds: float) -> Curve:
         rates = np.linspace(self.first, self.last, RAMP_STEPS + 1)
@@ -189,7 +185,7 @@ class Ramp(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Burst(Arrivals):
-    """``times`` as many requests as else, for ``seconds`` in each ``every`` seconds."""
+    """For ``seconds`` in each ``every`` seconds, the rate is ``times_as_many`` times higher."""
 
     kind: ClassVar[str] = "burst"
 
@@ -215,8 +211,8 @@ class Burst(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Trace(Arrivals):
-    """Arrivals like those of a trace that came at ``natural`` requests a second. Another rate
-    plays all of it faster or slower, as if the trace itself were."""
+    """Arrivals like those of a trace with ``natural`` requests per second. Another rate plays the
+    whole pattern faster or slower."""
 
     natural: float
 
@@ -227,7 +223,7 @@ class Trace(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Minutes(Trace):
-    """The rate is another one each minute, drawn from a Gamma distribution."""
+    """A new rate each minute, drawn from a Gamma distribution."""
 
     kind: ClassVar[str] = "minutes"
 
@@ -241,8 +237,8 @@ class Minutes(Trace):
 
 @dataclass(frozen=True, kw_only=True)
 class Spells(Trace):
-    """Spells of requests, each with a rate of its own, and silence between them. Lengths of both
-    are uniform from half to one and a half times the mean (seconds)."""
+    """Periods of requests, each with its own rate, with pauses in between. Lengths of both are
+    uniform from half to one and a half times their mean (seconds)."""
 
     kind: ClassVar[str] = "spells"
 
@@ -264,19 +260,8 @@ ARRIVALS: dict[str, type[Arrivals]] = {
 
 
 def find_arrivals(text: str) -> Arrivals:
-    """``poisson``, ``gamma(cv=2)``, ... Raises ``ConfigError``."""
+    """The process in a text such as ``poisson`` or ``gamma(cv=2)``. Raises ``ConfigError``."""
     name, given = call(text, "arrivals", "gamma(cv=2)")
-    kind = ARRIVALS.get(name)
-    if kind is None:
-        near = difflib.get_close_matches(name, ARRIVALS, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(
-            f"arrivals {name!r} are not known; {hint}there are: {', '.join(ARRIVALS)}"
-        )
-    known = [option.name for option in fields(kind)]
-    if unknown := given.keys() - set(known):
-        raise ConfigError(
-            f"arrivals {name!r} have no option {min(unknown)!r}; their options are: "
-            f"{', '.join(known)}"
-        )
+    kind = entry_of("arrival process", name, ARRIVALS)
+    check_options(f"arrival process {name!r}", given, [option.name for option in fields(kind)])
     return kind(**given)

@@ -1,4 +1,4 @@
-"""Clients that each wait for an answer, think, and ask again."""
+"""Closed loop: clients that wait for each answer, think, and send the next request."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from engine.errors import ConfigError
 from policylab.sim.job import Job, Span
 from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import Lengths, find_lengths
-from policylab.sim.workloads.source import Source, Workload
+from policylab.sim.workloads.source import JobSource, Workload
 
 MAX_CLIENTS = 100_000
-FEW = 64  # requests of one client that are drawn at once
+FEW = 64  # requests per client that are drawn in one call
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedLoop(Workload):
-    """This many clients with a request each: when it has ended, the next comes after a pause.
+    """Clients with one request each: when it has ended, the next follows after a pause.
 
-    Each client has its share of the requests, and asks the same whatever the order of answers."""
+    Each client has its share of the requests, and sends the same ones whatever the order of
+    answers.
+    """
 
     kind: ClassVar[str] = "closed-loop"
 
     clients: int = 32
-    """How many requests there are at once, those being thought about included."""
+    """Number of clients, which bounds the requests in the engine."""
     think: float = 1.0
-    """Seconds from an answer to the next request, exponential, of this mean."""
+    """Mean seconds from an answer to the next request (exponential)."""
     lengths: str = "log-uniform"
-    """``log-uniform(prompt=(16, 1024), output=(8, 512))``, ``fixed(prompt=256, output=64)`` or the
-    name of a trace, such as ``azure-conv``."""
+    """Lengths: ``log-uniform(prompt=(16, 1024), output=(8, 512))``, ``fixed(prompt=256,
+    output=64)`` or the name of a trace, such as ``azure-conv``."""
 
     def __post_init__(self) -> None:
         Workload.__post_init__(self)
@@ -57,7 +59,7 @@ class ClosedLoop(Workload):
     def _lengths(self) -> Lengths:
         return find_lengths(self.lengths)
 
-    def source(self, seed: int, rate: float | None = None) -> Source:
+    def source(self, seed: int, rate: float | None = None) -> JobSource:
         if rate is not None:
             raise ConfigError(
                 f"{self} sends a request when another ends, so it has no rate; leave it out, and "
@@ -76,10 +78,10 @@ class ClosedLoop(Workload):
             return by_name[job.program].after(time)
 
         first = [job for client in clients for job in client.after(0.0)]
-        return Source(iter(sorted(first, key=lambda job: job.arrival)), follow)
+        return JobSource(iter(sorted(first, key=lambda job: job.arrival)), follow)
 
     def draws(self, rng: np.random.Generator) -> Iterator[tuple[float, int, int]]:
-        """Pause before it, prompt and output of each request of a client, without an end."""
+        """Per request: the pause before it (seconds), prompt and output tokens; endless."""
         while True:
             columns = (
                 rng.exponential(self.think, FEW) if self.think else np.zeros(FEW),
@@ -90,7 +92,7 @@ class ClosedLoop(Workload):
 
 
 class _Client:
-    """What one client still has to ask."""
+    """A client and its remaining requests."""
 
     def __init__(
         self, name: str, workload: ClosedLoop, dice: RandomDraws, num_left: int, tag: dict[str, Any]
@@ -102,7 +104,7 @@ class _Client:
         self._fields = {"user": name, **tag}
 
     def after(self, time: float) -> Iterator[Job]:
-        """The next request, if there is one, since the last was answered at this time."""
+        """The next request, if any, after the last one was answered at this time."""
         if self._num_taken == self._num_left:
             return
         self._num_taken += 1

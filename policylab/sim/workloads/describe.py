@@ -1,4 +1,4 @@
-"""What a workload is like, in figures."""
+"""Statistics of a workload."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from policylab.sim.job import Job
 from policylab.sim.workloads.lengths import SHARES
 from policylab.sim.workloads.reuse import PrefixReuse
-from policylab.sim.workloads.source import Source
+from policylab.sim.workloads.source import JobSource
 
 Floats = NDArray[np.float64]
 
@@ -23,9 +23,9 @@ FIRST_TOKEN_SECONDS = 0.5
 TOKEN_SECONDS = 0.02
 
 
-def as_if_served(source: Source) -> Iterator[Job]:
-    """All jobs in order of arrival. Where one follows another, that is taken to have had its first
-    token after half a second and then fifty a second."""
+def as_if_served(source: JobSource) -> Iterator[Job]:
+    """All jobs in order of arrival. Jobs that others follow are assumed to get the first token
+    after half a second, and then fifty tokens per second."""
     ends: list[tuple[float, int, Job]] = []
     number = 0
     while source.next_time < inf or ends:
@@ -43,16 +43,16 @@ def as_if_served(source: Source) -> Iterator[Job]:
 
 @dataclass
 class JobGroup:
-    """Requests of a user or a tier."""
+    """Sums over the requests of a user or a tier."""
 
     num_requests: int = 0
     num_prompt: int = 0
-    """Tokens of its prompts."""
+    """Prompt tokens."""
     num_output: int = 0
     with_deadline: int = 0
-    """Requests that have one."""
+    """Requests with a deadline."""
     with_promise: int = 0
-    """Requests that were promised a first token or a pace."""
+    """Requests with a promised TTFT or time between tokens."""
     priorities: Counter[int] = field(default_factory=Counter)
 
     def add(self, job: Job) -> None:
@@ -65,7 +65,7 @@ class JobGroup:
 
 
 class Description:
-    """Figures of jobs, which are added in order of arrival."""
+    """Statistics of jobs, which are added in order of arrival."""
 
     def __init__(self, block_size: int) -> None:
         self.reuse = PrefixReuse(block_size)
@@ -73,19 +73,19 @@ class Description:
         self.tiers: dict[str, JobGroup] = {}
         self.programs: Counter[str] = Counter()
         self.has_followers = False
-        """Whether some come since others have ended."""
+        """True if some jobs follow the end of others."""
         self._arrivals = array("d")
         self._prompts = array("q")
         self._outputs = array("q")
 
     def watch(self, jobs: Iterator[Job]) -> Iterator[Job]:
-        """Add these jobs as they pass."""
+        """Yield these jobs, and add each of them."""
         for job in jobs:
             self.add(job)
             yield job
 
     def add(self, job: Job) -> None:
-        """One job more."""
+        """Add a job."""
         self._arrivals.append(job.arrival)
         self._prompts.append(job.num_prompt)
         self._outputs.append(job.num_output)
@@ -101,23 +101,23 @@ class Description:
 
     @property
     def seconds(self) -> float:
-        """Until the last request came."""
+        """The time of the last arrival, in seconds."""
         return self._arrivals[-1] if self._arrivals else 0.0
 
     @property
     def rate(self) -> float:
-        """Requests a second; infinite where all come at once."""
+        """Requests per second; infinity if all arrive at once."""
         return self.num_requests / self.seconds if self.seconds else inf
 
     @property
     def gap_cv(self) -> float:
-        """Coefficient of variation of the gaps between arrivals; NaN for fewer than two."""
+        """Coefficient of variation of the arrival gaps; NaN for fewer than two requests."""
         gaps = np.diff(np.array(self._arrivals))
         return float(gaps.std() / gaps.mean()) if len(gaps) and gaps.any() else nan
 
     def dispersion(self, seconds: float) -> float:
-        """Variance by mean of how many came in each window of this many seconds, whole windows
-        only; 1 for Poisson, NaN for fewer than two windows."""
+        """Variance over mean of the number of arrivals in windows of this many seconds; 1 for
+        Poisson, NaN for fewer than two complete windows."""
         times = np.array(self._arrivals)
         number = int(self.seconds // seconds)
         if number < 2:
@@ -126,7 +126,7 @@ class Description:
         return float(counts.var() / counts.mean())
 
     def lengths(self) -> dict[str, Floats]:
-        """Lengths of prompts and outputs: mean, then the quantiles at ``SHARES`` [1 +
+        """Lengths of prompts and outputs: the mean, then the quantiles at ``SHARES`` [1 +
         len(SHARES)]."""
         columns = {"prompt": self._prompts, "output": self._outputs}
         return {

@@ -1,7 +1,7 @@
-"""Random numbers of a run: a stream for each thing that is drawn.
+"""Random numbers of a run, with a separate stream for each kind of draw.
 
-Another option, or another number of requests, leaves the draws of all other things as they were:
-so two runs of the same seed differ by what was meant to differ.
+Changing an option or the number of requests leaves all other streams unchanged, so runs with the
+same seed differ only in what was changed.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import numpy as np
 
 from engine.errors import ConfigError
 
-CHUNK = 4096  # numbers that are drawn at once
+CHUNK = 4096  # numbers drawn in one call
 
 
 class RandomDraws:
-    """Streams of random numbers by name. The same seed and name give the same numbers."""
+    """Random streams by name. The same seed and name give the same numbers."""
 
     def __init__(self, seed: int) -> None:
         if seed < 0:
@@ -24,5 +24,5 @@ class RandomDraws:
         self._seed = seed
 
     def stream(self, name: str) -> np.random.Generator:
-        """The stream of this name, from its beginning."""
+        """A new stream with this name."""
         return np.random.Generator(np.random.PCG64([self._seed, crc32(name.encode())]))

@@ -1,4 +1,4 @@
-"""Our own file of a workload: a line for each request, which ``metronome workload`` writes."""
+"""Our own file format of workloads, with a line per request, written by ``metronome workload``."""
 
 from __future__ import annotations
 
@@ -14,13 +14,20 @@ from engine.errors import ConfigError
 from policylab.sim.job import Job, Span
 from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import JobPlace, JobRow, Reader, in_order, opened
+from policylab.sim.workloads.reader import (
+    FileWorkload,
+    JobPlace,
+    JobRow,
+    in_order,
+    json_lines,
+    opened,
+)
 
 FORMAT = 1
 
 
 class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workload"):
-    """The first line: what was drawn."""
+    """The first line: how the requests were drawn."""
 
     format: int
     workload: str
@@ -29,8 +36,8 @@ class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workl
 
 
 class JsonLine(msgspec.Struct, omit_defaults=True):
-    """A request. ``prompt``: parts of texts, each its name, length and start; ``texts``: token ids
-    of those that were not made up. Other fields as in ``Job``."""
+    """A request. ``prompt``: spans of texts as name, length and start; ``texts``: token ids of real
+    texts. Other fields as in ``Job``."""
 
     id: str
     arrival: float
@@ -52,7 +59,7 @@ FIELDS = ("user", "priority", "deadline", "ttft", "tbt", "tier", "program", "hin
 
 
 def write(path: str | Path, head: Head, jobs: Iterable[Job]) -> None:
-    """Write a file of these jobs. Raises ``ConfigError``."""
+    """Write these jobs to a file. Raises ``ConfigError`` if that fails."""
     encode = msgspec.json.Encoder().encode
     try:
         with Path(path).open("wb") as file:
@@ -64,7 +71,7 @@ def write(path: str | Path, head: Head, jobs: Iterable[Job]) -> None:
 
 
 def line_of(job: Job) -> JsonLine:
-    """A job as it is written."""
+    """A job as a line of the file."""
     return JsonLine(
         id=job.request_id,
         arrival=job.arrival,
@@ -76,26 +83,18 @@ def line_of(job: Job) -> JsonLine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JSONL(Reader):
-    """A file that ``metronome workload W --out FILE`` wrote. Its requests come when it says, those
-    that had followed others, too."""
+class JSONL(FileWorkload):
+    """A file that ``metronome workload W --out FILE`` wrote. Requests arrive at the times in the
+    file, even those that followed others."""
 
     kind: ClassVar[str] = "jsonl"
     is_from_zero: ClassVar[bool] = True
 
     def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
-        decode = msgspec.json.Decoder(JsonLine).decode
         last = -inf
         with opened(self.path) as file:
             self._check_head(next(file, ""))
-            for number, text in enumerate(file, 2):
-                if not text.strip():
-                    continue
-                place = JobPlace(self.path, number)
-                try:
-                    line = decode(text)
-                except msgspec.DecodeError as error:
-                    raise place.error("the line", text.strip(), f"a request ({error})") from error
+            for place, line in json_lines(self.path, file, 2, JsonLine):
                 last = in_order(place, "arrival", line.arrival, line.arrival, last)
                 yield JobRow(last, _body(place, line), line.id)
 
@@ -107,7 +106,7 @@ class JSONL(Reader):
             raise JobPlace(self.path, 1).error("the line", text.strip(), expected) from error
         if head.format != FORMAT:
             raise ConfigError(
-                f"{self.path} is of format {head.format}, this version reads {FORMAT}"
+                f"{self.path} has format {head.format}; this version reads format {FORMAT}"
             )
 
 

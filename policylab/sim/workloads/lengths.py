@@ -1,14 +1,13 @@
-"""How long prompts and outputs are.
+"""Lengths of prompts and outputs.
 
-A trace is known by quantiles, between which the logarithm of a length goes along a line; a uniform
-number, looked up there, is a length (an inverse distribution function). Three knots are chosen: the
-shortest length is where the line from P25 to P5 meets P0, and P99.9, then P97 if that is not
-enough, are where the mean becomes that of the trace.
+A trace is given by quantiles, between which the logarithm of the length is interpolated linearly;
+lengths are drawn by inverting this distribution function. Three knots are derived: the shortest
+length continues the line from P25 to P5 down to P0, and P99.9, then P97 if that is not enough, are
+placed so that the mean is that of the trace.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from functools import cached_property
 from math import exp, log
@@ -18,30 +17,30 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.errors import ConfigError
-from policylab.sim.named import call
+from policylab.sim.named import call, check_options, entry_of
 
 Counts = NDArray[np.int64]
 Floats = NDArray[np.float64]
 
-SHARES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)  # of the quantiles that tables list
-BEND, TAIL = 0.97, 0.999  # where the mean is put right
+SHARES = (0.05, 0.25, 0.5, 0.75, 0.9, 0.95, 0.99, 1.0)  # shares of the listed quantiles
+BEND, TAIL = 0.97, 0.999  # shares of the knots that adjust the mean
 EXACT = 1e-6
 MAX_TOKENS = 10_000_000
 
 
 class LengthRange(Protocol):
-    """Lengths of one kind, in tokens."""
+    """A distribution of lengths in tokens."""
 
     @property
     def longest(self) -> int:
-        """The longest there could be."""
+        """The longest possible length."""
 
     def draw(self, rng: np.random.Generator, number: int) -> Counts:
-        """This many lengths [number]."""
+        """Draw this many lengths [number]."""
 
 
 class LogUniformRange(NamedTuple):
-    """From the shortest to the longest, all orders of magnitude alike."""
+    """Log-uniform lengths from the shortest to the longest."""
 
     shortest: int
     longest: int
@@ -53,7 +52,7 @@ class LogUniformRange(NamedTuple):
 
 
 class Quantiles:
-    """Lengths of a trace with this mean and these quantiles, at ``SHARES``; tokens."""
+    """Lengths of a trace with this mean, and with quantiles ``values`` at ``SHARES``; in tokens."""
 
     def __init__(self, mean: float, *values: float) -> None:
         self.mean = mean
@@ -74,7 +73,7 @@ class Quantiles:
 
     @cached_property
     def _knots(self) -> tuple[Floats, Floats]:
-        """Shares and logarithms of lengths, both ends among them."""
+        """Shares and logarithms of lengths, including both ends."""
         p5, p25, p95, p99, longest = (self.values[i] for i in (0, 1, -3, -2, -1))
         slope = log(p25 / p5) / (SHARES[1] - SHARES[0])
         shortest = exp(log(p5) - slope * SHARES[0])
@@ -91,7 +90,7 @@ class Quantiles:
     def _solved(
         self, mean_at: Callable[[float], float], low: float, high: float, else_: float | None = None
     ) -> float:
-        """Where a rising function has the mean, or the end that is nearer to it."""
+        """Where a rising function equals the trace's mean, or the nearer end."""
         if else_ is not None and abs(mean_at(else_) / self.mean - 1.0) < EXACT:
             return else_
         for _ in range(60):
@@ -101,7 +100,7 @@ class Quantiles:
 
 
 def _mean(shares: Floats, lengths: Floats) -> float:
-    """The mean of lengths whose logarithm goes along lines between these."""
+    """The mean of lengths whose logarithm is interpolated linearly between these knots."""
     widths, low, high = np.diff(shares), lengths[:-1], lengths[1:]
     ratio = np.log(high / low)
     means = np.where(ratio > 1e-9, (high - low) / np.where(ratio > 1e-9, ratio, 1.0), low)
@@ -109,7 +108,7 @@ def _mean(shares: Floats, lengths: Floats) -> float:
 
 
 class Lengths(NamedTuple):
-    """Lengths of prompts and of outputs, independent of each other."""
+    """Distributions of prompt and output lengths, which are independent."""
 
     prompt: LengthRange
     output: LengthRange
@@ -142,27 +141,24 @@ ARXIV = Lengths(
 def log_uniform(
     prompt: tuple[int, int] = (16, 1024), output: tuple[int, int] = (8, 512)
 ) -> Lengths:
-    """Each of them from a shortest to a longest. Raises ``ConfigError``."""
+    """Log-uniform lengths between the given ends. Raises ``ConfigError``."""
     return Lengths(bounds("prompt", prompt), bounds("output", output))
 
 
 def fixed(prompt: int = 256, output: int = 64) -> Lengths:
-    """All alike. Raises ``ConfigError``."""
+    """The same lengths for all requests. Raises ``ConfigError``."""
     return log_uniform((prompt, prompt), (output, output))
 
 
 def bounds(name: str, given: tuple[int, int]) -> LogUniformRange:
-    """A range of lengths that was requested. Raises ``ConfigError``."""
+    """A log-uniform range from a pair of lengths. Raises ``ConfigError``."""
     try:
         shortest, longest = given
         is_right = 1 <= shortest <= longest <= MAX_TOKENS
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{name} is {given!r}, must be two numbers as in (16, 1024)") from error
     if not is_right:
-        raise ConfigError(
-            f"{name} are {shortest} to {longest}, must be 1 or more, rising, and at most "
-            f"{MAX_TOKENS}"
-        )
+        raise ConfigError(f"{name} is {given!r}, must be two rising numbers from 1 to {MAX_TOKENS}")
     return LogUniformRange(int(shortest), int(longest))
 
 
@@ -177,20 +173,14 @@ MADE: dict[str, Callable[..., Lengths]] = {"log-uniform": log_uniform, "fixed": 
 
 
 def find_lengths(text: str) -> Lengths:
-    """``azure-conv``, ``log-uniform(prompt=(16, 256), output=(8, 64))``, ... Raises
-    ``ConfigError``."""
+    """The lengths in a text such as ``azure-conv`` or ``log-uniform(prompt=(16, 256), output=(8,
+    64))``. Raises ``ConfigError``."""
     name, given = call(text, "lengths", "fixed(prompt=256, output=64)")
-    if name in TRACES and not given:
-        return TRACES[name]
-    if name in TRACES:
-        raise ConfigError(f"lengths {name!r} have no options, and were given {', '.join(given)}")
-    if name not in MADE:
-        known = [*MADE, *TRACES]
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ConfigError(f"lengths {name!r} are not known; {hint}there are: {', '.join(known)}")
-    if unknown := given.keys() - {"prompt", "output"}:
-        raise ConfigError(
-            f"lengths {name!r} have no option {min(unknown)!r}; their options are: prompt, output"
-        )
-    return MADE[name](**given)
+    known: dict[str, Lengths | Callable[..., Lengths]] = {**MADE, **TRACES}
+    found = entry_of("length distribution", name, known)
+    if isinstance(found, Lengths):
+        if given:
+            raise ConfigError(f"length distribution {name!r} has no options; leave them out")
+        return found
+    check_options(f"length distribution {name!r}", given, ("prompt", "output"))
+    return found(**given)

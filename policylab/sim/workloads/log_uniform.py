@@ -1,4 +1,4 @@
-"""Independent requests of all sizes alike."""
+"""Independent requests with log-uniform lengths."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ NUM_PREFIXES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LogUniform(OpenLoop):
-    """Lengths log-uniform from the shortest to the longest; on request a shared beginning."""
+    """Lengths log-uniform from the shortest to the longest, optionally with shared prefixes."""
 
     kind: ClassVar[str] = "log-uniform"
 
     prompt_tokens: tuple[int, int] = (16, 1024)
-    """Shortest and longest prompt, without a shared beginning."""
+    """The shortest and the longest prompt, without a shared prefix."""
     output_tokens: tuple[int, int] = (8, 512)
-    """Shortest and longest output."""
+    """The shortest and the longest output."""
     shared_prefix: int = 0
-    """Tokens that half of the prompts have in front of them, one of eight texts."""
+    """Tokens of a prefix that half of the prompts start with, one of eight texts; 0: none."""
     num_users: int = 4
 
     def __post_init__(self) -> None:
@@ -35,7 +35,7 @@ class LogUniform(OpenLoop):
 
     @property
     def lengths(self) -> Lengths:
-        """Lengths of prompts, without what they share, and outputs."""
+        """Lengths of prompts without prefixes, and of outputs."""
         return Lengths(
             bounds("prompt_tokens", self.prompt_tokens),
             bounds("output_tokens", self.output_tokens),

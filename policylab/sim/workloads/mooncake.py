@@ -1,4 +1,4 @@
-"""Requests like those of Mooncake's traces: long prompts that begin as earlier ones did."""
+"""Requests like those of Mooncake's traces: long prompts with shared prefixes."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from policylab.sim.workloads.lengths import MOONCAKE_CONV, MOONCAKE_SYNTHETIC, L
 from policylab.sim.workloads.open_loop import Body, pairs, uniform
 from policylab.sim.workloads.traces import LikeTrace
 
-NUM_OPEN = 512  # conversations that may go on; a new one takes the place of any of them
+NUM_OPEN = 512  # open conversations; a new one replaces any of them
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mooncake(LikeTrace):
-    """Prompts that go on from earlier ones.
+    """Prompts that extend earlier prompts.
 
-    A length is drawn first, so that lengths are those of the trace. Then, in ``reuse`` of the
-    cases, the prompt begins with all of an earlier one: the longest that fits, among ``looks``
-    picked from those of late.
+    The length is drawn first, so that lengths are those of the trace. With probability ``reuse``
+    the prompt then starts with all of an earlier one: the longest that fits, among ``looks`` random
+    picks from the recent ones.
     """
 
     block_size: ClassVar[int] = 512
     looks: ClassVar[int]
 
     reuse: float
-    """Share of requests that go on from an earlier one, where one that fits is found."""
+    """Share of requests that extend an earlier prompt, if a pick fits."""
 
     def __post_init__(self) -> None:
         LikeTrace.__post_init__(self)
@@ -37,7 +37,9 @@ class Mooncake(LikeTrace):
     def bodies(self, dice: RandomDraws) -> Iterator[Body]:
         rng = dice.stream("prefixes")
         goes_on, looks = uniform(rng), uniform(dice.stream("looks"))
-        opened: list[tuple[int, tuple[Span, ...]]] = []  # tokens of the latest prompt, and itself
+        opened: list[
+            tuple[int, tuple[Span, ...]]
+        ] = []  # tokens of the latest prompt, and the prompt
         for number, (num_prompt, num_output) in enumerate(pairs(self.lengths, dice)):
             place = self._earlier(opened, num_prompt, looks) if next(goes_on) < self.reuse else None
             length, prompt = (0, ()) if place is None else opened[place]
@@ -54,7 +56,7 @@ class Mooncake(LikeTrace):
     def _earlier(
         self, opened: list[tuple[int, tuple[Span, ...]]], num_prompt: int, looks: Iterator[float]
     ) -> int | None:
-        """The place of the longest prompt found that is no longer than this one."""
+        """The index of the longest picked prompt that fits; ``None`` if none does."""
         best, longest = None, 0
         for _ in range(self.looks):
             place = int(next(looks) * len(opened))
@@ -65,31 +67,25 @@ class Mooncake(LikeTrace):
 
 @dataclass(frozen=True, kw_only=True)
 class MooncakeConv(Mooncake):
-    """Mooncake's conversations: 12,031 requests in 3,537 s; of the prompts 36.6 % are cached."""
+    """Mooncake's conversations: 12,031 requests in 3,537 s; 36.6 % of prompt tokens are cached."""
 
     kind: ClassVar[str] = "mooncake-conv"
     table: ClassVar[Lengths] = MOONCAKE_CONV
     looks: ClassVar[int] = 4
+    own_rate: ClassVar[float] = 3.40
 
     arrivals: str = "poisson"
     reuse: float = 0.755
 
-    @property
-    def natural_rate(self) -> float:
-        return 3.40
-
 
 @dataclass(frozen=True, kw_only=True)
 class MooncakeSynthetic(Mooncake):
-    """Mooncake's synthetic trace: 3,993 requests in 1,022 s; of the prompts 64.0 % are cached."""
+    """Mooncake's synthetic trace: 3,993 requests in 1,022 s; 64.0 % of prompt tokens are cached."""
 
     kind: ClassVar[str] = "mooncake-synthetic"
     table: ClassVar[Lengths] = MOONCAKE_SYNTHETIC
     looks: ClassVar[int] = 16
+    own_rate: ClassVar[float] = 3.91
 
     arrivals: str = "poisson"
     reuse: float = 0.84
-
-    @property
-    def natural_rate(self) -> float:
-        return 3.91

@@ -1,4 +1,4 @@
-"""The JSONL files of Mooncake's traces, whose blocks of 512 tokens have names."""
+"""JSONL files of Mooncake's traces, with named blocks of 512 tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ import numpy as np
 from policylab.sim.job import Span
 from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import JobPlace, JobRow, Reader, in_order, opened
+from policylab.sim.workloads.reader import (
+    FileWorkload,
+    JobPlace,
+    JobRow,
+    in_order,
+    json_lines,
+    opened,
+)
 
 BLOCK = 512
 
@@ -29,22 +36,22 @@ class _Line(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True)
-class MooncakeJSONL(Reader):
+class MooncakeJSONL(FileWorkload):
     """A file of Mooncake's traces: ``timestamp`` (ms), ``input_length``, ``output_length``,
-    ``hash_ids``. There is one id for each 512 tokens of the prompt: the same ids are the same text.
+    ``hash_ids`` with one id per 512 prompt tokens; equal ids are equal text.
 
-    Stamps of the public traces are whole ticks: requests of one tick are spread over it, or up to
-    the next stamp if that comes earlier.
+    Timestamps of the public traces are rounded to ticks: requests of one tick are spread over it,
+    or up to the next timestamp if that is earlier.
     """
 
     kind: ClassVar[str] = "mooncake-jsonl"
     block_size: ClassVar[int] = BLOCK
 
     tick: float = 3.0
-    """Seconds of a tick; 0: requests come as they are stamped."""
+    """Seconds per tick; 0: requests arrive at their timestamps."""
 
     def __post_init__(self) -> None:
-        Reader.__post_init__(self)
+        FileWorkload.__post_init__(self)
         self.check("tick", self.tick, 0.0, 3600.0)
 
     def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
@@ -67,16 +74,8 @@ class MooncakeJSONL(Reader):
 
     def _lines(self) -> Iterator[tuple[float, Body]]:
         last = -inf
-        decode = msgspec.json.Decoder(_Line).decode
         with opened(self.path) as file:
-            for number, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                place = JobPlace(self.path, number)
-                try:
-                    line = decode(text)
-                except msgspec.DecodeError as error:
-                    raise place.error("the line", text.strip(), f"a request ({error})") from error
+            for place, line in json_lines(self.path, file, 1, _Line):
                 last = in_order(place, "timestamp", line.timestamp, line.timestamp / 1e3, last)
                 yield last, _body(place, line)
 

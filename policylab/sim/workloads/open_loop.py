@@ -1,4 +1,4 @@
-"""Requests that come whatever the engine does, and know nothing of each other's ends."""
+"""Open loop: requests that arrive independently of the engine and of each other's ends."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from policylab.sim.job import NOTHING, Job, Span
 from policylab.sim.workloads.arrivals import Arrivals, find_arrivals
 from policylab.sim.workloads.draws import CHUNK, RandomDraws
 from policylab.sim.workloads.lengths import Lengths
-from policylab.sim.workloads.source import Source, Workload
+from policylab.sim.workloads.source import JobSource, Workload
 
 TRACE = "trace"
 
 
 class Body(NamedTuple):
-    """What a request says, and how long its answer will be; ``fields`` are further ones of a job,
-    over which tags that were requested go."""
+    """A request's prompt and output length; ``fields``: further fields of the job, which requested
+    tags override."""
 
     prompt: tuple[Span, ...]
     num_output: int
@@ -30,7 +30,7 @@ class Body(NamedTuple):
 
 
 def pairs(lengths: Lengths, dice: RandomDraws, name: str = "") -> Iterator[tuple[int, int]]:
-    """Lengths of prompt and output, without an end. ``name`` tells streams apart."""
+    """Lengths of prompt and output, infinite in number. ``name``: name of the random stream."""
     prompts, outputs = dice.stream(f"prompts{name}"), dice.stream(f"outputs{name}")
     while True:
         drawn = (lengths.prompt.draw(prompts, CHUNK), lengths.output.draw(outputs, CHUNK))
@@ -38,21 +38,23 @@ def pairs(lengths: Lengths, dice: RandomDraws, name: str = "") -> Iterator[tuple
 
 
 def uniform(rng: np.random.Generator) -> Iterator[float]:
-    """Numbers from 0 to below 1, without an end."""
+    """Uniform random numbers from 0 to below 1, infinite in number."""
     while True:
         yield from rng.random(CHUNK).tolist()
 
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLoop(Workload):
-    """A workload whose arrivals are a process of their own."""
+    """A workload whose arrivals are an independent process."""
 
     trace: ClassVar[Arrivals | None] = None
-    """Arrivals of the trace that it is like, if it is like one: ``arrivals="trace"``."""
+    """The arrival process of the trace that the workload imitates, for ``arrivals="trace"``."""
+    own_rate: ClassVar[float] = 1.0
+    """Requests a second where no other rate is given."""
 
     arrivals: str = "poisson"
-    """``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(first=0.2,last=1.8)``,
-    ``burst(every=60,seconds=5,times_as_many=10)``; each of them but the first with ``cv``."""
+    """``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(first=0.2,last=1.8)`` or
+    ``burst(every=60,seconds=5,times_as_many=10)``; all but the first accept ``cv``."""
 
     def __post_init__(self) -> None:
         Workload.__post_init__(self)
@@ -60,26 +62,26 @@ class OpenLoop(Workload):
 
     @property
     def process(self) -> Arrivals:
-        """How its requests come. Raises ``ConfigError`` for arrivals that are not known."""
+        """The arrival process. Raises ``ConfigError`` for unknown arrivals."""
         if self.arrivals != TRACE:
             return find_arrivals(self.arrivals)
         if self.trace is None:
             raise ConfigError(
-                f"workload {self.kind!r} has no arrivals of its own; say arrivals='poisson', "
+                f"workload {self.kind!r} has no arrivals of its own; use arrivals='poisson', "
                 "'gamma(cv=2)' or another"
             )
         return self.trace
 
     @property
     def natural_rate(self) -> float:
-        return 1.0
+        return self.own_rate
 
     @abstractmethod
     def bodies(self, dice: RandomDraws) -> Iterator[Body]:
-        """What requests say, one after the other, without an end."""
+        """Prompt and output length of each request, infinite in number."""
 
-    def source(self, seed: int, rate: float | None = None) -> Source:
-        return Source(self._jobs(RandomDraws(seed), rate or self.natural_rate))
+    def source(self, seed: int, rate: float | None = None) -> JobSource:
+        return JobSource(self._jobs(RandomDraws(seed), rate or self.natural_rate))
 
     def _jobs(self, dice: RandomDraws, rate: float) -> Iterator[Job]:
         bodies, tags = self.bodies(dice), self.tags.draw(dice)

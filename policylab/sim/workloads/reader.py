@@ -1,53 +1,56 @@
-"""Workloads that are read from a file, line by line, with memory for one line."""
+"""Workloads that are read from a file line by line, with one line in memory."""
 
 from __future__ import annotations
 
 import csv
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import IO, ClassVar, NamedTuple
+from typing import IO, ClassVar, NamedTuple, TypeVar
+
+import msgspec
 
 from engine.errors import ConfigError
 from policylab.sim.job import Job, Span
 from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.source import MAX_REQUESTS, Source, Workload
+from policylab.sim.workloads.source import MAX_REQUESTS, JobSource, Workload
 
-MAX_LENGTH = 100_000_000  # tokens of a prompt or an output
+MAX_LENGTH = 100_000_000  # tokens in a prompt or an output
 SHOWN_CHARS = 40
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class JobRow(NamedTuple):
-    """A request of a file."""
+    """A request in a file."""
 
     time: float
-    """Seconds, from any beginning."""
+    """Arrival in seconds, from any origin."""
     body: Body
     request_id: str = ""
-    """Empty: it is called by its number."""
+    """Empty: the request is named by its number."""
 
 
 class JobPlace(NamedTuple):
-    """A line of a file, for what is wrong with it."""
+    """A line of a file, for error messages."""
 
     path: str
     line: int
 
     def error(self, name: str, value: object, expected: str) -> ConfigError:
-        """What a value should have been."""
+        """The error that a value in this line should have been ``expected``."""
         shown = repr(value)
         if len(shown) > SHOWN_CHARS:
             shown = shown[:SHOWN_CHARS] + "..."
         return ConfigError(f"{self.path}, line {self.line}: {name} is {shown}, must be {expected}")
 
     def tokens(self, name: str, value: object, least: int = 1) -> int:
-        """A number of tokens."""
+        """The value as a number of tokens. Raises ``ConfigError``."""
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -59,7 +62,7 @@ class JobPlace(NamedTuple):
         return int(number)
 
     def seconds(self, name: str, value: object) -> float:
-        """A time."""
+        """The value as a time. Raises ``ConfigError``."""
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -70,7 +73,7 @@ class JobPlace(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What is known of a file once it was read to its end, or to the requests requested."""
+    """The number of requests in a file, the first and last time, and the longest lengths."""
 
     number: int
     first: float
@@ -80,22 +83,21 @@ class Size(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader(Workload):
-    """The requests of a file, as they came.
-
-    The file is read once to know its size, and again for each run. Another rate plays it faster or
-    slower. Users, tiers, deadlines and priorities that are requested replace the file's.
-    """
+class FileWorkload(Workload):
+    """The requests of a file, as recorded. The file is read once for its size, and again for each
+    run. Another rate plays it faster or slower. Users, tiers, deadlines and priorities that are
+    requested replace those of the file."""
 
     is_from_zero: ClassVar[bool] = False
-    """Its times are seconds since the start of the run; else the first request comes at 0."""
+    """True if times are seconds since the start of the run; otherwise the first request arrives at
+    0."""
 
     path: str
-    """The file."""
+    """Path of the file."""
     num_requests: int = MAX_REQUESTS
-    """How many are read at most."""
+    """The most requests that are read."""
     speed: float = 1.0
-    """How many times as fast it is played as it was recorded, where no rate is requested."""
+    """How many times as fast as recorded it is played, if no rate is given."""
 
     def __post_init__(self) -> None:
         Workload.__post_init__(self)
@@ -105,11 +107,11 @@ class Reader(Workload):
 
     @abstractmethod
     def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
-        """Requests in order of the file. Raises ``ConfigError`` for a line that is none."""
+        """The requests in order of the file. Raises ``ConfigError`` for an invalid line."""
 
     @property
     def natural_rate(self) -> float:
-        """The recorded rate, times the speed; 1 for a file whose requests all came at once."""
+        """The recorded rate times the speed; 1 for a file in which all requests arrive at once."""
         seconds = self.size.last - self.size.first
         number = self.size.number
         return self.speed * (number - 1) / seconds if number > 1 and seconds else 1.0
@@ -124,7 +126,8 @@ class Reader(Workload):
 
     @cached_property
     def size(self) -> Size:
-        """Read the file for its size. Raises ``ConfigError``, also for one without a request."""
+        """The size of the file, which is read for it. Raises ``ConfigError`` also for a file
+        without requests."""
         number, first, last, max_prompt, max_output = 0, 0.0, 0.0, 1, 1
         for time, body, _ in self._read(RandomDraws(0)):
             if not number and not self.is_from_zero:
@@ -133,11 +136,11 @@ class Reader(Workload):
             max_prompt = max(max_prompt, sum(span.length for span in body.prompt))
             max_output = max(max_output, body.fields.get("max_tokens") or 0, body.num_output)
         if not number:
-            raise ConfigError(f"{self.path} holds no request")
+            raise ConfigError(f"{self.path} contains no request")
         return Size(number, first, last, max_prompt, max_output)
 
-    def source(self, seed: int, rate: float | None = None) -> Source:
-        return Source(self._jobs(RandomDraws(seed), rate or self.natural_rate))
+    def source(self, seed: int, rate: float | None = None) -> JobSource:
+        return JobSource(self._jobs(RandomDraws(seed), rate or self.natural_rate))
 
     def _jobs(self, dice: RandomDraws, rate: float) -> Iterator[Job]:
         first = self.size.first
@@ -159,19 +162,19 @@ class Reader(Workload):
 
 @contextmanager
 def opened(path: str) -> Iterator[IO[str]]:
-    """The file, as text. Raises ``ConfigError``."""
+    """The file as text. Raises ``ConfigError``."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             yield file
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is no text in UTF-8: {error}") from error
+        raise ConfigError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]:
-    """Lines of a CSV file with a head, by the names of columns. Raises ``ConfigError`` where one
-    of ``columns`` is missing."""
+    """The lines of a CSV file with a head, by column names. Raises ``ConfigError`` if one of
+    ``columns`` is missing."""
     with opened(path) as file:
         lines = csv.reader(file)
         try:
@@ -184,16 +187,32 @@ def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]
                     continue
                 if len(cells) != len(head):
                     shown = ",".join(cells)
-                    raise place.error("the line", shown, f"{len(head)} values with commas between")
+                    raise place.error("the line", shown, f"{len(head)} values separated by commas")
                 yield place, dict(zip(head, cells, strict=True))
         except csv.Error as error:
             raise ConfigError(f"{path}, line {lines.line_num}: {error}") from error
 
 
+def json_lines(
+    path: str, file: Iterable[str], first: int, kind: type[Line]
+) -> Iterator[tuple[JobPlace, Line]]:
+    """Lines of a JSONL file, as this kind of struct; ``first``: the number of the first line.
+    Raises ``ConfigError`` for a line that cannot be decoded."""
+    decode = msgspec.json.Decoder(kind).decode
+    for number, text in enumerate(file, first):
+        if text.strip():
+            place = JobPlace(path, number)
+            try:
+                line = decode(text)
+            except msgspec.DecodeError as error:
+                raise place.error("the line", text.strip(), f"a request ({error})") from error
+            yield place, line
+
+
 def in_order(place: JobPlace, name: str, value: object, time: float, last: float) -> float:
-    """The time, which must not be before the last one. Raises ``ConfigError``."""
+    """The time, if it is not before the last one. Raises ``ConfigError``."""
     if time < last:
-        raise place.error(name, value, "no earlier than that of the line before: sort the file")
+        raise place.error(name, value, "no earlier than in the line before; sort the file")
     return time
 
 

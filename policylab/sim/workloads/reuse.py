@@ -1,4 +1,4 @@
-"""What a cache without limits would find of the prompts, in whole blocks from their beginning."""
+"""Prefix reuse: what an unlimited cache would find of the prompts, in whole blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from policylab.sim.job import Job, Span
 
 
 class PrefixReuse:
-    """Counts tokens of prompts that earlier prompts began with, too. Two texts of different names
-    count as different; an answer is known once a prompt has held it.
+    """Counts prompt tokens with which earlier prompts started, too. Texts with different names
+    count as different; an answer is known once a prompt contains it.
 
-    It remembers a number for each different part of a prompt after the parts before it.
+    It stores a number for each distinct part of a prompt after the parts before it.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -19,16 +19,16 @@ class PrefixReuse:
         self.num_tokens = 0
         """Tokens of all prompts."""
         self.num_found = 0
-        """Tokens that an endless cache would have had."""
-        self._longest: dict[int, int] = {}  # by hash of what is before it, and of its text
+        """Tokens that an unlimited cache would have found."""
+        self._longest: dict[int, int] = {}  # by hash of the preceding spans and of the text
 
     @property
     def share(self) -> float:
-        """Share of prompt tokens that were found."""
+        """The share of prompt tokens that were found."""
         return self.num_found / self.num_tokens if self.num_tokens else 0.0
 
     def add(self, job: Job) -> int:
-        """Count a job; tokens of it that were found."""
+        """Count a job; returns its prompt tokens that were found."""
         common, is_known, before = 0, True, 0
         for text, length, start in merged(_parts(job, self.block_size)):
             key = hash((before, text, start))
@@ -46,7 +46,7 @@ class PrefixReuse:
 
 
 def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
-    """Parts of a job's prompt. Each block of given tokens is a text, named by its content."""
+    """The spans of a job's prompt. Blocks of real tokens become texts named by their content."""
     if not job.texts:
         return job.prompt
     tokens = job.tokens()
@@ -55,7 +55,7 @@ def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
 
 
 def merged(prompt: tuple[Span, ...]) -> list[Span]:
-    """Parts that follow each other in one text are one part."""
+    """The spans, with adjacent parts of one text joined."""
     found: list[Span] = []
     for span in prompt:
         last = found[-1] if found else None

@@ -1,5 +1,5 @@
-"""Requests in sessions: the next comes some time after the last was answered, and begins with all
-that came before it."""
+"""Sessions: each request follows the answer to the last one, and its prompt starts with everything
+before it."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from policylab.sim.workloads.arrivals import Arrivals, find_arrivals
 from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.lengths import Lengths, find_lengths
 from policylab.sim.workloads.open_loop import pairs, uniform
-from policylab.sim.workloads.source import Source, Workload
+from policylab.sim.workloads.source import JobSource, Workload
 
-NUM_SAMPLED = 4000  # sessions by which the mean number of turns is known
+NUM_SAMPLED = 4000  # sampled sessions for the mean number of turns
 SAMPLE_SEED = 20261125
 MAX_TURNS = 10_000
 
@@ -26,35 +26,35 @@ class Turn(NamedTuple):
     """A request of a session."""
 
     pause: float
-    """Seconds since the answer before."""
+    """Seconds since the last answer."""
     num_new: int
-    """Tokens of a turn."""
+    """New tokens in the prompt."""
     num_output: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions(Workload):
-    """Sessions come as ``arrivals`` say; within each, requests follow answers."""
+    """Sessions arrive by ``arrivals``; within a session, requests follow answers."""
 
     name: ClassVar[str]
-    """How its sessions are called, with a number."""
+    """Name of its sessions, to which a number is added."""
 
     arrivals: str = "poisson"
-    """Arrivals of sessions: ``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(...)``,
+    """Arrivals of sessions: ``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(...)`` or
     ``burst(...)``."""
     turns: float = 4.0
-    """Requests of a session, geometric, of this mean."""
+    """Mean number of requests in a session (geometric)."""
     think: float = 10.0
-    """Seconds from an answer to the next request, exponential, of this mean."""
+    """Mean seconds from an answer to the next request (exponential)."""
     lengths: str = "log-uniform(prompt=(16, 256), output=(8, 256))"
-    """Lengths of what is new in a prompt, and of answers: ``log-uniform(...)``, ``fixed(...)`` or
-    the name of a trace."""
+    """Lengths of new prompt text and of answers: ``log-uniform(...)``, ``fixed(...)`` or the name
+    of a trace."""
     max_context: int = 4096
-    """Tokens of a prompt and its answer at most: a session ends before it would need more."""
+    """The most tokens of a prompt with its answer: a session ends before it would exceed them."""
     num_systems: int = 0
-    """Beginnings that sessions share, each has one of them; 0: none."""
+    """Number of shared system prompts; each session has one of them. 0: none."""
     system_tokens: int = 0
-    """Tokens of such a beginning."""
+    """Tokens of a system prompt."""
 
     def __post_init__(self) -> None:
         Workload.__post_init__(self)
@@ -84,7 +84,7 @@ class Sessions(Workload):
 
     @cached_property
     def process(self) -> Arrivals:
-        """How its sessions come."""
+        """The arrival process of sessions."""
         return find_arrivals(self.arrivals)
 
     @property
@@ -93,17 +93,17 @@ class Sessions(Workload):
 
     @cached_property
     def mean_turns(self) -> float:
-        """Requests of a session, those left out that would not have fitted."""
+        """Mean number of requests per session, without those that exceed ``max_context``."""
         sampled = islice(self.sessions(RandomDraws(SAMPLE_SEED)), NUM_SAMPLED)
         return sum(map(len, sampled)) / NUM_SAMPLED
 
-    def source(self, seed: int, rate: float | None = None) -> Source:
-        """Requests come at this mean rate; at an infinite one all sessions begin at once, and no
-        time is spent thinking."""
-        return _Living(self, RandomDraws(seed), rate or self.natural_rate).source()
+    def source(self, seed: int, rate: float | None = None) -> JobSource:
+        """The jobs at this mean rate. At an infinite rate all sessions start at once, without
+        pauses."""
+        return _LiveSessions(self, RandomDraws(seed), rate or self.natural_rate).source()
 
     def sessions(self, dice: RandomDraws) -> Iterator[list[Turn]]:
-        """The turns of each session, without an end."""
+        """The turns of each session, infinite in number."""
         lengths, ends = pairs(self._lengths, dice), uniform(dice.stream("turns"))
         pauses = uniform(dice.stream("think"))
         per_turn = log1p(-1.0 / self.turns) if self.turns > 1.0 else -inf
@@ -120,9 +120,33 @@ class Sessions(Workload):
             yield turns
 
 
+@dataclass(frozen=True, kw_only=True)
+class Conversations(Sessions):
+    """Each prompt consists of all earlier turns, their answers, and new text."""
+
+    kind: ClassVar[str] = "conversations"
+    name: ClassVar[str] = "conversation"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agents(Sessions):
+    """A program starts with one of a few system prompts; each request adds the output of a tool to
+    everything before."""
+
+    kind: ClassVar[str] = "agents"
+    name: ClassVar[str] = "agent"
+
+    turns: float = 6.0
+    think: float = 1.0
+    """Mean seconds that a tool takes (exponential)."""
+    lengths: str = "log-uniform(prompt=(16, 512), output=(16, 128))"
+    num_systems: int = 4
+    system_tokens: int = 1024
+
+
 @dataclass(slots=True)
-class _Session:
-    """A session that goes on: its turns so far, and those to come."""
+class _LiveSession:
+    """An unfinished session: its prompt so far, and its turns."""
 
     name: str
     prompt: tuple[Span, ...]
@@ -131,12 +155,12 @@ class _Session:
     num_taken: int = 0
 
     def next(self, time: float) -> Job:
-        """Its next request, which comes at this time."""
+        """The next request, which arrives at this time."""
         turn = self.turns[self.num_taken]
         self.num_taken += 1
         request_id = f"{self.name}.{self.num_taken}"
         prompt = (*self.prompt, Span(f"said {request_id}", turn.num_new))
-        # The token that ends an answer is no part of the next turn.
+        # The token that ends an answer is not part of the next prompt.
         answer = Span(ANSWER + request_id, turn.num_output - 1)
         self.prompt = (*prompt, answer) if answer.length else prompt
         return Job(
@@ -149,17 +173,17 @@ class _Session:
         )
 
 
-class _Living:
-    """The sessions of a run that go on."""
+class _LiveSessions:
+    """The unfinished sessions of a run."""
 
     def __init__(self, workload: Sessions, dice: RandomDraws, rate: float) -> None:
         self._workload = workload
         self._dice = dice
         self._rate = rate
-        self._by_name: dict[str, _Session] = {}
+        self._by_name: dict[str, _LiveSession] = {}
 
-    def source(self) -> Source:
-        return Source(self._first(), self._follow)
+    def source(self) -> JobSource:
+        return JobSource(self._first(), self._follow)
 
     def _first(self) -> Iterator[Job]:
         """The first request of each session."""
@@ -171,7 +195,7 @@ class _Living:
         left = workload.num_requests
         for place, (turns, time) in enumerate(zip(workload.sessions(dice), times, strict=False)):
             name = f"{workload.name}{place}"
-            session = _Session(name, (), turns[:left], next(tags))
+            session = _LiveSession(name, (), turns[:left], next(tags))
             if workload.num_systems:
                 system = int(next(systems) * workload.num_systems)
                 session.prompt = (Span(f"system {system}", workload.system_tokens),)

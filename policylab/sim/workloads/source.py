@@ -1,4 +1,4 @@
-"""What a workload is: a source of jobs for each seed and rate."""
+"""Workload and JobSource: requests of one kind, and the jobs of one seed and rate."""
 
 from __future__ import annotations
 
@@ -9,58 +9,55 @@ from heapq import heappop, heappush
 from math import inf
 from typing import ClassVar
 
-from engine.errors import ConfigError
 from policylab.sim.job import Follow, Job
+from policylab.sim.named import check_number
 from policylab.sim.workloads.tags import Tags, read_tiers, read_users
 
 MAX_REQUESTS = 100_000_000
 
 
-class Source:
-    """Jobs in order of their arrival, drawn as they are taken.
-
-    Those of ``jobs`` come by themselves, in order; ``follow`` names those that come since another
-    has ended.
-    """
+class JobSource:
+    """Jobs in order of arrival, drawn when they are taken. ``jobs`` arrive by themselves, in order;
+    ``follow`` returns the jobs that follow the end of another."""
 
     def __init__(self, jobs: Iterator[Job], follow: Follow | None = None) -> None:
         self._jobs = jobs
         self._follow = follow
         self._coming: list[tuple[float, int, Job]] = []
-        self._num_seen = 0  # of two that come at once, the one that was known first
+        self._num_seen = 0  # breaks ties: the job that was known first
         self._newest = -1
         self._draw()
 
     @property
     def next_time(self) -> float:
-        """When the next job comes; infinity while none does."""
+        """The arrival of the next job; infinity if there is none."""
         return self._coming[0][0] if self._coming else inf
 
     @property
     def has_followers(self) -> bool:
-        """Whether others may come since one has ended."""
+        """True if jobs may follow the end of others."""
         return self._follow is not None
 
     def take(self) -> Job:
-        """The job that comes next."""
+        """The next job."""
         _, number, job = heappop(self._coming)
         if number == self._newest:
             self._draw()
         return job
 
     def ended(self, job: Job, time: float) -> None:
-        """A job has ended, in whatever way: others may follow."""
+        """Report the end of a job, normal or not: others may follow it."""
         if self._follow is not None:
             for follower in self._follow(job, time):
                 self._push(follower)
 
     def __iter__(self) -> Iterator[Job]:
-        """All that come by themselves, and none that follow."""
+        """All jobs that arrive by themselves, without followers."""
         while self._coming:
             yield self.take()
 
     def _draw(self) -> None:
-        """Keep one job of the iterator in the heap: those after it come no earlier."""
+        """Move one job of the iterator into the heap; later ones arrive no earlier."""
         self._newest = -1
         job = next(self._jobs, None)
         if job is not None:
@@ -76,30 +73,31 @@ class Source:
 class Workload(ABC):
     """Requests of one kind. The same options and seed give the same jobs.
 
-    A workload has a rate of its own, ``natural_rate``, at which it comes where no other is named.
+    Without a given rate, requests arrive at ``natural_rate``.
     """
 
     kind: ClassVar[str]
-    """The name it is requested by."""
+    """The name of the kind."""
 
     block_size: ClassVar[int] = 16
-    """Tokens by which its prefix reuse is counted where no other number is requested."""
+    """Default block size in tokens for counting prefix reuse."""
 
     num_requests: int = 1000
-    """Requests in all."""
+    """Number of requests."""
     num_users: int = 0
-    """Users ``user0``, ``user1``, ... to whom requests belong; 0: to whom the kind says."""
+    """Number of users ``user0``, ``user1``, ...; 0: the users of the kind."""
     user_skew: float = 0.0
-    """The n-th of them has a share of ``1 / n**user_skew`` (Zipf); 0: all the same."""
+    """The n-th user has a share of ``1 / n**user_skew`` (Zipf); 0: equal shares."""
     users: str = ""
-    """Users by name instead, as in ``ann(share=3),bob(weight=2)``."""
+    """Named users instead, as in ``ann(share=3),bob(weight=2)``."""
     tiers: str = ""
-    """Classes of requests, as in ``chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,offline=True)``:
-    ``share``, ``ttft``, ``tbt``, ``deadline`` (seconds), ``priority``, ``offline``, ``hints``."""
+    """Classes of requests, as in ``chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,offline=True)``,
+    with ``share``, ``ttft``, ``tbt``, ``deadline`` (seconds), ``priority``, ``offline``,
+    ``hints``."""
     deadlines: tuple[float, float] | None = None
-    """Each is to end within this many seconds, log-uniform from the first to the second."""
+    """Deadlines in seconds after arrival, log-uniform from the first to the second."""
     num_priorities: int = 0
-    """Each has a priority from 0 to below this number, all alike."""
+    """Number of priorities, from 0 on, with equal shares."""
 
     def __post_init__(self) -> None:
         self.check("num_requests", self.num_requests, 1, MAX_REQUESTS)
@@ -107,12 +105,12 @@ class Workload(ABC):
 
     @property
     def tags(self) -> Tags:
-        """What its options say of users, tiers, deadlines and priorities."""
+        """The options for users, tiers, deadlines and priorities."""
         counts_by_default = self.num_users == type(self).num_users
         return Tags(
             users=read_users(self.users),
             tiers=read_tiers(self.tiers),
-            # Who names users did not ask for those that a kind counts by default.
+            # Named users replace the number of users that a kind has by default.
             num_users=0 if self.users and counts_by_default else self.num_users,
             user_skew=self.user_skew,
             deadlines=self.deadlines,
@@ -121,40 +119,36 @@ class Workload(ABC):
 
     @property
     def user_weights(self) -> dict[str, float]:
-        """Shares of service by user, where they are not all the same."""
+        """Weights of users; empty if they are all the same."""
         weights = {name: user.weight for name, user in self.tags.users.items()}
         return weights if len(set(weights.values())) > 1 else {}
 
     @property
     @abstractmethod
     def natural_rate(self) -> float | None:
-        """Requests a second where no rate is requested; ``None``: a rate cannot be requested, as
-        requests come when others have ended (a closed loop)."""
+        """Requests per second if no rate is given; ``None``: there can be no rate, since requests
+        arrive when others have ended (closed loop)."""
 
     @property
     @abstractmethod
     def max_prompt(self) -> int:
-        """Tokens of the longest prompt there could be."""
+        """Tokens of the longest possible prompt."""
 
     @property
     @abstractmethod
     def max_output(self) -> int:
-        """Tokens that every request asks for; each ends at a length of its own."""
+        """The output tokens that every request asks for; each ends at its own length."""
 
     @abstractmethod
-    def source(self, seed: int, rate: float | None = None) -> Source:
-        """The jobs of a seed, which come at this mean rate (requests a second)."""
+    def source(self, seed: int, rate: float | None = None) -> JobSource:
+        """The jobs of a seed at this mean rate (requests per second)."""
 
     @property
     def max_model_len(self) -> int:
-        """Length of the longest request there could be."""
+        """Tokens of the longest possible request."""
         return self.max_prompt + self.max_output
 
-    def check(self, name: str, value: float, least: float, most: float = inf) -> None:
-        """Raise ``ConfigError`` for an option out of its bounds."""
-        if not (isinstance(value, int | float) and least <= value <= most):
-            upto = "" if most == inf else f", and at most {most:g}"
-            raise ConfigError(f"{name} is {value!r}, must be {least:g} or more{upto}")
+    check = staticmethod(check_number)
 
     def __str__(self) -> str:
         options = [

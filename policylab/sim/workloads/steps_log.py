@@ -1,4 +1,4 @@
-"""The traffic that an engine has served, from its step log."""
+"""The requests that an engine has served, from its step log."""
 
 from __future__ import annotations
 
@@ -17,60 +17,60 @@ from engine.sched.interface import StepOutputs
 from policylab.sim.job import Span
 from policylab.sim.workloads.draws import RandomDraws
 from policylab.sim.workloads.open_loop import Body
-from policylab.sim.workloads.reader import JobRow, Reader
+from policylab.sim.workloads.reader import FileWorkload, JobRow
 
 NOT_TAKEN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class StepsLog(Reader):
-    """Requests of a step log: prompts by their token ids, outputs as long as they became.
+class StepsLog(FileWorkload):
+    """Requests of a step log, with their token ids and their output lengths.
 
-    One that was aborted or failed is as long as what it had got, one token at least. Requests that
-    were refused are left out: how long their outputs would have been is not known. Lengths become
-    known by replaying the log once, so it must be one that ``metronome replay`` finds identical.
+    Aborted and failed requests have the tokens that they got, at least one. Refused requests are
+    left out, since their output lengths are unknown. Lengths are found by replaying the log once,
+    so ``metronome replay`` must find it identical.
     """
 
     kind: ClassVar[str] = "steps-log"
 
     allow_truncated: bool = False
-    """Take what is whole of a log that breaks off."""
+    """If the log is truncated, use its complete records."""
 
     def rows(self, dice: RandomDraws) -> Iterator[JobRow]:
         last = -inf
         for add, num_output in zip(self._added(), self._outputs, strict=False):
             if num_output == NOT_TAKEN:
                 continue
-            last = max(last, add.arrival_time)  # clients' clocks may differ a little
+            last = max(last, add.arrival_time)  # clients' clocks may differ slightly
             yield JobRow(last, _body(add, max(1, num_output)), add.request_id)
 
     def _log(self) -> StepLog:
         return StepLog(self.path, allow_truncated=self.allow_truncated)
 
     def _added(self) -> Iterator[AddRequest]:
-        """Each request that was handed to the scheduler."""
+        """Each request that was passed to the scheduler."""
         return (record.request for record in self._log() if isinstance(record, AddCall))
 
     @cached_property
     def _outputs(self) -> array[int]:
-        """Tokens that each of these requests got, ``NOT_TAKEN`` for those refused."""
+        """Output tokens of each of these requests, ``NOT_TAKEN`` for refused ones."""
         log = self._log()
-        counted = _Counted(log)
+        counted = _CountedRecords(log)
         replayed = Replay(log.header, {}, counted.came).run(counted)  # type: ignore[arg-type]
         if replayed.difference is not None:
             raise ConfigError(
-                f"{self.path} cannot be replayed, so lengths of its outputs are not known: "
+                f"{self.path} cannot be replayed, so its output lengths are unknown: "
                 f"{replayed}; use the release that wrote it"
             )
         return counted.numbers
 
 
-class _Counted:
-    """The records of a log, and how many tokens each request got while they were replayed."""
+class _CountedRecords:
+    """The records of a log, and the output tokens of each request during the replay."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
-        self._places: dict[str, int] = {}  # of the living
+        self._places: dict[str, int] = {}  # index in ``numbers`` of unfinished requests
         self.numbers = array("i")
 
     def __iter__(self) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Whose requests they are and what was promised to them: options that all workloads have.
+"""Users, tiers, deadlines and priorities: options of all workloads.
 
 users="ann(share=3),bob(weight=2)"       num_users=100, user_skew=1.1
 tiers="chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,deadline=600,priority=1)"
@@ -14,27 +14,28 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from engine.errors import ConfigError
-from policylab.sim.named import call, split
+from policylab.sim.named import call, check_number, check_options, split
 from policylab.sim.workloads.draws import CHUNK, RandomDraws
 
 Rows = list[dict[str, Any]]
-"""Fields of jobs that are set."""
+"""For each job the fields that are set."""
 
 MAX_USERS = 1_000_000
 MAX_SHARE = 1e9
 
 
 class User(NamedTuple):
-    """``share`` of the requests are its, next to those of the others; ``weight`` is the share of
-    service that is to be its own (an option of the engine: ``user_weights``)."""
+    """A user with this ``share`` of the requests, relative to other users; ``weight``: share of
+    service for policies that use it (the engine's option ``user_weights``)."""
 
     share: float = 1.0
     weight: float = 1.0
 
 
 class Tier(NamedTuple):
-    """A class of requests. Promises in seconds: ``ttft`` to the first token, ``tbt`` between two,
-    ``deadline`` from arrival to end. ``offline``: nobody waits for it, and policies see that."""
+    """A class of requests. Promises in seconds: ``ttft`` to the first token, ``tbt`` between two
+    tokens, ``deadline`` from arrival to end. ``offline``: policies see that no user waits for the
+    answer."""
 
     share: float = 1.0
     ttft: float | None = None
@@ -45,7 +46,7 @@ class Tier(NamedTuple):
     hints: Mapping[str, Any] = {}
 
     def fields(self, name: str) -> dict[str, Any]:
-        """What it sets of a job."""
+        """The fields of a job that the tier sets."""
         hints = {**({"offline": True} if self.offline else {}), **self.hints}
         set_ = {"ttft": self.ttft, "tbt": self.tbt, "deadline": self.deadline}
         found: dict[str, Any] = {k: float(value) for k, value in set_.items() if value is not None}
@@ -62,12 +63,12 @@ def read_users(text: str) -> dict[str, User]:
     found: dict[str, User] = {}
     for name, given in _named("users", text, User._fields, "ann(share=3,weight=2)"):
         user = User(**given)
-        _check(f"users: share of {name}", user.share, 0.0, MAX_SHARE)
+        check_number(f"users: share of {name}", user.share, 0.0, MAX_SHARE)
         if not user.weight > 0:
             raise ConfigError(f"users: weight of {name} is {user.weight!r}, must be above 0")
         found[name] = user
     if found and not any(user.share for user in found.values()):
-        raise ConfigError("users: all shares are 0, one must be above")
+        raise ConfigError("users: all shares are 0; one must be above 0")
     return found
 
 
@@ -76,18 +77,18 @@ def read_tiers(text: str) -> dict[str, Tier]:
     found: dict[str, Tier] = {}
     for name, given in _named("tiers", text, Tier._fields, "chat(share=0.7,ttft=1,tbt=0.1)"):
         tier = Tier(**given)
-        _check(f"tiers: share of {name}", tier.share, 0.0, MAX_SHARE)
+        check_number(f"tiers: share of {name}", tier.share, 0.0, MAX_SHARE)
         for key in ("ttft", "tbt", "deadline"):
             value = getattr(tier, key)
             if value is not None and not (isinstance(value, int | float) and 0 < value < inf):
                 raise ConfigError(f"tiers: {key} of {name} is {value!r}, must be seconds above 0")
         if not isinstance(tier.priority, int):
-            raise ConfigError(f"tiers: priority of {name} is {tier.priority!r}, must be a number")
+            raise ConfigError(f"tiers: priority of {name} is {tier.priority!r}, must be an integer")
         if not isinstance(tier.hints, dict):
-            raise ConfigError(f"tiers: hints of {name} are {tier.hints!r}, must be like {{'a': 1}}")
+            raise ConfigError(f"tiers: hints of {name} is {tier.hints!r}, must be as in {{'a': 1}}")
         found[name] = tier
     if found and not any(tier.share for tier in found.values()):
-        raise ConfigError("tiers: all shares are 0, one must be above")
+        raise ConfigError("tiers: all shares are 0; one must be above 0")
     return found
 
 
@@ -97,23 +98,15 @@ def _named(
     names: set[str] = set()
     for part in split(text):
         name, given = call(part, option, example)
-        if unknown := given.keys() - set(known):
-            raise ConfigError(
-                f"{option}: {name} has no {min(unknown)!r}; there are: {', '.join(known)}"
-            )
+        check_options(f"{option}: {name}", given, known)
         if name in names:
-            raise ConfigError(f"{option}: {name} stands there twice")
+            raise ConfigError(f"{option}: {name} is named twice; name it once")
         names.add(name)
         yield name, given
 
 
-def _check(what: str, value: Any, least: float, most: float) -> None:
-    if not (isinstance(value, int | float) and least <= value <= most):
-        raise ConfigError(f"{what} is {value!r}, must be {least:g} or more, and at most {most:g}")
-
-
 class Tags(NamedTuple):
-    """What was requested, checked."""
+    """The options for users, tiers, deadlines and priorities."""
 
     users: dict[str, User]
     tiers: dict[str, Tier]
@@ -123,12 +116,12 @@ class Tags(NamedTuple):
     num_priorities: int = 0
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for what cannot be drawn."""
-        _check("num_users", self.num_users, 0, MAX_USERS)
-        _check("user_skew", self.user_skew, 0, 10)
-        _check("num_priorities", self.num_priorities, 0, 1000)
+        """Raise ``ConfigError`` for options that cannot be drawn."""
+        check_number("num_users", self.num_users, 0, MAX_USERS)
+        check_number("user_skew", self.user_skew, 0, 10)
+        check_number("num_priorities", self.num_priorities, 0, 1000)
         if self.users and self.num_users:
-            raise ConfigError("users names them and num_users counts them: give one of the two")
+            raise ConfigError("users and num_users both set the users; give only one of them")
         if self.deadlines is None:
             return
         try:
@@ -140,11 +133,11 @@ class Tags(NamedTuple):
             ) from error
         if not is_right:
             raise ConfigError(
-                f"deadlines are {least} to {most}, must be seconds above 0, rising, and finite"
+                f"deadlines is {self.deadlines!r}, must be two rising numbers of seconds above 0"
             )
 
     def draw(self, dice: RandomDraws) -> Iterator[dict[str, Any]]:
-        """For each job without an end, the fields of it that are set."""
+        """For each job the fields that are set; infinite in number."""
         columns = list(self._columns(dice))
         while columns:
             for parts in zip(*(next(column) for column in columns), strict=True):
@@ -156,7 +149,7 @@ class Tags(NamedTuple):
             yield {}
 
     def _columns(self, dice: RandomDraws) -> Iterator[Iterator[Rows]]:
-        """Fields for ``CHUNK`` jobs at a time; later columns win."""
+        """Fields of ``CHUNK`` jobs at a time, by kind of tag; later ones override earlier."""
         if self.num_priorities:
             levels: Rows = [{"priority": level} for level in range(self.num_priorities)]
             yield _pick(dice.stream("priorities"), levels, np.ones(len(levels)))

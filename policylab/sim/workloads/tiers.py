@@ -1,4 +1,4 @@
-"""Chats that were promised something next to batch work that was not."""
+"""Chats with latency promises, next to batch work."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class Tiers(OpenLoop):
-    """Short chats that were promised a first token and a pace next to long batch work. Each tier is
-    a user. A chat is due when a first token in ``ttft`` and others every ``tbt`` would have ended
-    it; batch work has priority 1 and policies see that it is offline."""
+    """Short chats with promised TTFT and time between tokens, next to long batch work. Each tier is
+    a user. A chat's deadline is the time at which tokens at the promised pace would end it. Batch
+    work has priority 1 and is marked as offline for policies."""
 
     kind: ClassVar[str] = "tiers"
 
     chat_share: float = 0.7
-    """Share of the requests."""
+    """Share of chats among the requests."""
     chat_prompt: tuple[int, int] = (16, 512)
-    """Tokens, log-uniform, as all these lengths are."""
+    """Tokens, log-uniform like all these lengths."""
     chat_output: tuple[int, int] = (16, 256)
     batch_prompt: tuple[int, int] = (256, 2048)
     batch_output: tuple[int, int] = (64, 512)
     ttft: float = 1.0
-    """Seconds to the first token that a chat was promised."""
+    """Promised seconds to the first token of a chat."""
     tbt: float = 0.1
-    """Seconds between two tokens that a chat was promised."""
+    """Promised seconds between two tokens of a chat."""
     batch_deadline: float = 120.0
-    """Seconds within which batch work is to be done."""
+    """Seconds after arrival by which batch work should end."""
 
     def __post_init__(self) -> None:
         OpenLoop.__post_init__(self)

@@ -1,4 +1,4 @@
-"""Independent requests as long as those of public traces: Azure 2023 and arXiv summarisation."""
+"""Independent requests with the lengths of public traces: Azure 2023 and arXiv summarisation."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from policylab.sim.workloads.open_loop import TRACE, Body, OpenLoop, pairs
 
 @dataclass(frozen=True, kw_only=True)
 class LikeTrace(OpenLoop):
-    """Lengths by the quantiles of a trace; prompts share nothing."""
+    """Requests with the length distribution of a trace, without shared prefixes."""
 
     table: ClassVar[Lengths]
 
     arrivals: str = TRACE
     scale: float = 1.0
-    """All lengths times this number, for an engine too small for the trace."""
+    """Factor of all lengths, for an engine too small for the trace."""
 
     def __post_init__(self) -> None:
         OpenLoop.__post_init__(self)
@@ -40,10 +40,6 @@ class LikeTrace(OpenLoop):
         if self.scale == 1.0:
             return self.table
         return Lengths(*(scaled(part, self.scale) for part in self.table))
-
-    @property
-    def natural_rate(self) -> float:
-        return 1.0
 
     @property
     def max_prompt(self) -> int:
@@ -65,37 +61,31 @@ def scaled(part: object, scale: float) -> Quantiles:
 
 @dataclass(frozen=True, kw_only=True)
 class AzureConv(LikeTrace):
-    """The conversation service of Azure 2023: 19,366 requests in 3,502 s, the rate changing by the
-    minute."""
+    """Azure's conversation service of 2023: 19,366 requests in 3,502 s, with a rate that changes by
+    the minute."""
 
     kind: ClassVar[str] = "azure-conv"
     table: ClassVar[Lengths] = AZURE_CONV
     # Gap CV 1.09, dispersion of counts 1.39 by the second and 20.6 by the minute.
     trace: ClassVar[Arrivals] = Minutes(natural=5.53, cv=1.03, rate_cv=0.253)
-
-    @property
-    def natural_rate(self) -> float:
-        return 5.53
+    own_rate: ClassVar[float] = 5.53
 
 
 @dataclass(frozen=True, kw_only=True)
 class AzureCode(LikeTrace):
-    """The coding service of Azure 2023: 8,819 requests in 3,436 s, in spells with silence between
-    them; long prompts, short outputs."""
+    """Azure's coding service of 2023: 8,819 requests in 3,436 s, in bursts with pauses in between;
+    long prompts, short outputs."""
 
     kind: ClassVar[str] = "azure-code"
     table: ClassVar[Lengths] = AZURE_CODE
     # Gap CV 13.2, dispersion of counts 161 by the minute.
     trace: ClassVar[Arrivals] = Spells(natural=2.57, on=62.0, off=101.0, rate_cv=0.42)
-
-    @property
-    def natural_rate(self) -> float:
-        return 2.57
+    own_rate: ClassVar[float] = 2.57
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arxiv(LikeTrace):
-    """Summaries of arXiv papers, whose arrivals nobody recorded."""
+    """Summaries of arXiv papers; arrivals were not recorded."""
 
     kind: ClassVar[str] = "arxiv"
     table: ClassVar[Lengths] = ARXIV

@@ -1,4 +1,4 @@
-"""A user who floods the engine next to one who does not."""
+"""A user who floods the engine, next to one who does not."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class TwoUsers(OpenLoop):
-    """Users ``calm`` and ``flood``, with requests alike; the latter sends ``flood`` times as many.
+    """Users ``calm`` and ``flood`` with equal requests; the second sends ``flood`` times as many.
 
-    At a load above 1 a fair policy gives each the same, up to what it asks for."""
+    At a load above 1 a fair policy gives both the same service, up to what each requests.
+    """
 
     kind: ClassVar[str] = "two-users"
 
     flood: float = 9.0
-    """How many times as many."""
+    """How many times as many requests ``flood`` sends."""
     lengths: str = "log-uniform(prompt=(16, 512), output=(8, 256))"
-    """``log-uniform(...)``, ``fixed(prompt=256, output=64)`` or the name of a trace."""
+    """Lengths: ``log-uniform(...)``, ``fixed(prompt=256, output=64)`` or the name of a trace."""
 
     def __post_init__(self) -> None:
         OpenLoop.__post_init__(self)
         self.check("flood", self.flood, 0.0, 1e6)
         if self.users or self.num_users:
             raise ConfigError(
-                "two-users has users of its own: leave users and num_users out, or ask another "
-                "workload for them, as in log-uniform(users='a(share=9),b')"
+                "two-users has users of its own: leave users and num_users out, or use another "
+                "workload, as in log-uniform(users='a(share=9),b')"
             )
         self._lengths  # noqa: B018 - it checks the option
 
