@@ -120,7 +120,7 @@ def test_a_request_that_never_held_anything_says_farewell_too():
 def test_a_source_needs_one_group_of_full_attention():
     with pytest.raises(ConfigError, match=r"windows \[0, 16\]"):
         KVManager(10, 16, source=Store(), groups=[Group(), Group(window=16)])
-    with pytest.raises(ConfigError, match=r"this model has \[7\]"):
+    with pytest.raises(ConfigError, match=r"the model has windows \[7\]"):
         KVManager(10, 16, source=Store(), groups=[Group(window=7)])
 
 
