@@ -9,9 +9,9 @@ Levels, each including the ones before it:
     amx          tiles of bfloat16 (Sapphire Rapids)
 
 ``METRONOME_CPU_ISA`` selects a lower level than the processor's, to test the kernels of other
-machines. It must be set before Numba compiles anything, because Numba's features are fixed for a
-process. They are part of the key of the disk cache, so code for another processor or level is
-never run.
+machines. It must be set before this module is imported; functions that were decorated earlier keep
+Numba's own choice. Features are part of the key of the disk cache, so code for another processor or
+level is never run.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def requested() -> str | None:
         )
     if name and name != LEVEL:
         raise ValueError(
-            f"{VARIABLE} is {name!r}, but Numba compiled functions before it was read; set it "
-            "before the process starts, and import engine before other users of Numba"
+            f"{VARIABLE} is {name!r}, but this process already uses {LEVEL!r}; set it before the "
+            "process starts"
         )
     return name or None
 
@@ -103,9 +103,11 @@ def _choose_level() -> str:
     An invalid name is ignored here; ``requested`` raises for it when an engine starts.
     """
     level = os.environ.get(VARIABLE, "")
-    # Numba creates this attribute when the first function is decorated.
-    if "target_context" in vars(cpu_target) or len(available()) == 1:
-        return available()[-1]  # too late, or nothing to choose
+    if len(available()) == 1:
+        return available()[-1]
+    # Numba creates its compiler when the first function is decorated. Functions that others have
+    # decorated by now keep that one; those decorated from here on get one with these features.
+    vars(cpu_target).pop("target_context", None)
     # Features in Numba's option are kept, as they may be for another processor.
     kept = set[str]()
     if level not in available():

@@ -37,6 +37,18 @@ print(kernels.rms_norm(x, x[0], 0.0).sum().item())
 """
 
 
+# The compiled hash and the tree of suffix drafts decorate functions of their own.
+LATE = """
+from numba import config, njit
+twice = njit(lambda x: 2 * x)
+import engine.kv.fast_hash, engine.spec.context_tree
+assert twice(4) == 8
+import kernels
+from kernels.cpu import isa
+print(isa.LEVEL, config.CPU_FEATURES)
+"""
+
+
 def run(*command: str, level: str | None, **more: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *command],
@@ -123,3 +135,12 @@ def test_a_cache_of_another_processor_is_added_to(tmp_path: Path) -> None:
     half = len(sizes) // 2
     assert sizes[:half] == sorted(set(sizes[:half])), "a level took what another had compiled"
     assert len(set(sizes[half - 1 :])) == 1, "a level did not find what it had compiled"
+
+
+def test_functions_that_others_compiled_before_do_not_change_the_level() -> None:
+    """Kernels have the same features, and so the same disk cache, in every process."""
+    lines = "import kernels\nfrom kernels.cpu import isa\nfrom numba import config\n"
+    alone = run("-c", f"{lines}print(isa.LEVEL, config.CPU_FEATURES)", level=None)
+    late = run("-c", LATE, level=None)
+    assert late.returncode == alone.returncode == 0, late.stderr + alone.stderr
+    assert late.stdout == alone.stdout
