@@ -31,3 +31,6 @@ class AttentionMeta:
     # For a recorded graph that serves any sequences: num_decodes is 0, maximum lengths are the
     # largest possible, and only the device knows the number of tokens of each sequence.
     is_mixed: bool = False
+    # The KV group of the layers that read these block tables. All groups of a step share the rest,
+    # and ``scratch``.
+    group: int = 0

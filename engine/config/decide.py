@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from engine.config.cache import CacheConfig
 from engine.config.engine import Device, EngineConfig, ResolvedConfig
+from engine.config.kv_groups import FULL, Group, longest_request, request_blocks
 from engine.config.model import ModelInfo
 from engine.config.option import part
 from engine.config.sched import SchedulerConfig, SchedulerOptions
@@ -62,6 +63,8 @@ class Decided:
     """Directory of the model, or its name on a hub; empty if there is none."""
     capabilities: tuple[str, ...] = ()
     """Optional parts of a plan that the worker supports (``engine.messages.step.PARTS``)."""
+    kv_groups: tuple[Group, ...] = (FULL,)
+    """Groups of layers that share a block table."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +74,9 @@ class ModelFacts:
     vocab_size: int
     """Upper limit of token ids, exclusive."""
     block_bytes: int
-    """Bytes of one KV block over all layers."""
+    """Bytes of one KV block over all layers of a group."""
+    kv_groups: tuple[Group, ...] = (FULL,)
+    """Groups of layers that hold blocks of the pool for as long as each other."""
 
 
 def resolve(
@@ -116,11 +121,12 @@ def decide(
         cache,
         block_size=config.block_size,
         block_bytes=facts.block_bytes,
+        groups=facts.kv_groups,
         budget_bytes=0 if is_given else measure(),
         max_model_len=sched.max_model_len,
         max_num_seqs=sched.max_num_seqs,
     )
-    sched = cap_to_pool(sched, config.block_size, num_blocks)
+    sched = cap_to_pool(sched, config.block_size, num_blocks, facts.kv_groups)
     return Decided(
         max_model_len=sched.max_model_len,
         num_kv_blocks=num_blocks,
@@ -131,6 +137,7 @@ def decide(
         scheduler=sched,
         model=info.name,
         capabilities=capabilities,
+        kv_groups=facts.kv_groups,
     )
 
 
@@ -175,13 +182,14 @@ def decide_num_blocks(
     budget_bytes: int,
     max_model_len: int,
     max_num_seqs: int,
+    groups: Sequence[Group] = (FULL,),
 ) -> int:
     """Return the blocks of the pool: as requested, or from the requested or available bytes.
 
     Never more than max_num_seqs requests of full length need. Raises ``ConfigError`` with the
     numbers if the memory does not hold one request of full length.
     """
-    per_request = -(-max_model_len // block_size)
+    per_request = request_blocks(groups, block_size, max_model_len)
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks
     budget = cache.kv_cache_memory_bytes
@@ -189,7 +197,7 @@ def decide_num_blocks(
         budget = budget_bytes
     blocks = min(budget // block_bytes, per_request * max_num_seqs + 1)
     if blocks < per_request + 1:
-        fitting = max(0, blocks - 1) * block_size
+        fitting = longest_request(max(0, blocks - 1), groups, block_size)
         shorter = f"lower max_model_len to at most {fitting}, or " if fitting else ""
         raise ConfigError(
             f"one request of max_model_len {max_model_len} needs "
@@ -200,9 +208,12 @@ def decide_num_blocks(
     return int(blocks)
 
 
-def cap_to_pool(sched: SchedulerConfig, block_size: int, num_blocks: int) -> SchedulerConfig:
+def cap_to_pool(
+    sched: SchedulerConfig, block_size: int, num_blocks: int, groups: Sequence[Group] = (FULL,)
+) -> SchedulerConfig:
     """Lower max_model_len to what the pool holds, if the requested pool is smaller."""
-    room = (num_blocks - 1) * block_size + 1  # the last token needs no KV
+    longest = longest_request(num_blocks - 1, groups, block_size)
+    room = sched.max_model_len if longest is None else longest + 1  # the last token needs no KV
     if sched.max_model_len <= room:
         return sched
     logger.warning(

@@ -17,6 +17,7 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import use_kernel_cache
+from engine.config.kv_groups import max_concurrency
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
@@ -26,10 +27,8 @@ from engine.core.recording import describe, record
 from engine.errors import ConfigError
 from engine.hub.fetch import fetched
 from engine.kv.events import EventLog
-from engine.kv.layout import max_concurrency
 from engine.kv.manager import KVManager
 from engine.kv.prefix_index import BlockHasher, Sha256Hasher
-from engine.kv.tables import FULL
 from engine.messages.step import CAPABILITIES, PARTS
 from engine.messages.structured import Grammar
 from engine.observe.guard import Failures, ObserverGuard
@@ -109,7 +108,7 @@ def log_pool(decided: Decided, facts: ModelFacts) -> None:
         num_usable,
         block_size,
         decided.num_kv_blocks * facts.block_bytes / GIB,
-        max_concurrency(num_usable, [FULL], block_size, decided.max_model_len),
+        max_concurrency(num_usable, decided.kv_groups, block_size, decided.max_model_len),
         decided.max_model_len,
     )
 
@@ -359,6 +358,7 @@ def make_kv_manager(
         decided.num_kv_blocks,
         decided.block_size,
         enable_prefix_caching=cache.enable_prefix_caching,
+        groups=decided.kv_groups,
         hasher=make_hasher(cache, config.model.seed),
         events=events,
     )

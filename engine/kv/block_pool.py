@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.config.kv_groups import NULL_BLOCK
 from engine.kv.prefix_watch import PrefixWatch
-
-NULL_BLOCK = 0
 
 
 class PrefixCache:

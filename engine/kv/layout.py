@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from engine.config.kv_groups import Group
 from engine.errors import ConfigError
-from engine.kv.tables import Group
 
 
 @dataclass(frozen=True, kw_only=True)
-class LayerKV:
-    """The KV that one layer keeps per token."""
+class PagedKV:
+    """The keys and values that one attention layer keeps, in blocks."""
 
     num_kv_heads: int
     head_dim: int
+    """Elements of a key, and of a value."""
     window: int = 0
     """Sliding window in tokens, 0 for full attention."""
     dtype_bytes: int = 4
@@ -26,73 +27,93 @@ class LayerKV:
         return 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
 
-@dataclass(frozen=True, kw_only=True)
-class KVSpec:
-    """The KV that a model keeps per token. Layers are numbered in forward order."""
+class KVLayout(NamedTuple):
+    """How the layers of a model share one pool of blocks.
 
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    windows: tuple[int, ...]
-    """Sliding window of each layer in tokens, 0 for full attention."""
-    dtype_bytes: int = 4
-
-    def block_bytes(self, block_size: int) -> int:
-        """Bytes of one block: K and V of ``block_size`` tokens in all layers."""
-        per_token = 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
-        return self.num_layers * per_token * block_size
-
-    def layers(self) -> list[LayerKV]:
-        """The KV of each layer."""
-        return [
-            LayerKV(
-                num_kv_heads=self.num_kv_heads,
-                head_dim=self.head_dim,
-                window=window,
-                dtype_bytes=self.dtype_bytes,
-            )
-            for window in self.windows
-        ]
-
-
-class Grouping(NamedTuple):
-    """Groups of layers, and the bytes of a block, which are the same in all groups."""
+    A block belongs to one group at a time and holds the keys and values of ``block_size`` tokens in
+    each layer of the group. ``parts[layer]`` is the layer's place in a block; layers of different
+    groups may have the same place.
+    """
 
     groups: tuple[Group, ...]
+    group_of: tuple[int, ...]
+    """Group of each layer."""
+    parts: tuple[int, ...]
+    """Place of each layer in its group's blocks."""
     block_bytes: int
 
+    @property
+    def num_parts(self) -> int:
+        """Layers of the largest group."""
+        return max(self.parts) + 1
 
-def group_layers(
-    layers: Sequence[LayerKV], *, block_size: int, max_num_batched_tokens: int
-) -> Grouping:
-    """Group layers with the same window. All groups but the last of a window are equally large.
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Window of each group in tokens, 0 for full attention."""
+        return tuple(group.window for group in self.groups)
 
-    The rarest window decides the size; a smaller group leaves a part of its blocks unused. Full
-    attention comes first. Raises ``ConfigError`` if layers keep different numbers of bytes per
-    token, since their blocks could not come from one pool.
+
+MOST_PADDED = 1.025  # most memory of a request of full length, relative to what its layers need
+
+
+def make_layout(
+    layers: Sequence[PagedKV],
+    *,
+    block_size: int,
+    max_num_batched_tokens: int,
+    max_model_len: int,
+    frees_windows: bool = True,
+) -> KVLayout:
+    """Group layers with the same window, and give each layer a part of its group's blocks.
+
+    A group with fewer layers than a block has parts leaves the other parts unused. Each group needs
+    a block table, so the number of parts is the one with the fewest groups for which a request of
+    ``max_model_len`` tokens takes at most ``MOST_PADDED`` of the memory that its layers need. Full
+    attention comes first. Without ``frees_windows``, blocks outside a window are kept, and all
+    layers form one group.
+
+    Raises ``ConfigError`` if layers keep different numbers of bytes per token, since their blocks
+    could not come from one pool.
     """
     by_bytes: dict[int, list[int]] = {}
     by_window: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
         by_bytes.setdefault(layer.token_bytes, []).append(index)
-        by_window.setdefault(layer.window, []).append(index)
+        by_window.setdefault(layer.window if frees_windows else 0, []).append(index)
     if len(by_bytes) > 1:
         sizes = "; ".join(f"{size} in layers {indices}" for size, indices in by_bytes.items())
         raise ConfigError(
             f"layers keep different numbers of bytes of KV per token ({sizes}), but all blocks of "
             "the KV cache have one size; models with several layer sizes are not supported"
         )
-    size = min(map(len, by_window.values()))
-    groups = [
-        Group(
-            window=window,
-            max_blocks=window_blocks(window, max_num_batched_tokens, block_size) if window else 0,
-            layers=tuple(indices[start : start + size]),
-        )
-        for window, indices in sorted(by_window.items())
-        for start in range(0, len(indices), size)
-    ]
-    return Grouping(tuple(groups), size * layers[0].token_bytes * block_size)
+    num_parts = _choose_parts({w: len(found) for w, found in by_window.items()}, max_model_len)
+    groups: list[Group] = []
+    group_of, parts = [0] * len(layers), [0] * len(layers)
+    for window, indices in sorted(by_window.items()):
+        most = window_blocks(window, max_num_batched_tokens, block_size) if window else 0
+        for nth, index in enumerate(indices):
+            parts[index] = nth % num_parts
+            if not parts[index]:
+                groups.append(Group(window=window, max_blocks=most))
+            group_of[index] = len(groups) - 1
+    block_bytes = num_parts * layers[0].token_bytes * block_size
+    return KVLayout(tuple(groups), tuple(group_of), tuple(parts), block_bytes)
+
+
+def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:
+    """Parts of a block, for this many layers of each window."""
+    tokens = {window: min(window or max_model_len, max_model_len) for window in counts}
+
+    def num_groups(num_parts: int) -> int:
+        return sum(-(-count // num_parts) for count in counts.values())
+
+    def kept(num_parts: int) -> int:
+        """Tokens times layers that a request of full length holds blocks for."""
+        return sum(-(-n // num_parts) * num_parts * tokens[w] for w, n in counts.items())
+
+    few = range(1, max(counts.values()) + 1)
+    fits = [num_parts for num_parts in few if kept(num_parts) <= MOST_PADDED * kept(1)]
+    return min(fits, key=lambda num_parts: (num_groups(num_parts), kept(num_parts), num_parts))
 
 
 def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> int:
@@ -107,14 +128,6 @@ def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> 
 def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:
     """Blocks for the encoder output that a decoder's cross-attention reads."""
     return -(-num_encoder_tokens // block_size)
-
-
-def max_concurrency(
-    num_usable_blocks: int, groups: Sequence[Group], block_size: int, max_model_len: int
-) -> float:
-    """How many requests of full length the pool holds at once."""
-    entries = -(-max_model_len // block_size)
-    return num_usable_blocks / sum(group.bound(entries) for group in groups)
 
 
 def agreed_num_blocks(num_blocks_by_worker: Sequence[int]) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.config.kv_groups import FULL, Group
 from engine.errors import ConfigError
 from engine.kv.block_pool import BlockPool, CacheCounts, live_blocks
 from engine.kv.connector import KVSource
@@ -21,11 +22,9 @@ from engine.kv.events import EventLog
 from engine.kv.prefix_index import BlockHasher, PrefixIndex, Sha256Hasher
 from engine.kv.prefix_watch import PrefixWatch
 from engine.kv.tables import (
-    FULL,
     Allocation,
     BlockTables,
     Deltas,
-    Group,
     KVRequest,
     PrefixHit,
     peak_blocks,

@@ -17,9 +17,10 @@ from typing import Protocol
 
 import msgspec
 
-from engine.kv.block_pool import NULL_BLOCK, PrefixCache
+from engine.config.kv_groups import FULL, NULL_BLOCK, Group
+from engine.kv.block_pool import PrefixCache
 from engine.kv.events import EventLog
-from engine.kv.tables import FULL, Allocation, Group, KVRequest
+from engine.kv.tables import Allocation, KVRequest
 from engine.messages.requests import MediaItem
 
 

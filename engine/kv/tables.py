@@ -15,51 +15,9 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from engine.kv.block_pool import NULL_BLOCK, BlockPool, live_blocks
+from engine.config.kv_groups import NULL_BLOCK, Group
+from engine.kv.block_pool import BlockPool, live_blocks
 from engine.messages.requests import MediaItem
-
-
-@dataclass(frozen=True, kw_only=True)
-class Group:
-    """Layers that read the same keys.
-
-    ``window``: number of tokens that a query sees, including itself; 0 means all. ``max_blocks``:
-    the most entries of a request that are not null at any time; 0 means no bound.
-    """
-
-    window: int = 0
-    max_blocks: int = 0
-    layers: tuple[int, ...] = ()
-
-    def first_needed(self, position: int, block_size: int) -> int:
-        """The first table entry that queries at ``position`` or later read."""
-        return max(0, position - self.window + 1) // block_size if self.window else 0
-
-    def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
-        """Entries that are not null and that no query at ``position`` or later reads."""
-        before = first = min(self.first_needed(position, block_size), len(table))
-        while first and table[first - 1] != NULL_BLOCK:
-            first -= 1
-        return range(first, before)
-
-    def bound(self, num_blocks: int) -> int:
-        """The most blocks that a table of ``num_blocks`` entries holds at any time."""
-        return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
-
-    def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
-        """The most leading entries, up to ``limit``, such that all keys that the next query reads
-        are cached. ``cached`` has the block of each entry, or None."""
-        reach = -(-(self.window - 1) // block_size) if self.window else limit
-        while limit:
-            needed = range(max(0, limit - reach), limit)
-            lost = next((index for index in reversed(needed) if cached[index] is None), None)
-            if lost is None:
-                break
-            limit = lost
-        return limit
-
-
-FULL = Group()
 
 
 class KVRequest(Protocol):

@@ -20,7 +20,7 @@ class Wanted:
     """
 
     rows: torch.Tensor  # [R] int64, index among the batch's tokens
-    attn: AttentionMeta  # R sequences of one query each
+    attn: AttentionMeta  # for the last layer: R sequences of one query each
 
 
 class Embeds(NamedTuple):
@@ -36,7 +36,7 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # [N] int32 or int64
     positions: torch.Tensor  # [N] int64; [K, N] for positions along K axes, see ``move``
-    attn: AttentionMeta
+    attn: tuple[AttentionMeta, ...]  # one for each layer; layers of a KV group share theirs
     wanted: Wanted | None = None  # None: hidden states of all tokens
     embeds: Embeds | None = None
     aux_layers: tuple[int, ...] = ()  # layers whose outputs are returned, too
@@ -47,7 +47,8 @@ class ForwardBatch:
         sequences. Attention still uses the indices."""
         self.positions = positions
         if positions.dim() == 1:
-            self.attn = replace(self.attn, positions=positions)
+            moved = {id(meta): replace(meta, positions=positions) for meta in self.attn}
+            self.attn = tuple(moved[id(meta)] for meta in self.attn)
             if self.wanted is not None:
                 of_rows = replace(self.wanted.attn, positions=positions[self.wanted.rows])
                 self.wanted = Wanted(self.wanted.rows, of_rows)

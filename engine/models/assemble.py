@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from engine.config.model import ModelConfig, ModelInfo
-from engine.kv.layout import KVSpec
+from engine.kv.layout import PagedKV
 from engine.layers.interface import Linear
 from engine.layers.linear import is_cpu, make_linear
 from engine.layers.quantized import Weight, plain
@@ -67,7 +67,7 @@ class Assembly:
             blocks,
             ResidualNorm(self.norm("norm")),
             output,
-            self.kv_spec(embedding.dtype),
+            self.cache_spec(embedding.dtype),
         )
 
     def embedding_and_head(self) -> tuple[Embedding, Linear]:
@@ -170,14 +170,16 @@ class Assembly:
             self.tables[rope] = table.to(self.placement.device)
         return self.tables[rope]
 
-    def kv_spec(self, dtype: torch.dtype) -> KVSpec:
+    def cache_spec(self, dtype: torch.dtype) -> tuple[PagedKV, ...]:
         a = self.spec.attention
-        return KVSpec(
-            num_layers=len(self.spec.layers),
-            num_kv_heads=a.num_kv_heads,
-            head_dim=a.head_dim,
-            windows=tuple(layer.window for layer in self.spec.layers),
-            dtype_bytes=dtype.itemsize,
+        return tuple(
+            PagedKV(
+                num_kv_heads=a.num_kv_heads,
+                head_dim=a.head_dim,
+                window=layer.window,
+                dtype_bytes=dtype.itemsize,
+            )
+            for layer in self.spec.layers
         )
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from engine.kv.layout import KVSpec
+from engine.kv.layout import PagedKV
 from engine.layers.batch import ForwardBatch, Hidden, Wanted
 from engine.layers.sublayers import (
     Attention,
@@ -83,13 +83,13 @@ class NativeDecoder:
         blocks: Sequence[DecoderBlock],
         final_norm: ResidualNorm,
         output: OutputLayer,
-        kv_spec: KVSpec,
+        cache_spec: tuple[PagedKV, ...],
     ) -> None:
         self.embedding = embedding
         self.blocks = blocks
         self.final_norm = final_norm
         self.output = output
-        self.kv_spec = kv_spec
+        self.cache_spec = cache_spec
         self.vocab_size = output.linear.out_features
         self.dtype = embedding.dtype
         self.weight_dtype = embedding.dtype  # of weights that are not quantised
@@ -127,7 +127,7 @@ class NativeDecoder:
         x = self.embedding(batch.input_ids, batch.embeds)
         if batch.recorder is not None:
             work = partial(self._last_hidden, batch, kv)
-            hidden = batch.recorder.run(work, x, batch.attn)
+            hidden = batch.recorder.run(work, x, batch.attn[0])
             return Hidden(hidden if batch.wanted is None else hidden[batch.wanted.rows])
         return self._hidden(batch, kv, x)
 
@@ -135,8 +135,9 @@ class NativeDecoder:
     def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
         """See ``engine.models.model.Model``."""
         x, residual = self.embedding(batch.input_ids, batch.embeds), None
-        for block, kv_layer in zip(self.blocks[:-1], kv[:-1], strict=True):
-            x, residual = block(x, residual, batch.attn, kv_layer)
+        lower = zip(self.blocks[:-1], batch.attn[:-1], kv[:-1], strict=True)
+        for block, meta, kv_layer in lower:
+            x, residual = block(x, residual, meta, kv_layer)
         return x if residual is None else x + residual
 
     @torch.inference_mode()
@@ -144,7 +145,7 @@ class NativeDecoder:
         self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
     ) -> torch.Tensor:
         """See ``engine.models.model.Model``."""
-        x, residual = self.blocks[-1](stream, None, batch.attn, kv[-1], batch.wanted)
+        x, residual = self.blocks[-1](stream, None, batch.attn[-1], kv[-1], batch.wanted)
         return self.final_norm(x, residual)[0]
 
     def _last_hidden(
@@ -161,10 +162,9 @@ class NativeDecoder:
         # The last layer computes only wanted rows, unless its full output is requested.
         last = len(self.blocks) - 1
         narrowed = None if last in batch.aux_layers else batch.wanted
-        for index, (block, kv_layer) in enumerate(zip(self.blocks, kv, strict=True)):
-            x, residual = block(
-                x, residual, batch.attn, kv_layer, narrowed if index == last else None
-            )
+        layers = zip(self.blocks, batch.attn, kv, strict=True)
+        for index, (block, meta, kv_layer) in enumerate(layers):
+            x, residual = block(x, residual, meta, kv_layer, narrowed if index == last else None)
             if index in batch.aux_layers:
                 aux[index] = x + residual
         hidden = self.final_norm(x, residual)[0]

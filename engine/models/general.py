@@ -25,7 +25,7 @@ from transformers.utils import logging as hf_logging
 
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ModelError
-from engine.kv.layout import KVSpec
+from engine.kv.layout import PagedKV
 from engine.layers.batch import ForwardBatch, Hidden
 from engine.layers.linear import is_cpu
 from engine.layers.packed_modules import PACKED, pack_module
@@ -60,12 +60,14 @@ class GeneralModel:
         self.dtype = dtype
         self.has_own_products = has_own_products
         self.vocab_size = findings.logits.shape[-1]
-        self.kv_spec = KVSpec(
-            num_layers=len(findings.layers),
-            num_kv_heads=findings.num_kv_heads,
-            head_dim=findings.head_dim,
-            windows=tuple(layer.window for layer in findings.layers),
-            dtype_bytes=self.dtype.itemsize,
+        self.cache_spec = tuple(
+            PagedKV(
+                num_kv_heads=findings.num_kv_heads,
+                head_dim=findings.head_dim,
+                window=layer.window,
+                dtype_bytes=self.dtype.itemsize,
+            )
+            for layer in findings.layers
         )
         self._causal = causal
         self._backbone = findings.backbone

@@ -11,7 +11,7 @@ An attribute of each module refers to its model's state, so several models can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -137,24 +137,37 @@ class AttentionLayer:
 class AttentionStep:
     """The current step: cache positions of its K and V, and the number of layers called so far."""
 
-    def __init__(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> None:
-        self.meta = meta
+    def __init__(self, attn: Sequence[AttentionMeta], kv: list[torch.Tensor]) -> None:
+        """attn, kv: of each layer."""
         self.num_calls = 0
+        self._attn = attn
         self._kv = kv
-        self._rows = (meta.slots >= 0).nonzero().squeeze(1)  # without padding
-        slots = meta.slots[self._rows]
-        self._blocks, self._offsets = slots // meta.block_size, slots % meta.block_size
+        self._rows = (attn[0].slots >= 0).nonzero().squeeze(1)  # without padding
+        self._places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def meta(self) -> AttentionMeta:
+        """Of the layer that is next."""
+        return self._attn[self.num_calls]
+
+    def _places_of(self, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
+        """Block and offset of each token without padding, in the layers of this group."""
+        if meta.group not in self._places:
+            slots = meta.slots[self._rows]
+            self._places[meta.group] = (slots // meta.block_size, slots % meta.block_size)
+        return self._places[meta.group]
 
     def next_cache(self, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         """Write keys and values [N, Hkv, D] to the next layer's cache [blocks, 2, Hkv, block, D].
         Returns this cache."""
         kv_layer = self._kv[self.num_calls]
+        blocks, offsets = self._places_of(self.meta)
         self.num_calls += 1
         for half, new in enumerate((keys, values)):
             rows = new[self._rows]
             if kv_layer.dtype is FP8:  # the cast would turn larger values into NaN
                 rows = rows.clamp(-FP8_MAX, FP8_MAX)
-            kv_layer[self._blocks, half, :, self._offsets] = rows.to(kv_layer.dtype)
+            kv_layer[blocks, half, :, offsets] = rows.to(kv_layer.dtype)
         return kv_layer
 
 
@@ -169,9 +182,9 @@ class PagedState:
     step: AttentionStep | None = None
 
     @contextmanager
-    def during(self, meta: AttentionMeta, kv: list[torch.Tensor]) -> Iterator[None]:
+    def during(self, attn: Sequence[AttentionMeta], kv: list[torch.Tensor]) -> Iterator[None]:
         """Context of one forward pass; all layers must call attention in it."""
-        self.step = AttentionStep(meta, kv)
+        self.step = AttentionStep(attn, kv)
         try:
             yield
             assert self.step.num_calls == len(self.layers), "the module skipped attention layers"
@@ -195,12 +208,13 @@ def attend(
     layer = state.layers[state.step.num_calls]
     assert layer.module is module, "the module calls its attention layers in another order"
     options = read_options(scaling, query.shape[-1], given)
+    meta = state.step.meta
     kv_layer = state.step.next_cache(_rows(key, state.head_dim), _rows(value, state.head_dim))
     queries = _rows(query, state.head_dim).to(value.dtype)
     out = paged_attention(
         queries.contiguous(),
         kv_layer,
-        state.step.meta,
+        meta,
         scale=options.scale,
         window=layer.window,
         softcap=options.softcap,

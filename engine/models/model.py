@@ -6,15 +6,15 @@ from typing import Protocol
 
 import torch
 
-from engine.kv.layout import KVSpec
+from engine.kv.layout import PagedKV
 from engine.layers.batch import ForwardBatch, Hidden
 
 
 class Model(Protocol):
     """A decoder over a paged KV cache. N tokens, H hidden size, V vocabulary."""
 
-    kv_spec: KVSpec
-    """Shape of the KV cache of each layer."""
+    cache_spec: tuple[PagedKV, ...]
+    """The KV cache of each layer, in forward order."""
     vocab_size: int
     dtype: torch.dtype
     """Dtype of activations."""

@@ -5,11 +5,12 @@
              sampled token, then a decode for each further token to propose
     report   the proposals are sent to the scheduler with the step's result
 
-Its keys and values are in blocks with the same numbers as the model's (see `kept`). It samples with
-the request's parameters, seed and noise at the same position as the model. Both take the largest
-sum of the same noise and their own logits, so they agree the more often the closer their
-distributions are (at least (1 - d) / (1 + d) of the time for a total variation distance d: Daliri,
-Musco, Suresh 2024, arXiv 2408.07978). The final tokens are the model's own, with or without drafts.
+Its keys and values are in blocks with the same numbers as those of the model's first KV group (see
+`kept`), which keeps all tokens. It samples with the request's parameters, seed and noise at the
+same position as the model. Both take the largest sum of the same noise and their own logits, so
+they agree the more often the closer their distributions are (at least (1 - d) / (1 + d) of the time
+for a total variation distance d: Daliri, Musco, Suresh 2024, arXiv 2408.07978). The final tokens
+are the model's own, with or without drafts.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from numpy.typing import NDArray
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError
+from engine.kv.layout import make_layout
 from engine.messages.step import Column, DraftPart, StepPlan, StepResult
 from engine.models.assemble import compute_dtype
 from engine.models.decoder import NativeDecoder
 from engine.models.load import load_model
 from engine.models.model import Model
 from engine.sample.sampler import Sampler
-from engine.spec.kept import DraftWork, KeptDrafts, SpareBlocks
+from engine.spec.kept import DraftWork, KeptDrafts, SpareBlocks, first_group
 from engine.worker.batches import (
     NO_PADDING,
     Batches,
@@ -61,6 +63,7 @@ class DraftModel(Feature):
     """The worker's half of drafting with a draft model; see ``SpeculativeConfig``."""
 
     part = "proposals"
+    reads_first_group = True
 
     def __init__(
         self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig, num_drafts: int
@@ -81,7 +84,15 @@ class DraftModel(Feature):
         model = self.load(machine)
         requested = config.cache.kv_cache_dtype
         self._kv_dtype = apply_kv_dtype(model, requested, platform.device)
-        self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
+        dtype_bytes = self._kv_dtype.itemsize
+        self._layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
+        self._layout = make_layout(
+            self._layers,
+            block_size=config.block_size,
+            max_num_batched_tokens=sched.max_num_batched_tokens,
+            max_model_len=sched.max_model_len,
+            frees_windows=False,
+        )
         self._target = machine
         slots = machine.slots.twin(platform)
         num_seqs, num_tokens = sched.max_num_seqs, sched.max_num_batched_tokens
@@ -94,7 +105,9 @@ class DraftModel(Feature):
             live=machine.live,
             slots=slots,
             sampler=Sampler(platform.upload, slots.tables, model.vocab_size),
-            batches=Batches(platform, slots, machine.live, staging),
+            batches=Batches(
+                platform, slots, machine.live, staging, layer_groups=self._layout.group_of
+            ),
             recorder=None if machine.recorder is None else Recorder(),
         )
         self._passes = Passes(own, machine, self._limit)
@@ -115,11 +128,11 @@ class DraftModel(Feature):
         return model
 
     def block_bytes(self, block_size: int) -> int:
-        return self._spec.block_bytes(block_size)
+        return self._layout.block_bytes
 
     @property
     def own_bytes(self) -> int:
-        return self._spare.num_blocks * self._spec.block_bytes(self._config.block_size)
+        return self._spare.num_blocks * self._layout.block_bytes
 
     def allocate(self, num_blocks: int) -> None:
         block_size, machine = self._config.block_size, self._passes.machine
@@ -127,13 +140,14 @@ class DraftModel(Feature):
         if machine.recorder is not None:
             machine.recorder.forget()
         machine.kv[:] = make_kv_cache(
-            self._spec,
+            self._layers,
+            self._layout,
             num_blocks + self._spare.num_blocks,
             block_size,
             dtype=self._kv_dtype,
             zeros=machine.platform.zeros,
         )
-        tables = machine.slots.state.block_tables
+        tables = machine.slots.state.block_tables[0]
         self._no_blocks = machine.platform.upload(self._spare.tables(num_blocks, tables.shape[1]))
         tables.copy_(self._no_blocks)
         self._kept = KeptDrafts(len(tables), num_blocks, block_size, tables.shape[1])
@@ -151,12 +165,12 @@ class DraftModel(Feature):
     def begin(self, plan: StepPlan, live: LiveSeqs) -> None:
         self._proposals.append(_Proposals(plan))  # first: failed steps are reported, too
         machine = self._passes.machine
-        tables, upload = machine.slots.state.block_tables, machine.platform.upload
+        tables, upload = machine.slots.state.block_tables[0], machine.platform.upload
         if plan.new:
             slots = upload(np.array([seq.slot for seq in plan.new], dtype=np.int64))
             tables[slots] = self._no_blocks[slots]
-        if len(plan.block_ids):
-            columns = (plan.block_slots, plan.block_indices, plan.block_ids)
+        columns = first_group(plan)
+        if len(columns[0]):
             deltas = (upload(column.astype(np.int32, copy=False)) for column in columns)
             on_slots.grow_block_tables(tables, *deltas)
         self._kept.begin(plan)
@@ -240,10 +254,12 @@ class Passes:
             batch.recorder = machine.recorder
             return machine.model.forward(batch, machine.kv).last[places]
         if len(seqs):
-            batch.wanted = wanted_rows(batch.attn, places, upload(seqs.astype(np.int64)), last + 1)
+            batch.wanted = wanted_rows(
+                batch.attn[-1], places, upload(seqs.astype(np.int64)), last + 1
+            )
         else:  # the last layer needs at least one row
             token, seq, length = (upload(column) for column in _last_token(work))
-            batch.wanted = wanted_rows(batch.attn, token, seq, length)
+            batch.wanted = wanted_rows(batch.attn[-1], token, seq, length)
         if graph is not None:
             stream = graph.replay(len(staged.tokens.slots))
             return machine.model.last_layer(stream, batch, machine.kv)

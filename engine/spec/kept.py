@@ -45,7 +45,7 @@ class KeptDrafts:
             starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
             for seq in plan.new:
                 self._num_found[seq.slot] = starts[seq.slot] // self._block_size
-        slots, indices, blocks = plan.block_slots, plan.block_indices, plan.block_ids
+        slots, indices, blocks = first_group(plan)
         self._tables[slots, indices] = blocks
         self._has_block[blocks[indices >= self._num_found[slots]]] = False
         for seq in plan.new:
@@ -92,6 +92,16 @@ class KeptDrafts:
         for slot, begin, upto in zip(*columns, strict=True):
             if upto > begin:
                 self._has_block[self._tables[slot, begin:upto]] = True
+
+
+def first_group(plan: StepPlan) -> tuple[Column, Column, Column]:
+    """Slots, places and blocks of a plan's changes to the block tables of the first KV group."""
+    columns = (plan.block_slots, plan.block_indices, plan.block_ids)
+    if plan.block_groups is None:
+        return columns
+    is_first = plan.block_groups == 0
+    slots, indices, blocks = (column[is_first] for column in columns)
+    return slots, indices, blocks
 
 
 class SpareBlocks:

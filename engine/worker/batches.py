@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,6 +102,7 @@ class Room(NamedTuple):
     step: DeviceColumns
     inputs: Inputs
     prepare: Callable[[], None]  # computes ``inputs`` from ``step`` and the slots
+    tables: list[tuple[torch.Tensor, torch.Tensor]]  # block tables and cache slots of each group
 
 
 class PaddingKind(Enum):
@@ -149,20 +150,24 @@ class Batches:
         live: LiveSeqs,
         staging: Staging,
         *,
+        layer_groups: Sequence[int] = (0,),
         batch_invariant: bool = False,
     ) -> None:
+        """layer_groups: the KV group of each layer."""
         self._slots = slots
+        self._layer_groups = tuple(layer_groups)
         self._batch_invariant = batch_invariant
         self._live = live
         self._staging = staging
         num_seqs, num_tokens = len(staging.device.slots), len(staging.device.host_ids)
+        num_groups, _, width = slots.state.block_tables.shape
         self.max_num_tokens = num_tokens  # per step
         self._inputs = Inputs(
             input_ids=platform.zeros((num_tokens,), torch.int32),
             positions=platform.zeros((num_tokens,), torch.int64),
-            cache_slots=platform.zeros((num_tokens,), torch.int64),
+            cache_slots=platform.zeros((num_groups, num_tokens), torch.int64),
             seq_lens=platform.zeros((num_seqs,), torch.int32),
-            block_tables=platform.zeros((num_seqs, slots.state.block_tables.shape[1]), torch.int32),
+            block_tables=platform.zeros((num_groups, num_seqs, width), torch.int32),
         )
         self._rooms: dict[tuple[int, int], Room] = {}
 
@@ -188,7 +193,7 @@ class Batches:
             draws, starts, read = draws_of(rows, tokens)
             host.draw_starts[: len(starts)] = starts
             picked = self._pick(draws, read)
-        changes = None if plan is None else stage_changes(plan, specs, self._staging)
+        changes = None if plan is None else stage_changes(plan, specs, self._staging, self._slots)
         self._staging.send()
         if kind is PaddingKind.MIXED_GRAPH:
             num_tokens = len(tokens.slots)
@@ -203,20 +208,27 @@ class Batches:
         """Prepare a forward pass that returns the hidden states of all tokens."""
         room.prepare()
         inputs = room.inputs
-        meta = AttentionMeta(
-            query_start=room.step.query_start,
-            seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
-            positions=inputs.positions,
-            slots=inputs.cache_slots,
-            block_size=self._slots.block_size,
-            num_decodes=extent.num_decodes,
-            max_query_len=extent.max_query_len,
-            max_seq_len=extent.max_seq_len,
-            batch_invariant=self._batch_invariant,
-            is_mixed=extent.is_mixed,
-        )
-        return ForwardBatch(inputs.input_ids, inputs.positions, meta)
+        scratch: dict[Any, Any] = {}
+        metas = [
+            AttentionMeta(
+                query_start=room.step.query_start,
+                seq_lens=inputs.seq_lens,
+                block_tables=tables,
+                positions=inputs.positions,
+                slots=cache_slots,
+                block_size=self._slots.block_size,
+                num_decodes=extent.num_decodes,
+                max_query_len=extent.max_query_len,
+                max_seq_len=extent.max_seq_len,
+                scratch=scratch,
+                batch_invariant=self._batch_invariant,
+                is_mixed=extent.is_mixed,
+                group=group,
+            )
+            for group, (tables, cache_slots) in enumerate(room.tables)
+        ]
+        attn = tuple(metas[group] for group in self._layer_groups)
+        return ForwardBatch(inputs.input_ids, inputs.positions, attn)
 
     def build_picked(self, staged: Staged, read: ReadTokens | None) -> ForwardBatch:
         """Prepare a staged step's forward pass that returns the hidden states of ``read`` (None:
@@ -228,7 +240,7 @@ class Batches:
         lens = rows.starts + rows.counts
         batch = self.build(room, Extent(num_decodes, longest, int(lens.max())))
         if read is not None:
-            batch.wanted = wanted_rows(batch.attn, read.tokens, read.seqs, read.seq_lens)
+            batch.wanted = wanted_rows(batch.attn[-1], read.tokens, read.seqs, read.seq_lens)
         return batch
 
     def seq_lens(self, num_seqs: int) -> torch.Tensor:
@@ -248,13 +260,16 @@ class Batches:
                 self._rooms.clear()
             ends = (num_tokens, num_tokens, num_tokens, num_seqs, num_seqs)
             columns = zip(self._inputs, ends, strict=True)
-            inputs = Inputs(*(column[:end] for column, end in columns))
+            inputs = Inputs(
+                *(column[:end] if column.dim() == 1 else column[:, :end] for column, end in columns)
+            )
             step = self._staging.device.of(num_seqs, num_tokens)
             described = (step.slots, step.query_start, step.host_ids)
             prepare = on_slots.preparation(
                 self._slots.state, *described, inputs, self._slots.block_size
             )
-            room = Room(num_seqs, num_tokens, step, inputs, prepare)
+            tables = list(zip(inputs.block_tables, inputs.cache_slots, strict=True))
+            room = Room(num_seqs, num_tokens, step, inputs, prepare, tables)
             self._rooms[num_seqs, num_tokens] = room
         return room
 
@@ -304,8 +319,9 @@ class Batches:
 def wanted_rows(
     attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
 ) -> Wanted:
-    """Limit the last layer to some tokens: index ``rows`` [R] int64, sequence of each [R] int64,
-    and number of keys that each attends to, itself included, [R] int32."""
+    """Limit the last layer to some tokens: ``attn`` of that layer, index ``rows`` [R] int64,
+    sequence of each [R] int64, and number of keys that each attends to, itself included, [R]
+    int32."""
     count = len(rows)
     return Wanted(
         rows,
@@ -320,6 +336,7 @@ def wanted_rows(
             max_query_len=1,
             max_seq_len=attn.max_seq_len,
             batch_invariant=attn.batch_invariant,
+            group=attn.group,
         ),
     )
 
@@ -409,10 +426,12 @@ class Changes(NamedTuple):
     """Changes of a plan to the slots, as device tensors."""
 
     new: NewSlots | None
-    blocks: list[torch.Tensor]  # slots, places in block tables, blocks; [] for none
+    blocks: list[torch.Tensor]  # block tables, places in them, blocks; [] for none
 
 
-def stage_changes(plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging) -> Changes:
+def stage_changes(
+    plan: StepPlan, specs: Sequence[SamplingSpec], staging: Staging, slots: Slots
+) -> Changes:
     """Stage what a plan changes. A new sequence starts at the position of its first row. ``specs``:
     sampling options of the new sequences."""
     new, blocks = None, []
@@ -420,7 +439,7 @@ def stage_changes(plan: StepPlan, specs: Sequence[SamplingSpec], staging: Stagin
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
         new = _new_slots(plan.new, specs, starts, staging)
     if len(plan.block_ids):
-        deltas = (plan.block_slots, plan.block_indices, plan.block_ids)
+        deltas = (slots.table_rows(plan), plan.block_indices, plan.block_ids)
         blocks = [staging.add(column.astype(np.int32, copy=False)) for column in deltas]
     return Changes(new, blocks)
 

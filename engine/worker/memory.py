@@ -14,7 +14,7 @@ import torch
 
 from engine.config.gpu_memory import shortage
 from engine.errors import ConfigError
-from engine.kv.layout import KVSpec
+from engine.kv.layout import KVLayout, PagedKV
 from engine.layers.linear import is_cpu
 from engine.models.decoder import NativeDecoder
 from engine.models.model import Model
@@ -103,7 +103,7 @@ def apply_kv_dtype(model: Model, requested: str, device: torch.device) -> torch.
     up, too. Raises ``ConfigError`` as ``choose_kv_dtype`` does."""
     dtype = choose_kv_dtype(requested, model.dtype, device)
     if dtype is FP8:
-        num_layers = model.kv_spec.num_layers
+        num_layers = len(model.cache_spec)
         num_scaled = model.scale_cache(device) if isinstance(model, NativeDecoder) else 0
         logger.info(
             "keys and values are stored as float8_e4m3fn: %d of %d layers have scales in the "
@@ -118,22 +118,31 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def make_kv_cache(
-    spec: KVSpec, num_blocks: int, block_size: int, *, dtype: torch.dtype, zeros: Zeros
+    layers: Sequence[PagedKV],
+    layout: KVLayout,
+    num_blocks: int,
+    block_size: int,
+    *,
+    dtype: torch.dtype,
+    zeros: Zeros,
 ) -> list[torch.Tensor]:
-    """Allocate one zeroed tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
+    """Allocate a zeroed tensor per layer, [num_blocks, 2, num_kv_heads, block_size, head_dim].
+    Layers with the same place in a block share one.
 
     Zeroed because masked values are still multiplied, and 0 * NaN is NaN. On a CPU, physical pages
     are allocated when they are first written, so an unused pool costs nothing; see
     ``PagePrefault``. Raises ``ConfigError`` with the sizes if there is not enough memory."""
-    shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+    layer = layers[0]  # a layout has layers of one shape
+    shape = (num_blocks, 2, layer.num_kv_heads, block_size, layer.head_dim)
     try:
-        return [zeros(shape, dtype) for _ in range(spec.num_layers)]
+        parts = [zeros(shape, dtype) for _ in range(layout.num_parts)]
     except (RuntimeError, MemoryError, OSError, OverflowError) as error:
-        gib = num_blocks * spec.block_bytes(block_size) / (1 << 30)
+        gib = num_blocks * layout.block_bytes / (1 << 30)
         raise ConfigError(
             f"not enough memory for {num_blocks} KV blocks of {block_size} tokens ({gib:.2f} GiB); "
             "lower num_kv_blocks, kv_cache_memory_bytes or memory_utilization"
         ) from error
+    return [parts[part] for part in layout.parts]
 
 
 def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -163,9 +172,10 @@ class PagePrefault:
     """
 
     def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PREFAULT_BYTES) -> None:
-        """kv: tensors of ``lazy_zeros``; num_bytes: size of all of them together."""
-        self._kv = list(kv)
-        self._share = num_bytes // max(len(kv), 1)
+        """kv: the tensor of each layer, made by ``lazy_zeros``; num_bytes: size of all of them
+        together."""
+        self._kv = list({layer.data_ptr(): layer for layer in kv}.values())
+        self._share = num_bytes // max(len(self._kv), 1)
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._provide, name="kv-pages", daemon=True)
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from engine.messages.step import NewSeq, StepPlan
+from engine.messages.step import Column, NewSeq, StepPlan
 from engine.sample.sampler import SlotTables
 from engine.worker.platform import Platform
 from kernels import slots as on_slots
@@ -62,9 +62,16 @@ class Slots:
     """
 
     def __init__(
-        self, platform: Platform, max_num_seqs: int, max_model_len: int, block_size: int
+        self,
+        platform: Platform,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        windows: Sequence[int] = (0,),
     ) -> None:
+        """windows: of each group of layers in tokens, 0 for full attention."""
         self.block_size = block_size
+        width = -(-max_model_len // block_size)
 
         def column(dtype: torch.dtype, *width: int) -> torch.Tensor:
             return platform.zeros((max_num_seqs, *width), dtype)
@@ -73,7 +80,8 @@ class Slots:
         self.state = SlotState(
             num_computed=column(torch.int32),
             history=history,
-            block_tables=column(torch.int32, -(-max_model_len // block_size)),
+            block_tables=platform.zeros((len(windows), max_num_seqs, width), torch.int32),
+            windows=platform.upload(np.array(windows, dtype=np.int32)),
         )
         self.tables = SlotTables(
             requested=SamplingColumns(
@@ -88,26 +96,33 @@ class Slots:
         )
 
     def twin(self, platform: Platform) -> Slots:
-        """A table of the same sequences for a second model (drafts), with its own lengths and block
-        tables. Tokens and sampling parameters are shared."""
+        """A table of the same sequences for a second model (drafts) whose layers are one group, with
+        its own lengths and block tables. Tokens and sampling parameters are shared."""
         other, state = copy(self), self.state
-        lengths, tables = (
+        lengths, tables, windows = (
             platform.zeros(tuple(column.shape), column.dtype)
-            for column in (state.num_computed, state.block_tables)
+            for column in (state.num_computed, state.block_tables[:1], state.windows[:1])
         )
-        other.state = state._replace(num_computed=lengths, block_tables=tables)
+        other.state = state._replace(num_computed=lengths, block_tables=tables, windows=windows)
         return other
 
     def apply(self, new: NewSlots | None, blocks: Sequence[torch.Tensor]) -> None:
-        """Enter new sequences, then extend block tables. ``blocks``: slots, places in their block
-        tables, block ids; [] if no table grows."""
+        """Enter new sequences, then extend block tables. ``blocks``: block tables as `table_rows`
+        numbers them, places in them, block ids; [] if no table changes."""
         if new is not None:
             self.state.num_computed[new.slots] = new.num_computed
             self.tables.num_prompt[new.slots] = new.num_prompt
             for column, values in zip(self.tables.requested, new.requested, strict=True):
                 column[new.slots] = values
         if blocks:
-            on_slots.grow_block_tables(self.state.block_tables, *blocks)
+            on_slots.grow_block_tables(self.state.block_tables.flatten(0, 1), *blocks)
+
+    def table_rows(self, plan: StepPlan) -> Column:
+        """The block table of each change of a plan, counted over the slots of all groups."""
+        rows: Column = plan.block_slots.astype(np.int32, copy=False)
+        if plan.block_groups is not None:
+            rows = rows + plan.block_groups * np.int32(self.state.block_tables.shape[1])
+        return rows
 
     def remember(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
         """Enter draft tokens [D] into the history at their positions, as if they were accepted:

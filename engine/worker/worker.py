@@ -20,9 +20,10 @@ from engine.config.engine import ResolvedConfig
 from engine.config.env import default_num_threads
 from engine.config.gpu import MOST_RECORDED, graph_sizes, mixed_sizes
 from engine.config.gpu_memory import GIB, kv_budget, most_mixed
+from engine.config.kv_groups import request_blocks
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
-from engine.kv.layout import KVSpec
+from engine.kv.layout import KVLayout, PagedKV, make_layout
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
 from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import NativeDecoder
@@ -59,7 +60,7 @@ from kernels.cpu.cells import DTYPES as COMPILED
 from kernels.cpu.recording import MOST_MIXED, Recorder
 from kernels.cpu.threads import leave_threads_to_kernels, set_threads
 
-OWN_PARTS = ("drafts", "masks")  # computed without a feature
+OWN_PARTS = ("drafts", "masks", "block_groups")  # computed without a feature
 
 logger = logging.getLogger("engine.worker")
 
@@ -87,7 +88,8 @@ class ModelWorker:
         self.capabilities = frozenset([*OWN_PARTS, *(feature.part for feature in features)])
         self._kv_dtype = torch.float32
         self._most_mixed = MOST_RECORDED  # tokens of the largest mixed step to record
-        self._spec: KVSpec | None = None
+        self._layers: list[PagedKV] = []
+        self._layout: KVLayout | None = None
         self._driver: Driver | None = None
         self._prefault: PagePrefault | None = None
 
@@ -96,6 +98,12 @@ class ModelWorker:
         """The driver that computes plans. The model must be loaded."""
         assert self._driver is not None, "the model is not loaded"
         return self._driver
+
+    @property
+    def layout(self) -> KVLayout:
+        """How the model's layers share the KV pool; there is one once the model is loaded."""
+        assert self._layout is not None, "the model is not loaded"
+        return self._layout
 
     def load(self) -> ModelFacts:
         """Load the weights and allocate the tables of the slots. Raises ``ConfigError``."""
@@ -120,15 +128,19 @@ class ModelWorker:
             if isinstance(model, NativeDecoder) and not is_cpu:
                 model.group_experts()
         self._kv_dtype = apply_kv_dtype(model, config.cache.kv_cache_dtype, platform.device)
-        self._spec = replace(model.kv_spec, dtype_bytes=self._kv_dtype.itemsize)
+        self._layers, self._layout = self._lay_out(model)
         with explain_shortage(platform, "room was made for the requests"):
-            machine = make_machine(model, platform, config, self._features)
+            machine = make_machine(model, platform, config, self._layout, self._features)
             for feature in self._features:
                 feature.attach(machine)
         self._driver = Driver(Runner(machine, sched.max_model_len), self._failures)
         if is_cpu and model.has_own_products and model.dtype in COMPILED:
             leave_threads_to_kernels()
-        return ModelFacts(vocab_size=model.vocab_size, block_bytes=self._block_bytes())
+        return ModelFacts(
+            vocab_size=model.vocab_size,
+            block_bytes=self._block_bytes(),
+            kv_groups=self.layout.groups,
+        )
 
     def measure(self) -> int:
         """Bytes available to the KV pool: a share of the host's free memory, or what the largest
@@ -163,13 +175,13 @@ class ModelWorker:
             use.others / GIB,
         )
         block_size = config.block_size
-        blocks_of_one = -(-sched.max_model_len // block_size) + 1  # + 1: the null block
+        blocks_of_one = request_blocks(self.layout.groups, block_size, sched.max_model_len) + 1
         return kv_budget(
             use,
             config.gpu.gpu_memory_utilization,
             one_request=blocks_of_one * self._block_bytes(),
             graphs=graphs,
-            num_tensors=len(self.driver.runner.machine.kv),
+            num_tensors=self.layout.num_parts,
         )
 
     def allocate(self, num_blocks: int) -> None:
@@ -247,11 +259,27 @@ class ModelWorker:
 
     # -- helpers
 
+    def _lay_out(self, model: Model) -> tuple[list[PagedKV], KVLayout]:
+        """What each layer keeps, and how the layers share the pool."""
+        config, sched = self.config, self.config.scheduler
+        dtype_bytes = self._kv_dtype.itemsize
+        layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
+        layout = make_layout(
+            layers,
+            block_size=config.block_size,
+            max_num_batched_tokens=sched.max_num_batched_tokens,
+            max_model_len=sched.max_model_len,
+            # A feature that goes by the first group's blocks needs those of all tokens.
+            frees_windows=not any(layer.window for layer in layers)
+            or any(not layer.window for layer in layers)
+            or not any(feature.reads_first_group for feature in self._features),
+        )
+        return layers, layout
+
     def _block_bytes(self) -> int:
         """Bytes of one KV block, including what features store per block."""
-        assert self._spec is not None
         size = self.config.block_size
-        return self._spec.block_bytes(size) + sum(f.block_bytes(size) for f in self._features)
+        return self.layout.block_bytes + sum(f.block_bytes(size) for f in self._features)
 
     def _stop_pages(self) -> None:
         if self._prefault is not None:
@@ -259,14 +287,14 @@ class ModelWorker:
             self._prefault = None
 
     def _make_kv(self, num_blocks: int) -> None:
-        assert self._spec is not None
         self._stop_pages()
         machine = self.driver.runner.machine
         machine.kv.clear()
         if machine.recorder is not None:
             machine.recorder.forget()
         machine.kv[:] = make_kv_cache(
-            self._spec,
+            self._layers,
+            self.layout,
             num_blocks,
             self.config.block_size,
             dtype=self._kv_dtype,
@@ -345,13 +373,17 @@ def make_recorder(model: Model, platform: Platform, config: ResolvedConfig) -> R
 
 
 def make_machine(
-    model: Model, platform: Platform, config: ResolvedConfig, features: Sequence[Feature] = ()
+    model: Model,
+    platform: Platform,
+    config: ResolvedConfig,
+    layout: KVLayout,
+    features: Sequence[Feature] = (),
 ) -> Machine:
     """Create the objects that compute a step. The KV cache is an empty list until allocated."""
     sched, block_size = config.scheduler, config.block_size
     num_seqs, max_model_len = sched.max_num_seqs, sched.max_model_len
     live = LiveSeqs(num_seqs, max_model_len)
-    slots = Slots(platform, num_seqs, max_model_len, block_size)
+    slots = Slots(platform, num_seqs, max_model_len, block_size, layout.windows)
     staging = Staging(platform, num_seqs, sched.max_num_batched_tokens, sched.num_steps_in_flight)
     return Machine(
         model=model,
@@ -361,7 +393,12 @@ def make_machine(
         slots=slots,
         sampler=Sampler(platform.upload, slots.tables, model.vocab_size, config.logits_processors),
         batches=Batches(
-            platform, slots, live, staging, batch_invariant=config.model.batch_invariant is True
+            platform,
+            slots,
+            live,
+            staging,
+            layer_groups=layout.group_of,
+            batch_invariant=config.model.batch_invariant is True,
         ),
         features=tuple(features),
         recorder=make_recorder(model, platform, config),

@@ -10,7 +10,7 @@ import torch
 from numba import njit
 
 from kernels.cpu.native import Kernel, i32, i64
-from kernels.reference.index import REJECTED, UNKNOWN, Drawn, Inputs, SlotState
+from kernels.reference.index import LARGEST_TILE, REJECTED, UNKNOWN, Drawn, Inputs, SlotState
 
 
 def preparation(
@@ -21,16 +21,17 @@ def preparation(
     inputs: Inputs,
     block_size: int,
 ) -> Callable[[], None]:
-    tensors = (slots, query_start, host_ids, *state, *inputs)
-    arguments = (
-        *(tensor.data_ptr() for tensor in tensors),
+    sizes = (
         slots.shape[0],
         inputs.input_ids.shape[0],
         state.history.stride(0),
-        state.block_tables.stride(0),
-        inputs.block_tables.stride(0),
         block_size,
+        len(state.windows),
+        *(of.stride(axis) for of in (state.block_tables, inputs.block_tables) for axis in (0, 1)),
+        inputs.cache_slots.stride(0),
     )
+    tensors = (slots, query_start, host_ids, *state, *inputs, torch.tensor(sizes))
+    arguments = tuple(tensor.data_ptr() for tensor in tensors)
 
     # The default argument keeps the tensors alive, to which only addresses point.
     def prepare(tensors: tuple[torch.Tensor, ...] = tensors) -> None:
@@ -66,45 +67,62 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
 
 
 @njit(inline="always")
-def _nobody(input_ids, positions, cache_slots, first, end):
+def _nobody(input_ids, positions, first, end):
     """Fill tokens [first, end) with padding."""
     for n in range(first, end):
         input_ids[n] = positions[n] = 0
-        cache_slots[n] = -1
     return end
 
 
 def _prepare_body(row):
-    p = i64(row, (18,))
-    num_seqs, num_tokens, stride_history = p[12], p[13], p[14]
-    stride_table, stride_seq_table, size = p[15], p[16], p[17]
+    p = i64(row, (14,))
+    sizes = i64(p[13], (10,))
+    num_seqs, num_tokens, stride_history = sizes[0], sizes[1], sizes[2]
+    size, num_groups = sizes[3], sizes[4]
     slots, starts = i32(p[1], (num_seqs,)), i32(p[2], (num_seqs + 1,))
     host_ids = i32(p[3], (num_tokens,))
-    input_ids, positions = i32(p[7], (num_tokens,)), i64(p[8], (num_tokens,))
-    cache_slots, seq_lens = i64(p[9], (num_tokens,)), i32(p[10], (num_seqs,))
+    input_ids, positions = i32(p[8], (num_tokens,)), i64(p[9], (num_tokens,))
+    seq_lens = i32(p[11], (num_seqs,))
     first = 0
     for s in range(num_seqs):
         slot, end = slots[s], starts[s + 1]
         if slot < 0:
             seq_lens[s] = 0
-            first = _nobody(input_ids, positions, cache_slots, first, end)
+            first = _nobody(input_ids, positions, first, end)
             continue
         context = i32(p[4] + 4 * slot, (1,))[0]
         length = context + end - first
         drawn = i32(p[5] + 4 * slot * stride_history, (length,))
-        used = (length + size - 1) // size
-        table = i32(p[6] + 4 * slot * stride_table, (used,))
-        seq_table = i32(p[11] + 4 * s * stride_seq_table, (used,))
-        for place in range(used):
-            seq_table[place] = table[place]
         for n in range(first, end):
             place, known = context + n - first, host_ids[n]
             input_ids[n] = drawn[place] if known == UNKNOWN else known
             positions[n] = place
-            cache_slots[n] = table[place // size] * size + place % size
         seq_lens[s] = length
         first = end
-    _nobody(input_ids, positions, cache_slots, first, num_tokens)
+    _nobody(input_ids, positions, first, num_tokens)
+    windows = i32(p[7], (num_groups,))
+    for g in range(num_groups):
+        tables, seq_tables = p[6] + 4 * g * sizes[5], p[12] + 4 * g * sizes[7]
+        cache_slots = i64(p[10] + 8 * g * sizes[9], (num_tokens,))
+        first = 0
+        for s in range(num_seqs):
+            slot, end = slots[s], starts[s + 1]
+            if slot < 0:
+                cache_slots[first:end] = -1
+                first = end
+                continue
+            used = (seq_lens[s] + size - 1) // size
+            table = i32(tables + 4 * slot * sizes[6], (used,))
+            seq_table = i32(seq_tables + 4 * s * sizes[8], (used,))
+            begin = 0
+            if windows[g] > 0:
+                begin = max(0, seq_lens[s] - (end - first) - windows[g] + 1)
+            for place in range(begin // LARGEST_TILE * LARGEST_TILE // size, used):
+                seq_table[place] = table[place]
+            for n in range(first, end):
+                cache_slots[n] = table[positions[n] // size] * size + positions[n] % size
+            first = end
+        cache_slots[first:num_tokens] = -1
 
 
 def _advance_body(row):

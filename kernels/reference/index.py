@@ -14,6 +14,7 @@ import torch
 
 UNKNOWN = -1  # input id that the host does not know, since it was sampled on the device
 REJECTED = -2  # replaces tokens sampled after a rejected draft
+LARGEST_TILE = 256  # the most keys that a kernel reads together
 
 
 class SlotState(NamedTuple):
@@ -21,18 +22,19 @@ class SlotState(NamedTuple):
 
     num_computed: torch.Tensor  # [slots] int32, tokens whose keys and values are in the cache
     history: torch.Tensor  # [slots, max_len] int32, sampled tokens by position
-    block_tables: torch.Tensor  # [slots, max_blocks] int32
+    block_tables: torch.Tensor  # [G, slots, max_blocks] int32, one for each group of layers
+    windows: torch.Tensor  # [G] int32, tokens that a query of the group sees; 0: all
 
 
 class Inputs(NamedTuple):
-    """A step's inputs: S sequences, N tokens. Padding has id 0, position 0, cache slot -1, length
-    0."""
+    """A step's inputs: S sequences, N tokens, G groups of layers. Padding has id 0, position 0,
+    cache slot -1, length 0."""
 
     input_ids: torch.Tensor  # [N] int32
     positions: torch.Tensor  # [N] int64
-    cache_slots: torch.Tensor  # [N] int64, block * block_size + offset at which K and V are written
+    cache_slots: torch.Tensor  # [G, N] int64, block * block_size + offset to write K and V to
     seq_lens: torch.Tensor  # [S] int32
-    block_tables: torch.Tensor  # [S, max_blocks] int32
+    block_tables: torch.Tensor  # [G, S, max_blocks] int32
 
 
 class Drawn(NamedTuple):
@@ -68,7 +70,7 @@ def prepare_inputs(
     """Fill `inputs`. slots [S] int32, -1: padding; query_start [S + 1] int32; host_ids [N] int32.
 
     An id is taken from the host, or from the history if it is `UNKNOWN`. Only entries of block
-    tables that are in use are copied.
+    tables that attention reads are copied, see `first_read`.
     """
     inputs.input_ids.zero_()
     inputs.positions.zero_()
@@ -85,18 +87,31 @@ def prepare_inputs(
         ids = host_ids[rows]
         inputs.input_ids[rows] = torch.where(ids == UNKNOWN, state.history[slot, place], ids)
         inputs.positions[rows] = place
-        blocks = state.block_tables[slot, place // block_size].long()
-        inputs.cache_slots[rows] = blocks * block_size + place % block_size
         inputs.seq_lens[s] = context + num
         used = -(-(context + num) // block_size)
-        inputs.block_tables[s, :used] = state.block_tables[slot, :used]
+        for g, window in enumerate(state.windows.tolist()):
+            table = state.block_tables[g, slot]
+            blocks = table[place // block_size].long()
+            inputs.cache_slots[g, rows] = blocks * block_size + place % block_size
+            first = first_read(context, window, block_size)
+            inputs.block_tables[g, s, first:used] = table[first:used]
+
+
+def first_read(context: int, window: int, block_size: int) -> int:
+    """The first table entry that attention reads, for queries from position ``context`` on.
+
+    A kernel reads whole tiles of keys and masks those before the window, so a tile's beginning
+    counts.
+    """
+    begin = max(0, context - window + 1) if window else 0
+    return begin // LARGEST_TILE * LARGEST_TILE // block_size
 
 
 def grow_block_tables(
     block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
 ) -> None:
-    """Enter new blocks: block_tables[slots[i], places[i]] = blocks[i], all int32; slot -1 is
-    skipped."""
+    """Enter new blocks: block_tables[tables[i], places[i]] = blocks[i], all int32; table -1 is
+    skipped. block_tables: [tables, max_blocks]."""
     real = slots >= 0
     block_tables[slots[real].long(), places[real].long()] = blocks[real]
 

@@ -27,7 +27,7 @@ def paged_attention(
     shapes = (q.shape, q.stride(), kv_layer.shape, kv_layer.stride())
     again(
         meta.scratch,
-        ("attention", shapes, q.dtype, kv_layer.dtype, options, *forms),
+        ("attention", meta.group, shapes, q.dtype, kv_layer.dtype, options, *forms),
         (q, kv_layer, out, *extras),
         lambda: launches(q, kv_layer, meta, variant, out),
     )

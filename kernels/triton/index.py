@@ -14,16 +14,22 @@ from kernels.triton.launch import Launch
 
 TILE = 256  # tokens or blocks per step
 REJECTED = tl.constexpr(reference.REJECTED)
+LARGEST_TILE = tl.constexpr(reference.LARGEST_TILE)
 
 
 @triton.jit(do_not_specialize=["num_seqs", "num_tokens", "stride_history"])
 def prepare_kernel(  # noqa: PLR0913
-    slots, query_start, host_ids, num_computed, history, tables,
+    slots, query_start, host_ids, num_computed, history, tables, windows,
     input_ids, positions, cache_slots, seq_lens, seq_tables, stride_table, stride_seq_table,
+    stride_group, stride_seq_group, stride_slots,
     num_seqs, num_tokens, stride_history, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program sequence; one more program writes the padding tokens."""
+    """Program (sequence, group of layers); one more sequence stands for the padding tokens. The
+    first group's programs write what all groups share."""
     seq = tl.program_id(0)
+    group = tl.program_id(1).to(tl.int64)
+    is_first = group == 0
+    cache_slots += group * stride_slots
     row0 = tl.load(query_start + seq)
     row1 = num_tokens
     slot = tl.full([], -1, tl.int64)
@@ -31,36 +37,39 @@ def prepare_kernel(  # noqa: PLR0913
         row1 = tl.load(query_start + seq + 1)
         slot = tl.load(slots + seq).to(tl.int64)
     if slot < 0:
-        if seq < num_seqs:
+        if (seq < num_seqs) & is_first:
             tl.store(seq_lens + seq, 0)
         for start in range(row0, row1, TILE):
             row = start + tl.arange(0, TILE)
             nothing = tl.zeros([TILE], tl.int64)
-            tl.store(input_ids + row, nothing.to(tl.int32), mask=row < row1)
-            tl.store(positions + row, nothing, mask=row < row1)
+            tl.store(input_ids + row, nothing.to(tl.int32), mask=is_first & (row < row1))
+            tl.store(positions + row, nothing, mask=is_first & (row < row1))
             tl.store(cache_slots + row, nothing - 1, mask=row < row1)
         return
     context = tl.load(num_computed + slot)
     length = context + row1 - row0
-    tl.store(seq_lens + seq, length)
-    table = tables + slot * stride_table
+    tl.store(seq_lens + seq, length, mask=is_first)
+    table = tables + group * stride_group + slot * stride_table
     drawn = history + slot * stride_history
     for start in range(row0, row1, TILE):
         row = start + tl.arange(0, TILE)
         mask = row < row1
         token = row - row0
-        known = tl.load(host_ids + row, mask=mask, other=0)
         place = context + token
+        known = tl.load(host_ids + row, mask=is_first & mask, other=0)
         made = tl.load(drawn + place, mask=mask & (known < 0), other=0)
-        tl.store(input_ids + row, tl.where(known < 0, made, known), mask=mask)
-        tl.store(positions + row, place.to(tl.int64), mask=mask)
+        tl.store(input_ids + row, tl.where(known < 0, made, known), mask=is_first & mask)
+        tl.store(positions + row, place.to(tl.int64), mask=is_first & mask)
         block = tl.load(table + place // PAGE, mask=mask, other=0).to(tl.int64)
         tl.store(cache_slots + row, block * PAGE + place % PAGE, mask=mask)
     used = tl.cdiv(length, PAGE)
-    for start in range(0, used, TILE):
+    window = tl.load(windows + group)
+    begin = tl.where(window > 0, tl.maximum(context - window + 1, 0), 0)
+    seq_table = seq_tables + group * stride_seq_group + seq.to(tl.int64) * stride_seq_table
+    for start in range(begin // LARGEST_TILE * LARGEST_TILE // PAGE, used, TILE):
         place = start + tl.arange(0, TILE)
         block = tl.load(table + place, mask=place < used, other=0)
-        there = seq_tables + seq.to(tl.int64) * stride_seq_table + place
+        there = seq_table + place
         tl.store(there, block, mask=place < used)
 
 
@@ -131,20 +140,24 @@ def prepare_launch(
         "num_computed": state.num_computed,
         "history": state.history,
         "tables": state.block_tables,
+        "windows": state.windows,
         "input_ids": inputs.input_ids,
         "positions": inputs.positions,
         "cache_slots": inputs.cache_slots,
         "seq_lens": inputs.seq_lens,
         "seq_tables": inputs.block_tables,
-        "stride_table": state.block_tables.stride(0),
-        "stride_seq_table": inputs.block_tables.stride(0),
+        "stride_table": state.block_tables.stride(1),
+        "stride_seq_table": inputs.block_tables.stride(1),
+        "stride_group": state.block_tables.stride(0),
+        "stride_seq_group": inputs.block_tables.stride(0),
+        "stride_slots": inputs.cache_slots.stride(0),
         "num_seqs": len(slots),
         "num_tokens": len(inputs.input_ids),
         "stride_history": state.history.stride(0),
         "PAGE": block_size,
         "TILE": TILE,
     }
-    return Launch(prepare_kernel, (len(slots) + 1,), args, 4, 1)
+    return Launch(prepare_kernel, (len(slots) + 1, len(state.windows)), args, 4, 1)
 
 
 def grow_block_tables(
@@ -204,8 +217,10 @@ def configurations() -> Iterator[Launch]:
     """Block sizes of 16 to 64 tokens."""
     column = torch.empty(64, dtype=torch.int32, device="meta")
     table = torch.empty((64, 512), dtype=torch.int32, device="meta")
-    state = SlotState(column, table, table)
-    inputs = Inputs(column, column.long(), column.long(), column, table)
+    tables = torch.empty((2, 64, 512), dtype=torch.int32, device="meta")
+    state = SlotState(column, table, tables, column[:2])
+    slots = torch.empty((2, 64), dtype=torch.int64, device="meta")
+    inputs = Inputs(column, column.long(), slots, column, tables)
     for block_size in (16, 32, 64):
         yield prepare_launch(state, (column, column, column), inputs, block_size)
     yield grow_launch(table, column, column, column)

@@ -173,7 +173,7 @@ def qkv_rope_write(
         turns = (rope.interleaved, norm.eps, norm.add_one)
         again(
             meta.scratch,
-            ("write", shapes, qkv.dtype, kv_layer.dtype, turns, *forms),
+            ("write", meta.group, shapes, qkv.dtype, kv_layer.dtype, turns, *forms),
             (qkv, kv_layer, q, *weights),
             lambda: [write_launch(qkv, kv_layer, meta, heads, (rope, norm, kv_scales), q)],
         )

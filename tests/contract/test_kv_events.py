@@ -17,6 +17,7 @@ from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
 from engine.config.engine import EngineConfig
+from engine.config.kv_groups import Group
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.build import wire
@@ -24,7 +25,6 @@ from engine.core.kv_publisher import KVEventPublisher, replay_endpoint
 from engine.errors import ConfigError
 from engine.kv.events import EventLog
 from engine.kv.manager import KVManager
-from engine.kv.tables import Group
 from engine.messages.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from engine.observe.guard import Failures, ObserverGuard
 from policylab.verify.fake import DigestWorker

@@ -24,14 +24,14 @@ class PagedRun:
         seed: int = 0,
         kv_dtype: torch.dtype | None = None,
     ) -> None:
-        spec = model.kv_spec
-        shape = (num_blocks, 2, spec.num_kv_heads, block_size, spec.head_dim)
+        layers = model.cache_spec
+        shape = (num_blocks, 2, layers[0].num_kv_heads, block_size, layers[0].head_dim)
         self.model = model
         self.block_size = block_size
         # What was never written must never be read, so it may as well poison what reads it.
         kept = kv_dtype or model.dtype
         junk = torch.full(shape, 1e4).to(kept)  # NaN in 8 bits
-        self.kv = [junk.clone() for _ in range(spec.num_layers)]
+        self.kv = [junk.clone() for _ in layers]
         self.free = list(range(1, num_blocks))
         random.Random(seed).shuffle(self.free)
         self.blocks: dict[str, list[int]] = {}
@@ -88,4 +88,4 @@ class PagedRun:
             max_seq_len=max(self.lengths[name] for name in order),
         )
         ids = torch.tensor([token for name in order for token in chunks[name]])
-        return ForwardBatch(ids, flat, meta)
+        return ForwardBatch(ids, flat, (meta,) * len(self.kv))

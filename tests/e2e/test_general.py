@@ -92,16 +92,17 @@ def test_logits_equal_transformers(tmp_path: Path, name: str, seed: int) -> None
 
 def test_cache_is_shaped_by_what_the_layers_keep(tmp_path: Path) -> None:
     """Windows come from the masks, head sizes from keys and values, MLA's unequal ones too."""
-    mixed = load(make_general_model("cohere2-mixed", tmp_path)).kv_spec
-    assert (mixed.num_layers, mixed.num_kv_heads, mixed.head_dim) == (3, 2, 16)
-    assert mixed.windows == (7, 0, 7)
-    assert load(make_general_model("deepseek-v3", tmp_path)).kv_spec.head_dim == 24
-    assert load(make_general_model("gemma4-two-head-sizes", tmp_path)).kv_spec.head_dim == 32
+    mixed = load(make_general_model("cohere2-mixed", tmp_path)).cache_spec
+    assert {(layer.num_kv_heads, layer.head_dim) for layer in mixed} == {(2, 16)}
+    assert [layer.window for layer in mixed] == [7, 0, 7]
+    for name, head_dim in (("deepseek-v3", 24), ("gemma4-two-head-sizes", 32)):
+        layers = load(make_general_model(name, tmp_path)).cache_spec
+        assert {layer.head_dim for layer in layers} == {head_dim}
 
 
 def test_window_that_no_sequence_outgrows_is_none(tmp_path: Path) -> None:
     model = load(make_general_model("cohere2-mixed", tmp_path), max_model_len=7)
-    assert model.kv_spec.windows == (0, 0, 0)
+    assert [layer.window for layer in model.cache_spec] == [0, 0, 0]
 
 
 def test_padding_writes_nothing_and_other_models_stay_apart(tmp_path: Path, seed: int) -> None:
@@ -119,7 +120,7 @@ def test_padding_writes_nothing_and_other_models_stay_apart(tmp_path: Path, seed
 
     before = [layer.clone() for layer in run.kv]
     batch = run.batch(["a"], {"a": [5]})
-    batch.attn.slots[:] = -1
+    batch.attn[0].slots[:] = -1
     one.forward(batch, run.kv)
     assert all(torch.equal(x, y) for x, y in zip(before, run.kv, strict=True))
 
@@ -145,7 +146,7 @@ def test_bfloat16(tmp_path: Path, seed: int) -> None:
     path = make_general_model("starcoder2-window", tmp_path)
     model = load(path, dtype="bfloat16")
     assert model.dtype == torch.bfloat16
-    assert model.kv_spec.dtype_bytes == 2
+    assert {layer.dtype_bytes for layer in model.cache_spec} == {2}
     tokens = random_tokens(seed, 20)
     theirs = reference_logits(reference(path), tokens)
     ours = PagedRun(model).prefill("a", tokens, 7)

@@ -12,6 +12,8 @@ from kernels.triton import index
 BLOCK = 16
 NUM_SLOTS, MAX_BLOCKS, MOST_TOKENS = 6, 40, 512
 POISON = -77
+WINDOWS = (0, 40, 300)
+NUM_GROUPS = len(WINDOWS)
 
 bodies = pytest.mark.parametrize("body", [reference, index, cpu], ids=["torch", "triton", "cpu"])
 
@@ -29,7 +31,8 @@ def new_state(rng: np.random.Generator) -> SlotState:
     return SlotState(
         num_computed=ints(rng, 0, 100, NUM_SLOTS),
         history=ints(rng, 0, 1000, NUM_SLOTS, MOST_TOKENS),
-        block_tables=ints(rng, 1, 2**27, NUM_SLOTS, MAX_BLOCKS),  # slots beyond 32 bits
+        block_tables=ints(rng, 1, 2**27, NUM_GROUPS, NUM_SLOTS, MAX_BLOCKS),  # beyond 32 bits
+        windows=torch.tensor(WINDOWS, dtype=torch.int32),
     )
 
 
@@ -40,9 +43,9 @@ def room(num_seqs: int, num_tokens: int) -> Inputs:
     return Inputs(
         input_ids=poisoned(num_tokens),
         positions=poisoned(num_tokens, dtype=torch.int64),
-        cache_slots=poisoned(num_tokens, dtype=torch.int64),
+        cache_slots=poisoned(NUM_GROUPS, num_tokens, dtype=torch.int64),
         seq_lens=poisoned(num_seqs),
-        block_tables=poisoned(num_seqs, MAX_BLOCKS),
+        block_tables=poisoned(NUM_GROUPS, num_seqs, MAX_BLOCKS),
     )
 
 
@@ -69,26 +72,40 @@ def test_inputs_of_a_mixed_step(body: object, rng: np.random.Generator) -> None:
     there = slice(int(state.num_computed[0]), int(state.num_computed[0]) + 4)
     assert torch.equal(got.input_ids[1:5], state.history[0, there])
     assert got.input_ids[5:305].tolist() == host_ids[5:305].tolist()
-    assert (got.cache_slots[307:] == -1).all() and got.seq_lens[4] == 0
+    assert (got.cache_slots[:, 307:] == -1).all() and got.seq_lens[4] == 0
 
 
 @bodies
 def test_nothing_is_read_beyond_the_blocks_in_use(body: object, rng: np.random.Generator) -> None:
     state = new_state(rng)
     state.num_computed[2] = 31
-    state.block_tables[2, 2:] = POISON
+    state.block_tables[:, 2, 2:] = POISON
     inputs = room(1, 1)
     one = torch.tensor([2], dtype=torch.int32)
     ids = torch.tensor([UNKNOWN], dtype=torch.int32)
     body.preparation(state, one, starts_of([1]), ids, inputs, BLOCK)()
-    assert inputs.cache_slots.tolist() == [int(state.block_tables[2, 1]) * BLOCK + 15]
-    assert inputs.block_tables[0, :2].tolist() == state.block_tables[2, :2].tolist()
-    assert (inputs.block_tables[0, 2:] == POISON).all()
+    assert torch.equal(inputs.cache_slots[:, 0], state.block_tables[:, 2, 1].long() * BLOCK + 15)
+    assert torch.equal(inputs.block_tables[:, 0, :2], state.block_tables[:, 2, :2])
+    assert (inputs.block_tables[:, 0, 2:] == POISON).all()
+
+
+@bodies
+def test_of_a_window_only_the_end_is_copied(body: object, rng: np.random.Generator) -> None:
+    """From the beginning of the largest tile of keys that holds the window's first key."""
+    state = new_state(rng)
+    state.num_computed[2] = 505
+    inputs, one = room(1, 3), torch.tensor([2], dtype=torch.int32)
+    ids = torch.full((3,), UNKNOWN, dtype=torch.int32)
+    body.preparation(state, one, starts_of([3]), ids, inputs, BLOCK)()
+    for group, first in enumerate((0, 256 // BLOCK, 0)):
+        assert (inputs.block_tables[group, 0, :first] == POISON).all()
+        upto = slice(first, -(-508 // BLOCK))
+        assert torch.equal(inputs.block_tables[group, 0, upto], state.block_tables[group, 2, upto])
 
 
 @bodies
 def test_block_tables_grow_by_what_was_added(body: object, rng: np.random.Generator) -> None:
-    tables = new_state(rng).block_tables
+    tables = new_state(rng).block_tables[0]
     wanted = tables.clone()
     cells = rng.permutation(NUM_SLOTS * MAX_BLOCKS)[:200]
     slots = torch.from_numpy((cells // MAX_BLOCKS).astype(np.int32))

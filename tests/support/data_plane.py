@@ -13,10 +13,10 @@ from zlib import crc32
 import msgspec
 import numpy as np
 
+from engine.config.kv_groups import Group
 from engine.config.sched import SchedulerConfig
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.manager import KVManager
-from engine.kv.tables import Group
 from engine.kv_transfer.decide import RemoteKV
 from engine.messages.requests import AddRequest, MediaItem
 from engine.messages.step import (

@@ -73,7 +73,9 @@ class Bench:
             self.sampler.add(seq, spec)
             self.lengths[seq.slot] = len(seq.token_ids)
         self.staging.open(0)
-        changes = stage_changes(plan_of([seq.slot for seq in new], new=new), specs, self.staging)
+        changes = stage_changes(
+            plan_of([seq.slot for seq in new], new=new), specs, self.staging, self.slots
+        )
         self.staging.send()
         self.slots.apply(*changes)
 

@@ -6,7 +6,7 @@ import torch
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
-from engine.kv.layout import KVSpec
+from engine.kv.layout import PagedKV, make_layout
 from engine.layers.batch import Hidden
 from engine.worker.platform.host import CpuPlatform, HostPlatform
 from engine.worker.runner import Driver, Runner
@@ -25,7 +25,7 @@ class SumModel:
     The KV cache holds each token itself, so the sum comes through the block table.
     """
 
-    kv_spec = KVSpec(num_layers=1, num_kv_heads=1, head_dim=1, windows=(0,))
+    cache_spec = (PagedKV(num_kv_heads=1, head_dim=1),)
     vocab_size = VOCAB
     dtype = torch.float32
     can_be_recorded = True
@@ -49,7 +49,7 @@ class SumModel:
 
     def last_layer(self, stream, batch, kv):
         assert torch.equal(stream[:, 0], batch.input_ids.float())
-        meta = batch.attn
+        (meta,) = batch.attn
         keys = kv[0][:, 0, 0, :, 0]
         real = meta.slots >= 0
         places = meta.slots[real]
@@ -104,7 +104,10 @@ def make_run(
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     made_here = [] if make_feature is None else [make_feature(config)]
     features = (*features, *made_here)
-    machine = make_machine(model or SumModel(), platform, config, features)
+    layout = make_layout(
+        SumModel.cache_spec, block_size=BLOCK, max_num_batched_tokens=64, max_model_len=LONGEST
+    )
+    machine = make_machine(model or SumModel(), platform, config, layout, features)
     machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
     machine.kv[0][0] = 0  # the null block takes what nobody reads
     for feature in made_here:

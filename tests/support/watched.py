@@ -81,7 +81,7 @@ class Watched:
         return getattr(self._model, name)
 
     def forward(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> Hidden:
-        num_rows, model = int(batch.attn.query_start[-1]), self._model  # padding is behind them
+        num_rows, model = int(batch.attn[0].query_start[-1]), self._model  # padding is behind them
         found = model.forward(batch, kv)
         served = range(num_rows) if batch.wanted is None else batch.wanted.rows.tolist()
         self._show(list(served), model.logits(found.last))

@@ -10,19 +10,18 @@ from support.simulate import Run, expected, make_request, random_requests
 
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, decide_num_blocks
+from engine.config.kv_groups import FULL as FULL_GROUP
+from engine.config.kv_groups import Group, longest_request, max_concurrency, request_blocks
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
 from engine.kv.layout import (
-    KVSpec,
-    LayerKV,
+    PagedKV,
     agreed_num_blocks,
     cross_attention_blocks,
-    group_layers,
-    max_concurrency,
+    make_layout,
     window_blocks,
 )
 from engine.kv.manager import KVManager
-from engine.kv.tables import Group
 from engine.sched.policies import POLICIES
 from engine.sched.scheduler import Scheduler
 from policylab.verify.fake import DigestWorker
@@ -216,14 +215,14 @@ def test_blocks_of_a_window(window, budget, size, blocks):
     assert window_blocks(window, budget, size) == blocks == -(-(window - 1 + budget) // size) + 1
 
 
-QWEN_7B = KVSpec(num_layers=32, num_kv_heads=32, head_dim=128, windows=(0,) * 32, dtype_bytes=2)
+QWEN_7B_BLOCK = 32 * PagedKV(num_kv_heads=32, head_dim=128, dtype_bytes=2).token_bytes * 16
 
 
 def blocks_in(num_bytes, max_model_len):
     return decide_num_blocks(
         CacheConfig(kv_cache_memory_bytes=num_bytes),
         block_size=16,
-        block_bytes=QWEN_7B.block_bytes(16),
+        block_bytes=QWEN_7B_BLOCK,
         budget_bytes=0,
         max_model_len=max_model_len,
         max_num_seqs=1,
@@ -233,7 +232,7 @@ def blocks_in(num_bytes, max_model_len):
 @pytest.mark.behaviour(77, 78)
 def test_too_little_memory_says_how_much_and_what_would_fit():
     """8 GiB hold 16384 tokens; the null block comes on top."""
-    memory = 8 * GIB + QWEN_7B.block_bytes(16)
+    memory = 8 * GIB + QWEN_7B_BLOCK
     assert blocks_in(memory, 16384) == 1025
     with pytest.raises(
         ConfigError,
@@ -254,24 +253,68 @@ def test_the_worker_with_the_least_memory_decides():
 
 @pytest.mark.behaviour(80)
 def test_layers_that_keep_different_amounts_are_named():
-    layers = [LayerKV(num_kv_heads=8, head_dim=64)] * 2 + [LayerKV(num_kv_heads=2, head_dim=64)]
+    layers = [PagedKV(num_kv_heads=heads, head_dim=64) for heads in (8, 8, 2)]
     with pytest.raises(ConfigError, match=r"4096 in layers \[0, 1\]; 1024 in layers \[2\]"):
-        group_layers(layers, block_size=16, max_num_batched_tokens=512)
+        make_layout(layers, block_size=16, max_num_batched_tokens=512, max_model_len=8192)
 
 
-def test_layers_with_the_same_window_form_groups_of_equal_size():
-    windows = (1024, 1024, 0) * 4 + (1024,)
-    spec = KVSpec(num_layers=13, num_kv_heads=2, head_dim=64, windows=windows)
-    groups, block_bytes = group_layers(spec.layers(), block_size=16, max_num_batched_tokens=512)
-    assert [(group.window, len(group.layers)) for group in groups] == [
-        (0, 4),
-        (1024, 4),
-        (1024, 4),
-        (1024, 1),
+def layout_of(windows, max_model_len=32768, **options):
+    layers = [PagedKV(num_kv_heads=2, head_dim=64, window=window) for window in windows]
+    sizes = {"block_size": 16, "max_num_batched_tokens": 512, "max_model_len": max_model_len}
+    return make_layout(layers, **sizes, **options)
+
+
+def test_layers_with_the_same_window_form_groups():
+    """Layers of a group lie in different parts of a block; those of another lie in the same."""
+    layout = layout_of((1024, 1024, 0) * 4 + (1024,))
+    assert layout.windows == (0, 1024, 1024, 1024) and layout.num_parts == 4
+    places = list(zip(layout.group_of, layout.parts, strict=True))
+    assert len(set(places)) == 13 and [places[layer] for layer in (2, 5, 8, 11)] == [
+        (0, part) for part in range(4)
     ]
-    assert sorted(sum((group.layers for group in groups), ())) == list(range(13))
-    assert groups[0].max_blocks == 0 and groups[1].max_blocks == window_blocks(1024, 512, 16)
-    assert block_bytes * 13 == spec.block_bytes(16) * 4
+    assert [group.max_blocks for group in layout.groups] == [0, *[window_blocks(1024, 512, 16)] * 3]
+    assert layout.block_bytes == 4 * 2 * 2 * 64 * 4 * 16
+
+
+@pytest.mark.parametrize(
+    ("windows", "shape"),
+    [
+        ((1024,) * 4 + (0,), (1, 5)),  # parts of a block, groups
+        (((1024,) * 5 + (0,)) * 10 + (1024, 1024), (10, 7)),  # Gemma 3 27B
+        ((128, 0) * 12, (12, 2)),  # gpt-oss 20B
+        ((4096,) * 32, (32, 1)),  # Mistral 7B v0.1
+        ((0,) * 32, (32, 1)),
+    ],
+    ids=["one in five", "gemma-3-27b", "gpt-oss-20b", "mistral-7b", "full"],
+)
+def test_a_request_takes_what_its_layers_need(windows, shape):
+    layout = layout_of(windows)
+    assert (layout.num_parts, len(layout.groups)) == shape
+    kept = sum(layout.num_parts * min(w or 32768, 32768) for w in layout.windows)
+    assert kept <= 1.025 * sum(min(w or 32768, 32768) for w in windows)
+
+
+def test_one_group_keeps_everything_where_windows_are_not_freed():
+    layout = layout_of((1024, 0, 1024), frees_windows=False)
+    assert layout.groups == (FULL_GROUP,) and layout.parts == (0, 1, 2)
+
+
+@pytest.mark.parametrize(
+    ("groups", "usable", "longest"),
+    [
+        ([Group()], 10, 160),
+        ([Group(), Group()], 11, 80),
+        ([Group(), Group(window=64, max_blocks=6)], 16, 160),
+        ([Group(), Group(window=64, max_blocks=6)], 8, 64),
+        ([Group(window=64, max_blocks=6)], 6, None),
+        ([Group(window=64, max_blocks=6)], 5, 80),
+    ],
+)
+def test_the_longest_request_of_a_pool(groups, usable, longest):
+    assert longest_request(usable, groups, 16) == longest
+    if longest is not None:
+        assert request_blocks(groups, 16, longest) <= usable
+        assert request_blocks(groups, 16, longest + 1) > usable
 
 
 @pytest.mark.behaviour(96)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from support.holders import fill, holder
 
+from engine.config.kv_groups import Group
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError
 from engine.kv.connector import Farewell, RemoteMatch
 from engine.kv.manager import KVManager
-from engine.kv.tables import Group
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.scheduler import Scheduler
 

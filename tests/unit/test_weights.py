@@ -309,7 +309,7 @@ def test_the_dtype_asked_for_is_computed_with(tmp_path: Path) -> None:
         root = write(tmp_path, tensors, {**HF, "dtype": stored})
         model = load(root, dtype=asked)
         assert model.dtype == computed
-        assert model.kv_spec.dtype_bytes == computed.itemsize
+        assert model.cache_spec[0].dtype_bytes == computed.itemsize
         assert model.logits(torch.randn(3, 32).to(computed)).dtype == torch.float32
 
 

@@ -1,0 +1,77 @@
+"""Groups of layers that hold KV blocks for as long as each other, and how many blocks they take."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+NULL_BLOCK = 0
+"""The block that stands in a table where nothing is held; it is never written or read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Group:
+    """Layers that read the same keys and share a block table."""
+
+    window: int = 0
+    """Tokens that a query sees, itself included; 0: all tokens."""
+    max_blocks: int = 0
+    """Most table entries of a request that are not null at the same time; 0: no bound."""
+
+    def first_needed(self, position: int, block_size: int) -> int:
+        """The first table entry that queries at ``position`` or later read."""
+        return max(0, position - self.window + 1) // block_size if self.window else 0
+
+    def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
+        """Entries that are not null and that no query at ``position`` or later reads."""
+        before = first = min(self.first_needed(position, block_size), len(table))
+        while first and table[first - 1] != NULL_BLOCK:
+            first -= 1
+        return range(first, before)
+
+    def bound(self, num_blocks: int) -> int:
+        """The most blocks that a table of ``num_blocks`` entries holds at any time."""
+        return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
+
+    def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
+        """The most leading entries, up to ``limit``, such that all keys that the next query reads
+        are cached. ``cached`` has the block of each entry, or None."""
+        reach = -(-(self.window - 1) // block_size) if self.window else limit
+        while limit:
+            needed = range(max(0, limit - reach), limit)
+            lost = next((index for index in reversed(needed) if cached[index] is None), None)
+            if lost is None:
+                break
+            limit = lost
+        return limit
+
+
+FULL = Group()
+
+
+def request_blocks(groups: Sequence[Group], block_size: int, num_tokens: int) -> int:
+    """The most blocks that a request of this many tokens holds at once."""
+    entries = -(-num_tokens // block_size)
+    return sum(group.bound(entries) for group in groups)
+
+
+def max_concurrency(
+    num_usable_blocks: int, groups: Sequence[Group], block_size: int, max_model_len: int
+) -> float:
+    """How many requests of full length the pool holds at once."""
+    return num_usable_blocks / request_blocks(groups, block_size, max_model_len)
+
+
+def longest_request(num_usable_blocks: int, groups: Sequence[Group], block_size: int) -> int | None:
+    """Tokens of the longest request whose keys and values fit into the pool; ``None`` if the pool
+    does not limit it, as all layers have windows."""
+    bounded = sum(group.max_blocks for group in groups)
+    num_full = sum(not group.max_blocks for group in groups)
+    if num_full == 0 and bounded <= num_usable_blocks:
+        return None
+    fits = range(num_usable_blocks + 1)
+    most = bisect_right(
+        fits, num_usable_blocks, key=lambda n: sum(group.bound(n) for group in groups)
+    )
+    return (most - 1) * block_size
