@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.config.cache import CacheConfig
+from engine.config.kv_groups import FULL, Group
 from engine.config.sched import SchedulerConfig
 from engine.core.build import choose_all, make_hasher, with_checked_grammars
 from engine.core.recording import OBJECT
@@ -131,6 +132,7 @@ class Replay:
             header.block_size,
             enable_prefix_caching=cache.enable_prefix_caching,
             hasher=make_hasher(cache, header.seed),
+            groups=[Group(window=w, max_blocks=most) for w, most in header.kv_groups] or [FULL],
         )
         self._outputs = outputs
         self._clock = ReplayClock()

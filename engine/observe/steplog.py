@@ -41,6 +41,8 @@ class Header(msgspec.Struct, array_like=True):
     num_blocks: int
     block_size: int
     seed: int
+    kv_groups: list[tuple[int, int]] = []
+    """Window and most blocks of each KV group; [] is one group without a window."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):

@@ -230,7 +230,7 @@ def worker_of(directory: Path, *features: Feature, sizes=CPU) -> ModelWorker:
 def test_a_worker_loads_measures_allocates_computes_and_ends(sizes, directory):
     feature = Reporter()
     worker = worker_of(directory, feature, sizes=sizes)
-    assert worker.capabilities == {"drafts", "masks", "kv_transfer"}
+    assert worker.capabilities == {"drafts", "masks", "block_groups", "kv_transfer"}
     facts = worker.load()
     assert facts.vocab_size == 97 and facts.block_bytes == 3 * 2 * 16 * BLOCK * 4
     assert worker.measure() > 1 << 20
