@@ -50,6 +50,15 @@ class Group:
 FULL = Group()
 
 
+def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> int:
+    """The most blocks that a request needs in layers with this window (in tokens).
+
+    The first token of a step reads the ``window - 1`` tokens before it; this range may begin and
+    end inside a block.
+    """
+    return -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
+
+
 def request_blocks(groups: Sequence[Group], block_size: int, num_tokens: int) -> int:
     """The most blocks that a request of this many tokens holds at once."""
     entries = -(-num_tokens // block_size)

@@ -6,6 +6,7 @@ import gc
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -17,7 +18,7 @@ from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, Decided, ModelFacts, decide, resolve
 from engine.config.engine import EngineConfig, ResolvedConfig
 from engine.config.env import use_kernel_cache
-from engine.config.kv_groups import max_concurrency
+from engine.config.kv_groups import max_concurrency, window_blocks
 from engine.config.model import ModelConfig, ModelInfo, read_model_info
 from engine.config.sched import SchedulerOptions
 from engine.config.speculative import SpeculativeConfig
@@ -111,6 +112,14 @@ def log_pool(decided: Decided, facts: ModelFacts) -> None:
         max_concurrency(num_usable, decided.kv_groups, block_size, decided.max_model_len),
         decided.max_model_len,
     )
+    for window, count in Counter(group.window for group in decided.kv_groups).items():
+        if window:
+            most = window_blocks(window, decided.scheduler.max_num_batched_tokens, block_size)
+            logger.info(
+                "layers with a window of %d tokens: %d KV groups, in each of which a request holds "
+                "at most %d blocks, and %d while it decodes",
+                *(window, count, most, window_blocks(window, 1, block_size)),
+            )
 
 
 def read_ahead(path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.config.kv_groups import Group
+from engine.config.kv_groups import Group, window_blocks
 from engine.errors import ConfigError
 
 
@@ -114,15 +114,6 @@ def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:
     few = range(1, max(counts.values()) + 1)
     fits = [num_parts for num_parts in few if kept(num_parts) <= MOST_PADDED * kept(1)]
     return min(fits, key=lambda num_parts: (num_groups(num_parts), kept(num_parts), num_parts))
-
-
-def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> int:
-    """The most blocks that a request needs in layers with this window (in tokens).
-
-    The first token of a step reads the ``window - 1`` tokens before it; this range may begin and
-    end inside a block.
-    """
-    return -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
 
 
 def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:

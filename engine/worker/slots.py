@@ -96,8 +96,8 @@ class Slots:
         )
 
     def twin(self, platform: Platform) -> Slots:
-        """A table of the same sequences for a second model (drafts) whose layers are one group, with
-        its own lengths and block tables. Tokens and sampling parameters are shared."""
+        """A table of the same sequences for a second model (drafts) with one group of layers. Its
+        lengths and block tables are its own; tokens and sampling parameters are shared."""
         other, state = copy(self), self.state
         lengths, tables, windows = (
             platform.zeros(tuple(column.shape), column.dtype)

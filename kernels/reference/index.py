@@ -98,10 +98,10 @@ def prepare_inputs(
 
 
 def first_read(context: int, window: int, block_size: int) -> int:
-    """The first table entry that attention reads, for queries from position ``context`` on.
+    """The first table entry that attention reads for queries from position ``context`` on.
 
-    A kernel reads whole tiles of keys and masks those before the window, so a tile's beginning
-    counts.
+    Kernels read whole tiles of keys and mask those before the window, so this is the entry with the
+    first key of a tile.
     """
     begin = max(0, context - window + 1) if window else 0
     return begin // LARGEST_TILE * LARGEST_TILE // block_size
@@ -110,8 +110,8 @@ def first_read(context: int, window: int, block_size: int) -> int:
 def grow_block_tables(
     block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
 ) -> None:
-    """Enter new blocks: block_tables[tables[i], places[i]] = blocks[i], all int32; table -1 is
-    skipped. block_tables: [tables, max_blocks]."""
+    """Enter new blocks: block_tables[slots[i], places[i]] = blocks[i], all int32; slot -1 is
+    skipped. Tables of several groups count as slots of one after the other."""
     real = slots >= 0
     block_tables[slots[real].long(), places[real].long()] = blocks[real]
 

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import NamedTuple
 
-from engine.config.kv_groups import FULL, Group
+from engine.config.kv_groups import FULL, Group, window_blocks
 from engine.errors import RefusedError, RequestError
-from engine.kv.layout import window_blocks
 from engine.kv.manager import KVManager
 from engine.messages.requests import AddRequest
 from engine.messages.step import StepPlan, StepResult

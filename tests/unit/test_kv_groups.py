@@ -11,7 +11,13 @@ from support.simulate import Run, expected, make_request, random_requests
 from engine.config.cache import CacheConfig
 from engine.config.decide import GIB, decide_num_blocks
 from engine.config.kv_groups import FULL as FULL_GROUP
-from engine.config.kv_groups import Group, longest_request, max_concurrency, request_blocks
+from engine.config.kv_groups import (
+    Group,
+    longest_request,
+    max_concurrency,
+    request_blocks,
+    window_blocks,
+)
 from engine.config.sched import SchedulerConfig
 from engine.errors import ConfigError, RequestError
 from engine.kv.layout import (
@@ -19,7 +25,6 @@ from engine.kv.layout import (
     agreed_num_blocks,
     cross_attention_blocks,
     make_layout,
-    window_blocks,
 )
 from engine.kv.manager import KVManager
 from engine.sched.policies import POLICIES
