@@ -61,9 +61,33 @@ CANARIES = (
     ),
     Canary(
         "let go of a block that a window still reads",
-        "kv/tables.py",
+        "config/kv_groups.py",
         "position - self.window + 1",
         "position - self.window + 2",
+    ),
+    Canary(
+        "free a window's block one step early",
+        KV,
+        "            self.tables.trim(req.row, allocation, _first_query(req))\n",
+        "            self.tables.trim(req.row, allocation, upto)\n",
+    ),
+    Canary(
+        "grow a group's table by the change of another",
+        TABLES,
+        "self._add(row, self._places(sent, len(table)), table[sent:], g)",
+        "self._add(row, self._places(sent, len(table)), table[sent:], 0)",
+    ),
+    Canary(
+        "find a prefix whose window is gone",
+        "config/kv_groups.py",
+        "needed = range(max(0, limit - reach), limit)",
+        "needed = range(max(0, limit - reach + 1), limit)",
+    ),
+    Canary(
+        "share the blocks of the first group alone",
+        TABLES,
+        "        for table in tables:\n            self._pool.adopt(",
+        "        for table in tables[:1]:\n            self._pool.adopt(",
     ),
     # the prefix cache
     Canary(
