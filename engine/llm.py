@@ -134,7 +134,7 @@ class LLM:
         params: Sequence[SamplingParams],
         options: list[RequestOptions],
     ) -> list[Submission]:
-        """Check requests and tokenise their texts together."""
+        """Check the requests, and tokenise the texts of all of them in one batch."""
         inputs = self.llm_engine.session.inputs
         started = inputs.texts.start_all(prompts, params)
         try:
@@ -240,7 +240,8 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
 
 
 def _only_final(params: SamplingParams) -> SamplingParams:
-    """The parameters with one output at the end, so that text is not made step by step."""
+    """A copy of the parameters that asks for a single output at the end of the request, so that
+    no text is made before."""
     return msgspec.structs.replace(params, output_kind="final")
 
 

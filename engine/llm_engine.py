@@ -52,8 +52,8 @@ class LLMEngine:
     def abort_request(self, request_id: str | Iterable[str]) -> None:
         """Abort one or several requests; unknown ids are ignored.
 
-        The next ``step`` returns their last outputs, with finish reason ``"abort"``; with text
-        processes a later one may, when their text has arrived.
+        The next ``step`` returns their last outputs, with finish reason ``"abort"``. If separate
+        processes make the text, it may be a later ``step``, once the text has arrived.
         """
         self._ready += self.session.abort(as_request_ids(request_id))
 

@@ -20,7 +20,7 @@ MOVED = {
     "engine.verify": "policylab.verify",
 }
 HERE = ("engine.verify", "engine.verify.testing")
-"""Names that exist as files, for type checkers."""
+"""Former names that still exist as files, for type checkers."""
 OWN = ("__name__", "__spec__", "__loader__", "__package__", "__path__", "__file__", "__cached__")
 """Attributes that every module has, which are not copied."""
 

@@ -29,7 +29,7 @@ class AdapterSlots(Resource):
         self._part = AdapterPart()
 
     def watches(self, req: Request) -> bool:
-        """False: a running request keeps its adapter."""
+        """Always False: a running request keeps its adapter, so its steps need no checks."""
         return False
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
@@ -55,7 +55,8 @@ class AdapterSlots(Resource):
             plan.adapters, self._part = self._part, AdapterPart()
 
     def _use(self, adapter: str, request_id: str) -> int:
-        """The adapter's slot. An adapter that is not loaded gets a slot and is loaded."""
+        """Note that the request uses this adapter, and return the adapter's slot. An adapter that
+        is not loaded gets a slot, and the worker loads it before this step."""
         self._users.setdefault(adapter, set()).add(request_id)
         slot = self.slot_of.pop(adapter, NO_ADAPTER)
         if slot == NO_ADAPTER:

@@ -50,14 +50,15 @@ SAYS_NOTHING = {"title", "description", "$comment", "default", "examples"}
 
 
 class Link(NamedTuple):
-    """The number of a schema, and the schema whose reference or ``allOf`` led to it."""
+    """The number of a schema, and the link to the schema whose reference or ``allOf`` led to it."""
 
     number: int
     led: Link | None = None
 
 
 class Way(NamedTuple):
-    """A way to build a value from values for all ``needed`` and ``num_others`` of ``others``."""
+    """A way to build a value. It takes a value for each place in ``needed``, and for at least
+    ``num_others`` of the places in ``others``."""
 
     needed: tuple[Place, ...]
     others: tuple[Place, ...] = ()
@@ -66,7 +67,7 @@ class Way(NamedTuple):
 
 @dataclass
 class SchemaReading:
-    """The schemas that hold for one value, while they are collected."""
+    """The schemas found so far that must all hold for one value, while they are collected."""
 
     waiting: list[Link]
     seen: set[int] = field(default_factory=set)
@@ -115,8 +116,8 @@ def _refuse(what: str, schema: Any, form: Grammar) -> None:
 
 
 def endless(schema: Any, *, is_closed: bool = False) -> str:
-    """Why no finite value satisfies the schema, as the end of a sentence that begins with its name;
-    "" if one does, or if that is not known.
+    """Return why no finite value satisfies the schema, as the end of a sentence that begins with
+    the schema's name; "" if a finite value does, or if that is not known.
 
     is_closed: objects have no properties that the schema does not name.
     """
@@ -140,7 +141,7 @@ def without_endless(schema: Any, *, is_closed: bool = False) -> Any:
     """Remove the optional parts of a schema that only infinite values satisfy: a model that
     generated such a part, e.g. an optional property, would never finish it.
 
-    Parts that are the target of a reference are not removed.
+    A part that has the target of a reference inside it is kept.
     """
     if not any(key in str(schema) for key in REFERENCES):
         return schema
@@ -174,7 +175,7 @@ def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
-    """The parts that contain the target of a reference."""
+    """The paths of all schemas that have a part inside them to which a reference leads."""
     targets = {id(each) for part in references.schemas for each in references.targets(part)}
     found: set[Path] = set()
     for path, part in parts.items():
@@ -195,7 +196,8 @@ def _replaced(schema: Any, paths: set[Path]) -> Any:
 
 
 def _least_fixed_point(ways: dict[Place, list[Way]]) -> set[Place]:
-    """The places that have a finite value."""
+    """The places (sets of schemas for one value) that have a finite value. ``ways``: for each place
+    the ways to build a value for it from values for other places."""
     users: dict[Place, list[Place]] = defaultdict(list)
     for place, found in ways.items():
         for each in {each for way in found for each in (*way.needed, *way.others)}:
@@ -217,7 +219,8 @@ def _is_open(way: Way, with_value: set[Place]) -> bool:
 
 
 def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -> Place:
-    """A place without a finite value on a cycle of such places, or at the end of the search."""
+    """Follow the places without a finite value from ``start``, each of which needs the next one.
+    Returns the first place met twice, or the last one if no place follows."""
     place, seen = start, set[Place]()
     while place not in seen:
         seen.add(place)
@@ -232,7 +235,8 @@ def _cycle(start: Place, ways: dict[Place, list[Way]], with_value: set[Place]) -
 
 
 class Places:
-    """The places of one document, and the ways to build a value for each."""
+    """The places of one JSON schema, and the ways to build a value for each place. A place is a set
+    of schemas that must hold for the same value."""
 
     def __init__(self, document: Any, *, is_closed: bool) -> None:
         self.references = References(document)
@@ -242,11 +246,12 @@ class Places:
         self._steps = 0
 
     def place(self, schemas: list[Any]) -> Place:
-        """The place at which all of these schemas hold."""
+        """The place for values that must satisfy all of these schemas."""
         return frozenset(self._number(each) for each in schemas if each is not True)
 
     def path(self, place: Place) -> str:
-        """The path of the schema at this place, or of the schema it refers to."""
+        """The path in the document of a schema at this place, or of the schema to which it
+        refers."""
         paths = self.references.paths
         for number in sorted(place):
             schema = self._schemas[number]
@@ -257,7 +262,8 @@ class Places:
         return "#"
 
     def reachable(self, starts: list[Place]) -> dict[Place, list[Way]]:
-        """The ways of all places that can be reached from ``starts``."""
+        """The ways to build a value, for each of ``starts`` and all places that their ways lead
+        to."""
         ways: dict[Place, list[Way]] = {}
         waiting = [*starts]
         while waiting:
@@ -269,7 +275,8 @@ class Places:
         return ways
 
     def _number(self, schema: Any) -> int:
-        """The number of a schema. Schemas are identified by object, not by content."""
+        """The number of a schema, a new one if it has none. Equal schemas that are different
+        objects have different numbers."""
         if id(schema) not in self._numbers:
             self._numbers[id(schema)] = len(self._schemas)
             self._schemas.append(schema)  # keeps the object alive, so that its id stays unique
@@ -281,7 +288,8 @@ class Places:
             raise TooLargeError
 
     def _meanings(self, place: Place) -> Iterator[list[Schema]]:
-        """For each choice of alternatives, all schemas that hold at a place, references resolved.
+        """For each choice of alternatives (``anyOf``, ``oneOf``) at a place, yield all schemas that
+        must hold then, including those that references and ``allOf`` lead to.
 
         A schema that refers to itself for the same value cannot be satisfied; such choices are
         left out.
@@ -302,8 +310,9 @@ class Places:
             readings += found
 
     def _read(self, reading: SchemaReading) -> list[list[Link]] | None:
-        """Collect schemas up to the next one with ``anyOf`` or ``oneOf``, and return its options;
-        [] at the end, ``None`` if the reading cannot be satisfied."""
+        """Collect schemas up to the next one with ``anyOf`` or ``oneOf``, and return the lists of
+        its options. Returns [] if no schema is left to read, and ``None`` if no value satisfies
+        the schemas read."""
         while reading.waiting:
             self._count()
             link = reading.waiting.pop()
@@ -331,7 +340,7 @@ class Places:
         return [Link(self._number(each), led) for each in schemas]
 
     def _is_in(self, number: int, led: Link | None) -> bool:
-        """True if schema ``number`` is in the chain of links."""
+        """True if schema ``number`` is in the chain of links that ends with ``led``."""
         while led is not None:
             self._count()
             if led.number == number:
@@ -393,7 +402,8 @@ class Places:
             yield Way(needed)
 
     def _property(self, schemas: list[Schema], name: str) -> list[Any]:
-        """The schemas that hold for the property of this name."""
+        """The schemas that the property of this name must satisfy in an object that satisfies all
+        of ``schemas``."""
         found = []
         for each in schemas:
             properties = _dict(each.get("properties"))
@@ -424,7 +434,7 @@ def _types(schema: Schema) -> set[str]:
 
 
 def _listed(schemas: list[Schema]) -> list[Any]:
-    """The values of the first ``enum`` or ``const``."""
+    """The values that the first ``enum`` or ``const`` in these schemas lists."""
     first = next(each for each in schemas if "enum" in each or "const" in each)
     return [first["const"]] if "const" in first else _list(first["enum"])
 
@@ -439,7 +449,8 @@ def _is_one(value: Any, schemas: list[Schema], types: set[str]) -> bool:
 
 
 def _empty(schemas: list[Schema]) -> set[str]:
-    """The types whose range of values or lengths is empty."""
+    """The JSON types with no value that satisfies the schemas' limits, since their minimum is above
+    their maximum (of the value, or of a string's length)."""
     found: set[str] = set()
     if _is_empty(schemas, ("minLength",), ("maxLength",)):
         found.add("string")

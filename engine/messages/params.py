@@ -186,7 +186,8 @@ def _is_whole(value: object) -> bool:
 
 
 def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoReturn:
-    """Raise ``RequestTypeError``. what: the wrong part of the field, e.g. "an entry of"."""
+    """Raise ``RequestTypeError`` with the value and the ``wanted`` type. what: words before the
+    field's name if only a part of the field is wrong, e.g. "an entry of"."""
     raise RequestTypeError(
         f"{what} {field} is {value!r} ({type(value).__name__}), must be {wanted}".lstrip(),
         param=field,
@@ -194,7 +195,8 @@ def _refuse_type(field: str, value: object, wanted: str, what: str = "") -> NoRe
 
 
 def _check_real(limits: ParamRange, value: Any, of: str = "") -> None:
-    """Check a number. of: the part of the field that it is, e.g. " of token 5"."""
+    """Raise ``RequestError`` unless the value is a finite number within the limits. of: words after
+    the field's name if the value is only a part of the field, e.g. " of token 5"."""
     if type(value) not in (int, float):  # no bool, and no NumPy type, which msgpack cannot encode
         raise RequestTypeError(
             f"{limits.field}{of} is {value!r} ({type(value).__name__}), must be a Python number "

@@ -258,7 +258,8 @@ def pick_rows(batch: CoreOutputs, rows: Sequence[int]) -> CoreOutputs:
 
 
 def with_ends(batch: CoreOutputs, ends: Iterable[tuple[str, Finished]]) -> CoreOutputs:
-    """A copy of the batch with a further row without tokens for each of these ends."""
+    """A copy of the batch with one more row for each request id and its end in ``ends``. These rows
+    have no tokens."""
     first, added = len(batch.request_ids), list(ends)
     counts = [1] * first if batch.counts is None else batch.counts
     return replace(

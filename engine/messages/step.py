@@ -56,7 +56,8 @@ class DraftPart(msgspec.Struct, array_like=True):
 
     @property
     def inputs(self) -> Column:
-        """The token ids to compute, concatenated; ``PADDING`` is replaced by some token."""
+        """The draft tokens of all rows, concatenated, as input of the model: ``PADDING`` is
+        replaced by token 0."""
         return self.tokens.clip(min=0)
 
     def by_row(self) -> list[list[int]]:
@@ -152,7 +153,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class Received(msgspec.Struct, array_like=True):
-    """The end of a KV load. The first ``num_tokens`` tokens are valid; ``error``: why not all."""
+    """Report that the load of a request's KV has ended. The KV of its first ``num_tokens`` tokens
+    is valid; ``error``: why the rest is missing, empty if nothing is."""
 
     request_id: str
     num_tokens: int
@@ -188,7 +190,8 @@ class StepResult(msgspec.Struct, array_like=True):
     codes: dict[int, str] = {}  # ErrorCode of rows in errors; the default is "request_failed"
 
     def fail(self, index: int, message: str, code: ErrorCode = "request_failed") -> None:
-        """Let the request of a row fail, replacing an earlier reason."""
+        """Enter an error for the row with this index, so that its request fails. The message
+        replaces an earlier one."""
         self.errors[index], self.codes[index] = message, code
 
 

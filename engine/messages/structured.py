@@ -93,7 +93,7 @@ class StructuredOutputsParams(
 
 
 class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The text before a part of a grammar, with special tokens as text."""
+    """A text after which a part of a grammar begins. Special tokens in it are written as text."""
 
     text: str  # empty: the part begins the whole text
     part: int
@@ -119,7 +119,8 @@ class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
     property_order: PropertyOrder | None = None
 
     def with_rules(self, rules: ObjectRules) -> Grammar:
-        """A copy that uses these rules where the grammar and its parts have none."""
+        """A copy of the grammar and its parts that uses these rules wherever it sets no own
+        ones."""
         return msgspec.structs.replace(
             self,
             additional_properties=self.additional_properties or rules.additional_properties,
@@ -145,7 +146,7 @@ class ObjectRules(NamedTuple):
     property_order: PropertyOrder | None = None
 
     def or_else(self, others: ObjectRules) -> ObjectRules:
-        """These rules, with ``others`` where they are None."""
+        """These rules; a field that is ``None`` here is taken from ``others``."""
         return ObjectRules(
             self.additional_properties or others.additional_properties,
             self.property_order or others.property_order,
@@ -164,13 +165,14 @@ class ComposedForm(StructuredOutputsParams, kw_only=True, omit_defaults=True):
 
 
 def grammar_of(params: StructuredOutputsParams, rules: ObjectRules = NO_RULES) -> str:
-    """The text of ``AddRequest.grammar``. rules: defaults for the request. Raises
-    ``RequestError`` if the constraint is too long or invalid."""
+    """The constraint as JSON text, for ``AddRequest.grammar``. rules: used where the constraint
+    does not set its own. Raises ``RequestError`` if the constraint is too long or invalid."""
     return msgspec.json.encode(form_of(params).with_rules(rules).plain()).decode()
 
 
 def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> StructuredOutputsParams:
-    """The constraint with these rules as defaults, if it has JSON schemas."""
+    """A copy of the constraint that uses these rules where it sets no own ones; unchanged if it has
+    no JSON schemas."""
     if isinstance(params, ComposedForm):
         parts = tuple(part.with_rules(rules) for part in params.parts)
         return msgspec.structs.replace(params, parts=parts)
@@ -184,7 +186,7 @@ def with_rules(params: StructuredOutputsParams, rules: ObjectRules) -> Structure
 
 
 def form_of(params: StructuredOutputsParams) -> Grammar:
-    """The constraint as a struct. Raises like ``grammar_of``."""
+    """The constraint as a ``Grammar``. Raises ``RequestError`` if it is too long or invalid."""
     kind, text = _text_of(params)  # checks again, since fields may have changed
     composed = params if isinstance(params, ComposedForm) else ComposedForm(grammar="-")
     parts = composed.parts

@@ -46,8 +46,9 @@ class TextWish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KnownText(msgspec.Struct, array_like=True, frozen=True):
-    """The state of a sequence that is new to the process. ``read``: tokens whose text is already
-    known, in the groups in which they were read: an incomplete character delays a group's text."""
+    """The state of a sequence that is new to the process. ``read``: the tokens whose text the front
+    end has already, in the groups in which they were detokenised, because a group that ends within
+    a character delays text."""
 
     wish: TextWish
     prompt: bytes  # token ids

@@ -158,7 +158,7 @@ class Shutdown(msgspec.Struct, array_like=True, frozen=True, tag="shutdown"):
     """Shut down: accept no new requests, finish the others within ``drain_timeout`` seconds.
     Answered by ``Health``.
 
-    ``None`` is the core's own setting.
+    ``drain_timeout``: ``None`` uses the core's own setting.
     """
 
     token: bytes

@@ -56,7 +56,8 @@ class EncoderCache:
 
     @property
     def num_available(self) -> int:
-        """Number of tokens that are free or in idle entries."""
+        """Space for further entries, in tokens: free space, and that of idle entries, which can be
+        evicted."""
         return self.num_tokens - self.num_used
 
     def is_used(self, key: str) -> bool:
@@ -100,7 +101,8 @@ class EncoderCache:
         self._evict(key)
 
     def take_evicted(self) -> list[str]:
-        """Take the entries evicted since the last call. The worker frees them before it encodes."""
+        """Take the hashes of the entries evicted since the last call. The worker frees these
+        entries before it encodes others."""
         evicted, self._evicted = self._evicted, []
         return evicted
 
@@ -155,7 +157,7 @@ class EncoderBudget(Resource):
         return None
 
     def watches(self, req: Request) -> bool:
-        """False once all media of the request have been computed."""
+        """True until all tokens of the request's media have been computed."""
         return any(req.num_computed < item.offset + item.length for item in req.media)
 
     def begin_step(self, step: Step) -> None:
@@ -207,14 +209,16 @@ class EncoderBudget(Resource):
     # -- helpers
 
     def _unsplit(self, start: int, upto: int, media: Sequence[MediaItem]) -> int:
-        """The last position that splits no item, if items must not be split."""
+        """The largest position of at most ``upto`` at which a chunk from ``start`` can end without
+        splitting a media item; ``upto`` itself if items may be split."""
         for item in media if self.whole_media else ():
             if item.offset < upto < item.offset + item.length:
                 return max(start, item.offset)
         return upto
 
     def _affordable(self, req: Request, start: int, upto: int) -> int:
-        """The start of the first item that is not cached and cannot be encoded in this step."""
+        """The start of the first item that is not cached and cannot be encoded in this step;
+        ``upto`` if there is none before it."""
         uses = self._uses.get(req.request_id, {})
         found: set[str] = set()
         room, tokens_left = self.cache.num_available, self._tokens_left
@@ -230,7 +234,8 @@ class EncoderBudget(Resource):
         return upto
 
     def _use(self, req: Request, index: int, step: Step) -> Use:
-        """Start to use an item's output; this row encodes it if it is not cached."""
+        """Start to use the encoder output of the request's media item ``index``. If it is not
+        cached, this step encodes it."""
         item = req.media[index]
         if item.hash not in self.cache:
             self._tokens_left -= item.length

@@ -133,7 +133,7 @@ class NativeDecoder:
 
     @torch.inference_mode()
     def lower_layers(self, batch: ForwardBatch, kv: list[torch.Tensor]) -> torch.Tensor:
-        """See ``engine.models.model.Model``."""
+        """Compute the residual stream [N, H] of all tokens below the last layer; see ``Model``."""
         x, residual = self.embedding(batch.input_ids, batch.embeds), None
         lower = zip(self.blocks[:-1], batch.attn[:-1], kv[:-1], strict=True)
         for block, meta, kv_layer in lower:
@@ -144,7 +144,8 @@ class NativeDecoder:
     def last_layer(
         self, stream: torch.Tensor, batch: ForwardBatch, kv: list[torch.Tensor]
     ) -> torch.Tensor:
-        """See ``engine.models.model.Model``."""
+        """Compute the last layer and the final norm from the output of ``lower_layers``; see
+        ``Model``."""
         x, residual = self.blocks[-1](stream, None, batch.attn[-1], kv[-1], batch.wanted)
         return self.final_norm(x, residual)[0]
 
@@ -173,7 +174,7 @@ class NativeDecoder:
         return Hidden(hidden, tuple(aux[layer] for layer in batch.aux_layers))
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """See ``engine.models.model.Model``."""
+        """The token with the largest logit of each row, [R] int32, or ``None``; see ``Model``."""
         return self.output.largest(hidden)
 
     def logits(self, hidden: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -108,7 +108,8 @@ class GeneralModel:
         raise NotImplementedError("graphs of transformers modules are not supported")
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
-        """Not supported; the argmax needs the logits."""
+        """Always ``None``: such a model cannot find the largest logit without storing the
+        logits."""
         return None
 
     @torch.inference_mode()

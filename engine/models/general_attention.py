@@ -138,7 +138,7 @@ class AttentionStep:
     """The current step: cache positions of its K and V, and the number of layers called so far."""
 
     def __init__(self, attn: Sequence[AttentionMeta], kv: list[torch.Tensor]) -> None:
-        """attn, kv: of each layer."""
+        """attn: metadata of each layer's attention; kv: each layer's KV cache."""
         self.num_calls = 0
         self._attn = attn
         self._kv = kv
@@ -147,11 +147,11 @@ class AttentionStep:
 
     @property
     def meta(self) -> AttentionMeta:
-        """Of the layer that is next."""
+        """The attention metadata of the layer that calls attention next."""
         return self._attn[self.num_calls]
 
     def _places_of(self, meta: AttentionMeta) -> tuple[torch.Tensor, torch.Tensor]:
-        """Block and offset of each token without padding, in the layers of this group."""
+        """Cache block and offset of each token (padding left out), in layers of this KV group."""
         if meta.group not in self._places:
             slots = meta.slots[self._rows]
             self._places[meta.group] = (slots // meta.block_size, slots % meta.block_size)

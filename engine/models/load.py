@@ -71,8 +71,8 @@ def load_model(
 
 
 def check_general_invariance(config: ModelConfig, info: ModelInfo, device: str) -> None:
-    """Models computed by transformers are not batch-invariant: raise ``ConfigError`` if that was
-    requested, and log it on a CPU, where it would be the default."""
+    """Raise ``ConfigError`` if batch invariance was requested, which models computed by
+    transformers do not have. On a CPU, where it is the default, only log that it is missing."""
     name = info.architecture or info.model_type
     if config.batch_invariant:
         raise ConfigError(
@@ -194,7 +194,8 @@ def _build(
 
 
 def untie_if_different(spec: DecoderSpec, checkpoint: Checkpoint) -> DecoderSpec:
-    """Use both tables if config.json ties them but the checkpoint has two that differ."""
+    """The spec with separate tables for embedding and output layer, if config.json ties them but
+    the checkpoint has two that differ; else the spec unchanged."""
     stored = checkpoint.tensors
     if spec.tied and is_quantized(HEAD.removesuffix(".weight"), stored):
         return replace(spec, tied=False)

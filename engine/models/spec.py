@@ -35,11 +35,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x))."""
+    """A gated MLP: down(act(gate(x)) * up(x))."""
 
     intermediate_size: int
     activation: str
-    """silu, gelu or gelu_tanh."""
+    """Name of the activation function: silu, gelu or gelu_tanh."""
     bias: bool = False
 
 

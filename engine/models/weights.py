@@ -170,8 +170,8 @@ class StoredWeights:
 class RandomWeights:
     """Random weights, which depend only on target and seed.
 
-    One run of normal numbers is repeated in a tensor, because drawing 8 B numbers would take
-    minutes. Its length is prime, so that no two rows are equal.
+    One run of normal numbers is repeated in a tensor, because drawing billions of
+    numbers would take minutes. Its length is prime, so that no two rows are equal.
     """
 
     RUN = 1_048_573

@@ -89,8 +89,8 @@ class BackgroundHandler(logging.Handler):
                 self.num_dropped += 1
 
     def _may_write(self, target: logging.Handler) -> bool:
-        """Block until a line can be written, at most until the end: a blocked write would hold
-        locks that the exit of the process waits for."""
+        """Block until the target can take a line. False if it still cannot when the handler is
+        being closed: then a write might block the exit of the process."""
         try:
             fd = target.stream.fileno()  # type: ignore[attr-defined]
         except (AttributeError, OSError, ValueError):  # not a file, or closed

@@ -40,7 +40,8 @@ class LossyHandler(logging.StreamHandler[TextIO]):
 
     @property
     def _num_lost(self) -> int:
-        """Lines counted as lost by a standard error stream that does not raise."""
+        """Number of lines lost by a stream that counts failed writes instead of raising; 0 for
+        other streams."""
         return getattr(getattr(self.stream, "buffer", None), "num_lost", 0)
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -156,8 +156,8 @@ def roofline_share(floor_seconds: float, seconds: float) -> float | None:
 
 
 def _shares(before: Mapping[str, float], now: Mapping[str, float]) -> str:
-    """The three largest causes of waiting, in percent, of requests that left the queue since
-    then."""
+    """The three largest causes of waiting and their shares of the time, in percent. ``before``,
+    ``now``: seconds waited by cause, until the last line and until now."""
     news = {cause: seconds - before.get(cause, 0.0) for cause, seconds in now.items()}
     total = sum(news.values())
     largest = sorted(news, key=lambda cause: (-news[cause], cause))[:3]

@@ -42,11 +42,12 @@ class Header(msgspec.Struct, array_like=True):
     block_size: int
     seed: int
     kv_groups: list[tuple[int, int]] = []
-    """Window and most blocks of each KV group; [] is one group without a window."""
+    """Sliding window and maximum number of blocks of each KV group; []: a single group without a
+    window."""
 
 
 class AddCall(msgspec.Struct, array_like=True, tag="add"):
-    """``add_request`` is called; the next record is its result."""
+    """A call of ``add_request``. The next record is its ``AddResult``."""
 
     request: AddRequest
 
@@ -59,7 +60,7 @@ class AddResult(msgspec.Struct, array_like=True, tag="added"):
 
 
 class FinishCall(msgspec.Struct, array_like=True, tag="end"):
-    """``finish_requests``. ``request_ids``: ``None`` for all."""
+    """A call of ``finish_requests``. ``request_ids``: ``None`` for all requests."""
 
     times: list[float]
     request_ids: list[str] | None
@@ -67,35 +68,35 @@ class FinishCall(msgspec.Struct, array_like=True, tag="end"):
 
 
 class WakeCall(msgspec.Struct, array_like=True, tag="wake"):
-    """``wake``."""
+    """A call of ``wake``, for a parked request."""
 
     times: list[float]
     request_id: str
 
 
 class PauseCall(msgspec.Struct, array_like=True, tag="pause"):
-    """``set_pause_state`` with the state's value."""
+    """A call of ``set_pause_state``. ``state``: value of the ``PauseState``."""
 
     times: list[float]
     state: str
 
 
 class ResetCall(msgspec.Struct, array_like=True, tag="reset"):
-    """``reset_prefix_cache``."""
+    """A call of ``reset_prefix_cache``."""
 
     times: list[float]
     reset_running: bool
 
 
 class OutputsCall(msgspec.Struct, array_like=True, tag="take"):
-    """``take_outputs``."""
+    """A call of ``take_outputs``."""
 
     times: list[float]
 
 
 class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
-    """A decision that the scheduler based on measured times in the call of the next record. A
-    replay uses it, because it may round floats differently."""
+    """A decision that the scheduler based on measured times, in the call that the next record is
+    of. A replay repeats it, because its own floats may be rounded differently."""
 
     times: list[float]  # none
     step: int
@@ -103,8 +104,9 @@ class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
 
 
 class PlanRecord(msgspec.Struct, array_like=True, tag="plan"):
-    """``schedule``. ``rows``, ``counts``: ``None`` if equal to those of the previous plan;
-    ``starts``: ``None`` if equal to its starts plus counts. ``digest``: of all other fields."""
+    """A call of ``schedule``, which returned a plan. ``rows``, ``counts``: ``None`` if equal to
+    those of the previous plan; ``starts``: ``None`` if equal to the previous starts plus counts.
+    ``digest``: a hash of the plan's other fields."""
 
     times: list[float]
     step: int
@@ -116,7 +118,8 @@ class PlanRecord(msgspec.Struct, array_like=True, tag="plan"):
 
 
 class ResultRecord(msgspec.Struct, array_like=True, tag="result"):
-    """``update_from_output``. ``counts``: ``None`` if each sampling row has one token."""
+    """A call of ``update_from_output`` with a step's result. ``counts``: ``None`` if each row that
+    samples has one token."""
 
     times: list[float]
     step: int
@@ -159,13 +162,14 @@ NO_PLAN = PlanColumns(EMPTY, EMPTY, EMPTY)
 
 
 class PlanCoder:
-    """Leaves out columns that can be derived from the previous plan, and restores them."""
+    """Converts plans to records and back. It leaves out the columns that can be derived from the
+    previous plan, and restores them."""
 
     def __init__(self) -> None:
         self._last = NO_PLAN
 
     def encode(self, plan: StepPlan, times: list[float]) -> PlanRecord:
-        """Make the record of a plan."""
+        """Make the record of a plan. ``times``: clock readings in the call of ``schedule``."""
         last, self._last = self._last, PlanColumns.of(plan)
         return PlanRecord(
             times,
@@ -208,7 +212,7 @@ def digest_of(plan: StepPlan) -> bytes:
 
 
 def settled(plan: StepPlan, result: StepResult, times: list[float]) -> ResultRecord:
-    """Make the record of a result."""
+    """Make the record of a step's result. ``times``: clock readings in the call."""
     return ResultRecord(
         times,
         result.step,
@@ -237,7 +241,7 @@ def result_of(record: ResultRecord, plan: StepPlan) -> StepResult:
 
 
 class StepLogWriter:
-    """Writes records to a new file, replacing an old one. Raises ``ConfigError``.
+    """Writes records to a new file, replacing an old one. Raises ``ConfigError`` if it cannot.
 
     The file only contains complete records. If the disk is full, ``write`` or ``close`` raises
     ``OSError`` once, and the log ends with the last complete record.
@@ -287,7 +291,8 @@ class StepLogWriter:
             raise
 
     def _last_complete(self, frames: list[bytes], begun: int) -> int:
-        """End of the last completely written frame; ``begun``: bytes of earlier frames."""
+        """The position in the file at which the last completely written frame ends. ``begun``: the
+        position of the first of ``frames``."""
         ends = accumulate(map(len, frames), initial=begun)
         return max(end for end in ends if end <= self._num_written)
 
@@ -341,8 +346,8 @@ class StepLog:
         )
 
     def _read_frame(self, file: BinaryIO, number: int | None) -> bytes:
-        """Read a frame: the header (``number`` is None), or the record after ``number`` others;
-        empty at the end."""
+        """Read the next frame of the file: the header if ``number`` is ``None``, else the record
+        that follows ``number`` other records. Returns empty bytes at the end of the file."""
         length = file.read(LENGTH_BYTES)
         checksum = file.read(CHECKSUM_BYTES)
         data = file.read(int.from_bytes(length, "little"))
@@ -363,7 +368,7 @@ class StepLog:
 
 
 def _unless(known: Column, column: Column) -> bytes | None:
-    """The column's bytes, ``None`` if they are those of ``known``."""
+    """The bytes of ``column``; ``None`` if it equals ``known``, so that it can be left out."""
     data = column.tobytes()
     return None if data == known.tobytes() else data
 

@@ -67,7 +67,8 @@ class Balancer:
         self._seen = {each: place for each, place in self._seen.items() if place != core}
 
     def _fair(self, beginnings: list[int]) -> int:
-        """The core with most of the prompt cached, unless too busy; else that with least work."""
+        """The core that was sent the longest beginning of this prompt before and is not too busy;
+        if there is none, the core with the least work."""
         least = min(self.loads[core] for core in self._here)
         limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
         for beginning in reversed(beginnings):

@@ -42,8 +42,8 @@ class CoreTraceback(Exception):
 
 
 def failure_of(error: Exception, default: type[EngineError] = EngineError) -> Failure:
-    """Encode an error. One that is not an engine error becomes a ``default``. The class of an error
-    about a too long prompt is stored in its code."""
+    """Encode an error. One that is not an engine error becomes a ``default``. An error for a too
+    long prompt is recognised by its code, not by its kind."""
     kind = RequestError if isinstance(error, PromptTooLongError) else type(error)
     if kind.__name__ not in KINDS:
         return Failure(default.__name__, plain_text(f"{kind.__name__}: {error}"))

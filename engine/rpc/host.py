@@ -54,7 +54,7 @@ ORPHANED = 70  # exit status if these times were exceeded
 class EngineCoreHost:
     """Serves ``core`` at ``address`` until it is requested to end. Must be closed.
 
-    ``directory``: of the socket files; removed at the end. Raises ``ConfigError`` if it is
+    ``directory``: has the socket files, and is removed at the end. Raises ``ConfigError`` if it is
     impossible to listen at the address.
     """
 

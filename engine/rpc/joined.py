@@ -17,7 +17,7 @@ GAUGES: dict[str, Any] = {
     "kv_usage": 0.0,
     "blocked": "",
 }
-"""Gauges, with the value that counts for a core that has died."""
+"""The gauges of the statistics, each with its value for a core that has died."""
 
 
 def first_of(answers: list[Any]) -> Any:

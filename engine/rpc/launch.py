@@ -105,7 +105,8 @@ def connect_all(starting: Sequence[Starting]) -> list[EngineCoreClient]:
 def many(
     failing: ExitStack, clients: Iterator[EngineCoreClient], start: Start | None = None
 ) -> ManyCoresClient:
-    """One client for several cores. If one fails, ``failing`` shuts the earlier ones down."""
+    """Combine the clients of several cores into one. If a client cannot be made or combined,
+    ``failing``, when it is closed, shuts down those made before."""
     known: list[EngineCoreClient] = []
     failing.callback(shut_down, known)
     for client in clients:
@@ -116,7 +117,8 @@ def many(
 
 
 def share_of(config: EngineConfig, num_cores: int) -> EngineConfig:
-    """The configuration of each of ``num_cores`` cores: a share of memory and threads."""
+    """The configuration of each of ``num_cores`` cores on one machine, with an equal share of its
+    memory and threads."""
     cache = config.cache
     cores = len(os.sched_getaffinity(0)) if config.num_threads is None else config.num_threads
     return replace(
@@ -178,7 +180,8 @@ def attach_core(config: EngineConfig, address: str) -> EngineCoreClient:
 
 
 def check_model(ours: ModelConfig, address: str, theirs: str) -> None:
-    """Raise ``ConfigError`` if this engine has no model, so that it cannot tokenise for the core.
+    """Raise ``ConfigError`` if the user named no model for this engine, whose default tokenizer
+    does not fit ``theirs``, the model of the core at ``address``.
 
     A model given by the user is not compared, since copies may have any name.
     """
@@ -198,7 +201,7 @@ def attach_cores(config: EngineConfig, addresses: Sequence[str]) -> ManyCoresCli
 
 
 def start_error(report: StartReport) -> EngineError:
-    """The error of a core that did not start: a user's mistake, or a crash."""
+    """The error to raise for a core that did not start, because of a user's mistake or a crash."""
     kind = KINDS.get(report.kind)
     if kind is not None:
         return kind(report.message)
@@ -208,7 +211,8 @@ def start_error(report: StartReport) -> EngineError:
 
 
 def serve_child(line: Line, build: Build, config: EngineConfig, path: str) -> None:
-    """The main function of a core's process. Steps do not wait for readers of its log."""
+    """The main function of a core's process. Its log is written in a thread, so that no step waits
+    for it."""
     directory = Directory(Path(path))
     watch = ParentWatch(line, lambda: _leave(directory))  # also while the model is being loaded
     set_up_logging(config.log_level)

@@ -192,8 +192,9 @@ class ManyCoresClient(CoreClient):
 
     @contextmanager
     def _named(self, index: int) -> Iterator[None]:
-        """Handle the death of a core within the block: raise its error with the core's name if it
-        was the last one, else continue without it or restart it."""
+        """Context that handles the death of a core within it: the core is restarted if allowed, or
+        left out. If it was the last one and is not restarted, the error is raised, with the core's
+        name."""
         try:
             yield
         except EngineDeadError as error:
@@ -246,7 +247,7 @@ class ManyCoresClient(CoreClient):
         return RestartingError("the core has died and is being started again", seconds)
 
     def _join(self) -> None:
-        """Use cores that have been restarted. Raises ``EngineDeadError`` if none is left."""
+        """Use the cores whose restart has ended. Raises ``EngineDeadError`` if no core is left."""
         if self._over is not None:
             raise EngineDeadError(str(self._over)) from self._over.__cause__
         if self._restarts is None or not self._restarts.is_pending:
@@ -270,7 +271,8 @@ class ManyCoresClient(CoreClient):
             raise self._over from error.__cause__
 
     def _join_core(self, outcome: RestartOutcome) -> None:
-        """Use a restarted core. Raises its start's error; ``ConfigError`` if it differs."""
+        """Use a core that was restarted. Raises the error of the restart if it failed,
+        ``ConfigError`` if the new core handles requests differently from the dead one."""
         core, index = outcome.client, outcome.core
         if core is None:
             raise outcome.error or EngineDeadError("it has ended")
@@ -298,7 +300,8 @@ class ManyCoresClient(CoreClient):
             self._poller.register(each, zmq.POLLIN)
 
     def _take(self) -> list[CoreOutputs]:
-        """The received outputs. The death of a core is raised after its outputs were returned."""
+        """The outputs received from all cores. The death of the last core is raised only when no
+        outputs are left to return."""
         if self._death is not None:
             raise EngineDeadError(str(self._death)) from self._death.__cause__
         try:
@@ -316,7 +319,8 @@ class ManyCoresClient(CoreClient):
         return batches
 
     def _take_from_all(self) -> list[CoreOutputs]:
-        """The received outputs of all cores. A death is stored, to be raised later."""
+        """The outputs received from all cores. The error of the last core's death is stored, to be
+        raised later."""
         batches, self._lost = self._lost, []
         for index in list(self._alive):
             try:

@@ -58,7 +58,8 @@ class Pulse:
 
     num_steps: int = 0
     step_began: float | None = None
-    """Start of the current step with the messages before it; ``None`` while the loop waits."""
+    """When the current step began, including the messages processed before it; ``None`` while the
+    loop waits."""
     num_unfinished: int = 0
     num_clients: int = 0
 
@@ -100,7 +101,8 @@ class CoreLoop:
             self._step()
 
     def _take_arrivals(self) -> None:
-        """Process received messages. The heartbeat counts from here, since any of it may hang."""
+        """Process received messages. The heartbeat counts them as part of the step that follows,
+        since processing a message may hang, too."""
         self.pulse.step_began = self._clock()
         self.pulse.num_steps += 1
         for _ in range(MAX_ARRIVALS):
@@ -125,7 +127,8 @@ class CoreLoop:
             self._work = self._core.next_work(sum(len(b.request_ids) for b in outputs.values()))
 
     def _wait(self, longest_ms: int) -> None:
-        """Wait for messages at most ``longest_ms``, less if something is due, or not at all."""
+        """Wait until a message arrives, but at most ``longest_ms``; without work, also at most
+        until something else is due."""
         if self._work == "none":
             self.pulse.step_began = None
             self._count()
@@ -134,7 +137,7 @@ class CoreLoop:
             self.waker.clear()
 
     def _patience_ms(self) -> int:
-        """Milliseconds until something is due without a message."""
+        """Milliseconds that the loop may sleep without a message, until e.g. a deadline is due."""
         now = self._clock()
         due = [self._sessions.next_look()]
         if self._ending.at is not None:
@@ -166,7 +169,8 @@ class Ending:
 
     @property
     def at(self) -> float | None:
-        """The time by which the core must end; until then it accepts no new ones. None: open."""
+        """The time by which the core must end; ``None`` if no end was requested. Once it is set,
+        the core accepts no new requests."""
         return min(self._times, default=None)
 
     def no_later_than(self, when: float) -> None:

@@ -64,12 +64,14 @@ class ClientSession:
 
     @property
     def is_concerned(self) -> bool:
-        """True if it has requests or unsent messages, which must be dropped if it vanishes."""
+        """True if the client has unfinished requests or unsent messages, which must be dropped if
+        it disconnects."""
         return bool(self.live or self.queue)
 
 
 class ClientSessions:
-    """All sessions. ``drop``: function that ends requests at the core without an output."""
+    """All sessions of a core. ``drop``: function that ends requests in the core, without an output
+    to the client."""
 
     def __init__(
         self,
@@ -136,7 +138,8 @@ class ClientSessions:
             session.live.clear()
 
     def tend(self, now: float) -> None:
-        """Drop disconnected clients, send waiting messages; does nothing before ``next_look``."""
+        """Drop disconnected clients and send waiting messages. Before the time ``next_look`` it
+        does nothing."""
         if now >= self._retry_at:
             self._retry_at = now + RETRY_SECONDS
             for session in self:
@@ -148,7 +151,7 @@ class ClientSessions:
             self._probe(session for session in self if session.is_concerned)
 
     def next_look(self) -> float:
-        """When ``tend`` must be called next."""
+        """The time at which ``tend`` must be called next."""
         sessions = self._by_identity.values()
         if self._farewells or any(session.queue.is_stuck for session in sessions):
             return self._retry_at
@@ -238,7 +241,8 @@ class ClientSessions:
         self._limit(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
     def _limit(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
-        """Disconnect a client that sends messages but does not read its answers."""
+        """Disconnect a client that does not read what it is sent: if ``num_bytes`` of unsent
+        messages exceed the limit. of: what they are, for the message."""
         if num_bytes <= limit:
             return
         reason = (
@@ -255,14 +259,15 @@ class ClientSessions:
                 del self._farewells[identity]
 
     def _offer(self, identity: bytes, frame: bytes) -> bool:
-        """True if the frame was sent, or the client has disconnected."""
+        """Try to send a frame. True if it was sent, or if the client has disconnected."""
         try:
             return self._send(identity, frame)
         except ClientGoneError:
             return True
 
     def _send(self, identity: bytes, frame: bytes) -> bool:
-        """True if the frame was sent, False if the socket is full. Raises ``ClientGoneError``."""
+        """Try to send a frame. True if it was sent, False if the socket is full. Raises
+        ``ClientGoneError`` if the client has disconnected."""
         try:
             self._router.send_multipart([identity, frame], zmq.NOBLOCK)
         except zmq.Again:
@@ -276,7 +281,8 @@ class ClientSessions:
 
 @dataclass(slots=True)
 class Waiting:
-    """Unsent outputs. ``rows``: the batch without tokens and log-probabilities."""
+    """An encoded batch of outputs that is not sent yet. ``rows``: the batch without tokens and
+    log-probabilities."""
 
     frame: bytes
     rows: CoreOutputs
@@ -292,7 +298,8 @@ class Waiting:
 
 
 class SendQueue:
-    """Sends frames in order and counts the unsent bytes. ``send``: False if the socket is full."""
+    """Sends frames to one client in order, and counts the unsent bytes. ``send`` tries to send a
+    frame; it returns False if the socket is full."""
 
     def __init__(self, send: Callable[[bytes], bool], num_credits: int = NUM_CREDITS) -> None:
         self.credits = num_credits
@@ -349,8 +356,8 @@ class SendQueue:
             self.batch_bytes -= self._batches.popleft().num_bytes
 
     def give_up(self, reason: str) -> list[tuple[str, Finished]]:
-        """Drop the unsent outputs. Returns the ends in them with request ids, in order; a request
-        that loses tokens ends with "abort" and ``reason``."""
+        """Drop the unsent outputs. Returns the request ids and ends that they contain, in order;
+        the end of a request that loses tokens becomes "abort" with ``reason``."""
         ends: list[tuple[str, Finished]] = []
         lost: set[str] = set()
         for waiting in self._batches:

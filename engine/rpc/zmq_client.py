@@ -98,7 +98,7 @@ class EngineCoreClient(CoreClient):
         sockets.close_with(self, self._context, *own, waker=self._waker)
         ended = () if child is None else (child.pidfd,)
         self.sources = (self._socket, self._lost, self._waker.fd, *ended)
-        """What becomes readable when there is something for ``step``."""
+        """Sockets and file descriptors, one of which becomes readable when ``step`` has work."""
         self._poller = zmq.Poller()
         for each in self.sources:
             self._poller.register(each, zmq.POLLIN)
@@ -236,7 +236,8 @@ class EngineCoreClient(CoreClient):
                 self._send(frame)
 
     def _receive(self, seconds: float) -> None:
-        """Wait for messages and process all that arrive. Raises ``EngineDeadError``."""
+        """Wait for messages, at most ``seconds``, and process all that have arrived. Raises
+        ``EngineDeadError`` if the core is dead or hangs."""
         self._live()
         ready = dict(self._poller.poll(round(1000 * seconds)))
         if self._waker.fd in ready:
@@ -248,7 +249,8 @@ class EngineCoreClient(CoreClient):
             self._kill(check)
 
     def _take_all(self) -> bool:
-        """Process all received messages; True if there was one. Those before ``Dead`` are kept."""
+        """Process all received messages. Returns True if there was one. The error for a core's
+        death is raised only if no other message was received before it; else it is stored."""
         has_come = False
         while int(self._socket.get(EVENTS)) & POLLIN:  # cheaper than an exception
             try:
@@ -325,9 +327,9 @@ class ClientProtocol:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.welcome: Welcome | None = None
         self.unread: list[CoreOutputs] = []
-        """Outputs that have come, in order."""
+        """Received outputs that the user has not taken yet, in order."""
         self.num_unfinished = 0
-        """Requests that the core took and whose end was not read."""
+        """Number of requests that the core has accepted and whose end the user has not taken."""
         self.stats: SchedulerStats | None = None
         """The latest statistics that ``request_stats`` requested."""
         self.offset = ClockOffset()
@@ -347,7 +349,8 @@ class ClientProtocol:
         return self._encoder.encode(Hello(PROTOCOL_VERSION, token, name))
 
     def submit(self, requests: Sequence[AddRequest]) -> tuple[list[Part], dict[int, Exception]]:
-        """Messages that add requests, and errors of those that cannot be encoded, by index."""
+        """The messages that add these requests, and the errors of requests that cannot be encoded,
+        by the index of the request."""
         parts: list[Part] = []
         errors: dict[int, Exception] = {}
         for places in _in_parts(requests):
@@ -446,7 +449,8 @@ class ClientProtocol:
         self.num_unfinished += len(part.places) - len(message.refusals)
 
     def _note_never_sent(self, number: int) -> None:
-        """Drop earlier messages without an answer: an interrupt prevented sending them."""
+        """Forget messages with smaller numbers that have no answer. Answers come in order, so these
+        messages were never sent, because of an interrupt."""
         while self._submits and (first := next(iter(self._submits))) < number:
             del self._submits[first]
         if self._stats_call is not None and self._stats_call < number:
@@ -463,7 +467,7 @@ class ClientProtocol:
 
 
 def refused(part: Part, reply: Reply) -> dict[int, Exception]:
-    """The errors of requests that were not accepted, by index."""
+    """The errors of requests that the core did not accept, by their index in the user's call."""
     assert isinstance(reply, Submitted)
     return {part.places[each.index]: error_of(each.failure) for each in reply.refusals}
 

@@ -124,7 +124,8 @@ class EditTables:
     def apply(
         self, rows: Rows, slots: Column, history: torch.Tensor, num_prompt: torch.Tensor
     ) -> None:
-        """Edit logits in place. slots: ``rows.slots`` on the host; history, num_prompt: by slot."""
+        """Edit the logits of ``rows`` in place. slots: ``rows.slots`` on the host. history,
+        num_prompt: output tokens and prompt length of each slot, on the device."""
         if self._masked and self._masks is not None:
             mine = [slot if slot in self._masked else -1 for slot in slots.tolist()]
             mask_of_row = self._upload(np.array(mine, dtype=np.int32))

@@ -42,7 +42,8 @@ class RowMasks(NamedTuple):
 
 
 class Draws(NamedTuple):
-    """The R sampled rows (rows of logits) of a step, on the host."""
+    """The R rows of logits from which a step samples: the request and position of each. Columns are
+    on the host."""
 
     rows: Column  # [R], row of the plan
     slots: Column  # [R]; -1: padding, or a row that does not sample
@@ -163,8 +164,9 @@ class Sampler:
     ) -> Drawing:
         """Copy logits for log-probabilities, then edit the logits [R, V] float32 in place.
 
-        Drafts before a row must be in the history. may_leave_masks: ``draw`` will be called with
-        ``Drawing.masks``, and the host can read the logits after it.
+        The draft tokens before a row must be in the history already. may_leave_masks: masks may be
+        left to ``draw``, which will be called with ``Drawing.masks``, and the host can read the
+        logits after it.
         """
         if not (self._edited or self._num_logprobs or masks):
             return Drawing({}, [], [], None, None, [], set())
@@ -203,11 +205,12 @@ class Sampler:
         return Drawing(errors, edited, checked, sound, seats, raw, set(), late)
 
     def can_preview(self, slot: int) -> bool:
-        """True if a token sampled without a mask stays the same under any mask that allows it."""
+        """True if a token that is sampled for this slot without a mask would also be sampled with
+        any mask that allows it."""
         return slot >= 0 and slot not in self._edited and slot not in self._truncated
 
     def draw(self, rows: Rows, masks: RowMasks | None = None) -> torch.Tensor:
-        """Sample one token for each row, [R] int32; -1 if the row has none."""
+        """Sample one token for each row, [R] int32; -1 for a row that gets no token."""
         if masks is None:
             return on_slots.sample(rows, self._tables.requested)
         of_row = self._upload(masks.of_row)
@@ -244,7 +247,8 @@ class Sampler:
         return raw
 
     def _process(self, logits: torch.Tensor, draws: Draws, errors: dict[int, str]) -> None:
-        """Run custom processors on output tokens, for which the host waits."""
+        """Run the custom processors on the logits of their rows. The host waits for the output
+        tokens, which processors need."""
         if not self._processors:
             return
         columns = zip(draws.slots.tolist(), draws.positions.tolist(), strict=True)
@@ -262,8 +266,8 @@ class Sampler:
     def _unsound(
         self, logits: torch.Tensor, draws: Draws, edited: list[int], sound: torch.Tensor
     ) -> dict[int, str]:
-        """Errors of rows with invalid logits, if the host can read them. ``sound``: by
-        ``edited``."""
+        """Errors of rows with invalid logits, by row; none if the logits are not on the CPU. sound:
+        whether the logits of each row in ``edited`` are valid."""
         if not sound.is_cpu:
             return {}
         bad = [edited[place] for place in np.flatnonzero(~sound.numpy()).tolist()]
@@ -297,7 +301,8 @@ class Sampler:
 
 
 def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMasks | None]:
-    """Split masks into those of these sampled rows and those of the others."""
+    """Split masks into those of the sampled rows in ``rows`` and those of all others; ``None`` for
+    a half without masks."""
     if not rows:
         return None, masks
     is_one = np.zeros(len(masks.of_row), dtype=bool)

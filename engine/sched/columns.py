@@ -52,12 +52,13 @@ class Columns:
         requests: Callable[[NDArray[np.intp]], list[Request]],
     ) -> None:
         self.rows = rows
-        """Of the table, in which no two unfinished requests share one."""
+        """The row of each request in the scheduler's table; it is the request's own until it
+        ends."""
         self._table = table
         self._predict = predict
         self._cached_prefixes = cached_prefixes
         self.requests_of = requests
-        """The requests in some of the rows."""
+        """Returns the requests in the given rows of the table."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -99,7 +100,8 @@ class Columns:
         return self._count(self._table.facts.user.all)
 
     def heads(self) -> dict[int, Request]:
-        """The first request of each user here, by the user's number."""
+        """For each user, by the user's number, the first of that user's requests in these
+        columns."""
         first = np.full(len(self._table.facts.users), -1)
         first[self.user[::-1]] = np.arange(len(self) - 1, -1, -1)
         places = np.sort(first[first >= 0])
@@ -163,19 +165,19 @@ class Columns:
 
     @cached_property
     def first_token_time(self) -> FloatArray:
-        """NaN before the first token was settled."""
+        """When the request got its first output token; NaN as long as it has none."""
         return self._table.facts.first_token.all[self.rows]
 
     @cached_property
     def last_token_time(self) -> FloatArray:
-        """NaN before the first token was settled."""
+        """When the request got its latest output token; NaN as long as it has none."""
         return self._table.facts.last_token.all[self.rows]
 
     # -- predictions, the prefix cache and the policy's own numbers
 
     @cached_property
     def predicted(self) -> IntArray:
-        """``view.predict`` of each request."""
+        """Predicted total of output tokens of each request, as by ``view.predict``."""
         return self._predict(self)
 
     @cached_property
@@ -190,7 +192,8 @@ class Columns:
         return found
 
     def own(self, name: str, default: float = 0.0) -> FloatArray:
-        """The numbers that the policy stores under this name: see ``view.own``."""
+        """The numbers that the policy stores for these requests under this name, by
+        ``view.own``."""
         return self._table.facts.own_column(name, default).all[self.rows]
 
     def _count(self, column: Array) -> IntArray:

@@ -45,7 +45,7 @@ class Scheme:
 
     targets: tuple[str, ...]
     kind: str
-    """float, int or packed."""
+    """How weights are stored: float, int or packed."""
     bits: int
     group_size: int
     """Inputs per scale; -1: one scale per output, or one for all."""
@@ -202,7 +202,8 @@ def scheme_of(group: Any, common: str) -> Scheme:
 
 
 def strategy_of(weights: Mapping[str, Any]) -> str:
-    """Which weights share a scale; by default it follows from group_size."""
+    """Which weights share a scale: all of a "tensor", or those of a "channel", a "group" or a
+    "block". If the config does not state it, it follows from group_size."""
     size = weights.get("group_size")
     by_size = "tensor" if size is None else "channel" if size == -1 else "group"
     stated = field_of(weights, "strategy", default=by_size)

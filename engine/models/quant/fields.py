@@ -30,7 +30,7 @@ class Format(Protocol):
 
     @property
     def name(self) -> str:
-        """The value of quant_method."""
+        """The format's name: the value of quant_method in config.json."""
         ...
 
     def fields(self, module: str, shape: tuple[int, int]) -> Sequence[Field]:
@@ -45,12 +45,14 @@ class Format(Protocol):
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> QuantizedWeight:
-        """The weight stored in ``tensors``, whose keys are the first suffixes of the fields."""
+        """The weight stored in ``tensors``, whose keys are the first name (``suffixes[0]``) of each
+        field."""
         ...
 
 
 def field_of(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    """The value of the first of these keys that is not null."""
+    """The value of the first of these keys that the config has and that is not null; else the
+    default."""
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
@@ -70,7 +72,8 @@ def size_of_group(value: Any) -> int:
 
 
 def num_groups(module: str, num_inputs: int, group_size: int) -> int:
-    """Number of groups of a row. Raises ``ModelError`` if inputs are not a multiple of the size."""
+    """Number of groups into which a module's inputs are divided. Raises ``ModelError`` if their
+    number is not a multiple of the group size."""
     if num_inputs % group_size:
         raise ModelError(
             f"{module} has {num_inputs} inputs, not a multiple of its quantization's group_size "
@@ -87,14 +90,15 @@ def check_multiple(module: str, what: str, size: int, of: int) -> None:
 
 
 def as_bytes(packed: torch.Tensor) -> torch.Tensor:
-    """[R, C] int32 -> a new [R, C, 4] uint8, the lowest bits first."""
+    """Copy the bytes of integers: [R, C] int32 -> [R, C, 4] uint8, the lowest bits first."""
     # contiguous() keeps the strides of a single column; this copy does not.
     copied = packed.clone(memory_format=torch.contiguous_format)
     return copied.view(torch.uint8).view(*packed.shape, 4)
 
 
 def unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """[R, C] int32, the lowest bits first -> [R, C * 32 / bits] uint8."""
+    """Unpack integers of 4 or 8 bits: [R, C] int32, the lowest bits first ->
+    [R, C * 32 / bits] uint8."""
     values = as_bytes(packed).flatten(1)
     if bits == 8:
         return values
@@ -102,17 +106,18 @@ def unpack_integers(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def by_output(scales: torch.Tensor, num_outputs: int) -> torch.Tensor:
-    """Expand one scale, or one per output, to [out, 1]."""
+    """Return scales [out, 1], from one scale for all outputs or one for each."""
     return scales.reshape(-1, 1).expand(num_outputs, 1).contiguous()
 
 
 def by_block(scales: torch.Tensor, rows: int, num_outputs: int) -> torch.Tensor:
-    """Repeat the scales of blocks of ``rows`` outputs for each output: [out, G]."""
+    """Return scales [out, G], one row per output, from scales with one row for each block of
+    ``rows`` outputs."""
     return scales.repeat_interleave(rows, dim=0)[:num_outputs].contiguous()
 
 
 def check_groups(module: str, matrix: Quantized) -> Quantized:
-    """Return the matrix. Raises ``ModelError`` if an input's group has no scale."""
+    """Return the matrix. Raises ``ModelError`` if an input is in a group that has no scale."""
     groups, count = matrix.groups, matrix.scales.shape[1]
     if groups is not None and not bool(((groups >= 0) & (groups < count)).all()):
         raise ModelError(

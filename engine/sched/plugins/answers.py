@@ -158,7 +158,8 @@ def as_sortable(column: Array) -> Array:
 
 
 def wrong_list(answer: object, num_requests: int) -> str | None:
-    """Why a list of ranks in tuples has a wrong type or length; tuples are checked later."""
+    """Error text unless the answer is a list with one entry for each request, else ``None``. The
+    entries, ranks as tuples, are checked later."""
     if isinstance(answer, list) and len(answer) == num_requests:
         return None
     return (

@@ -35,8 +35,9 @@ def wrong_hints(req: Request, *names: str) -> Refuse | None:
 
 
 def keep_hints(req: Request, view: SchedView, **defaults: float) -> Refuse | None:
-    """For ``on_add``: store a number of the request in ``view.own(name)`` for each name: the hint,
-    for ``tbt`` else the request's ``tbt``, else the default. Refuses like ``wrong_hints``."""
+    """For ``on_add``: store ``view.own(name)[req]`` for each name. The number is the hint of this
+    name; without one, for ``tbt``, the request's ``tbt``; else the default. Refuses a request with
+    a hint that is not a finite number above 0."""
     if (wrong := wrong_hints(req, *defaults)) is None:
         for name, default in defaults.items():
             stated = req.tbt if name == "tbt" else None

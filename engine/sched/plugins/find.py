@@ -238,7 +238,8 @@ def check_options(cls: type, options: dict[str, Any], source: str) -> None:
 
 
 def _shown(parameter: inspect.Parameter) -> str:
-    """A parameter as written in the source, also if its annotation is a string."""
+    """A parameter's text as in a signature. An annotation that is a string is shown without
+    quotes."""
     kind = parameter.annotation
     return str(parameter).replace(repr(kind), kind, 1) if isinstance(kind, str) else str(parameter)
 
@@ -322,13 +323,14 @@ def _slips(cls: type, base: type) -> list[Slip]:
 
 
 def _resembling(name: str, known: list[str]) -> list[str]:
-    """The known names similar to ``name``. Short names need more equal letters."""
+    """The known name most similar to ``name``, as a list; [] if none is similar enough."""
     return difflib.get_close_matches(name, known, 1, NEAR)
 
 
 def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
-    """True if the name is a flag, or a method with the hook's arguments, that no method of the
-    class uses, and the class does not define ``meant``."""
+    """True if ``name`` can only be a misspelling of ``meant``: both are flags, or methods with the
+    same arguments; no method of the class uses ``name``; and the class does not define
+    ``meant``."""
     classes = [each for each in cls.__mro__ if each not in base.__mro__]
     owner: Mapping[str, object] = next((vars(c) for c in classes if name in vars(c)), {})
     value, original = owner.get(name), getattr(base, meant)
@@ -343,7 +345,7 @@ def _is_misspelt(cls: type, base: type, name: str, meant: str) -> bool:
 
 
 def _uses(value: object, name: str) -> bool:
-    """True if this function, or one nested in it, reads an attribute of this name."""
+    """True if this function, or one nested in it, uses this name as an attribute or a string."""
     if isinstance(value, property):
         return any(_uses(each, name) for each in (value.fget, value.fset))
     value = inspect.unwrap(getattr(value, "__func__", value))  # type: ignore[arg-type]

@@ -204,7 +204,8 @@ class PolicyGuard(Policy):
         return ", ".join(self._label[hook] for hook in hooks) + why
 
     def overrule(self) -> Policy:
-        """The default hooks with this policy's ranks, for a step in which it schedules nothing."""
+        """A policy with the default hooks and this policy's ranks, for a step in which this policy
+        schedules nothing."""
         return _Overruled()
 
     def take_rerank(self) -> bool:
@@ -239,7 +240,8 @@ class PolicyGuard(Policy):
         return rank if rank is not None else req.rank or (Last(),)
 
     def rerank(self, queue: RankedQueue, by_row: NDArray[np.object_]) -> None:
-        """Sort a queue by the ranks that the policy returns. Invalid ranks change nothing."""
+        """Sort a queue by the ranks that the policy returns. Requests with invalid ranks keep their
+        previous ranks."""
         if "ranks" not in self._in_use or not len(queue):
             queue.rerank(self.ranks(queue, self._view))
             return
@@ -254,7 +256,7 @@ class PolicyGuard(Policy):
         queue.rerank(checked)
 
     def ranks(self, reqs: Sequence[Request], view: SchedView) -> list[tuple[Any, ...]]:
-        """The rank of each request; timed and checked together while all are valid."""
+        """The rank of each request. Valid ranks are timed and checked in one go, not one by one."""
         if self.is_left_out:
             return [self.rank(req, view) for req in reqs]
         ranks: list[Any] = []
@@ -337,8 +339,8 @@ class PolicyGuard(Policy):
         return self.chunks_of(num_tokens, view)(req)
 
     def chunks_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], int]:
-        """Return ``chunk`` as a function of the request, for ``num_tokens`` tokens each, so that
-        common values are read once."""
+        """Return a function that calls ``chunk`` for a request with these ``num_tokens``. It is
+        faster than ``chunk`` for many requests."""
         ask, timer, seconds, label = self.inner.chunk, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["chunk"]
 
@@ -412,7 +414,7 @@ class PolicyGuard(Policy):
         self.grants_of(num_tokens, view)(req)
 
     def grants_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], None]:
-        """Return ``on_grant`` as a function of the request, for ``num_tokens`` tokens each."""
+        """Return a function that calls ``on_grant`` for a request with these ``num_tokens``."""
         tell, timer, seconds, label = self.inner.on_grant, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["on_grant"]
 
@@ -453,7 +455,8 @@ class PolicyGuard(Policy):
     _failed = False  # True if the last call failed
 
     def _answer(self, hook: str, wrong: Callable[[Any], str | None], *args: Any) -> Any:
-        """The policy's result; the default if the policy lacks the hook or it is invalid."""
+        """The result of the policy's hook. If the policy has no such hook or its result is invalid,
+        the result of the default hook."""
         if hook in self._in_use:
             answer = self._call(hook, wrong, *args)
             if not self._failed:
@@ -464,7 +467,8 @@ class PolicyGuard(Policy):
     def _call(
         self, hook: str, wrong: Callable[[Any], str | None], *args: Any, at_most: int | None = None
     ) -> Any:
-        """The hook's result. If it raises or returns an invalid value: ``None``, and ``_failed``.
+        """The hook's result. If the hook raises or its result is invalid, returns ``None`` and sets
+        ``_failed``. ``wrong`` returns an error text for an invalid result.
 
         ``at_most``: the result is iterable; at most this many items are read.
         """
@@ -560,7 +564,8 @@ class RankCheck:
         return None
 
     def are_good(self, ranks: Sequence[Any]) -> bool:
-        """True if all ranks are valid; False if each must be checked."""
+        """True if all ranks are valid; False if some may be invalid, so that each must be
+        checked."""
         if set(map(type, ranks)) != {tuple} or len(set(map(len, ranks))) != 1:
             return False
         columns = list(zip(*ranks, strict=True))
@@ -587,7 +592,8 @@ class RankCheck:
 
 
 def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
-    """True if no value is NaN; False if each must be checked. The values have one type."""
+    """True if no value is NaN; False if some may be, so that each must be checked. The values have
+    one type."""
     if types == {float}:
         total = sum(values)
         return bool(total == total)

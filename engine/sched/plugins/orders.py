@@ -13,8 +13,9 @@ from engine.sched.table import Array
 def newcomers_by(
     key: Callable[[Columns], Array], columns: Columns, now: float, max_wait: float
 ) -> tuple[Array, Array]:
-    """Ranks that put requests that run or ran first, then those that have waited ``max_wait``
-    seconds, then the others by ``key``, which is called with only these."""
+    """Ranks, as two arrays: first the requests that run or have run, then those that have waited
+    for ``max_wait`` seconds, then the other ones, in the order of the numbers that ``key`` returns
+    for them."""
     is_new = columns.is_waiting & (columns.num_preempted == 0)
     is_young = is_new & (now - columns.arrival_time < max_wait)
     keys = np.zeros(len(columns))

@@ -66,7 +66,8 @@ class Resources:
         self._notify("added", req)
 
     def flags(self, req: Request) -> int:
-        """The flags that resources set for the request: ``WATCHED``, ``SERIAL``."""
+        """The request's flags: ``WATCHED`` if a resource watches it, plus ``SERIAL`` if a resource
+        serializes it."""
         watched, serial = (self._does_any(hook, req) for hook in ("watches", "serializes"))
         return WATCHED * watched + SERIAL * serial
 
@@ -95,7 +96,8 @@ class Resources:
         return most
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
-        """How many tokens all resources allow, and the cause of the last refusal."""
+        """How many of the next ``num_tokens`` tokens all resources allow; if not all of them, also
+        which resource refuses the others, and why."""
         fit = Fit(num_tokens)
         own_fits = self._own["fit"]
         settled = not own_fits
@@ -193,7 +195,8 @@ class Resources:
         return Fit(0, f"fault of {own.resource.name}", OnRefuse.SKIP)
 
     def _does_any(self, hook: str, req: Request) -> bool:
-        """True if any resource returns True. A fault counts as True."""
+        """True if this hook of any resource returns True for the request. A fault counts as
+        True."""
         own_hooks, wrong = self._own[hook], answers.wrong_bool
         wishes = [self._call(own, hook, True, req, wrong=wrong) for own in own_hooks]
         return any(wishes)
@@ -249,5 +252,6 @@ def _has_own(resource: Resource, hook: str) -> bool:
 
 
 def _request_in(args: Sequence[Any]) -> Request | None:
-    """The request among a hook's arguments, or None."""
+    """The request that a hook was called for, its first argument; ``None`` if that is no
+    request."""
     return args[0] if args and isinstance(args[0], Request) else None

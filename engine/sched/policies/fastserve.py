@@ -13,9 +13,9 @@ class FastServe(Policy):
     """Requests of lower levels preempt those of higher levels; each level has twice the quantum.
 
     A request starts at the first level whose quantum covers its prompt, and moves up one level when
-    it has used its quantum: short requests finish early although no length is known. The used time
-    is that which the cost model predicts for its tokens alone. A request is evicted only after a
-    token.
+    it has used its quantum: short requests finish early although no length is known. As used
+    time counts what the cost model predicts for the request's tokens if they were computed in a
+    step of their own. A running request is evicted only after it has got a token.
 
     ``quantum``: seconds at level 0. ``max_wait``: seconds without a token after which a request
     returns to level 0.

@@ -10,8 +10,8 @@ class Sarathi(Policy):
 
     So a prompt delays decodes by at most the time of a full step. Order of arrival.
 
-    ``step_tokens``: tokens per step, as many as the wanted time between tokens allows. At most as
-    many requests run, so that each gets a token.
+    ``step_tokens``: tokens per step, as many as the wanted time between tokens allows. At most
+    ``step_tokens`` requests run, so that each gets a token.
     """
 
     def __init__(self, step_tokens: int = 512) -> None:
