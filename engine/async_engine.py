@@ -194,7 +194,8 @@ class AsyncLLMEngine:
 
     @property
     def failures(self) -> Failures:
-        """Counters of failed observers in this process; others may add to them."""
+        """Numbers of failures of observers in this process. Other parts of the program may add
+        their own."""
         return self._session.failures
 
     def measure(self) -> Latencies:
@@ -292,7 +293,8 @@ class AsyncLLMEngine:
 
     @property
     def object_rules(self) -> ObjectRules:
-        """Defaults for objects in JSON schemas."""
+        """The engine's defaults for JSON objects in schemas: whether a schema that does not say so
+        allows further properties, and the order of properties."""
         return self._session.inputs.object_rules
 
     @property
@@ -453,7 +455,8 @@ class AsyncLLMEngine:
                 stream.post(partial(stream.fail, error))
 
     def _leave(self, stream: Stream) -> None:
-        """Stop the request of a reader that left, unless a newer request has its id."""
+        """Abort the request of a reader that stopped reading, unless a newer request now has its
+        id."""
         if self._live.get(stream.request_id) is stream:
             self._session.drop([stream.request_id])
             del self._live[stream.request_id]
@@ -508,7 +511,8 @@ class AsyncLLMEngine:
 
 
 class Arrival(NamedTuple):
-    """A request to add. Consecutive ones are sent to the core together."""
+    """A request to add. Requests that arrive directly after each other are sent to the core in one
+    message."""
 
     submission: Submission
     stream: Stream
@@ -557,8 +561,8 @@ def log_death(death: EngineDeadError) -> None:
 
 
 def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Run ``function`` and set the future. Also raises ``EngineDeadError``, so that the thread ends
-    when a health check finds the core dead."""
+    """Run ``function`` and set the future to its result or error. An ``EngineDeadError`` is also
+    raised here, so that the engine's thread ends when a health check finds the core dead."""
     if not future.set_running_or_notify_cancel():
         return
     try:

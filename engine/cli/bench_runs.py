@@ -100,7 +100,8 @@ def _milliseconds(outputs: list[RequestOutput]) -> dict[str, list[float]]:
 
 
 def measure_startup(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
-    """Measure seconds to import, to load and to the first token in fresh processes; medians."""
+    """Measure how many seconds fresh processes take to import, to load the model and to generate
+    the first token. Returns the medians."""
     encoded = json.dumps(_given(_fetched(args)))
     _probe(encoded, workload)
     runs = [_probe(encoded, workload) for _ in range(workload.num_iters)]
@@ -119,8 +120,8 @@ def _probe(encoded: str, workload: BenchWorkload) -> dict[str, float]:
 
 
 def _fetched(args: EngineArgs) -> EngineArgs:
-    """Fetch the model and return arguments with its directory: measured starts then need no
-    download, and no command line contains a token."""
+    """Fetch the model and return arguments that name its local directory: measured starts then need
+    no download, and no command line contains an access token."""
     is_here, has_text = args.core_address is None, not args.skip_tokenizer_init
     there = fetched(args.create_config().model, for_core=is_here, for_text=has_text)
     return replace(
@@ -149,7 +150,8 @@ def _timed(
 
 
 def _record(engine: LLMEngine, args: EngineArgs, prompts: list[Prompt], output_len: int) -> None:
-    """Run once more under the profiler if a trace is requested, since profiling costs time."""
+    """Run the prompts once more under the profiler, if a trace is requested; a run of its own,
+    since profiling costs time."""
     if args.torch_profiler_dir is not None:
         engine.reset_prefix_cache()
         with profiled(engine, args):

@@ -48,7 +48,7 @@ class Command:
     name: str
     package: str
     place: str
-    """``module``, or ``module:object``."""
+    """Where the command's code is: ``module``, or ``module:object``."""
 
     @cached_property
     def summary(self) -> str:
@@ -106,7 +106,8 @@ def _installed() -> Iterator[Command]:
 
 
 def _docstring(module: str) -> str:
-    """Read a module's docstring from its compiled code. Raises ``ImportError`` without a module."""
+    """Read a module's docstring from its compiled code. Raises ``ImportError`` if it does not
+    exist."""
     top, *inner = module.split(".")
     spec = find_spec(top)
     for name in inner:  # each step by its own name, so that no parent package is imported

@@ -71,7 +71,8 @@ def _names(arguments: Sequence[str]) -> Iterator[str]:
 
 
 def _option(key: str) -> str:
-    """Convert a key to an option. ``model_tag`` is vLLM's key for the model to serve."""
+    """Convert a key of the file to the spelling of its option on the command line: ``max_num_seqs``
+    to ``--max-num-seqs``. ``model_tag`` is vLLM's key for the model to serve."""
     name = key.removeprefix("--").replace("_", "-")
     return "--model" if name == "model-tag" else f"--{name}"
 
@@ -109,7 +110,8 @@ def _problem(error: Exception) -> str:
 
 
 def _value(parser: OptionParser, action: argparse.Action, entry: ConfigEntry) -> Any:
-    """Convert a value as the command line would. Raises ``ConfigError``."""
+    """Convert the value of an entry as the command line would. Raises ``ConfigError`` if it is
+    invalid."""
     if action.nargs == 0:
         return _flag(action, entry)
     has_many = action.nargs == "+" or isinstance(action, argparse._AppendAction)
@@ -129,7 +131,7 @@ def _flag(action: argparse.Action, entry: ConfigEntry) -> bool:
 
 
 def _read(parser: OptionParser, action: argparse.Action, entry: ConfigEntry, value: Any) -> Any:
-    """Convert one value with the checks of the command line."""
+    """Convert one value of an entry, with the checks that the command line makes."""
     is_object = isinstance(value, dict)
     if (is_object and action.metavar != "JSON") or not isinstance(value, str | int | float | dict):
         wanted = "a JSON object" if action.metavar == "JSON" else "one value"

@@ -76,7 +76,8 @@ def check_free(address: Address) -> None:
 
 
 def _host_at(address: Address | None, core: InprocClient, config: EngineConfig) -> EngineCoreHost:
-    """Make a host at this address, or at a new socket file."""
+    """Make the host that lets other processes use ``core``, at this address; ``None``: at a new
+    socket file."""
     if address is not None:
         return EngineCoreHost(core, config, address)
     directory = Directory.create()

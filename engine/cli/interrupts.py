@@ -76,7 +76,8 @@ class Interrupts:
         self.end(*INTERRUPTION)
 
     def end(self, status: int, why: str = "") -> NoReturn:
-        """End the process: first child processes, then files, without waiting for threads."""
+        """End the process: kill the workers of process pools, flush output and run exit functions,
+        without waiting for threads. ``why``: printed unless a reason was printed before."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if why and not self._is_reported:
@@ -111,7 +112,8 @@ def _is_importing(frame: FrameType | None) -> bool:
 
 
 def _leave(status: int) -> NoReturn:
-    """Run the registered exit functions for a limited time, then exit."""
+    """Kill workers, flush output and run the registered exit functions, for a limited time, then
+    exit."""
     late = threading.Timer(END_SECONDS, os._exit, (status,))
     late.daemon = True
     late.start()
@@ -155,7 +157,7 @@ class Lossy(io.FileIO):
     """A file that drops writes which fail, because its reader is gone or the disk is full."""
 
     num_lost = 0
-    """Dropped writes; the log reports them."""
+    """Number of dropped writes, which the log reports."""
 
     def write(self, data: ReadableBuffer) -> int:
         try:

@@ -34,7 +34,7 @@ def add_often_used(parser: argparse.ArgumentParser) -> None:
 
 
 def add_further_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that ``add_often_used`` leaves out."""
+    """Add the options that are not in the group of the most used ones."""
     add_options(parser, EngineArgs, without=OFTEN_USED)
 
 
@@ -48,7 +48,8 @@ def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> Engin
 
 
 def take_model(parsed: argparse.Namespace) -> None:
-    """Use the model given as a positional argument. Raises ``ConfigError`` for two models."""
+    """Use the model given as a positional argument. Raises ``ConfigError`` if ``--model`` names
+    another."""
     if parsed.model_tag is None:
         return
     if getattr(parsed, "model", parsed.model_tag) != parsed.model_tag:
@@ -81,8 +82,8 @@ RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 def sampling_params(
     parsed: argparse.Namespace, recommended: Mapping[str, Any] | None = None
 ) -> SamplingParams:
-    """Return the sampling parameters of the command line. ``recommended`` (``LLMEngine.session``)
-    has the defaults. Raises ``RequestError`` for a value out of range."""
+    """Return the sampling parameters of the command line. ``recommended``: the model's defaults for
+    those that are not given. Raises ``RequestError`` for a value out of range."""
     values: dict[str, Any] = {"temperature": 0.0, "max_tokens": parsed.most_tokens}
     values |= recommended or {}
     values["max_tokens"] = min(parsed.most_tokens, values["max_tokens"])

@@ -28,7 +28,7 @@ class EngineReading:
     """An engine's statistics at one moment."""
 
     time: float
-    """Seconds on this process's monotonic clock at the time of arrival."""
+    """When the reading arrived, in seconds of this process's monotonic clock."""
     stats: SchedulerStats
     generated: int | None = None
     """Tokens delivered to requests since the start; only a server counts them."""
@@ -197,9 +197,9 @@ def _labels(text: str) -> Iterator[tuple[str, str]]:
 
 
 def stats_of(page: Page) -> SchedulerStats:
-    """Convert a metrics page to statistics, as far as it has them.
+    """Convert a metrics page to statistics. Fields that the page lacks keep their defaults.
 
-    ``blocked`` is not the reason, only whether the queue is blocked.
+    The field ``blocked`` only says that the queue makes no progress, not why.
     """
     waiting = page.by("requests_waiting_by_reason", "reason")
     return SchedulerStats(

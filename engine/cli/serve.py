@@ -138,8 +138,8 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_limits(group: argparse._ArgumentGroup) -> None:
-    """Add limits. The defaults are those of ``ServerLimits`` and ``HttpLimits``, which are only
-    imported to serve."""
+    """Add the options that limit requests. Their defaults are set in ``ServerLimits`` and
+    ``HttpLimits``, which are not imported here, since only a start of the server needs them."""
     wholes = {
         "max-body-bytes": "size of a request; default: 33554432",
         "max-n": "completions per prompt; default: 128",
@@ -210,7 +210,8 @@ def _template(path: str | None) -> str | None:
 
 
 def _given(parsed: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
-    """Return the given options, by the names of the fields that they set."""
+    """Return the values of the options that are given, by field. ``names``: option -> the field
+    that it sets."""
     given = {field: getattr(parsed, name) for name, field in names.items()}
     return {field: value for field, value in given.items() if value is not None}
 

@@ -112,7 +112,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 def readings(
     source: ReadingSource, interval: float, screen: Screen, most: int | None = None
 ) -> Iterator[None]:
-    """Take one reading per interval, never more often: a late one is followed by a full pause."""
+    """Add one reading per interval to the screen and yield after each; end after ``most`` readings.
+    Never reads more often: a late reading is followed by a full pause."""
     while True:
         begun = time.monotonic()
         screen.add(source.read())
@@ -327,14 +328,16 @@ def _events(figures: LiveFigures) -> Iterator[Row]:
 
 
 def _waits(figures: LiveFigures) -> Iterator[Row]:
-    """Yield the seconds that started requests waited, by cause, the largest first."""
+    """Yield a row for each cause of waiting: how many seconds requests that have started had waited
+    for it. The largest comes first."""
     growth, total = figures.growth_by_key("wait_seconds"), figures.stats.wait_seconds
     for cause in _largest(total):
         yield f"waited for {cause}", _seconds(growth[cause]), _seconds(total[cause])
 
 
 def _hooks(figures: LiveFigures) -> Iterator[Row]:
-    """Yield the time in hooks, the longest first: share of the window, total seconds."""
+    """Yield a row for each hook of the policy: its share of the window's time, and its seconds
+    since the start. The longest comes first."""
     growth, total = figures.growth_by_key("hook_seconds"), figures.stats.hook_seconds
     for hook in _largest(total):
         yield f"in {hook}", _percent(figures.rate(growth[hook])), _seconds(total[hook])

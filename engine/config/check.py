@@ -40,7 +40,8 @@ def check_types(options: Any) -> None:
 def check_kind(
     name: str, value: object, kinds: tuple[type, ...], *, is_secret: bool = False
 ) -> None:
-    """Raise ``ConfigError`` if a value has none of these types; ``()`` allows any."""
+    """Raise ``ConfigError`` if a value has none of these types; ``()`` allows any. ``is_secret``:
+    the error does not show the value."""
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         named = [kind for kind in kinds if kind is not tuple or list not in kinds]
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in named)

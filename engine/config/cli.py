@@ -73,7 +73,8 @@ def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str,
 
 
 def groups_of(options: type[Any]) -> list[type[Any]]:
-    """Return the dataclasses that a class inherits from, in the order of fields, or the class."""
+    """Return the dataclasses that a class inherits from, in the order of their fields; if there are
+    none, the class itself."""
     return [*filter(is_dataclass, reversed(options.__bases__))] or [options]
 
 

@@ -76,7 +76,7 @@ class ModelFacts:
     block_bytes: int
     """Bytes of one KV block over all layers of a group."""
     kv_groups: tuple[Group, ...] = (FULL,)
-    """Groups of layers that hold blocks of the pool for as long as each other."""
+    """Groups of layers; the layers of a group share a block table."""
 
 
 def resolve(
@@ -144,7 +144,8 @@ def decide(
 def decide_token_budget(
     requested: SchedulerOptions, *, is_cpu: bool, products: Products = ""
 ) -> int:
-    """Return the tokens per step: as requested, or by device, and at least max_num_seqs."""
+    """Return the token budget of a step: as requested, or the device's default, which is raised to
+    max_num_seqs if that is more."""
     if requested.max_num_batched_tokens is not None:
         return requested.max_num_batched_tokens
     is_small = is_cpu and requested.enable_chunked_prefill
@@ -152,8 +153,9 @@ def decide_token_budget(
 
 
 def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
-    """Return the prompt tokens per step with decodes: as requested, or by device. No limit on a
-    GPU, where some hundred prompt tokens hardly lengthen a step with decodes."""
+    """Return the most prompt tokens in a step that also has decodes (0: no limit): as requested, or
+    the device's default. A GPU has no limit, since some hundred prompt tokens hardly lengthen its
+    steps."""
     if requested.max_mixed_prefill_tokens is not None:
         return requested.max_mixed_prefill_tokens
     if not (is_cpu and requested.enable_chunked_prefill):

@@ -26,13 +26,15 @@ NUM_THREADS = "OMP_NUM_THREADS"
 
 
 API_KEY = "METRONOME_API_KEY"
-"""API key that clients of the HTTP server must send; unlike a command line, it is not visible."""
+"""API key that clients of the HTTP server must send. Other users of the machine cannot see it here,
+unlike on a command line."""
 
 ADMIN_API_KEY = "METRONOME_ADMIN_API_KEY"
-"""Key for pausing the HTTP server's engine and the like."""
+"""Key that clients must send to pause the HTTP server's engine and for similar requests."""
 
 INTERPRET_CUDA = "METRONOME_INTERPRET_CUDA"
-"""1: the CPU replaces the device of ``device="cuda"``; with TRITON_INTERPRET=1, for tests."""
+"""1: engines with ``device="cuda"`` compute on the CPU, in Triton's interpreter (which needs
+TRITON_INTERPRET=1); for tests."""
 
 
 def interprets_cuda() -> bool:
@@ -47,11 +49,13 @@ def interprets_cuda() -> bool:
 
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-"""Numbers or UUIDs of the GPUs that a process may use, separated by commas; the driver's own."""
+"""Numbers or UUIDs of the GPUs that a process may use, separated by commas; the CUDA driver's own
+variable."""
 
 
 def visible_gpus(num: int) -> list[str]:
-    """Return one value of that variable per child process, for the first ``num`` visible GPUs."""
+    """Return the first ``num`` visible GPUs, each as a value of ``CUDA_VISIBLE_DEVICES`` for one
+    child process."""
     listed = os.environ.get(VISIBLE_GPUS)
     if listed is None:
         return [str(index) for index in range(num)]
@@ -63,8 +67,8 @@ _LENT = threading.Lock()
 
 @contextmanager
 def environment_for_child(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables while a child process is started here. Its main module may import what
-    reads them before any code of ours runs."""
+    """Set these variables while a child process is started in this block. They cannot be set in the
+    child: its main module may import what reads them before any code of ours runs."""
     if not values:
         yield
         return

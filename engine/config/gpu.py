@@ -30,9 +30,10 @@ class GPUConfig:
     enforce_eager: bool = False
     """Launch every kernel of a step separately: no CUDA graphs, and no recorded steps on a CPU."""
     cudagraph_capture_sizes: list[int] | tuple[int, ...] | None = None
-    """Step sizes to record: rows of decode steps, and tokens of steps with prompts or drafts.
-    Default: rows 1, 2, 4, then every 8 and 16 up to max_num_seqs or 512; up to 39 numbers of tokens
-    up to max_num_batched_tokens or 8192."""
+    """Step sizes to record as CUDA graphs: rows of decode steps, and tokens of steps with prompts
+    or drafts. Default: 1, 2 and 4 rows, then every multiple of 8 (from 256 on, of 16) up to
+    max_num_seqs, at most 512; and up to 39 numbers of tokens up to max_num_batched_tokens, at most
+    8192."""
     attention_backend: Literal["triton", "TRITON_ATTN"] | None = None
     """Attention kernels on a GPU. There is one backend, this project's Triton kernels; both names
     select it."""
@@ -50,7 +51,8 @@ class GPUConfig:
 
 
 def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to record, ascending. Larger steps are launched call by call."""
+    """Return the numbers of rows of the decode steps to record as CUDA graphs, ascending. Larger
+    steps are launched kernel by kernel."""
     if config.enforce_eager:
         return []
     if config.cudagraph_capture_sizes is not None:
@@ -61,7 +63,8 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(config: GPUConfig, max_num_tokens: int, most: int = MOST_RECORDED) -> list[int]:
-    """Return the token counts of mixed steps to record, ascending. most: the default's maximum."""
+    """Return the numbers of tokens of the mixed steps to record as CUDA graphs, ascending. Steps
+    with prompts or drafts are mixed. ``most``: the largest number, if the option is not set."""
     if config.enforce_eager:
         return []
     if config.cudagraph_capture_sizes is not None:

@@ -12,10 +12,12 @@ GIB = 1 << 30
 GRANULE = 2 << 20
 """Torch rounds the bytes of a large tensor up to a multiple of this."""
 TRIED_GRAPHS = 4
-"""Sizes that are recorded on trial, to estimate the memory of all recorded steps."""
+"""Number of step sizes that are recorded as CUDA graphs on trial, to estimate the memory of all
+graphs."""
 
 LEAST_POOL = 20
-"""The pool must be this many times the memory of the largest step, for its size to be recorded."""
+"""The largest step is recorded only if the KV pool is at least this many times as large as the
+memory that the step needs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,26 +32,29 @@ class MemoryUse:
     activations: int
     """Additional memory of the step at its peak."""
     others: int
-    """Other processes, and libraries of this one."""
+    """Memory of other processes, and of libraries in this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTrial:
-    """Free bytes of a device before and after a few steps are recorded on trial."""
+    """Free bytes of a device before and after a few step sizes are recorded as CUDA graphs on
+    trial."""
 
     before: int
-    """Before any is recorded."""
+    """Before any step is recorded."""
     one: int
-    """After the largest is recorded, for which the driver also loads code that all of them need."""
+    """After the largest step is recorded, for which the driver also loads code that all graphs
+    need."""
     several: int
-    """After the ``num_several`` largest are recorded instead."""
+    """After the ``num_several`` largest steps are recorded instead of only the largest."""
     num_several: int
     """At least one."""
 
 
 def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
-    """Estimate the bytes of recording this many sizes. All graphs of a device share the memory of
-    the largest; each further one adds what the driver keeps for it, which varies little."""
+    """Estimate the bytes of CUDA graphs for this many step sizes. All graphs of a device share the
+    memory of the largest one; each further graph adds what the driver keeps for it, which varies
+    little."""
     # Differences may be negative: the driver allocates in pieces, and other processes free some.
     further = max(0, trial.one - trial.several)
     each = further / max(1, trial.num_several - 1)
@@ -58,8 +63,9 @@ def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
 
 
 def most_mixed(use: MemoryUse, utilization: float) -> int:
-    """Return the tokens of the largest mixed steps to record. A recorded step keeps the memory that
-    the same step needs when launched call by call, which must not cost much of the pool."""
+    """Return the largest number of tokens of a mixed step (with prompts or drafts) to record as a
+    CUDA graph. A graph keeps the memory that its step needs, which must not take much of the KV
+    pool."""
     left = int(use.total * utilization) - use.loaded - use.activations - use.others
     return MOST_RECORDED if use.activations * LEAST_POOL <= left else FEW_RECORDED
 
@@ -88,7 +94,8 @@ def kv_budget(
 
 
 def shortage(doing: str, *, free: int, total: int) -> str:
-    """Return an error message for exhausted memory, with the ways out."""
+    """Return an error message for exhausted GPU memory, with the ways out. ``doing``: what happened
+    meanwhile, such as "the weights were loaded"; ``free``, ``total``: bytes of the GPU."""
     return (
         f"out of GPU memory while {doing}: {free / GIB:.2f} GiB of {total / GIB:.2f} GiB are free. "
         "End other processes on the GPU, take a smaller model, dtype or quantization, or lower "

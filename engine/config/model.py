@@ -45,7 +45,8 @@ class ModelOptions:
     a GPU with quantised weights or experts. docs/internals/kernels.md says what differs without
     it."""
     load_format: Literal["auto", "safetensors", "dummy"] = "auto"
-    """dummy: seeded random weights from config.json alone."""
+    """auto, safetensors: weights from the model's files; dummy: seeded random weights, for which
+    config.json suffices."""
     trust_remote_code: bool = field(default=False, metadata=BOTH)
     """Let transformers run code from the model directory."""
     generation_config: str | Path = field(default="auto", metadata=FRONT_END)
@@ -118,7 +119,7 @@ class ModelInfo:
     generation: dict[str, Any] = field(default_factory=dict)
     """generation_config.json; empty if there is none."""
     eos_token_ids: tuple[int, ...] = ()
-    """End-of-text ids of both files."""
+    """End-of-text ids in config.json and generation_config.json."""
 
     @property
     def vocab_size(self) -> int:

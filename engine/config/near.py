@@ -35,8 +35,9 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def near_options(name: str, known: Iterable[str]) -> list[str]:
-    """Return near option names, also by a part of the name: ``policy`` is near
-    ``scheduling_policy`` if no other option ends so, ``max_waiting`` near the few that start so."""
+    """Return the option names that are near ``name``, also if it is only a part of one: ``policy``
+    is near ``scheduling_policy`` if no other option ends so, ``max_waiting`` near the few that
+    start so."""
     known, typed = list(dict.fromkeys(known)), _words(name)
     if not typed:
         return []
@@ -58,7 +59,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def near_value(value: object, known: Iterable[str]) -> str:
-    """Like ``did_you_mean``, for a value that need not be a string."""
+    """Return the end of a message about an unknown value, as ``did_you_mean`` does; "" if the value
+    is not a string."""
     return did_you_mean(value, known) if isinstance(value, str) else ""
 
 
@@ -83,8 +85,8 @@ def _are_same_words(typed: list[str], meant: list[str]) -> bool:
 
 
 def _is_same_word(typed: str, meant: str) -> bool:
-    """Whether two words are near. A short one may lack a letter (k for kv), but not differ in one
-    (k for p)."""
+    """Whether two words are near: they differ in less than half of their letters. A short one may
+    also lack one letter (k for kv), but not have a wrong one (k for p)."""
     num = _num_slips(typed, meant)
     return (
         num == 0

@@ -39,8 +39,8 @@ class SchedulerOptions:
     max_mixed_prefill_tokens: int | None = None
     """Most prompt tokens in a step with decodes; 0: no cap. If much more is waiting (twelve times
     as much; six times with AMX and on processors like Zen 5), the excess is computed too. Default:
-    with chunked prefill on a CPU 48, for bfloat16 160 with AMX and 128 on processors like Zen 5;
-    else 0, also with a policy that bounds or orders steps itself."""
+    on a CPU with chunked prefill 48, for bfloat16 160 with AMX and 128 on processors like Zen 5;
+    elsewhere, and with a policy that bounds or orders steps itself, 0."""
     watermark: float | None = None
     """Share of the KV blocks that must stay free when a request starts next to others. Default:
     decided from measured step times."""
@@ -55,7 +55,8 @@ class SchedulerOptions:
     max_policy_faults: int = 3
     """Faults of a policy or resource that are tolerated; one more switches it off."""
     resources: list[Any] | tuple[Any, ...] = ()
-    """Further resources: names, classes, dotted paths or instances."""
+    """Resources (limits and features of the scheduler, such as LoRA slots) beyond those the model
+    needs: names, classes, dotted paths or instances."""
     speculative_config: dict[str, Any] | None = field(
         default=None, metadata={EXAMPLE: {"method": "ngram", "num_speculative_tokens": 4}}
     )

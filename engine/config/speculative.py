@@ -50,9 +50,11 @@ class SpeculativeConfig:
     quantization: Literal["int8", "fp8"] | None = None
     """Quantise the draft model's plain weights when they are loaded: int8, or fp8 on a GPU."""
     prompt_lookup_min: int = NGRAM
-    """Fewest tokens that must match; prompt_lookup_max, or 5 if not given."""
+    """Fewest tokens that must match. Default: prompt_lookup_max, or 5 if that is not given
+    either."""
     prompt_lookup_max: int = NGRAM
-    """Most tokens that are compared; prompt_lookup_min, or 5 if not given."""
+    """Most tokens that are compared. Default: prompt_lookup_min, or 5 if that is not given
+    either."""
     suffix_decoding_max_tree_depth: int = DEPTH
     """Most tokens that are compared."""
     suffix_decoding_max_cached_requests: int = CACHED
@@ -60,7 +62,8 @@ class SpeculativeConfig:
     suffix_decoding_max_spec_factor: float = FACTOR
     """Most drafts per matching token; one draft is always tried."""
     suffix_decoding_min_token_prob: float = CHANCE
-    """Least frequency in earlier text of a draft together with all drafts before it."""
+    """Least probability that a draft and all drafts before it are right, estimated by how often
+    they followed in earlier text."""
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SpeculativeConfig:

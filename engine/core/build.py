@@ -166,8 +166,8 @@ def choose_all(config: SchedulerOptions) -> Chosen:
 
 
 def features_of(config: SchedulerOptions) -> list[Resource]:
-    """The resources of the enabled features. They may depend on the scheduler's options only, since
-    a step log is replayed with these."""
+    """The scheduler's resources for the enabled features. They may depend on the scheduler's
+    options only, because a replay of a step log knows no others."""
     if config.speculative_config is None:
         return []
     speculative = SpeculativeConfig.of(config.speculative_config)
@@ -179,7 +179,8 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer:
-    """The proposer of the configured method of drafting, if it is not the worker."""
+    """The object that drafts tokens in the scheduler's process, for any configured method but
+    ``draft_model``, with which the worker drafts."""
     if speculative.method == "grammar":
         return NoProposer()
     if speculative.method == "ngram":
@@ -197,7 +198,8 @@ def proposer_of(speculative: SpeculativeConfig) -> Proposer:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Add the resource of grammars, if the worker computes masks and no plug-in writes them."""
+    """Add the resource that applies grammars to requests, if the worker computes masks and no
+    plug-in does."""
     if "masks" not in capabilities:
         return chosen
     compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
@@ -217,8 +219,8 @@ def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> 
 def following_grammars(
     resources: Sequence[Resource], compiler: GrammarCompiler, vocab_size: int, *, may_cut: bool
 ) -> tuple[Resource, ...]:
-    """Add the resource that makes requests follow their grammars. may_cut: it also cuts drafts that
-    a grammar forbids, and drafts the tokens that a grammar forces."""
+    """Add the resource that makes requests follow their grammars. may_cut: also remove drafts that
+    a grammar forbids, and draft the tokens that a grammar forces."""
     grammars = GrammarReadiness(compiler, vocab_size)
     for resource in resources:
         if isinstance(resource, Drafts) and may_cut:
@@ -227,7 +229,8 @@ def following_grammars(
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:
-    """``with_grammars`` for a replay, which computes no tokens and has no tokenizer."""
+    """Like ``with_grammars``, for a replay, which computes no tokens and has no tokenizer: grammars
+    are only checked."""
     grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
     return chosen._replace(resources=joined_by_grammars(chosen.resources, grammars))
 
@@ -266,8 +269,8 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
 def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
-    """The worker's halves of the enabled features, beyond what it has built in (drafts, masks).
-    info: the model's; drafting: the draft model, or None."""
+    """The features that run in the worker besides those that it has built in (drafts, masks): here
+    only a draft model. info: the main model's; drafting: the draft model, or None."""
     if drafting is None:
         return []
     from engine.spec.compute import DraftModel
@@ -289,7 +292,7 @@ def computing_halves(
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
-    """The plan parts that these resources write, in the order of ``PARTS``.
+    """The plan parts that these resources write, in the order of ``engine.messages.step.PARTS``.
 
     Raises ``ConfigError`` for an unknown part, a part with two writers, or a repeated object.
     """

@@ -41,7 +41,8 @@ class CoreClient(Protocol):
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue several requests in order. Returns the errors that ``add`` would raise, by index.
 
-        If it is interrupted, some requests may be queued: abort all.
+        If an exception such as ``KeyboardInterrupt`` ends this call, some of the requests may be
+        queued already: abort all of them.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:

@@ -86,10 +86,11 @@ class Utilities:
             raise ConfigError(f"this engine's scheduler cannot pause: {error}") from error
 
     def stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics, and how often observers in this process have failed."""
+        """The scheduler's statistics, with the numbers of failures of observers in this process."""
         return with_failures(self._scheduler.make_stats(), self._failures)
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:
-    """The nearest engine class of an error: other processes cannot import a plug-in's classes."""
+    """The most specific of the engine's own error classes to which an error belongs. A plug-in's
+    class cannot be sent, since other processes may be unable to import it."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)

@@ -26,13 +26,14 @@ class Executor(Protocol[Ticket]):
         ...
 
     def preview(self, ticket: Ticket) -> Column | None:
-        """``MaskPart.drawn`` of a launched step; ``None`` if that would require waiting."""
+        """The tokens of a launched step that were sampled before their masks were ready
+        (``MaskPart.drawn``); ``None`` if reading them would require waiting."""
         ...
 
     def sample(self, ticket: Ticket, masks: Masks | None) -> None:
-        """Start to sample a step whose plan has a ``MaskPart``, before the next launch.
+        """Start to sample a step whose plan has a ``MaskPart``; called before the next launch.
 
-        ``None``: there are no masks, and the rows that need one fail.
+        ``masks``: ``None`` if there are none; the rows that need one then fail.
         """
         ...
 
@@ -74,7 +75,11 @@ class EngineCore:
         self._has_undrawn = False  # the newest step in flight waits for masks to be sampled
 
     def step(self) -> StepOutputs:
-        """Launch steps until ``depth`` are in flight, settle the oldest; {} if there is none."""
+        """Launch steps until ``depth`` are in flight, then settle the oldest and return its
+        outputs.
+
+        If there is nothing to compute, returns the outputs that the scheduler has anyway.
+        """
         while len(self.flight) < self.depth:
             self._draw_if_alone()
             if self._has_undrawn:

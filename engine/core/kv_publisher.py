@@ -1,7 +1,7 @@
 """Publishes prefix-cache events over ZeroMQ, for routers that choose a core by cached prefix.
 
     PUB      sends [sequence, batch] for each batch; batches for a slow subscriber are dropped
-    ROUTER   receives [sequence], replies with the batches from there on, in pages, and an end
+    ROUTER   receives [sequence], replies with up to 500 batches from there on and an end marker
 
 Events contain prompt tokens, so by default the socket is a file that only this user can open.
 Batches are sent as msgpack. Of incoming messages only a number is decoded.
@@ -30,7 +30,8 @@ SEQUENCE_BYTES = 8
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Address for past batches: a socket file next to the publisher's, or the next port."""
+    """Address at which subscribers request past batches: a socket file next to the publisher's, or
+    the port after its port."""
     if endpoint.startswith(IPC):
         return endpoint + "-replay"
     host, _, port = endpoint.rpartition(":")
@@ -140,10 +141,10 @@ def _is_served(endpoint: str) -> bool:
 
 
 def to_bytes(sequence: int) -> bytes:
-    """Encode a sequence number."""
+    """Encode the sequence number of a batch."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
 def from_bytes(sequence: bytes) -> int:
-    """Decode a sequence number."""
+    """Decode the sequence number of a batch."""
     return int.from_bytes(sequence, "big", signed=True)

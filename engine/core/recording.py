@@ -60,7 +60,7 @@ def record(
 ) -> RecordingScheduler:
     """Create a scheduler with ``make`` and record it in a file. Raises ``ConfigError``.
 
-    failures: counts if the log cannot be written any more; the scheduler continues without it.
+    failures: counts when the log can no longer be written; the scheduler then continues without it.
     """
     recorded = RecordedClock(clock)
     effect = f"the log {str(path)!r} ends here and can be replayed up to here"
@@ -102,8 +102,8 @@ def _plain(value: Any) -> Any:
 class RecordingScheduler(SchedulerInterface):
     """Wraps a scheduler and records each call that changes it.
 
-    A ``wake`` within a call is not recorded, since the replay repeats it; other ones are.
-    ``guard`` protects the scheduler from failures of the log: then recording ends.
+    A ``wake`` that the scheduler itself makes during another call is not recorded, since the replay
+    repeats it. If writing the log fails, ``guard`` ends the recording and the scheduler goes on.
     """
 
     def __init__(

@@ -166,7 +166,8 @@ class Replay:
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _repeat(self, record: steplog.Record) -> PlanDifference | None:
-        """Repeat a recorded call."""
+        """Repeat a recorded call. Returns the difference if the call made a plan and the new plan
+        differs, otherwise ``None``."""
         scheduler = self.scheduler
         assert not isinstance(record, steplog.AddCall)
         self._clock.set(record.times)
@@ -217,7 +218,8 @@ class Replay:
     def _compare(
         self, planned: steplog.PlanRecord, then: PlanColumns, plan: StepPlan
     ) -> PlanDifference | None:
-        """The first difference of two plans: in the tokens of a request, else in another field."""
+        """The first difference of two plans: in the tokens of a request, else in another field.
+        ``then``: the recorded plan; ``plan``: the new one; ``None`` if they are equal."""
         shares_then = _shares(then)
         shares_now = _shares(PlanColumns.of(plan))
         for row in shares_then | shares_now:
@@ -244,7 +246,7 @@ class Replay:
 
 
 def _shares(columns: PlanColumns) -> dict[int, str]:
-    """A text for each row: the tokens it computes."""
+    """By row, a text that says which tokens of its request the plan computes, for comparisons."""
     return {
         row: f"{count} tokens from position {start}"
         for row, count, start in zip(*(column.tolist() for column in columns), strict=True)

@@ -39,8 +39,8 @@ from engine.text.tokenizer import Tokenizer
 class OutputProcessor:
     """Owns text, stop strings and log-probabilities of all unfinished requests.
 
-    Late core outputs of requests that ended here are ignored: core ids are never used again. The
-    subclass ``PooledOutputs`` turns tokens into text in other processes.
+    Core outputs that arrive after their request has ended in this process are ignored: core ids are
+    never used again. The subclass ``PooledOutputs`` turns tokens into text in other processes.
     """
 
     is_only_text_missing = False
@@ -184,7 +184,7 @@ class OutputProcessor:
             self._ended(reading.core_id, reading.row, time)
 
     def _endings(self, request_ids: Iterable[str], time: float) -> Iterator[SequenceUpdate]:
-        """An abort for each unfinished sequence of these requests."""
+        """An update with finish reason "abort" for each unfinished sequence of these requests."""
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             for core_id in request.core_ids if request else ():
@@ -202,16 +202,17 @@ class OutputProcessor:
         return request.core_ids
 
     def ended_here(self) -> list[str]:
-        """Core ids of sequences that ended here and that the core must still stop."""
+        """Core ids of sequences that ended in this process (for instance at a stop string) and that
+        the core must still stop."""
         return list(self._ended_here)
 
     def forget_ended_here(self) -> None:
-        """Clear the ids after the core has stopped them."""
+        """Clear the list of ``ended_here``, after the core has stopped these sequences."""
         self._ended_here.clear()
 
     def _start(self, core_id: str, started: Started) -> int:
-        """Enter the start of a sequence. Returns the prompt length for a request's first sequence,
-        otherwise 0."""
+        """Record that the core has started a sequence. Returns the prompt length if it is the first
+        of its request to start, otherwise 0."""
         row = self._rows.get(core_id)
         if row is None:
             return 0
@@ -487,14 +488,15 @@ class OutputSequence:
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
 
     def readable(self, token_ids: list[int], end: Finished | None) -> list[int]:
-        """The tokens that are part of the text: without a stop token, unless it is requested."""
+        """The tokens to turn into text: all of these, or without the stop token at the end, if the
+        request does not want it in the text."""
         is_stopped = end is not None and end.reason == "stop"
         if is_stopped and not self.params.include_stop_str_in_output:
             return token_ids[:-1]
         return token_ids
 
     def read(self, token_ids: list[int], end: Finished | None) -> None:
-        """Turn tokens that were appended into text. ``end`` is set with the last tokens."""
+        """Turn tokens that were appended into text. ``end`` is given with the last tokens."""
         if self.reader is None:
             self.end = end
         elif end is not None or not self.is_lazy:
@@ -502,7 +504,8 @@ class OutputSequence:
             self.settle(self.reader.read(token_ids, end is not None), end)
 
     def settle(self, delta: TextDelta, end: Finished | None) -> None:
-        """Add the text that a reader made of tokens; ``end`` as the core sent it, if it did."""
+        """Add text that was made of tokens, and end the sequence at a stop string in it. ``end``:
+        the end that the core has reported, if it has."""
         self.end = end
         if delta.stop is not None:
             self._stop_at(delta.stop, delta)

@@ -10,30 +10,33 @@ SHARE = 0.05  # weight of the latest gap in the moving average, which covers abo
 
 
 class TokenGap:
-    """Moving average of the seconds between two starts while other requests wait; 0.0: unknown."""
+    """Moving average of the seconds between two requests' first tokens while others wait; 0.0 if
+    unknown."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._last: float | None = None
 
     def note(self, time: float, *, is_waited_for: bool) -> None:
-        """Record a start at ``time``. A gap counts only if requests waited throughout it; otherwise
-        it reflects the arrival rate."""
+        """Record that a request got its first token at ``time``. ``is_waited_for``: whether others
+        wait now. A gap counts only if requests waited throughout it; otherwise it reflects the
+        arrival rate."""
         if self._last is not None:
             share = SHARE if self.seconds else 1.0
             self.seconds += share * (max(0.0, time - self._last) - self.seconds)
         self._last = time if is_waited_for else None
 
     def forget(self) -> None:
-        """Drop the last start, since no request waits any more."""
+        """Measure no gap until the next first token, since no request waits any more."""
         self._last = None
 
 
 class QueuePace:
     """Counts waiting and running requests and estimates waiting times.
 
-    A request waits for those before it in the queue and, if ``num_seats`` requests run, also for a
-    running one to end. The two rates are measured separately.
+    A new request waits for those before it in the queue and, if all ``num_seats`` seats are taken,
+    also for a running request to end. The rates of first tokens in these two cases are measured
+    separately.
     """
 
     def __init__(self, num_seats: int = 0) -> None:
@@ -92,7 +95,8 @@ class QueueLimits(NamedTuple):
     max_seconds: float | None
 
     def check(self, num_arriving: int) -> None:
-        """Raise ``RefusedError`` if the queue has no room for these requests."""
+        """Raise ``RefusedError`` if one more request, after ``num_arriving`` new ones, would exceed
+        a limit."""
         num_waiting = self.pace.num_queued(num_arriving)
         seconds = self.pace.estimated_wait(num_arriving)
         if num_waiting >= self.max_requests:

@@ -151,7 +151,8 @@ class PooledText:
         return core_id in self._streams
 
     def open(self, core_id: str, prompt_token_ids: list[int], wish: TextWish) -> None:
-        """Assign a new sequence to the detokenizer with the least work, preferring running ones."""
+        """Assign a new sequence to the detokenizer with the least work, preferring those whose
+        process runs. ``wish``: how its text is made."""
         loads = [
             (queue.is_down, num + queue.num_waiting)
             for queue, num in zip(self._queues, self._num_streams, strict=True)
@@ -176,7 +177,8 @@ class PooledText:
                 self._queues[index].put(tasks)
 
     def take(self) -> list[tuple[SequenceUpdate, TextDelta]]:
-        """Return texts that arrived, in order for each sequence. Raises ``EngineDeadError``."""
+        """Return texts that arrived, in order for each sequence. Raises ``EngineDeadError`` if the
+        processes were given up."""
         self._has_come.clear()
         texts: list[tuple[SequenceUpdate, TextDelta]] = []
         while self._come:
@@ -224,7 +226,8 @@ class TextStream:
         self._counts = array("i")  # number of ids in each call
 
     def opening(self, process_number: int) -> KnownText | None:
-        """The state that this process must load first; ``None`` if it holds it already."""
+        """What this process must load before it reads the next tokens; ``None`` if it already holds
+        the state of the sequence. Processes are numbered in the order of their starts."""
         if process_number == self._process_number:
             return None
         self._process_number = process_number
@@ -235,7 +238,7 @@ class TextStream:
         return KnownText(self._wish, pack_ids(self._prompt_token_ids), read)
 
     def note(self, token_ids: list[int]) -> None:
-        """Record tokens that were read."""
+        """Record tokens that a detokenizer has read."""
         self._read.extend(token_ids)
         self._counts.append(len(token_ids))
 

@@ -103,7 +103,7 @@ class ModelLimits:
     scheduling_policy: str
     seed: int
     object_rules: ObjectRules = NO_RULES
-    """Defaults for objects in JSON schemas."""
+    """The engine's defaults for JSON objects in schemas, which a request may override."""
 
 
 class InputProcessor:
@@ -137,7 +137,7 @@ class InputProcessor:
     ) -> Submission:
         """Check a request and build its messages. Raises ``RequestError``.
 
-        ``started``: the result of ``texts.start`` for the prompt, if it was called.
+        ``started``: what ``PromptEncoder.start`` returned for the prompt, if it was called.
         """
         if not isinstance(request_id, str):
             raise RequestTypeError(
@@ -176,7 +176,7 @@ class InputProcessor:
 
     @property
     def object_rules(self) -> ObjectRules:
-        """Defaults for objects in JSON schemas."""
+        """The engine's defaults for JSON objects in schemas, which a request may override."""
         return self._limits.object_rules
 
     @property
@@ -353,8 +353,8 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
 
 
 def check_option_types(options: RequestOptions) -> None:
-    """Check types and ranges here, so that no policy fails on them in the core. Raises
-    ``RequestError``."""
+    """Check types and ranges of the options before they are sent, so that no policy fails on them
+    in the core. Raises ``RequestError``."""
     for name, value in options.items():
         kind, wanted = OPTION_KINDS[name]
         is_wrong = isinstance(value, int | float) and not is_finite(value)
@@ -401,7 +401,8 @@ def _whole_numbers(ids: list[int]) -> list[int]:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """A pseudo-random seed below 2**63 for a request or sequence number."""
+    """A pseudo-random seed below 2**63, derived from a seed and the number of a request or
+    sequence."""
     digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -419,15 +420,16 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
 
     def prepare(self) -> None:
-        """Scan the vocabulary in a thread, which the first long text would otherwise do in the
-        event loop."""
+        """Scan the vocabulary in a thread, so that the first long text need not do it in the event
+        loop."""
         if self._tokenizer is not None:
             self._threads.submit(getattr, self._tokenizer, "max_chars_per_token")
 
     def start(self, prompt: Prompt, params: SamplingParams | None) -> StartedIds:
-        """Start tokenising a prompt in a process or a thread, if it is a text that takes a while.
+        """Start tokenising a prompt in a process or a thread, if it is a text that takes a while;
+        otherwise returns ``None``.
 
-        Raises ``EngineDeadError``.
+        Raises ``EngineDeadError`` if the text processes were shut down.
         """
         text = self._text_of(prompt, params)
         if text is None or self._tokenizer is None:
@@ -440,7 +442,8 @@ class PromptEncoder:
     def start_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[StartedIds]:
-        """Tokenise many prompts together, or start all of them in text processes."""
+        """Tokenise many prompts in batches, or start each of them in a text process. Returns one
+        entry per prompt, for ``encode``."""
         requested = list(zip(prompts, params, strict=True))
         if self._pool is not None:
             return [self.start(*each) for each in requested]
@@ -458,8 +461,11 @@ class PromptEncoder:
         return started
 
     def encode(self, text: str, is_cut: bool, started: StartedIds) -> list[int]:
-        """Token ids of a text. Raises ``RequestError`` if it cannot be tokenised, or is too long
-        and will not be cut (``is_cut``)."""
+        """Token ids of a text. Raises ``RequestError`` if it cannot be tokenised, or if it is too
+        long, unless the request lets the engine shorten it (``is_cut``).
+
+        ``started``: tokenising that was started early, whose result is returned.
+        """
         if self._tokenizer is None:
             raise RequestError(
                 "the engine has no tokenizer (skip_tokenizer_init): pass token ids as "
@@ -496,8 +502,8 @@ class PromptEncoder:
         return text if is_cut or self._fewest_tokens(text) < self._max_model_len else None
 
     def _encode_together(self, texts: dict[int, str], started: list[StartedIds]) -> None:
-        """Tokenise all texts into ``started``; none if one is invalid (``encode`` raises for
-        it)."""
+        """Tokenise all texts and put the results into ``started``, at their keys. If one text is
+        invalid, nothing is put there: ``encode`` will raise the error for that text."""
         if self._tokenizer is None or not texts:
             return
         try:
@@ -512,7 +518,8 @@ class PromptEncoder:
             started[place] = done
 
     def _begin(self, text: str) -> StartedIds:
-        """Start tokenising in a text process, if there are any."""
+        """Start tokenising in a text process; ``None`` if there are none or the text is not valid
+        Unicode."""
         try:
             return None if self._pool is None else self._pool.encode(text)
         except UnicodeError:
@@ -527,8 +534,8 @@ class PromptEncoder:
 
 
 def too_long(length: str, limit: int, before: str = "") -> RequestError:
-    """The error for a prompt that leaves no room for output. ``length``: how long it is, in
-    words."""
+    """The error for a prompt that leaves no room for output. ``length``: how long it is, in words
+    ("5000 tokens"); ``before``: another measure, to show before that."""
     return PromptTooLongError(
         f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
         "and at least one output token together; shorten the prompt, set "
@@ -540,7 +547,8 @@ def too_long(length: str, limit: int, before: str = "") -> RequestError:
 
 
 Begun = Callable[[], Rendering]
-"""Returns a rendering, which another process may have started; raises its error."""
+"""Function that returns a rendered conversation, waiting for another process if that renders it;
+raises the error of the rendering."""
 
 
 def render_chats(

@@ -62,7 +62,8 @@ def recommended_sampling(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _file(config: ModelConfig) -> Path | None:
-    """Path of the configured file; ``None`` if there is none. Raises ``ConfigError``."""
+    """Path of the generation_config.json that the options select; ``None`` if they select none or
+    the model has none. Raises ``ConfigError`` if a given directory lacks it."""
     if config.generation_config == NOTHING:
         return None
     if config.generation_config == AUTO:

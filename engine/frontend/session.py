@@ -125,7 +125,8 @@ class Session:
         return errors | self._add(registered)
 
     def _add(self, submissions: dict[int, Submission]) -> dict[int, Exception]:
-        """Send registered requests to the core; see ``submit_all``."""
+        """Send registered requests to the core. Returns the errors of refused ones by index, as
+        ``submit_all`` does."""
         owners = [place for place, each in submissions.items() for _ in each.requests]
         requests = [request for each in submissions.values() for request in each.requests]
         try:
@@ -210,8 +211,8 @@ class Session:
             return []
 
     def _stop_in_core(self) -> None:
-        """Abort sequences in the core that ended here. After an interrupt, the next call repeats
-        it."""
+        """Abort in the core those sequences that ended in this process, for instance at a stop
+        string. If an interrupt ends this call, the next call repeats it."""
         if ended := self.outputs.ended_here():
             self.client.abort(ended)
             self.outputs.forget_ended_here()

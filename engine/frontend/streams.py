@@ -23,7 +23,8 @@ class OutputReader(NamedTuple):
     close_stream: Callable[[Stream], None]
 
     async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """The next output; see ``Stream.next``."""
+        """Everything new since the last call, in one output. ``sink`` may take outputs away, see
+        ``Stream.next``."""
         return await self.stream.next(sink)
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:

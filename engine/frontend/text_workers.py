@@ -248,8 +248,8 @@ class TaskQueue:
         self.refuse_if_down()
 
     def put_back(self, tasks: Iterable[Task]) -> None:
-        """Queue tasks again before all others; those of an owner whose task caused a crash go
-        last."""
+        """Queue these tasks again, before all others. If the first of them caused a crash, all
+        tasks of its owner go last."""
         with self.lock:
             tasks = [*tasks, *self._tasks]
             culprit = tasks[0].owner if tasks and tasks[0].num_deaths else None
@@ -257,7 +257,8 @@ class TaskQueue:
         self.refuse_if_down()
 
     def take(self, worker: TextWorker) -> list[Task]:
-        """The next batch of tasks for a worker. If it is empty, the worker will be woken."""
+        """The next batch of tasks for a worker. A worker that gets none is woken when there are
+        tasks."""
         tasks: list[Task] = []
         cost = 0
         with self.lock:
@@ -489,7 +490,8 @@ class TextWorker:
 
 
 class TextProcess:
-    """A spawned process and its socket. ``start``: makes the start message from the descriptor.
+    """A spawned process and its socket. ``start``: a function that makes the start message, given
+    the file descriptor of the process's end of the socket.
 
     Raises ``OSError`` or ``ConfigError`` if the system cannot start it.
     """
@@ -558,7 +560,8 @@ class TextProcess:
 
 
 def _close(queues: list[TaskQueue], death: EngineDeadError, *, is_waiting: bool = True) -> None:
-    """End all workers and wait for their threads. Does nothing in a forked process."""
+    """End all workers and, unless ``is_waiting`` is false, wait for their threads. Does nothing in
+    a forked process."""
     for queue in queues:
         queue.close(death)
     for thread in (worker.thread for queue in queues for worker in queue.workers):

@@ -67,7 +67,7 @@ class Download:
         raise ModelError(f"{self._where()} changed while it was fetched; set a revision")
 
     def _token_to_send(self) -> str | bool:
-        """Return the token for requests; ``False`` for requests without one."""
+        """Return the access token to send to the hub; ``False``: send none."""
         repository = self.repository.token
         if isinstance(repository, str):
             return repository.strip()
@@ -92,7 +92,8 @@ class Download:
         return str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
     def _fetch(self, commit: str, sizes: dict[str, int]) -> Path:
-        """Fetch missing files. The directory is another commit's if the revision has moved."""
+        """Fetch missing files and return their directory. If the revision has moved since
+        ``commit`` was read, the directory is that of the newer commit."""
         repository = self.repository
         if repository.has_weights:
             reasons.check_weights(repository, self.endpoint, sizes)
@@ -161,7 +162,8 @@ class Download:
         return Path(found) if isinstance(found, str) else None
 
     def _cached(self, error: Exception | None) -> Path:
-        """Return the cached directory, if complete. error: why the hub failed, if it was used."""
+        """Return the repository's directory in the cache; raise ``ModelError`` if files are
+        missing. error: why the hub could not be used; ``None`` if it was not asked."""
         places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
         place = next((place for place in places if place is not None), None)
         missing = None if place is None else self._missing(place.parent)

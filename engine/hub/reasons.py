@@ -25,7 +25,7 @@ MAX_LINE = 200
 
 
 def spelled(repository: Repository) -> str:
-    """Return the option with its value and revision, for errors."""
+    """Return how errors name a repository: the option with its value and revision."""
     of_revision = "" if repository.revision is None else f" at revision {repository.revision!r}"
     return f"{repository.option} {repository.name!r}{of_revision}"
 

@@ -57,9 +57,10 @@ class StartReport(msgspec.Struct, array_like=True, frozen=True):
 class Child:
     """A spawned process that runs ``target(line, *args)``. Each side notices the other's end.
 
-    ``args`` are pickled. Raises ``ConfigError`` if one of them cannot be pickled,
-    ``EngineDeadError`` if the process cannot be started. ``at_end`` is called when the process has
-    ended or could not be started. ``environment``: variables that differ from this process's.
+    ``line`` is the child's end of a pair of sockets; ``args`` are pickled. Raises ``ConfigError``
+    if one of them cannot be pickled, ``EngineDeadError`` if the process cannot be started.
+    ``at_end`` is called when the process has ended or could not be started. ``environment``:
+    variables that differ from this process's.
     """
 
     def __init__(
@@ -152,7 +153,8 @@ class Child:
         return f"exited with status {code}"
 
     def _why_killed(self, number: int) -> str:
-        """The likely cause of SIGKILL: the system sends it when memory is short."""
+        """Return ", perhaps for lack of memory" if the signal is SIGKILL and the system has killed
+        processes for that reason since this child was started, otherwise ""."""
         if number != signal.SIGKILL or self._num_oom_kills is None:
             return ""
         num = oom_kills()
@@ -243,7 +245,7 @@ def _dispose(process: SpawnProcess) -> None:
 
 
 class EndRequest:
-    """Whether a child was requested to end, and how much time it has left."""
+    """Records whether a child was requested to end, and when it must be killed."""
 
     def __init__(self) -> None:
         self._at: float | None = None
@@ -260,7 +262,8 @@ class EndRequest:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Convert errors of starting a process to engine errors."""
+    """Convert errors of starting a process to engine errors, which call it the process of the
+    ``name``."""
     try:
         yield
     except OSError as error:

@@ -117,7 +117,8 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Tokens looked up in the prefix cache and found there, counted at each admission."""
+    """Numbers of tokens looked up in the prefix cache and found there, counted at each admission of
+    a request."""
 
     queries: int = 0
     hits: int = 0

@@ -44,7 +44,8 @@ class EventLog:
         adapter: str | None,
         group: int,
     ) -> None:
-        """Add an event: these consecutive blocks of a sequence are now cached."""
+        """Add an event: these consecutive blocks of a sequence are now cached. ``parent``: hash of
+        the block before them; ``None`` at the start."""
         self._events.append(
             BlockStored(list(hashes), parent, tokens.tolist(), self._block_size, adapter, group)
         )

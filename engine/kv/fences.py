@@ -14,8 +14,9 @@ Start = Callable[[], None]
 
 
 class Fences:
-    """Counts planned and settled steps, and keeps for each block the last step that was in flight
-    when the block was freed. Steps are settled in the order in which they were planned."""
+    """Counts planned and settled steps. For each block, keeps which step was the newest one in
+    flight when the block was last freed. Steps are settled in the order in which they were
+    planned."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_planned = 0
@@ -42,7 +43,8 @@ class Fences:
                 self._fences[block] = self._num_planned
 
     def when_written(self, number: int, blocks: Sequence[int], start: Start) -> None:
-        """Call ``start`` once no step in flight writes the blocks. ``number``: for ``cancel``."""
+        """Call ``start`` once no step in flight can write these blocks any more. ``number``:
+        identifies the request, for ``cancel``."""
         fence = max([self._fences[block] for block in blocks])
         if fence <= self._num_settled:
             start()

@@ -44,7 +44,7 @@ class KVLayout(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Layers of the largest group."""
+        """Parts of a block: one for each layer of the largest group."""
         return max(self.parts) + 1
 
     @property
@@ -66,11 +66,12 @@ def make_layout(
 ) -> KVLayout:
     """Group layers with the same window, and give each layer a part of its group's blocks.
 
-    A group with fewer layers than a block has parts leaves the other parts unused. Each group needs
-    a block table, so the number of parts is the one with the fewest groups for which a request of
-    ``max_model_len`` tokens takes at most ``MOST_PADDED`` of the memory that its layers need. Full
-    attention comes first. Without ``frees_windows``, blocks outside a window are kept, and all
-    layers form one group.
+    A group with fewer layers than a block has parts leaves the other parts unused. More parts make
+    fewer groups, which need fewer block tables, but leave more memory unused. So the number of
+    parts is chosen for the fewest groups, as long as a request of ``max_model_len`` tokens takes at
+    most ``MOST_PADDED`` times the memory that its layers need. Groups of full attention come first.
+    Without ``frees_windows``, blocks outside a window are kept, and all layers count as full
+    attention.
 
     Raises ``ConfigError`` if layers keep different numbers of bytes per token, since their blocks
     could not come from one pool.
@@ -101,14 +102,15 @@ def make_layout(
 
 
 def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:
-    """Parts of a block, for this many layers of each window."""
+    """Choose the number of parts of a block. counts: sliding window (0: none) -> number of
+    layers."""
     tokens = {window: min(window or max_model_len, max_model_len) for window in counts}
 
     def num_groups(num_parts: int) -> int:
         return sum(-(-count // num_parts) for count in counts.values())
 
     def kept(num_parts: int) -> int:
-        """Tokens times layers that a request of full length holds blocks for."""
+        """How much memory the blocks of a request of full length take, in tokens times layers."""
         return sum(-(-n // num_parts) * num_parts * tokens[w] for w, n in counts.items())
 
     few = range(1, max(counts.values()) + 1)
@@ -122,5 +124,6 @@ def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:
 
 
 def agreed_num_blocks(num_blocks_by_worker: Sequence[int]) -> int:
-    """Block ids mean the same on every worker, so the one with the least memory decides."""
+    """Return the number of blocks that every worker can hold: that of the worker with the least
+    memory, since a block id must mean the same on all workers."""
     return min(num_blocks_by_worker)

@@ -200,7 +200,8 @@ class KVManager:
         return (len(allocation.blocks) + free // self.num_groups) * self.block_size
 
     def peak(self, reqs: Sequence[KVRequest], remaining: Callable[[Any], int]) -> int:
-        """Peak of blocks if each request generates ``remaining(req)`` more tokens and then ends."""
+        """The most blocks that these requests hold at one time, if each generates
+        ``remaining(req)`` more tokens and then ends."""
         lengths = [len(req.tokens) for req in reqs]
         entries = peak_blocks(lengths, [remaining(req) for req in reqs], self.block_size)
         return sum(
@@ -234,10 +235,11 @@ class KVManager:
         self.num_held[rows] += 1
 
     def hold(self, req: KVRequest, upto: int) -> bool:
-        """``reserve`` for a request that will wait; its blocks are sent when it enters the batch.
+        """``reserve`` for a request that will wait; its blocks are sent to the worker when it
+        enters the batch.
 
-        Also False, with all blocks released, if a load within the step could not start. The
-        request must then compute more tokens; ``ready`` gives the new start.
+        Also returns False if a load within the step could not start; all blocks are released then.
+        The request must compute more tokens itself; ``ready`` gives the new start.
         """
         if self._wanted(req, upto) > self.pool.num_free:
             return False
@@ -317,8 +319,8 @@ class KVManager:
 
     def revoke(self, req: KVRequest, start: int, others: Iterable[KVRequest]) -> list[int]:
         """Remove the KV that ``req`` wrote from position ``start`` on from the prefix cache, and
-        all KV computed from it. Returns the rows among ``others`` that adopted some of it, or may
-        have done so before they released their blocks.
+        all KV computed from it. Returns the rows of those ``others`` that adopted some of this KV,
+        or may have adopted some before they released their blocks.
 
         Blocks are found by their hashes, since ``req`` may not hold them any more.
         """
@@ -407,12 +409,14 @@ class KVManager:
         return Allocation([[] for _ in self.groups], req.arrival)
 
     def _found(self, req: KVRequest) -> Allocation | None:
-        """The allocation of the request, or None. The row may belong to a later request now."""
+        """The allocation of the request; None if it has none, or if its row belongs to a later
+        request now."""
         allocation = self._allocations.get(req.row)
         return allocation if allocation is not None and allocation.arrival == req.arrival else None
 
     def _allocation(self, req: KVRequest) -> Allocation:
-        """Like ``_found``, but creates a missing one. A finished request gets a temporary one."""
+        """The allocation of the request, created if it has none. A finished request gets a
+        temporary one."""
         allocation = self._found(req)
         if allocation is None:
             allocation = self._empty(req)
@@ -464,7 +468,8 @@ class KVManager:
         return PrefixHit(num_tokens, tables, *self.transfers.match(req, allocation, num_tokens))
 
     def _adopt(self, req: KVRequest, allocation: Allocation, upto: int) -> bool:
-        """Start the request's tables with its prefix hit. True if a load must start now."""
+        """Start the request's tables with its prefix hit. Returns True if a load from the KV source
+        must start now."""
         hit = self._hit(req, allocation)
         self.tables.adopt(allocation, hit.tables)
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
@@ -482,5 +487,6 @@ class KVManager:
 
 
 def _first_query(req: KVRequest) -> int:
-    """The first position that the next query can have. Tokens in flight may be rolled back."""
+    """The lowest position that the request's next query can have: tokens in flight may be rolled
+    back."""
     return min(req.num_computed, len(req.tokens))

@@ -127,9 +127,11 @@ class Chains:
 def media_runs(
     media: Sequence[MediaItem], block_size: int, first: int, before: int
 ) -> list[tuple[int, int, bytes]]:
-    """Split the blocks [first, before) where media items begin: (start, end, key of those items).
+    """Split the blocks [first, before) into ranges. A new range starts at each block in which media
+    items begin. Returns (start, end, key) of each range; the key encodes hash, offset and length of
+    the items that begin in its first block, b"" if there are none.
 
-    Items must be sorted by offset. The key encodes hash, offset and length of each item.
+    Items must be sorted by offset.
     """
     inside = [item for item in media if first <= item.offset // block_size < before]
     begins = {
@@ -221,7 +223,8 @@ class PrefixIndex:
         self._cache.publish_each(blocks, hashes)
 
     def hashes(self, req: KVRequest, allocation: Allocation | None) -> list[bytes]:
-        """Hashes of all full blocks of the request, computed anew without an allocation."""
+        """Hashes of all full blocks of the request. Those in its allocation are reused, if it has
+        one."""
         chain = [] if allocation is None else allocation.chain
         self._chains.extend(chain, req, len(req.tokens))
         return chain

@@ -17,7 +17,8 @@ IntArray = NDArray[np.int64]
 
 
 class Hit:
-    """A cached block at the end of the prefix hits of some rows, or inside those of others."""
+    """A cached block that is part of the prefix hits of some rows. ``rows``: those whose hit ends
+    with it; ``parent``, ``children``: hashes of the blocks before and after it."""
 
     __slots__ = ("children", "parent", "rows")
 
@@ -28,8 +29,8 @@ class Hit:
 
 
 class PrefixWatch:
-    """Prefix lengths (``tokens``) by row. The cache reports added and removed blocks to it, which
-    invalidates the lengths that depend on them."""
+    """The cached prefix length (``tokens``) of each row. The cache reports added and removed blocks
+    to it, which invalidates the lengths that depend on them."""
 
     def __init__(self) -> None:
         self.tokens: IntArray = np.zeros(0, dtype=np.int64)
@@ -56,8 +57,8 @@ class PrefixWatch:
         self.tokens[row], self._arrival[row], self._known[row] = num_tokens, arrival, known
 
     def watch_prefix(self, row: int, hashes: Sequence[bytes], num_hit: int) -> None:
-        """Keep the length of this row until one of the first ``num_hit`` blocks is evicted or the
-        block after them is cached."""
+        """Keep the remembered length of this row until one of the first ``num_hit`` blocks is
+        evicted or the block after them is cached."""
         self._forget(row)
         end = hashes[num_hit - 1] if num_hit else None
         awaited = hashes[num_hit] if num_hit < len(hashes) else None

@@ -96,7 +96,8 @@ class Allocation:
 
 
 class Deltas(NamedTuple):
-    """Changed table entries in columns. ``groups`` is empty if there is only one group."""
+    """Changed entries of block tables, one per index of these columns: the request's row, the index
+    in its table, the new block, the group. ``groups`` is empty if there is only one group."""
 
     rows: array[int]
     indices: array[int]
@@ -109,7 +110,8 @@ def no_deltas() -> Deltas:
 
 
 class BlockTables:
-    """Moves blocks between the pool and the tables of requests. An entry is moved in all groups."""
+    """Moves blocks between the pool and the tables of requests. An entry always changes in the
+    tables of all groups."""
 
     def __init__(self, pool: BlockPool, groups: Sequence[Group], block_size: int) -> None:
         self.num_groups = len(groups)
@@ -203,7 +205,8 @@ class BlockTables:
         return sum(refs[block] == count for block, count in lost.items()) - kept
 
     def _places(self, start: int, upto: int) -> array[int]:
-        """The array [start, upto), copied from a longer one, which is faster than counting."""
+        """The numbers from ``start`` to ``upto`` - 1. They are copied from a longer array, which is
+        faster than counting."""
         if len(self._ascending) < upto:
             self._ascending.extend(range(len(self._ascending), 2 * upto))
         return self._ascending[start:upto]
@@ -218,12 +221,13 @@ class BlockTables:
 
 
 def peak_blocks(num_tokens: Sequence[int], remaining: Sequence[int], block_size: int) -> int:
-    """The peak of future memory after Past-Future (Gong et al. 2025), in blocks, not tokens.
+    """The peak of future memory, computed as in Past-Future (Gong et al. 2025), but in blocks
+    instead of tokens.
 
-    Memory grows until a request ends, so it peaks when some request ends. With requests sorted by
-    ``remaining`` output tokens, longest first, requests 0..i are running in the last step of i, and
-    each has its tokens of now and ``remaining[i] - 1`` more in the cache. A shared block is counted
-    once for each request that holds it.
+    Memory grows until a request ends, so the peak is just before some request ends. With requests
+    sorted by ``remaining`` output tokens, most first, requests 0..i are still running in the last
+    step of request i, and each has its present tokens and ``remaining[i] - 1`` more in the cache. A
+    shared block is counted once for each request that holds it.
 
     ceil((known + more) / size) depends only on quotient and residue of ``known`` modulo size, so
     counting residues is enough: O(n * block_size) instead of O(n * n).

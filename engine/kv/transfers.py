@@ -19,7 +19,7 @@ logger = logging.getLogger("engine.kv")
 
 @dataclass(slots=True)
 class Loan:
-    """The blocks of ended requests with one id that transfers still use."""
+    """Blocks of ended requests that transfers still use. All these requests had the same id."""
 
     blocks: list[int] = field(default_factory=list)
     num_transfers: int = 0
@@ -43,7 +43,8 @@ class Transfers:
         self._failed: dict[int, KVRequest] = {}  # requests whose load could not start
 
     def match(self, req: KVRequest, allocation: Allocation, num_local_tokens: int) -> RemoteMatch:
-        """The source's match after the local hit, without the last token, which is computed."""
+        """What the source can load after the local prefix hit, without the request's last token,
+        which must always be computed."""
         if allocation.load_error:
             return NOTHING
         found = self.source.match(req, num_local_tokens)
@@ -83,7 +84,8 @@ class Transfers:
         return list(failed.values())
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Return blocks to the pool. Loads into them wait until steps in flight have finished."""
+        """Return blocks to the pool. Loads into them will wait until the steps now in flight have
+        finished."""
         self.fences.give_back(blocks)
         self._pool.release(blocks)
 

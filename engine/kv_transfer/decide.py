@@ -107,7 +107,8 @@ class RemoteKV(Resource):
             self.sent(request_id)
 
     def _wants_load(self, req: Request) -> bool:
-        """True if the request has no blocks, its KV can be loaded, and no load has failed."""
+        """True if the request's KV can be loaded asynchronously, it has no blocks yet, and no load
+        of it has failed."""
         if self._kv.held(req) or req.request_id in self._failed:
             return False
         hit = self._kv.lookup(req)

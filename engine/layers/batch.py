@@ -13,7 +13,8 @@ from kernels.meta import AttentionMeta
 
 @dataclass(slots=True)
 class Wanted:
-    """The tokens whose hidden states are needed, with attention inputs for them as single queries.
+    """The tokens whose hidden states are needed, with attention inputs that make each of them a
+    sequence of one query.
 
     A prompt needs only the hidden state of its last token, so the last layer computes queries,
     output projection and MLP for few tokens, but keys and values for all.

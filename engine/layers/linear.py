@@ -53,7 +53,7 @@ def make_linear(
 
 
 def is_cpu(device: torch.device) -> bool:
-    """True for the CPU, unless it runs in place of a GPU."""
+    """True for the CPU, except in tests where it stands in for a GPU (Triton's interpreter)."""
     return device.type == "cpu" and not CPU_TENSORS.are_interpreted
 
 
@@ -109,7 +109,8 @@ class PlainLinear:
 
 
 class InvariantLinear(PlainLinear):
-    """Product whose rows do not depend on each other; see ``kernels.invariant_linear``."""
+    """Product in which the bits of a row's result do not depend on the other rows. See
+    ``kernels.invariant_linear``."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return kernels.invariant_linear(x, self.weight, self.bias)
@@ -156,8 +157,8 @@ class BFloat16Linear:
         )
 
     def gated(self, x: torch.Tensor, activation: str) -> torch.Tensor | None:
-        """See ``kernels.cpu.matmul.bfloat16.gated_product``; ``None`` if it does not support the
-        case."""
+        """act(first half of the outputs) * second half, [N, out / 2], as one kernel; ``None`` if it
+        does not support the case."""
         is_known = activation in ACTS and self._out_dtype is torch.bfloat16
         if self.bias is not None or not is_known or self.out_features % (2 * float32.PANEL):
             return None
@@ -165,7 +166,8 @@ class BFloat16Linear:
         return bfloat16.gated_product(x, self.packed, self.out_features, activation)
 
     def largest(self, x: torch.Tensor) -> torch.Tensor | None:
-        """See ``kernels.cpu.matmul.bfloat16.largest``; ``None`` if there is a bias."""
+        """Index of the largest output of each row of x, [N] int32 (-1 for rows with NaN, +inf or
+        only -inf); ``None`` if there is a bias, which the kernel does not support."""
         if self.bias is not None:
             return None
         return bfloat16.largest(x.bfloat16().contiguous(), self.packed, self.out_features)

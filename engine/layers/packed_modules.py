@@ -22,7 +22,7 @@ PACKED = (torch.bfloat16, torch.float16)  # torch's float32 product is as fast a
 NUM_TRIED = 8  # table rows compared in the check of an embedding
 
 Rows = Callable[[torch.Tensor], torch.Tensor]
-"""[N] -> [N, in], rows of a weight."""
+"""A function that reads rows of a weight: indices [N] -> [N, in]."""
 
 
 def pack_module(
@@ -66,8 +66,8 @@ class PackedLinear(nn.Linear):
 
     @property
     def weight(self) -> Any:  # type: ignore[override]
-        """Other code reads the weight: change the layer back to its original class with a plain
-        weight."""
+        """The plain weight, for other code that reads it. Reading it changes the layer back to its
+        original class."""
         weight = self.product.rows(torch.arange(self.product.out_features))
         if weight.dtype is torch.float16:
             weight = weight.float()
@@ -100,7 +100,7 @@ class RowsEmbedding(nn.Embedding):
     rows: Rows
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """input [...] -> [..., H]"""
+        """input: token ids [...] -> vectors [..., H]"""
         rows = self.rows(input.flatten()).to(self.weight.dtype)
         return rows.view(*input.shape, self.embedding_dim)
 
@@ -119,7 +119,8 @@ def read_rows(table: Any, rows: Rows, dtype: torch.dtype) -> None:
 
 
 def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
-    """True if a copy of a module that reads rows with a function has the same output."""
+    """True for an embedding whose output stays the same if it reads its rows with a function; found
+    out by trying a copy of it."""
     if not isinstance(table, nn.Embedding) or table.max_norm is not None:
         return False
     ids = torch.arange(min(NUM_TRIED, table.num_embeddings))
@@ -130,8 +131,8 @@ def can_read_rows(table: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def take_over(module: nn.Module, dtype: torch.dtype) -> None:
-    """Copy a module's remaining tensors, float16 ones converted to `dtype`. Rows of tables are
-    converted when they are read."""
+    """Copy a module's remaining tensors, float16 ones converted to `dtype`. An embedding keeps the
+    dtype of its table if possible: each row is converted when it is read."""
     if isinstance(module, RowsEmbedding):
         return
     weight = module.weight.detach() if isinstance(module, nn.Embedding) else None
@@ -174,7 +175,8 @@ class PackedExperts(nn.Module):
 
 
 def _products(layers: list[Linear], rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-    """rows [S, in], sorted by expert, `counts` rows for each -> [S, out]."""
+    """Apply the layer of each expert to its rows. rows [S, in], sorted by expert, `counts` rows for
+    each -> [S, out]."""
     parts = torch.split(rows, counts)
     made = [layer(part) for layer, part in zip(layers, parts, strict=True) if len(part)]
     return torch.cat(made)

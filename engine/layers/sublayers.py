@@ -31,7 +31,8 @@ class Embedding:
         self.multiplier = torch.tensor(multiplier, dtype=dtype).item()
 
     def __call__(self, input_ids: torch.Tensor, embeds: Embeds | None = None) -> torch.Tensor:
-        """input_ids [N] -> [N, H]. ``embeds`` replace their rows, unscaled."""
+        """input_ids [N] -> [N, H]. The vectors of ``embeds`` replace the rows that it names,
+        unscaled."""
         x = self.rows(input_ids).to(self.dtype)
         x = x if self.multiplier == 1.0 else x.mul_(self.multiplier)
         if embeds is not None:
@@ -85,7 +86,8 @@ class Attention:
         write: Mapping[str, Any],
         attend: Mapping[str, Any],
     ) -> None:
-        """write, attend: arguments for ``qkv_rope_write`` and ``paged_attention``."""
+        """write, attend: keyword arguments for the kernels ``qkv_rope_write`` and
+        ``paged_attention``."""
         self.qkv = qkv
         self.out = out
         self.write = dict(write)
@@ -98,7 +100,7 @@ class Attention:
         kv_layer: torch.Tensor,
         wanted: Wanted | None = None,
     ) -> torch.Tensor:
-        """x [N, H] -> [N, H], or [R, H] for the wanted rows. Writes K and V of all to
+        """x [N, H] -> [N, H], or [R, H] for the R wanted tokens. Writes K and V of all N tokens to
         ``kv_layer``."""
         q = kernels.qkv_rope_write(self.qkv(x), kv_layer, meta, **self.write)
         if wanted is not None:
@@ -153,7 +155,8 @@ class MixtureOfExperts:
         return torch.zeros_like(x, dtype=torch.float32).index_add_(0, rows, weighted).to(x.dtype)
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weights of x's dtype and expert ids, both [N, top_k]."""
+        """The router's weights, in x's dtype, and the ids of the experts of each token, both [N,
+        top_k]."""
         scores = self.router(x).softmax(-1, dtype=torch.float32)
         weights, chosen = scores.topk(self.top_k)
         if self.renormalize:
@@ -162,12 +165,13 @@ class MixtureOfExperts:
 
 
 class GroupedExperts:
-    """A mixture with the weights of all experts in one tensor, for grouped GPU kernels."""
+    """A mixture of experts with the weights of all experts in one tensor, for grouped GPU
+    kernels."""
 
     can_be_recorded = True
 
     def __init__(self, mixture: MixtureOfExperts) -> None:
-        """Takes the weights from the mixture, which keeps only its router. See
+        """Take the experts' weights from ``mixture``, which keeps only its router. It must satisfy
         ``can_be_grouped``."""
         experts, mixture.experts = mixture.experts, ()
         self._route = mixture.route
@@ -184,7 +188,7 @@ class GroupedExperts:
 
 
 def can_be_grouped(mixture: MixtureOfExperts) -> bool:
-    """True if all experts have no biases and the same kind of weights, plain or packed."""
+    """True if no expert has a bias and all have the same kind of weights, plain or packed."""
     return all(
         can_be_together([getattr(expert, place) for expert in mixture.experts])
         for place in ("gate_up", "down")
@@ -199,7 +203,7 @@ def can_be_together(linears: Sequence[Linear]) -> bool:
 
 
 def together(linears: Sequence[Linear]) -> torch.Tensor | Packed:
-    """The weights of all experts in one tensor. See ``can_be_together``."""
+    """The weights of all experts, stacked in one tensor. They must satisfy ``can_be_together``."""
     packed = [one for one in map(packed_of, linears) if one is not None]
     if packed:
         return stack(packed)
@@ -216,7 +220,7 @@ class OutputLayer:
 
     def largest(self, hidden: torch.Tensor) -> torch.Tensor | None:
         """The token with the largest logit of each row [R] int32, -1 for rows with invalid logits;
-        ``None`` if this needs the logits."""
+        ``None`` if it cannot be found without computing the logits."""
         if self.multiplier != 1.0 or self.softcap or not isinstance(self.linear, BFloat16Linear):
             return None
         return self.linear.largest(hidden)
