@@ -58,7 +58,8 @@ class AttachedScheduler(Protocol):
         """Return a parked request to the queue."""
 
     def watch_again(self, req: Request) -> None:
-        """Call ``watches`` and ``serializes`` again for this request, since they have changed."""
+        """Ask ``watches`` and ``serializes`` again for this request, since their answers have
+        changed."""
 
     def get_request_counts(self) -> RequestCounts:
         """The numbers of running, waiting and parked requests."""
@@ -83,7 +84,8 @@ class Resource:
     a request with this field arrives. Empty: all requests need it."""
 
     def attach(self, scheduler: AttachedScheduler) -> None:
-        """Called once. Keep the scheduler to ``wake`` parked requests, read ``config``, ``view``.
+        """Called once. Keep ``scheduler`` if you need to ``wake`` parked requests or to read its
+        ``config`` or ``view``.
 
         Raises ``ConfigError`` if the resource cannot work with this scheduler.
         """
@@ -114,7 +116,7 @@ class Resource:
         """Called before a step is planned."""
 
     def extra(self, req: Request, step: Step) -> int:
-        """Number of draft tokens to verify, computed after the last token of a decode."""
+        """Number of draft tokens that a decode should verify, computed after its last token."""
         return 0
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:
@@ -134,14 +136,15 @@ class Resource:
         """Called when a request was preempted or has finished (``req.is_finished``)."""
 
     def describe(self, plan: StepPlan) -> None:
-        """Add this feature's part to the plan. A plan with a part is sent even without rows."""
+        """Add this resource's part to the plan. A plan with such a part is sent to the worker even
+        if it has no rows."""
 
     def masks(self, plan: StepPlan) -> Masks | None:
-        """Bit masks of the allowed next tokens for the rows of ``plan.masks``, if this resource
-        wrote that part.
+        """Bit masks of the allowed next tokens for the rows of ``plan.masks``; ``None`` if this
+        resource did not write that part of the plan.
 
-        Called when all earlier steps are settled; a row may have ended meanwhile. Rows whose token
-        was sampled early (``plan.masks.drawn``) and is allowed may be left out.
+        Called when all earlier steps are settled; a row may have ended meanwhile. A row whose next
+        token was sampled early (``plan.masks.drawn``) needs no mask if that token is allowed.
         """
         return None
 
@@ -150,7 +153,7 @@ class Resource:
         return {}
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """Read this feature's part of a step's result. Rows with an error in ``result`` end."""
+        """Read this resource's part of a step's result. Rows with an error in ``result`` end."""
 
     def shutdown(self) -> None:
         """Called when the engine ends: release files, connections and threads."""

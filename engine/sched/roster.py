@@ -31,8 +31,9 @@ def by_rank(req: Request) -> tuple[object, ...]:
 class RankedQueue(Sequence[Request]):
     """A list of requests, sorted by rank, smallest first.
 
-    Ranks are tuples or, after ``rerank_columns``, numbers in the table. Then no sort keys are kept,
-    and the few requests that are added or removed between two steps are found by bisection.
+    Ranks are tuples or, after ``rerank_columns``, numbers in the table. In the second case no sort
+    keys are kept, and the few requests that are added or removed between two steps are found by
+    bisection.
     """
 
     def __init__(self) -> None:
@@ -103,7 +104,7 @@ class RankedQueue(Sequence[Request]):
             self._late.pop(req.arrival, None)
 
     def rerank(self, ranks: Sequence[tuple[object, ...]]) -> None:
-        """Set the ranks of all requests, given in the present order, and sort."""
+        """Set new ranks and sort. ``ranks``: one rank per request, in the queue's present order."""
         reqs, keys = self._reqs, []
         for req, rank in zip(reqs, ranks, strict=True):
             req.own_rank = rank
@@ -116,7 +117,8 @@ class RankedQueue(Sequence[Request]):
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
-        """``rerank`` with arrays: ``ranks[k]`` has each rank's k-th number; ``by_row`` requests."""
+        """``rerank`` with arrays. ``ranks[k]``: the k-th number of each request's rank, in the
+        queue's present order; ``by_row``: the request in each row of the table."""
         if not self._reqs:
             return
         rows = self.rows
@@ -135,8 +137,8 @@ class RankedQueue(Sequence[Request]):
 
 
 def sorted_places(columns: Sequence[Array]) -> Rows:
-    """Indices that sort the columns lexicographically, the first column first. The last column
-    must have no value twice, and no column a NaN.
+    """Indices that sort by the first column, equal values by the second, and so on. The values of
+    the last column must all differ, and no column may have a NaN.
 
     Five times as fast as ``lexsort``: the first column that varies decides most comparisons, and
     numpy's unstable sorts are fast.
@@ -168,7 +170,7 @@ def sorted_places(columns: Sequence[Array]) -> Rows:
 
 
 class Cause:
-    """Why a request waits, in the words of logs and outputs."""
+    """Causes for which a request waits, as logs and outputs name them."""
 
     TOKENS = "token budget"
     SEATS = "seats"
@@ -197,14 +199,15 @@ class WaitLedger:
         self._refused: dict[int, tuple[Request, str]] = {}  # by row: individual causes since then
 
     def enter(self, req: Request, now: float, own: str | None = None) -> None:
-        """The request starts to wait. With an ``own`` cause the whole wait has this cause."""
+        """Record that a request starts to wait. ``own``: the cause of its whole wait; ``None``: it
+        shares the causes of the queue."""
         req.history.wait_from = now
         req.history.own_cause = own
         if own is None:
             req.history.totals_at_entry = self._totals_at(now)
 
     def leave(self, req: Request, now: float) -> None:
-        """The request stops waiting, or starts to wait for another cause."""
+        """Record that a request stops waiting, or starts to wait for another cause."""
         history = req.history
         waited = now - history.wait_from
         if history.own_cause is not None:
@@ -221,7 +224,8 @@ class WaitLedger:
         history.queue_seconds += waited
 
     def close(self, now: float, cause: str, refused: Iterable[tuple[Request, str]]) -> None:
-        """Set the queue's cause until the next plan. ``refused``: those with individual causes."""
+        """Set the cause that all waiting requests share until the next plan. ``refused``: requests
+        that were refused individually, each with its own cause."""
         for req, _ in self._refused.values():
             self._charge_own(req, now)
         self._totals = self._totals_at(now)
@@ -233,7 +237,8 @@ class WaitLedger:
         }
 
     def add_up(self, waits: dict[str, float]) -> None:
-        """Add the waits of a request that has ended to the sums."""
+        """Add the waiting times of a request that has ended to ``sums``. ``waits``: its seconds by
+        cause."""
         for cause, seconds in waits.items():
             # The sums ignore which request or resource caused a preemption.
             kind = Cause.PREEMPTED if cause.startswith(Cause.PREEMPTED) else cause
@@ -284,7 +289,8 @@ class Roster:
         return len(self.waiting) + len(self.parked)
 
     def waiting_holders(self) -> list[Request]:
-        """Waiting requests that hold blocks. (Blocks of parked requests are being loaded.)"""
+        """Waiting requests that hold blocks. Parked ones, whose blocks are being loaded, are left
+        out."""
         return [req for req in self.block_holders.values() if req.is_waiting]
 
     def lowest_holder(self) -> Request | None:
@@ -294,7 +300,7 @@ class Roster:
         return self.running[len(self.running) - 1] if len(self.running) else None
 
     def requests(self, rows: Rows) -> list[Request]:
-        """The requests in these rows."""
+        """The requests in these rows of the table."""
         return cast(list[Request], self.by_row[rows].tolist())
 
     def running_prompts(self) -> list[Request]:
@@ -400,7 +406,8 @@ class Roster:
 
 
 class RunningColumns:
-    """The running rows in ascending order, and values that change only with the running set."""
+    """The table rows of the running requests in ascending order, and columns of their values that
+    stay the same until a request starts or stops running."""
 
     def __init__(self, rows: Rows, table: Table) -> None:
         self.rows = rows
@@ -410,7 +417,8 @@ class RunningColumns:
 
 
 class RunningRows:
-    """The rows of running requests. ``list`` is ascending and read-only.
+    """The table rows of the running requests. ``list`` has them in ascending order; it is
+    read-only.
 
     ``version`` changes whenever a request starts or stops running. It is recorded for each plan
     that contains all running rows (a full step). If it is the same when the step is settled, the
@@ -440,7 +448,7 @@ class RunningRows:
         return self._columns
 
     def sorted(self, rows: list[int]) -> Rows:
-        """Some of the running rows, in ascending order."""
+        """Sort ``rows``, which are some or all of the running rows, in ascending order."""
         if len(rows) == len(self.list):
             return self.columns.rows
         return np.array(sorted(rows), dtype=np.intp)

@@ -66,8 +66,8 @@ class Scheduler(SchedulerInterface):
     """The scheduling mechanism that all policies share.
 
     Custom scheduling loops can call ``begin_step``, ``tokens_for``, ``secure``, ``grant``,
-    ``preempt`` and ``seal``. ``clock`` returns seconds; ``timer`` too, but only to measure how long
-    hooks take. No other clock is read.
+    ``preempt`` and ``seal``. ``clock`` returns the time in seconds. ``timer`` does too, but is read
+    only to measure how long hooks take. No other clock is read.
     """
 
     few_decodes: ClassVar[int] = FEW
@@ -205,7 +205,8 @@ class Scheduler(SchedulerInterface):
         return step
 
     def offers(self, step: Step) -> Iterator[Request]:
-        """Requests to offer tokens: the policy's order, without rows granted in bulk."""
+        """The requests to which tokens are offered, in the policy's order, without those granted in
+        bulk."""
         policy, num_waiting = self.active_policy, len(self.roster.waiting)
         contested = policy.waiting_may_preempt and num_waiting
         if contested or not (self._fast_path.is_open and self._fast_path.grant_plain(step)):
@@ -265,8 +266,9 @@ class Scheduler(SchedulerInterface):
         return self.resources.fit(req, wanted, step)
 
     def secure(self, req: Request, num_tokens: int, step: Step) -> bool:
-        """Get a seat and blocks for ``num_tokens`` more tokens, preempting others if needed and
-        enough. Nothing changes if False is returned."""
+        """Get a seat and blocks for ``num_tokens`` more tokens, preempting other requests if
+        needed. Returns False if that fails; no request is preempted if preemption cannot free
+        enough."""
         start = req.num_computed
         if req.is_waiting:
             if not self._admits(req, step):
@@ -438,7 +440,8 @@ class Scheduler(SchedulerInterface):
 
     @property
     def is_transferring(self) -> bool:
-        """True while KV is being loaded for a parked request, or a transfer reads ended ones'."""
+        """True while KV is being loaded for a parked request, or a KV transfer reads blocks of
+        ended requests."""
         holders = self.roster.block_holders.values()
         return bool(self.kv.lent) or not all(req.is_waiting for req in holders)
 
@@ -448,9 +451,10 @@ class Scheduler(SchedulerInterface):
         """Make progress when no request got a token and no step is in flight: serve in the default
         order, unless it was used already; if still no request can run, preempt one.
 
-        A running request that a resource refuses may be allowed later. So it is preempted only for
-        a request that lacks blocks, until the engine is stuck. While a transfer uses blocks none is
-        preempted: when it ends, blocks become free or a request can be preempted.
+        A running request may only be waiting for a resource, which may allow it later. So while
+        requests run, one is preempted only if a request lacks blocks, or if the engine is stuck.
+        While a KV transfer uses blocks none is preempted unless the engine is stuck: when it ends,
+        blocks become free or a request can be preempted.
         """
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (
@@ -535,9 +539,11 @@ class StallDetector:
         cause: str,
         refused: Iterable[tuple[Request, str]],
     ) -> None:
-        """Called after each plan. After ``limit`` idle plans in a row a warning is logged.
+        """Called after each plan. After ``limit`` consecutive plans with ``is_idle`` a warning is
+        logged.
 
-        Parked requests wait for something slow by nature: they cause no warning.
+        ``cause``: what the queue waits for; ``refused``: requests with a cause of their own. Parked
+        requests wait for something slow by nature: they cause no warning.
         """
         self._num_idle = self._num_idle + 1 if is_idle else 0
         self._counters.blocked = ""

@@ -84,7 +84,8 @@ class Step:
         return None
 
     def offer(self, req: Request) -> bool:
-        """Mark a request as offered. False if it was, is parked, or admission is closed for it."""
+        """Mark a request as offered tokens, and return True. Returns False if it was offered tokens
+        or preempted in this step, if it is parked, or if it waits and admission is closed."""
         considered = req.table.considered.at
         if considered[req.row] == self.index:
             return False
@@ -126,7 +127,9 @@ class Step:
     def record(
         self, req: Request, num_tokens: int, *, is_new: bool, is_prompt: bool, samples: bool
     ) -> None:
-        """Record that ``num_tokens`` tokens of the request are granted."""
+        """Record that ``num_tokens`` tokens of the request are granted. ``is_new``: it starts with
+        them; ``is_prompt``: it starts or is still in its prompt; ``samples``: the step samples its
+        next token."""
         self.tokens_left -= num_tokens
         self.grants.append((req, num_tokens))
         if is_prompt:
@@ -139,5 +142,5 @@ class Step:
 
 
 def num_draft_places(req: Request) -> int:
-    """Positions for drafts: tokens granted beyond the last one that is known or being sampled."""
+    """Number of positions for drafts: tokens granted beyond the last one known or being sampled."""
     return max(0, req.num_computed - req.num_tokens - req.num_pending + 1)

@@ -69,7 +69,7 @@ class LongColumn(Column):
 
 
 class FloatColumn(Column):
-    """A column of float64: seconds, and numbers of policies."""
+    """A column of float64: seconds, and numbers that policies store."""
 
     __slots__ = ("default",)
 
@@ -92,7 +92,7 @@ class Users:
         self._free: list[int] = []
 
     def __len__(self) -> int:
-        """All numbers are smaller than this."""
+        """The length of an array that is indexed by user numbers: all numbers are smaller."""
         return len(self._names)
 
     def enter(self, name: str) -> int:
@@ -119,8 +119,9 @@ class Users:
 class Facts:
     """Columns of the table that only policies read, and times of tokens.
 
-    ``ranks`` has a column for each number of ranks that a policy returned as arrays.
-    ``own`` has the columns that the policy stores, by name (``view.own``).
+    ``ranks``: if the policy returns ranks as arrays, one column for the first number of each rank,
+    one for the second, and so on. ``own``: the columns that the policy stores, by name
+    (``view.own``).
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -196,12 +197,13 @@ class Facts:
 
 
 class Table:
-    """The rows of unfinished requests. A row is freed when no step in flight contains it.
+    """One row for each unfinished request. A row is freed when its request has ended and no step
+    in flight contains it.
 
     Counts are in tokens. ``num_tokens``: prompt, and output of settled steps. ``num_pending``: to
     be sampled by steps in flight. ``num_computed``: KV computed, or being computed by steps in
-    flight. ``limit``: length at which the request ends. A row's generation only increases; by it a
-    result is matched to the request, since rows are reused.
+    flight. ``limit``: length at which the request ends. ``generation``: only increases; since rows
+    are reused, it tells whether a result belongs to the row's present request.
 
     Only methods of this class write ``num_tokens``, ``num_pending``, ``num_computed`` and
     ``in_flight``:
@@ -265,8 +267,9 @@ class Table:
         return computed
 
     def bind(self) -> None:
-        """Build ``advance_plain(row, upto)`` for the present columns: ``advance`` of one row to
-        ``upto`` computed tokens. A closure is twice as fast as a method."""
+        """Build ``advance_plain(row, upto)`` for the present columns: it does the same as
+        ``advance`` for one row, which then has ``upto`` computed tokens. A closure is twice as fast
+        as a method."""
         computed, pending = self.num_computed.at, self.num_pending.at
 
         def advance(row: int, upto: int) -> None:
@@ -294,7 +297,7 @@ class Table:
         """Append a sampled token to each row. Returns the new ``num_tokens`` of the rows.
 
         ``sequences``: the token array of each row. ``tokens``: one token for each row or, for
-        ``num_steps`` steps, one array of tokens for each.
+        ``num_steps`` steps, an array of ``num_steps`` tokens for each row.
         """
         put: Callable[..., None] = array.append if num_steps == 1 else array.extend
         more = ONE if num_steps == 1 else np.int32(num_steps)

@@ -30,7 +30,8 @@ MAX_COUNTERS = 256  # of a policy: all of them are part of every statistics mess
 MOST_COUNTED = 2**63 - 1  # the largest integer of a message
 
 Unread = tuple[Callable[[Any, float], StepShape], Any, float]
-"""A finished step: a function that computes its shape, that function's argument, seconds."""
+"""A finished step as ``(function, argument, seconds)``: ``function(argument, seconds)`` computes
+its shape."""
 
 
 class View:
@@ -129,7 +130,7 @@ class View:
 
     def is_short(self, num_more: int = 0) -> bool:
         """True if too few blocks are free for running prompts, for decodes that were not offered
-        their token yet, and for ``num_more`` further table entries."""
+        their token yet, and for ``num_more`` further entries of block tables."""
         kv, size, index = self.kv, self.kv.block_size, self.step.index
         room = (kv.num_free - self.promised_blocks) // kv.num_groups - num_more
         if len(self._roster.running) <= room:
@@ -249,7 +250,7 @@ class View:
         return headroom.is_kept
 
     def promised_to(self, prompts: Iterable[Request]) -> int:
-        """Blocks that these requests still need to complete their prompts."""
+        """Number of blocks that these requests still need to complete their prompts."""
         kv = self.kv
         if kv.tables.windows:
             return sum(kv.missing(req, req.num_tokens) for req in prompts)

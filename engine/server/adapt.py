@@ -74,15 +74,17 @@ class Adapter:
         self._rewrites = chosen
 
     def _smallest(self, before: list[Rewrite], trait: Trait) -> Rewrite:
-        """The first rewrite with which the template accepts all probes of a trait; the trait's
-        first if none does, since the reason is then another one."""
+        """The first rewrite of a trait with which the template accepts all its probes. If there is
+        none, the trait's first rewrite: the template then fails for another reason. ``before``:
+        rewrites that are applied first."""
         for rewrite in trait.rewrites:
             if all(self._accepts(probe, [*before, rewrite]) for probe in trait.probes):
                 return rewrite
         return trait.rewrites[0]
 
     def _accepts(self, probe: Messages, rewrites: list[Rewrite]) -> bool:
-        """Whether the prompt contains all words of the probe that are not the assistant's."""
+        """Whether the template raises no error for a rewritten probe, and the prompt contains all
+        words of the probe that are not the assistant's."""
         try:
             prompt = self._render(_rewritten(rewrites, probe))
         except RequestError:
@@ -91,7 +93,8 @@ class Adapter:
 
 
 def strictest(messages: Messages) -> Messages:
-    """Apply the strongest rewrites, for a template that refuses what its probes did not show."""
+    """Apply the strongest rewrite of each trait, for a template that accepted its probes and
+    refuses this conversation."""
     traits = (OF_SYSTEM, *OF_TURNS, OF_ARGUMENTS, OF_OPEN_CALLS)
     return _rewritten([trait.rewrites[-1] for trait in traits], messages)
 
@@ -307,7 +310,8 @@ def with_some_user(messages: Messages) -> Messages:
 
 
 def with_user_first(messages: Messages) -> Messages:
-    """Make sure that the first message after the system message is a user's, if an empty one."""
+    """Make sure that the first message after the system message is a user's; insert an empty one if
+    it is not."""
     at = 1 if messages and messages[0]["role"] == "system" else 0
     if len(messages) > at and messages[at]["role"] == "user":
         return messages

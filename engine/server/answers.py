@@ -50,8 +50,8 @@ class TokenCounter:
     def add(
         self, place: int, output: RequestOutput, completions: Sequence[CompletionOutput]
     ) -> None:
-        """Count an output. place: index of its prompt; completions: the new part of each sequence,
-        not counted before."""
+        """Count the tokens of an output. place: index of its prompt; completions: the new part of
+        each sequence, which was not counted before."""
         self._prompts[place] = (len(output.prompt_token_ids), output.num_cached_tokens)
         self.num_written += sum(len(each.token_ids) for each in completions)
 
@@ -78,7 +78,8 @@ class HttpAnswer(ABC):
     """Types of requested tools that the server would have to run; the prompt does not list them."""
 
     def set_request_id(self, request_id: str) -> None:  # noqa: B027  (most make their own ids)
-        """Use the HTTP request's id in the answer. A client may use the same id again."""
+        """Use the HTTP request's id in the answer. It may not be unique, since a client may send
+        the same id again."""
 
     @abstractmethod
     async def whole(self) -> bytes:
@@ -86,7 +87,8 @@ class HttpAnswer(ABC):
 
     @abstractmethod
     async def open(self) -> OutputReader:
-        """Add the request to the engine. Only for an answer that needs one engine request."""
+        """Add the request to the engine and return the reader of its outputs. Only for an answer
+        that needs one engine request."""
 
     @abstractmethod
     def events_of(self, output: RequestOutput) -> bytes:
@@ -105,7 +107,7 @@ class OpenAIAnswer(HttpAnswer):
     """An answer in the form of OpenAI's completions and chat completions."""
 
     def __init__(self, body: RequestBody, kind: str, prefix: str, model: str) -> None:
-        """kind: ``object`` of the answer; prefix: how its id begins."""
+        """kind: value of the answer's field ``object``; prefix: how its id begins."""
         self.body = body
         self.name = f"{prefix}-{uuid.uuid4().hex}"
         """Id of the engine's request, or how the ids of several begin."""

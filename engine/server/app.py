@@ -212,7 +212,8 @@ class Api:
         return {LEFT_OUT: kinds}
 
     def _check_model(self, name: str | None) -> None:
-        """Raise ``ApiError`` for an unknown model; ``None``: the request names none, as it may."""
+        """Raise ``ApiError`` for an unknown model; ``None``: the request names no model, which is
+        allowed."""
         if name is not None and not self._names.has(name):
             listed = self._names.listed
             near = did_you_mean(name, listed) if len(listed) > 1 else ""

@@ -276,7 +276,8 @@ def read(body: bytes, kind: type[T]) -> T:
 
 
 def _untyped(body: bytes, error: msgspec.ValidationError) -> Any:
-    """Decode the body without a type. Raises ``ApiError``, as for a number that is too large."""
+    """Decode the body without a type. If that fails too, as for a number that is too large, raise
+    an ``ApiError`` with the message of ``error``."""
     try:
         return msgspec.json.decode(body)
     except msgspec.ValidationError:

@@ -172,7 +172,7 @@ def chat_reason(completion: CompletionOutput, turn: ParsedAnswer) -> str | None:
 
 
 def thinking_fields(thinking: str) -> dict[str, str]:
-    """The fields for thinking: clients read one or the other of two names."""
+    """The thinking under two names, since clients read one or the other."""
     return {"reasoning": thinking, "reasoning_content": thinking}
 
 
@@ -221,7 +221,8 @@ FUNCTION = ("function", "arguments")
 def _more_of_call(
     event: CallArguments | CallEnd, reader: InputReader | None
 ) -> tuple[str, tuple[str, str]]:
-    """The new text of a call, and the type and field of the delta that it belongs to."""
+    """The new text of a call that an event adds, and the type and field of the delta that it
+    belongs to."""
     if reader is None:
         return (event.text if isinstance(event, CallArguments) else ""), FUNCTION
     text = reader.feed(event.text) if isinstance(event, CallArguments) else reader.end()

@@ -173,7 +173,7 @@ class Completion(OpenAIAnswer):
 
 
 def _forget_text(completion: CompletionOutput) -> None:
-    """Remove the one token that had to be generated with ``max_tokens`` 0."""
+    """Remove the one token that the engine had to generate although ``max_tokens`` is 0."""
     completion.text, completion.token_ids = "", []
     completion.logprobs = None if completion.logprobs is None else []
     if completion.finish_reason == "stop":

@@ -200,8 +200,9 @@ class ChatGeneration:
         return prompt
 
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
-        """The prompt that the parser gets. If the client has begun the answer, only its last marker
-        of thinking matters: whether the answer is inside of its thinking or after it."""
+        """The prompt that the parser gets. If the client has begun the answer, the prompt is
+        reduced to the last marker of thinking in this beginning, which tells whether the model goes
+        on with thinking or after it."""
         thinking = self._loaded.chat_format.thinking
         if self._begun is None or thinking is None:
             return prompt

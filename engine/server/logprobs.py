@@ -77,7 +77,8 @@ class TextLogprobs:
         *,
         may_be_cut: bool = False,
     ) -> None:
-        """Begin the text with the prompt; may_be_cut: ``token_ids`` may be only its end."""
+        """Begin the text with the prompt; may_be_cut: ``token_ids`` may be only the prompt's
+        end."""
         tokenizer = self._names.tokenizer
         begins = [0] * len(token_ids)
         if tokenizer is not None:

@@ -37,7 +37,7 @@ OUTPUT_FIELDS = ("output_format", "output_config", "tools")
 
 
 class MessagesRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of ``POST /v1/messages``, and without ``max_tokens`` of ``count_tokens``."""
+    """The body of ``POST /v1/messages`` and, without ``max_tokens``, of ``count_tokens``."""
 
     no_effect: ClassVar[dict[str, tuple[Any, ...]]] = {
         "fallbacks": ([],),

@@ -150,7 +150,8 @@ def _decoded(parts: list[bytes]) -> tuple[list[int], str]:
 
 
 def _may_go_on(made: str, text: str, num_bytes: int) -> bool:
-    """Whether ``text`` is too short to decide if it begins with ``made``."""
+    """Whether ``text`` is too short to decide if it begins with ``made``, the decoded text of
+    ``num_bytes`` bytes."""
     if SUBSTITUTE in made:  # there may be one for each byte
         return len(text) < num_bytes and not text.strip(SUBSTITUTE)
     return len(text) < len(made) and made.startswith(text)
@@ -173,8 +174,8 @@ def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
 
 
 def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Where the parts begin and end if the text has U+FFFD for each of their bytes: some tokenizers
-    replace all bytes of a sequence of which a part is invalid. ``None`` if it has not."""
+    """Where the parts begin and end if the text has one U+FFFD for each of their bytes, ``None`` if
+    it has not: some tokenizers replace all bytes of a sequence of which a part is invalid."""
     num = sum(map(len, parts))
     if not num or text[:num] != SUBSTITUTE * num:
         return None

@@ -32,7 +32,7 @@ class RequestRecord:
     """When the request was logged, in seconds since the epoch."""
     first_token_seconds: float | None = None
     num_sequences: int = 0
-    """Engine requests that have finished."""
+    """Number of engine requests that have finished."""
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0

@@ -168,9 +168,11 @@ def _pairs(known: Mapping[str, Any]) -> Iterator[str]:
 
 @contextmanager
 def writing_requests(kind: RequestLogKind | None) -> Iterator[RequestLogKind]:
-    """Set up the request log and yield its kind. JSON lines have no prefix with time and name. A
-    kind that is given is logged whatever the log level is; ``None``: text, if the level is
-    ``info``."""
+    """Set up the request log and yield its kind. JSON lines have no prefix with time and name.
+
+    A kind that is given is logged at every log level. ``None``: log as text if the level is
+    ``info``.
+    """
     if kind is not None:
         logger.setLevel(logging.INFO)
     if kind != "json":

@@ -198,7 +198,8 @@ def _choice(
 
 
 def _listed(each: Any) -> dict[str, Any]:
-    """The name of a chosen tool; ``None`` as the name of one that the client does not run."""
+    """A tool that ``tool_choice`` lists, with its flat name; the name is ``None`` if the client
+    does not run the tool."""
     if not isinstance(each, dict) or is_server_tool(each.get("type"), SERVER_TOOLS):
         return {"name": None}
     return {"name": flat_name(each.get("name"), each.get("namespace"))}

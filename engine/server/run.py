@@ -174,7 +174,8 @@ def serve(args: EngineArgs, options: ServerOptions) -> int:
 
 
 def limit_queue(engine: AsyncLLMEngine, args: EngineArgs, max_seconds: float | None) -> None:
-    """Set the length from which on the engine's queue refuses requests."""
+    """Let the engine refuse new requests while too many are waiting, or while a new one is
+    estimated to wait more than ``max_seconds`` for its first token."""
     seats = args.max_num_seqs * args.data_parallel_size
     most = args.max_waiting_requests or max(MIN_QUEUE, QUEUE_PER_SEAT * seats)
     engine.limit_queue(most, max_seconds, num_seats=seats)

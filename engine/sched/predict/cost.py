@@ -20,8 +20,8 @@ FEW = 24  # up to this many rows a loop is faster than numpy
 class CostModel(Protocol):
     """Predicts the seconds of a step from its sizes (those of ``StepShape``).
 
-    ``context``: tokens in the KV cache before the step, summed over its rows. ``attention``:
-    number of pairs of a new token and an earlier token it attends to.
+    ``context``: tokens in the KV cache before the step, summed over its rows. ``attention``: number
+    of pairs of a new token and a token that it attends to.
     """
 
     def step_seconds(
@@ -31,14 +31,16 @@ class CostModel(Protocol):
         ...
 
     def prefill_seconds(self, num_tokens: int, context: int = 0) -> float:
-        """Seconds of a step with ``num_tokens`` tokens of one prompt, after ``context`` others."""
+        """Seconds of a step with ``num_tokens`` tokens of one prompt, after ``context`` cached
+        ones."""
         ...
 
     def max_tokens(self, seconds: float, num_seqs: int = 0, context: int = 0) -> int:
-        """The most tokens of a step that ends within ``seconds``.
+        """The most tokens that a step can compute within ``seconds``.
 
-        ``num_seqs`` of them are decodes with ``context`` tokens in the cache, the others are the
-        start of one prompt. 0 if the decodes alone take longer.
+        ``num_seqs`` of these tokens are decodes, one per row, with ``context`` tokens in the KV
+        cache altogether; the others are the start of one prompt. 0 if the decodes alone take
+        longer.
         """
         ...
 
@@ -48,16 +50,16 @@ class CostModel(Protocol):
 
 
 PRIOR = np.array([5e-3, 4e-6, 2e-5, 1e-8, 1e-9])
-"""Seconds per step, row, token, token of context, attention pair. Once a step was measured, only
-their proportions matter."""
+"""The coefficients before any step was measured: seconds per step, per row, per token, per token of
+context and per attention pair. After the first measured step only their proportions matter."""
 
 
 class LinearCost:
     """A cost model affine in ``num_seqs``, ``num_tokens``, ``context`` and ``attention``.
 
-    Coefficients are fitted by non-negative least squares of relative errors over about the last
-    ``memory`` measured steps, with a weak pull towards the prior's proportions, every ``every``
-    steps. Equal steps give equal coefficients.
+    Every ``every`` steps the coefficients are fitted to about the last ``memory`` measured steps,
+    by non-negative least squares of relative errors, with a weak pull towards the prior's
+    proportions. The same steps always give the same coefficients.
     """
 
     def __init__(self, *, memory: int = 2000, every: int = 16) -> None:
@@ -103,7 +105,8 @@ class LinearCost:
         return num_seqs + int(min(UNLIMITED, num_prompt))
 
     def combine(self, weights: Sequence[float]) -> tuple[float, float]:
-        """Weighted sum of the coefficients (in the order of PRIOR), its standard error; seconds."""
+        """Return the sum of the coefficients (in the order of ``PRIOR``) times ``weights``, and the
+        standard error of this sum, both in seconds."""
         value = sum(w * c for w, c in zip(weights, self.coefficients, strict=True))
         kept, total = self._kept, self._gram.sum()
         if total <= len(kept):
@@ -148,7 +151,7 @@ class LinearCost:
         self.coefficients = tuple((PRIOR * self._solve()).tolist())
 
     def _pull(self) -> float:
-        """How strongly each factor is pulled towards their mean."""
+        """How strongly each factor of ``_solve`` is pulled towards the mean factor."""
         return 1e-3 * float(self._gram.sum()) / 5
 
     def _solve(self) -> Vector:
@@ -180,7 +183,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def of(cls, plan: StepPlan, seconds: float) -> StepShape:
-        """The shape of a plan."""
+        """The shape of the step that a plan describes; ``seconds``: its measured duration."""
         if plan.num_tokens == len(plan.counts):  # decodes only
             count, context = plan.num_tokens, int(np.add.reduce(plan.starts, dtype=np.int64))
             return cls(count, count, count, context, context + count, seconds)

@@ -20,7 +20,8 @@ NUM_ERRORS = 2.0  # half width of the confidence interval, in standard errors
 
 
 class Judgement(NamedTuple):
-    """A decision from measured times. A step log records it, so that a replay can repeat it."""
+    """A decision whether headroom is kept. It depends on measured times, so a step log records it
+    for replays."""
 
     step: int  # number of the step for which it was made
     is_kept: bool
@@ -29,8 +30,8 @@ class Judgement(NamedTuple):
 class Headroom:
     """Decides by the cost model whether headroom is kept.
 
-    No headroom is kept until the model has seen ``learning_steps`` steps, or while its confidence
-    interval allows both decisions. A decision holds for ``look_every`` steps.
+    No headroom is kept until the model has seen ``learning_steps`` steps, or while the confidence
+    interval of the comparison allows both decisions. A decision holds for ``look_every`` steps.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class Headroom:
 
     def judge(self, step: int, cost: LinearCost, num_tokens: float) -> None:
         """Decide: keep headroom if recomputing a running request of ``num_tokens`` tokens costs
-        more than holding one back."""
+        more than holding a waiting request back."""
         num_missing = self._learning_steps - cost.num_observed
         self._next_look = step + (num_missing if num_missing > 0 else self._look_every)
         is_kept = self.expected.pop(step, None)
@@ -61,7 +62,7 @@ class Headroom:
         self.judgements.append(Judgement(step, is_kept))
 
     def take(self) -> list[Judgement]:
-        """Take the decisions since the last call."""
+        """Return the decisions made since the last call of ``take``."""
         judgements = list(self.judgements)
         self.judgements.clear()
         return judgements

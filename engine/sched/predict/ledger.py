@@ -37,7 +37,8 @@ class Ledger:
         return self._accounts.get(user) or Account(self._weights.get(user, 1.0))
 
     def service(self, user: str, input_price: float = 1.0, output_price: float = 2.0) -> float:
-        """The price of the user's tokens divided by its weight; cached tokens cost nothing."""
+        """The user's input and output tokens times these prices, divided by the user's weight.
+        Cached tokens cost nothing."""
         account = self.account(user)
         tokens = input_price * account.input_tokens + output_price * account.output_tokens
         return tokens / account.weight
@@ -45,15 +46,18 @@ class Ledger:
     # -- called by the scheduler
 
     def on_add(self, req: Request) -> None:
-        """Called when a request was accepted: after the policy's ``on_add``, before its rank."""
+        """Count an accepted request for its user. Called after the policy's ``on_add`` and before
+        its ``rank``."""
         account = self._accounts[req.user] = self.account(req.user)
         account.active += 1
         self._entered[req] = 0
 
     def on_grant(self, req: Request, num_tokens: int) -> None:
-        """Count granted tokens; ``req.num_computed`` includes them already.
+        """Count the prompt tokens among ``num_tokens`` granted tokens, which ``req.num_computed``
+        includes already.
 
-        Grants of decodes need not be reported: they change nothing.
+        The grant of a decode need not be reported: ``on_tokens`` counts output tokens, and
+        ``on_finish`` a last prompt token.
         """
         entered, upto = self._entered[req], min(req.num_computed, req.num_prompt)
         if upto <= entered:
@@ -65,13 +69,15 @@ class Ledger:
         self._entered[req] = upto
 
     def on_tokens(self, counts: Iterable[tuple[str, int]]) -> None:
-        """Count the output tokens of a step: pairs of user and number; users may repeat."""
+        """Count the output tokens of a step. ``counts``: pairs of a user and a number of tokens; a
+        user may occur several times."""
         accounts = self._accounts
         for user, count in counts:
             accounts[user].output_tokens += count
 
     def on_finish(self, req: Request) -> None:
-        """Called at a request's end. Counts a last prompt token that was granted in bulk."""
+        """Close the entry of a request that has ended. Its last prompt token is counted now if it
+        was granted as a decode."""
         account = self._accounts[req.user]
         account.active -= 1
         entered = self._entered.pop(req)

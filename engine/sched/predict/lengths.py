@@ -26,8 +26,8 @@ MAX_LOGGED_FAILURES = 3
 class LengthHistory:
     """The output lengths, in tokens, of the requests that finished last.
 
-    With ``above`` only longer lengths count, e.g. for a request that has generated so many tokens
-    already. The result is ``None`` if there is no such length.
+    Methods with a parameter ``above`` use only lengths greater than it, e.g. for a request that has
+    already generated so many tokens. They return ``None`` if there is no such length.
     """
 
     def __init__(self, window: int = 1000) -> None:
@@ -72,7 +72,7 @@ class LengthHistory:
         return (self._sums[-1] - self._sums[first]) / count
 
     def means(self, above: NDArray[np.int64]) -> NDArray[np.float64]:
-        """``mean`` for each of these; NaN where there is no longer length."""
+        """``mean`` for each value in ``above``; NaN where no length is greater than the value."""
         if self._sums is None:
             self._sums = list(accumulate(self._sorted, initial=0))
         if self._columns is None:
@@ -107,7 +107,7 @@ class PredictsAll(Protocol):
     """A predictor for many requests in one call."""
 
     def predict_all(self, columns: Columns) -> NDArray[np.int64]:
-        """``predict`` of each request."""
+        """The predicted number of output tokens of each request (see ``Predictor.predict``)."""
         ...
 
 
@@ -157,7 +157,8 @@ class HistoryPredictor:
 class OraclePredictor:
     """Predicts exactly: ``hints["output_tokens"]`` has the length of the output.
 
-    For experiments with recorded or generated workloads. Raises ``RequestError`` without it.
+    For experiments with recorded or generated workloads. Raises ``RequestError`` for a request
+    without this hint.
     """
 
     name = "oracle"
@@ -187,7 +188,7 @@ class GuardedPredictor:
     """Wraps a plug-in predictor. If it raises or returns no number, the longest output is assumed.
 
     Predictions are clamped to the lengths that the request can still reach. The first failures are
-    logged. ``RequestError`` is raised further: the request lacks an input of the predictor.
+    logged. Only ``RequestError`` is passed on: the request lacks an input of the predictor.
     """
 
     def __init__(self, inner: Predictor) -> None:
@@ -196,7 +197,7 @@ class GuardedPredictor:
         self.num_failures = 0
         self.first_failure = ""
         self.lowest: float = 0
-        """Its smallest answer. A length below 0 is impossible, and proofs refuse it."""
+        """The least number that it has returned. One below 0 is impossible: proofs refuse it."""
 
     def predict(self, req: Request) -> int:
         try:

@@ -19,12 +19,13 @@ from engine.sched.predict.cost import UNLIMITED, StepShape
 
 FORMAT = 2
 FEATURES = ("step", "prompt", "sequence", "decode", "context", "attention")
-"""The features of a step: 1, whether it has prompt tokens, rows, rows of one token, tokens in the
-KV cache of its rows, pairs of a new token and a token it attends to. The number of tokens follows,
-divided into segments between the knots."""
+"""The features of a step: the number 1; 1 if the step has prompt tokens, else 0; its rows; its rows
+of one token; the tokens in the KV cache of its rows; the pairs of a new token and a token that it
+attends to. Further features follow: the step's number of tokens, divided into segments between the
+knots."""
 
 REGIMES = ("decode", "mixed", "prompt")
-"""Kinds of steps: only decodes, both, only prompts."""
+"""Kinds of steps: only decodes, decodes and prompts, only prompts."""
 
 Vector = NDArray[np.float64]
 
@@ -38,13 +39,15 @@ class HostCost(msgspec.Struct, frozen=True):
     token: float = 0.0  # per prompt token of these requests
 
     def seconds(self, num_seqs: int, num_added: int = 0, added_tokens: int = 0) -> float:
-        """Seconds after a step of ``num_seqs`` rows, with ``num_added`` requests added."""
+        """Seconds between a step of ``num_seqs`` rows and the next plan, if ``num_added`` requests
+        with ``added_tokens`` prompt tokens were added meanwhile."""
         added = self.request * num_added + self.token * added_tokens
         return self.step + self.sequence * num_seqs + added
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True):
-    """Seconds of a step: the sum of coefficients times features, times the regime's factor."""
+    """Predicts the seconds of a step: the sum of its features times their coefficients, times the
+    factor of its regime (kind of step)."""
 
     format: int = FORMAT
     name: str
@@ -58,10 +61,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     factors: dict[str, float] = {}
     host: HostCost = HostCost()
     noise: list[tuple[str, float]] = []
-    """Regime, and measured divided by predicted seconds, of a sequence of steps. The mean is 1 in
-    each regime. Short steps vary more."""
+    """For each step of a sequence: its regime, and its measured seconds divided by the predicted
+    ones. The mean ratio is 1 in each regime. Short steps vary more."""
     host_noise: list[float] = []
-    """The same ratio for the seconds between two steps."""
+    """Measured divided by predicted seconds for the times between two steps (``host``)."""
     source: dict[str, Any] = {}
     """Origin: logs, number of steps, processor."""
     report: dict[str, Any] = {}
@@ -102,7 +105,7 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def regime(shape: StepShape) -> str:
-    """The regime of a step."""
+    """The regime of a step: one of ``REGIMES``."""
     if shape.num_decodes == shape.num_seqs:
         return "decode"
     return "mixed" if shape.num_decodes else "prompt"
@@ -128,7 +131,8 @@ def features(shape: StepShape, knots: list[int]) -> list[float]:
 
 
 class _Prompt(NamedTuple):
-    """The shape of a prompt that fills up a step next to decodes."""
+    """A step with ``num_seqs`` decodes that have ``context`` cached tokens, filled up with one
+    prompt."""
 
     num_seqs: int
     context: int

@@ -23,12 +23,13 @@ def ones(count: int) -> NDArray[np.int32]:
 
 
 def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32], bool]:
-    """The rows of a plan in their order, their token counts, and whether the step is full: it has
-    all running requests, with one token each.
+    """Return the table rows of the plan in their order, the number of tokens of each, and whether
+    the step is full: it has all running requests, with one token each.
 
-    Plain rows come first in ascending order, then the others in order of grant. A row is plain if
-    it has one token, is not new and not watched, however it was granted; so planning in bulk and
-    one by one give the same plan.
+    Plain rows come first in ascending order, then the others in the order in which they were
+    granted. A row is plain if it has one token, did not start in this step, and no resource watches
+    it. That does not depend on how it was granted, so planning in bulk and one by one give the same
+    plan.
     """
     seated = roster.running_rows
     if not step.grants:
@@ -53,7 +54,8 @@ def canonical_rows(step: Step, roster: Roster) -> tuple[Rows, NDArray[np.int32],
 def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
     """Build the plan of a step, with all changes since the last plan that the worker needs.
 
-    ``num_computed`` is advanced already: a row's first token is at ``num_computed - count``.
+    ``num_computed`` already includes the granted tokens: the first of them is at position
+    ``num_computed - count`` of its row.
     """
     table, seated = roster.table, roster.running_rows
     rows, counts, is_full = canonical_rows(step, roster)
@@ -94,9 +96,8 @@ def seal(step: Step, roster: Roster, kv: KVManager) -> StepPlan:
 
 
 def pad_drafts(plan: StepPlan, step: Step) -> None:
-    """Fit the drafts to the positions granted after each row's last token: missing ones are filled
-    with ``PADDING``, which the worker rejects; surplus drafts are dropped.
-    """
+    """Give each row as many drafts as positions were granted after its last token: missing ones are
+    filled with ``PADDING``, which the worker rejects; surplus drafts are dropped."""
     slots = {
         req.row: num_places
         for req, count in step.grants
@@ -119,7 +120,8 @@ def pad_drafts(plan: StepPlan, step: Step) -> None:
 
 
 def _fits(drafts: DraftPart, num_rows: int) -> bool:
-    """True if the drafts are consistent: a plug-in may give wrong rows or too few tokens."""
+    """True if there is one count per row and the counts add up to the number of draft tokens.
+    Drafts that a plug-in gives may be wrong."""
     return len(drafts.counts) == num_rows and len(drafts.tokens) == int(drafts.counts.sum())
 
 
@@ -151,7 +153,7 @@ def prefill_cap(config: SchedulerConfig, roster: Roster) -> int:
 
 
 def room_beside_decodes(step: Step, config: SchedulerConfig, roster: Roster) -> int:
-    """Number of tokens that prompts may still have in this step, to keep its decodes fast.
+    """Number of tokens that prompts may still get in this step, so that its decodes stay fast.
 
     A decode waits for the whole step, and a prompt of moderate length makes the step several times
     as long. So while few prompt tokens are queued, they are computed in small chunks next to

@@ -1,10 +1,11 @@
 """Fast path for decodes for which no policy hook and no resource must be called.
 
-A row is plain if it has one token left to compute and no resource watches it. A serial row whose
-last token is still being computed is skipped. If all decodes fit into the budget and the free
-blocks, and the policy overrides no hook that is called for each row, plain rows are granted
-together with numpy operations; otherwise they are granted one by one in the order of the policy,
-and their counts are written back together. The plans equal those of the general path.
+A row (a running request) is plain if it has one token left to compute and no resource watches it. A
+serial row, which only one step in flight may contain, is skipped while its last token is still
+being computed. If all decodes fit into the budget and the free blocks, and the policy overrides no
+hook that is called for each row, all plain rows are granted at once with numpy operations.
+Otherwise they are granted one by one in the order of the policy, and only their counts are updated
+at once. The plans equal those of the general path.
 """
 
 from __future__ import annotations
@@ -58,10 +59,13 @@ class DecodeFastPath:
         self._has_on_grant = guard.overrides("on_grant")
 
     def grant_plain(self, step: Step) -> bool:
-        """Grant all plain rows if every running decode fits into the budget and the free blocks.
+        """Grant a token to all plain rows at once, and return True, if their order does not matter.
 
-        Their order does not matter then. If they do not fit, or the policy has hooks that are
-        called for each row, the rows are marked, and ``granter`` grants a marked row.
+        The order does not matter if the policy has no hooks that are called for each row, and the
+        budget and the free blocks suffice for every running decode. (If only blocks are missing,
+        all decodes are plain and no running prompt needs blocks, other requests are preempted.) If
+        False is returned, nothing is granted: the plain rows, unless they are few, are marked in
+        ``table.plain``, to be granted one by one through ``granter``.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
@@ -96,9 +100,10 @@ class DecodeFastPath:
         return True
 
     def _decodes(self) -> tuple[Mask, Mask, Mask | None, Counts]:
-        """Three masks over the running requests: can have one token now; these without watched
-        ones; could have one if their last token were known (``None``: no request). And the
-        number of computed tokens of each."""
+        """Return three masks over the running requests, and the number of computed tokens of each.
+        The masks mark the decodes, which can have one token now; the plain rows among them; and the
+        serial rows that wait until their last token is known (``None`` if there are no
+        resources)."""
         table, columns = self._table, self._roster.running_rows.columns
         rows = columns.rows
         pending, computed = table.num_pending.all[rows], table.num_computed.all[rows]
@@ -113,7 +118,8 @@ class DecodeFastPath:
         return decode, plain, held, computed
 
     def _grant_few(self, step: Step) -> bool:
-        """``grant_plain`` for few rows, in a loop; False if too few blocks are free."""
+        """``grant_plain`` for few rows, in a loop; False if the budget or the free blocks do not
+        suffice."""
         table, kv = self._table, self._kv
         tokens, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
         plain, held, growing, num_decodes, num_growing = [], [], [], 0, 0
@@ -155,10 +161,12 @@ class DecodeFastPath:
         step.tokens_left -= len(rows)
 
     def _secure_growing(self, rows: Rows, growing: set[int], held: Rows, step: Step) -> Rows:
-        """Get a block for each row that needs one, when too few are free, by preempting others.
+        """Get a block for each row in ``growing``, preempting other requests where no block is
+        free.
 
-        Rows with a smaller rank already got their tokens and cannot be preempted. Returns the rows
-        that remain: neither preempted nor refused.
+        ``rows`` are the plain rows, ``held`` those that wait for their last token. They are served
+        in order of rank; a row that has got its token cannot be preempted any more. Returns the
+        plain rows that were neither preempted nor refused.
         """
         considered, index = self._table.considered, step.index
         decodes = {*rows.tolist(), *held.tolist()}
@@ -183,10 +191,11 @@ class DecodeFastPath:
         return kept
 
     def granter(self, step: Step) -> Callable[[Request], None]:
-        """Return a function that grants a token to a marked row not offered or preempted yet.
+        """Return a function that grants one token to a row that ``grant_plain`` has marked. The
+        function does nothing for a row that was offered its token or preempted in this step.
 
-        ``write_back`` advances the counts later, unless a hook reads them before. It is a closure,
-        so that values common to all rows are read once.
+        ``write_back`` advances the counts of these rows later, unless a hook must see them advanced
+        before. A closure is used so that values common to all rows are read once.
         """
         table, kv, index, size = self._table, self._kv, step.index, self._kv.block_size
         considered = table.considered.at
@@ -218,7 +227,7 @@ class DecodeFastPath:
         return grant_one
 
     def _secure_next(self, req: Request, position: int, step: Step) -> bool:
-        """Get a block for this position, if it is the first of a new block."""
+        """Get a block for this position unless the request has one. False if that fails."""
         kv = self._kv
         if position < kv.num_held[req.row] * kv.block_size:
             return True
@@ -228,7 +237,7 @@ class DecodeFastPath:
         return True
 
     def write_back(self, step: Step) -> None:
-        """Advance the counts of the rows that ``granter`` granted."""
+        """Advance the counts of the rows that were granted through ``granter``."""
         if step.plain:
             step.plain_rows = self._roster.running_rows.sorted(step.plain)
             if not self._has_on_grant:
@@ -236,7 +245,8 @@ class DecodeFastPath:
             step.plain.clear()
 
     def rest(self, step: Step) -> list[Request]:
-        """Running requests that were not granted in bulk: decodes first, each part by rank."""
+        """Running requests that were not granted in bulk: first decodes, then prompts, each in
+        order of rank."""
         rows = self._roster.running_rows.columns.rows
         if len(step.plain_rows) == len(rows):
             return []

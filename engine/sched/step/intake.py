@@ -18,7 +18,8 @@ FEW = 64  # up to this many timers, those of ended requests are not removed
 
 
 class Intake:
-    """Queues new requests, or refuses them: impossible ones, ids in use, a full queue."""
+    """Queues new requests. Refuses requests that can never run, ids in use, and every request while
+    the queue is full."""
 
     def __init__(self, config: SchedulerConfig, settler: Settler) -> None:
         self.timers = Timers()

@@ -105,8 +105,9 @@ class Settler:
         self.policy.on_finish(req, self.view)
 
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
-        """End the request if all blocks together are too few for ``num_tokens`` tokens, since it
-        would block the queue for ever. Called when too few blocks are free."""
+        """End a request for whose ``num_tokens`` tokens all blocks together are too few, since it
+        would block the queue for ever. Returns whether it was ended. Called when too few blocks are
+        free."""
         needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
         if needed <= self.kv.num_usable:
             return False
@@ -119,8 +120,8 @@ class Settler:
         return True
 
     def take_orphans(self) -> Iterator[Request]:
-        """Take the requests that disabled resources had parked, to be woken. One whose KV is being
-        loaded is ended instead, since the end of the load will not be reported."""
+        """Yield the requests to wake because the resource that parked them was disabled. One whose
+        KV is being loaded is ended instead, since the end of the load will not be reported."""
         for req in self.resources.take_orphans():
             if self.kv.is_loading(req):
                 message = "the resource that was loading its KV was disabled"
@@ -148,11 +149,12 @@ class Settler:
         self.roster.unseat(req, self.view.now, cause)
 
     def revoke(self, req: Request, start: int) -> None:
-        """Handle invalid KV: what the request wrote from position ``start`` on, and all KV that
-        was computed from it.
+        """Handle invalid KV: what the request wrote from position ``start`` on, and all KV that was
+        computed from it.
 
-        Requests that adopted these blocks restart. Requests that read them are in a step in flight
-        or in the one being settled, so their rows still exist, even if they have ended.
+        Requests that took these blocks from the prefix cache restart. Requests that read them are
+        in a step in flight or in the one being settled, so their rows still exist, even if they
+        have ended.
         """
         involved = [other for other in self.roster.by_row if other is not None]
         for row in self.kv.revoke(req, start, involved):
@@ -168,7 +170,8 @@ class Settler:
         table.take_back(rows, np.where(current & (num_drafts > 0), rejected, 0))
 
     def _fail(self, plan: StepPlan, result: StepResult) -> list[End]:
-        """End the rows with an error, and remove the blocks they wrote from the prefix cache."""
+        """End the requests of rows with an error, and remove the blocks they wrote from the prefix
+        cache. Returns these ends."""
         failed = []
         for index, message in result.errors.items():
             row = int(plan.rows[index])
@@ -185,7 +188,8 @@ class Settler:
         return failed
 
     def restart(self, row: int) -> None:
-        """Return the request to the queue with nothing computed; results in flight are dropped."""
+        """Return the request in this row to the queue with nothing computed; its results in flight
+        are dropped."""
         req = self.roster.by_row[row]
         assert req is not None
         self.roster.table.restart(row)
@@ -247,8 +251,12 @@ class Appender:
         return self._members_of(self._roster.running_rows.columns.rows, is_full=True)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Publish the blocks that end at ``counts``. One of ``num_tokens`` and ``num_computed`` of
-        these rows grew by one to ``counts``; ``other``, the other column, must have reached it."""
+        """Publish the blocks that are complete now: ``num_tokens`` and ``num_computed`` have both
+        reached their ends.
+
+        One of these two columns of the rows has just grown by one, to ``counts``; ``other`` is the
+        other column.
+        """
         ends = (counts % self._block_size == 0).nonzero()[0]
         if not ends.size:
             return
@@ -301,7 +309,8 @@ class Appender:
         return members.may_have_ended(tokens, num_tokens)
 
     def _members_of(self, rows: Rows, is_full: bool) -> Members:
-        """Members for these rows, reused while they are all running requests, unchanged."""
+        """The ``Members`` of these rows. If they are all running requests (``is_full``), the object
+        is reused until a request starts or stops running."""
         version = self._roster.running_rows.version if is_full else -1
         if not is_full or version != self._version:
             self._members, self._version = Members(rows, self._roster), version
@@ -310,7 +319,8 @@ class Appender:
     def _sampled(
         self, plan: StepPlan, result: StepResult, is_full: bool
     ) -> tuple[Rows, Counts, Sequence[int]]:
-        """Rows whose token is needed, the tokens, and their places in the plan."""
+        """Rows whose sampled token must be appended, these tokens, and the rows' indices in the
+        plan."""
         table, rows, tokens = self._roster.table, plan.rows, result.token_ids
         if is_full:
             return rows, tokens, range(len(rows))
@@ -324,11 +334,12 @@ class Appender:
 
 
 def stopped_by(req: Request, token: int, num_tokens: int) -> tuple[FinishReason, int | None] | None:
-    """Finish reason and stop reason if this token, the last of ``num_tokens``, ends the request;
-    else ``None``.
+    """Finish reason and stop reason if ``token``, the last of the request's ``num_tokens`` tokens,
+    ends it; else ``None``.
 
-    The end-of-text token has no stop reason; for other stop tokens it is the token id. Stop tokens
-    before ``min_tokens`` outputs cannot be sampled, so only a forced one can occur here.
+    The stop reason of a stop token is its id; the end-of-text token and the length limit have none.
+    Stop tokens before ``min_tokens`` outputs cannot be sampled, so only a forced one can occur
+    here.
     """
     if token in req.stop_ids and num_tokens - req.num_prompt >= req.params.min_tokens:
         return "stop", None if token in req.add.eos_token_ids else token
@@ -367,8 +378,9 @@ class Counters:
     floor_seconds: float = 0.0
 
     def count_rescue(self, culprit: str, *, was_saved: bool) -> None:
-        """Count a step in which the default order replaced the policy's and granted tokens
-        (``was_saved``); the first is logged. ``culprit``: what scheduled no request, and why."""
+        """Count a step for which the policy scheduled nothing, if the default order then granted
+        tokens (``was_saved``). The first is logged. ``culprit``: what scheduled no request, and
+        why."""
         self.num_rescued_steps += was_saved
         if was_saved and self.num_rescued_steps == 1:
             self.rescued_from = f"{culprit} scheduled no request although one could run"
@@ -379,8 +391,8 @@ class Counters:
 
 
 class Members:
-    """The requests in the rows of a plan, and their constant fields. Plans have equal rows while no
-    request starts or ends, so they share this object."""
+    """The requests in the rows of a plan, and their constant fields. Consecutive plans share this
+    object while no request starts or ends, since their rows are equal."""
 
     def __init__(self, rows: Rows, roster: Roster) -> None:
         table = roster.table
@@ -400,7 +412,8 @@ class Members:
         self._have_started = False
 
     def take_started(self) -> list[int]:
-        """Indices of requests that get the first token since their start. Called before each."""
+        """Indices of requests whose next token is the first since they got their seat. Called
+        before each token; only the first call finds any."""
         if self._have_started:
             return []
         self._have_started = True
@@ -409,7 +422,8 @@ class Members:
         return indices
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
-        """Indices of requests that may end with these tokens. ``num_tokens`` includes them."""
+        """Indices of requests that may end with these tokens. ``num_tokens``: the lengths of the
+        requests, including them."""
         ended = num_tokens >= self._limits
         if self._may_stop:
             ended |= self._stop_ids == tokens
@@ -441,7 +455,8 @@ class OutputColumns:
         places: Iterable[int],
         started: Iterable[int],
     ) -> None:
-        """Add one token for each member. ``started``: indices of those with their first token."""
+        """Add one token for each member. ``places``: their indices in the plan; ``started``:
+        indices of members whose token is the first since they got their seat."""
         self.reqs, self._ids, self._tokens = members.reqs, members.ids, tokens
         self._only_client = members.only_client
         if self.result.logprobs or self.result.prompt_logprobs:
@@ -449,7 +464,8 @@ class OutputColumns:
         self._started = set(started)
 
     def add(self, req: Request, tokens: list[int], place: int, *, is_first: bool) -> int:
-        """Add the tokens of one request at ``place`` in the plan; returns its index here."""
+        """Add the tokens of the request at index ``place`` of the plan; returns its index in these
+        outputs. ``is_first``: they are its first since it got its seat."""
         index = len(self.reqs)
         if len(tokens) != 1 and self._counts is None:
             self._counts = [1] * index
@@ -526,7 +542,8 @@ class OutputColumns:
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
-        """Copy the details that few requests have: first output, end, log-probabilities."""
+        """Copy the details of request ``i`` that few requests have: first output, end,
+        log-probabilities. ``index``: its index in ``out``."""
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:

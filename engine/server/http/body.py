@@ -1,4 +1,4 @@
-"""Read request bodies, with a limit for each and one for all that are being read."""
+"""Read request bodies. There is a size limit for each, and one for all that are being read."""
 
 from __future__ import annotations
 

@@ -78,8 +78,9 @@ class ApiRoute(Route):
         also: Sequence[int] = (),
     ) -> None:
         """takes, gives: types of the request and response bodies (``dict``: any object); a route
-        whose request has ``stream`` also returns events. also: statuses besides ``ALWAYS``, and
-        besides 404 for routes that name a model. The handler's docstring is the summary."""
+        whose request has a field ``stream`` also returns events. also: statuses that it may return
+        besides ``ALWAYS``; 404 is added for routes that name a model. The handler's docstring is
+        the summary."""
         super().__init__(path, answered(handle), methods=[method])
         self.method = method
         self.takes = takes

@@ -79,7 +79,8 @@ def is_allowed(scope: Scope) -> bool:
 
 
 def varying(send: Send) -> Send:
-    """Add ``Vary: Origin`` to responses, so that no cache gives a page another origin's."""
+    """Add ``Vary: Origin`` to responses, so that no cache gives a page the response for another
+    origin."""
 
     async def send_varying(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -221,7 +221,8 @@ class StructuredAnswer(ParsedAnswer):
         self._part, self._has_begun, self._spaces, self._is_closed = kind, False, [], False
 
     def _beginning(self, kind: type, text: str) -> str:
-        """Trim the beginning of a part, whose text so far is white space; "" while it still is."""
+        """The beginning of a part, trimmed. "" while the part has only white space, which is kept
+        for the next call."""
         if not text.strip():
             self._spaces.append(text)
             return ""

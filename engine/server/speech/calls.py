@@ -28,7 +28,8 @@ class CallSyntax(NamedTuple):
     inner: tuple[str, ...] = ()
     """Markers inside a call."""
     bare: Literal["never", "start", "line"] = "never"
-    """Where an object without a marker is a call: nowhere, first in the answer, or on a line."""
+    """Where an object without a marker is a call: nowhere, at the start of the answer, or at the
+    start of any line."""
 
 
 class CallReader(ABC):

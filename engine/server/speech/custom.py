@@ -130,5 +130,5 @@ class InputReader:
         return text
 
     def end(self) -> str:
-        """Return the rest of the text."""
+        """Return the rest of the input text."""
         return input_of(self.arguments)[self._num_sent :]

@@ -19,8 +19,9 @@ from engine.server.speech.tagged_calls import GlmCalls, QwenCoderCalls
 
 @dataclass(frozen=True)
 class Calls:
-    """The format of enforced tool calls: ``begin`` arguments ``end`` for each call, ``between`` two
-    calls, and ``before`` and ``after`` all of them. ``{name}`` stands for the tool's name."""
+    """The format of enforced tool calls. Each call is ``begin``, its arguments and ``end``;
+    ``between`` separates two calls, ``before`` and ``after`` enclose all of them. ``{name}`` stands
+    for the tool's name."""
 
     begin: str
     end: str
@@ -36,7 +37,7 @@ class Calls:
     message_end: str = ""
     """The end of such a message."""
     text: str = ""
-    """The beginning of the final text."""
+    """How the final text begins."""
 
 
 @dataclass(frozen=True)

@@ -110,11 +110,12 @@ class Rules:
         return text in added and added[text].special
 
     def letters(self, markers: Sequence[str]) -> list[str]:
-        """Regular expressions for markers that are no special tokens."""
+        """Regular expressions for those markers that are no special tokens."""
         return [in_regex(each) for each in markers if not self.is_special(each)]
 
     def part(self, form: Grammar) -> str:
-        """Add a grammar that is compiled on its own, and return its name."""
+        """Add a grammar that is compiled on its own, and return the name by which rules refer to
+        it."""
         self._parts.append(form)
         return f"@part_{len(self._parts) - 1}"
 
@@ -123,8 +124,9 @@ class Rules:
         return self.part(schema_of_arguments(schema, is_strict=is_strict))
 
     def opens(self, text: str, *, scope: str = "", follows: bool = False) -> None:
-        """Record that ``text`` precedes the last part. scope: text that must have been written
-        before it, as the last of its kind; follows: the text directly follows another part."""
+        """Record that ``text`` directly precedes the part that was added last. scope: one of
+        several alternative texts, of which it must have been the last to be written before;
+        follows: the text directly follows another part."""
         self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
 
     def answer(self, chat_format: ChatFormat, form: Grammar, prompt: str) -> str:
@@ -161,12 +163,12 @@ class Rules:
         return self.until(end)
 
     def until(self, text: str, but: str = "") -> str:
-        """Add a rule for any text up to and including the next ``text``; but: a regular expression
-        operator that excludes some texts."""
+        """Add a rule for any text up to and including the next ``text``; but: a suffix of the
+        expression that excludes some texts (see ``_without``)."""
         return self.add("until", f"/(?s:.*){in_regex(text)}/{but}", "[lazy]")
 
     def begun(self, calls: Calls, text: str) -> str:
-        """A text with its optional beginning (see ``Calls.text``)."""
+        """The expression ``text`` after the optional beginning of a final text (``Calls.text``)."""
         return f"({self.text(calls.text)})? {text}" if calls.text else text
 
     def calls(self, begin: str, bodies: dict[str, str]) -> str:
@@ -178,7 +180,8 @@ class Rules:
         return self.add("call", " | ".join(each))
 
     def many(self, first: str, call: str, calls: Calls, *, is_single: bool) -> str:
-        """One call or several; first: the first call with the text before it."""
+        """The expression for one call or several; first: the expression for the first call with the
+        text before it."""
         more = "" if calls.between is None or is_single else self.text(calls.between)
         parts = [first, f"({more} {call})*" if calls.between is not None and not is_single else ""]
         return " ".join(part for part in [*parts, self.text(calls.after)] if part)
@@ -210,7 +213,8 @@ def _body(rules: Rules, calls: Calls, tool: Tool) -> str:
 
 
 def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
-    """The schema of a call as an object. References in the tool's schema get its new root."""
+    """The schema of a call as a JSON object. References in the tool's schema are adapted to its new
+    place."""
     arguments = _moved(tool.parameters, f"#/properties/{calls.key}")
     return {
         "type": "object",
@@ -224,8 +228,8 @@ def _object(calls: Calls, tool: Tool) -> dict[str, Any]:
 
 
 def _moved(schema: Any, root: str) -> Any:
-    """The schema with references to its new root. References in a schema with ``$id`` stay, since
-    they are relative to that schema."""
+    """A schema whose references are adapted to its new place, ``root``, in another schema.
+    References in a schema with ``$id`` stay, since they are relative to that schema."""
     if isinstance(schema, list):
         return [_moved(each, root) for each in schema]
     if not isinstance(schema, dict) or isinstance(schema.get("$id"), str):

@@ -26,7 +26,7 @@ MAX_HEADER = 1000  # characters
 
 
 class HarmonyHeader(NamedTuple):
-    """The text of a header with its markers; not ``is_whole``: no message follows it."""
+    """The text of a header with its markers; ``is_whole`` is False if no message follows it."""
 
     text: str
     is_whole: bool

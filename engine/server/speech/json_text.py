@@ -53,7 +53,8 @@ class JsonText:
         plain: Callable[[str], str] = unchanged,
         ends: tuple[str, ...] = (),
     ) -> None:
-        """plain: replaces marker characters by their texts; ends: texts that may follow."""
+        """plain: replaces marker characters by their texts; ends: texts that may follow the
+        value."""
         self.end: Literal["whole", "mended", "cut"] = "whole"
         """``mended``: incomplete, and its brackets were closed; ``cut``: incomplete."""
         self._source = source
@@ -180,7 +181,8 @@ class JsonText:
             yield from self._member(char)
 
     def _begins(self, char: str) -> Waits[bool]:
-        """Whether an element or a member begins here. A missing comma before it is added."""
+        """Whether ``char`` begins an element or a member. If a comma is missing before it, the
+        comma is added."""
         is_array = self._stack[-1] == "["
         if self._is_after_value and not self._has_comma:
             if char not in (VALUE_BEGINS if is_array else "\"'"):
@@ -229,7 +231,8 @@ class JsonText:
         yield closed
 
     def _space(self) -> Waits[str]:
-        """Hold white space back, and return the character after it."""
+        """Skip white space, which is held back until the next piece, and return the character after
+        it."""
         source = self._source
         while True:
             char = yield from source.peek()
@@ -276,7 +279,8 @@ class JsonText:
         return (yield from self._key_follows(offset, is_due=True))
 
     def _key_follows(self, offset: int, *, is_due: bool) -> Waits[bool]:
-        """Whether a key and a colon follow; is_due: the result if the text is too short to tell."""
+        """Whether a key and a colon follow at ``offset``; is_due: the result if the text is too
+        short to tell."""
         source = self._source
         while True:
             begin = source.at + offset

@@ -230,7 +230,8 @@ def _regex_in(written: str) -> str:
 
 def _expand(rules: dict[str, Node], name: str, space: str, inside: dict[str, int]) -> str | None:
     """The expression of a rule; ``None`` if it is recursive beyond ``MAX_NESTING``. space: an
-    expression that may match before each terminal; inside: how often each rule is open."""
+    expression that may match before each terminal; inside: how often each rule encloses this
+    one."""
     if name not in rules:
         raise LarkError(f"{name!r:.40} is not defined")
     if inside.get(name, 0) > MAX_NESTING:

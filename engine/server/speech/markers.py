@@ -46,7 +46,7 @@ class Markers:
         return replaced
 
     def has(self, text: str) -> bool:
-        """Whether a marker is a token."""
+        """Whether a marker is one token of the tokenizer."""
         return text in self._signs
 
     def read(self, text: str) -> str:
@@ -97,7 +97,8 @@ class MarkedText:
         self._held = ""  # the beginning of a marker whose end has not arrived
 
     def read(self, token_ids: list[int], text: str) -> str:
-        """Add tokens, and text that may arrive later; return the text for the parser."""
+        """Add new tokens and new text, which may lag behind the tokens; return the text for the
+        parser."""
         for token in token_ids:
             self._decoded += len(self._decoder.feed([token]))
             if token in self._cut:

@@ -49,7 +49,7 @@ class TextSource:
         self.mark = self.at
 
     def give_back(self) -> int:
-        """Rewind to the mark; return the number of characters."""
+        """Rewind to the mark and remove it; return by how many characters."""
         assert self.mark is not None
         num = self.at - self.mark
         self.at, self.mark = self.mark, None
@@ -87,7 +87,8 @@ class TextSource:
         return found
 
     def match(self, pattern: re.Pattern[str]) -> Waits[re.Match[str] | None]:
-        """Skip and return a match of a pattern that also matches every prefix of a match."""
+        """Skip and return a match at the position; ``None`` if there is none. ``pattern`` must also
+        match every beginning of a text that it matches."""
         yield from self.peek()
         while True:
             match = pattern.match(self.text, self.at)
@@ -99,7 +100,8 @@ class TextSource:
         return match
 
     def standing(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """The first of ``literals`` at ``offset`` from the position; "" if there is none."""
+        """The first of ``literals`` that stands at ``offset`` from the position; "" if none
+        does."""
         while True:
             rest = None
             for literal in literals:
@@ -111,7 +113,7 @@ class TextSource:
             yield None
 
     def look(self, offset: int) -> Waits[tuple[str, int]]:
-        """The first character after ``offset`` that is not white space, and its offset; "" if the
+        """The first character from ``offset`` on that is not white space, and its offset; "" if the
         answer ends before it, or after ``MAX_LOOK`` characters."""
         while True:
             match = SPACE.match(self.text, self.at + offset)
@@ -124,7 +126,8 @@ class TextSource:
             yield None
 
     def follows(self, offset: int, literals: Iterable[str]) -> Waits[str]:
-        """The first of ``literals`` after white space; ``END`` at the end, "" for other text."""
+        """The first of ``literals`` that stands at ``offset`` after white space; ``END`` at the end
+        of the answer, "" if none does."""
         char, offset = yield from self.look(offset)
         if not char:
             return END

@@ -69,7 +69,8 @@ class TaggedCalls(ObjectCalls):
         yield CallEnd()
 
     def _any_arguments(self, name: str, first: tuple[str, ...], *, is_marked: bool) -> Steps[bool]:
-        """Try to parse the arguments of a call; first: the tags that they may begin with."""
+        """Try to parse the arguments of a call. first: the tags that they may begin with;
+        is_marked: an opener precedes the call, which may then have no arguments."""
         char = yield from self.source.skip_space()
         if (yield from self.source.standing(0, (*first, *self.closers))):
             yield from self.tagged(name)
