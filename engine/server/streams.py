@@ -89,7 +89,8 @@ async def _left(receive: Receive) -> None:
 
 
 async def together(sources: list[AsyncGenerator[T, None]]) -> AsyncGenerator[tuple[int, T], None]:
-    """Merge the items of generators, with the generator's index. The first error ends all."""
+    """Yield the items of all generators as they come, each with the index of its generator. The
+    first error is raised and ends all generators."""
     if len(sources) == 1:
         async with contextlib.aclosing(sources[0]) as source:
             async for only in source:

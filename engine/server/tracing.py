@@ -1,4 +1,5 @@
-"""OpenTelemetry: one span per request, made when it ends, with the parent from ``traceparent``."""
+"""OpenTelemetry: one span per request, made when the request ends; its parent is in the
+``traceparent`` header."""
 
 from __future__ import annotations
 
@@ -97,7 +98,7 @@ class GuardedExporter(SpanExporter):
 
 
 class LastMessage(logging.Handler):
-    """Keeps a library's last log message, which has the reason of a failure, and prints none."""
+    """Keeps the last log message of a library, which says why something failed, and prints none."""
 
     message = "no answer"
 

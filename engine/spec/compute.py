@@ -68,7 +68,8 @@ class DraftModel(Feature):
     def __init__(
         self, model: ModelConfig, info: ModelInfo, config: ResolvedConfig, num_drafts: int
     ) -> None:
-        """model, info: the draft model's. config: the worker's. num_drafts: most per row."""
+        """model, info: of the draft model. config: of the worker. num_drafts: the most drafts per
+        row."""
         self._config = config
         self._info = info
         self._model_config = model
@@ -79,7 +80,7 @@ class DraftModel(Feature):
         self._has_met_shapes = False
 
     def attach(self, machine: Machine) -> None:
-        """Load the model. Raises ``ConfigError``."""
+        """Load the draft model, and prepare its passes. Raises ``ConfigError``."""
         config, sched, platform = self._config, self._config.scheduler, machine.platform
         model = self.load(machine)
         requested = config.cache.kv_cache_dtype
@@ -199,7 +200,8 @@ class Passes:
     """The forward passes of the draft model after a step."""
 
     def __init__(self, machine: Machine, target: Machine, limit: int) -> None:
-        """machine: the draft model's, with own slots; target: the model's. limit: of positions."""
+        """machine: the draft model with slots of its own. target: the machine of the model that
+        verifies. limit: the number of positions that the draft model can compute."""
         self.machine = machine
         self._target = target
         self._limit = limit
@@ -213,8 +215,9 @@ class Passes:
             self._mixed = record_mixed(self.machine, mixed_sizes, self._limit)
 
     def run(self, work: DraftWork) -> torch.Tensor | None:
-        """Compute the tokens of ``work``. Returns drafts [most wanted, rows that want some], int32
-        on the device, negative where there is none; ``None`` if none are wanted."""
+        """Compute the tokens of ``work``, and propose drafts. Returns int32 [largest number wanted,
+        rows that want drafts] on the device, negative where no token could be sampled; ``None`` if
+        no row wants drafts."""
         wants = work.wanted > 0
         slots = self.machine.platform.upload(work.slots[wants].astype(np.int32))
         # Positions of the last sampled tokens; the host only knows upper bounds of them.
@@ -233,8 +236,8 @@ class Passes:
     # -- helpers
 
     def _first(self, work: DraftWork, last: torch.Tensor) -> torch.Tensor:
-        """Compute the tokens. Returns the hidden states [R, H] of the last accepted token of each
-        row that wants drafts."""
+        """Compute the tokens of ``work`` in one pass. last: the position of the last accepted token
+        of each of the R rows that want drafts. Returns the hidden states [R, H] of these tokens."""
         machine, upload = self.machine, self.machine.platform.upload
         seqs = np.flatnonzero(work.wanted)
         rows = PlanRows(work.slots, work.starts, work.counts, work.wanted * 0)
@@ -266,7 +269,8 @@ class Passes:
         return machine.model.forward(batch, machine.kv).last
 
     def _further(self, rows: PlanRows, drafts: torch.Tensor, num_more: int) -> list[torch.Tensor]:
-        """Decode ``num_more`` further drafts. rows: one token each; drafts [R]: first drafts."""
+        """Decode ``num_more`` further drafts of each row, and return a tensor [R] for each of them.
+        rows: R rows of one token each; drafts [R]: their first drafts."""
         machine, target = self.machine, self._target
         graph = self._graphed.smallest(len(drafts))
         padded = len(drafts) if graph is None else graph.num_rows
@@ -287,7 +291,8 @@ class Passes:
         return more
 
     def _decode(self, room: Room, longest: int) -> torch.Tensor:
-        """One decode without a recorded graph. longest: most tokens of a sequence after it."""
+        """Decode one draft per row without a recorded graph. longest: the length of the longest
+        sequence after it, in tokens."""
         machine, num = self.machine, room.num_seqs
         batch = machine.batches.build(room, Extent(num, max_query_len=1, max_seq_len=longest))
         batch.recorder = machine.recorder
@@ -299,7 +304,7 @@ class Passes:
     def _draw(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Sample a token for each row, [R] int32. positions: those of the new tokens."""
+        """Sample a token for each row of ``hidden``, [R] int32. positions: of the new tokens."""
         machine, drawn = self.machine, None
         if self._target.sampler.wants_largest_only:
             drawn = machine.model.largest(hidden)
@@ -322,7 +327,8 @@ class _Proposals:
         self._parts: list[tuple[DraftWork, Fetched]] = []  # a step may be computed in several parts
 
     def wanted(self, rows: PlanRows) -> Column:
-        """Numbers of drafts wanted after these rows of the step."""
+        """How many drafts are wanted for each of these rows of the step; none for a row that
+        samples no token."""
         assert self.plan.proposals is not None
         by_slot: Column = np.zeros(int(self.plan.slots.max()) + 1, dtype=np.int32)
         by_slot[self.plan.slots] = self.plan.proposals
@@ -333,7 +339,8 @@ class _Proposals:
         self._parts.append((work, fetched))
 
     def drafts(self) -> DraftPart | None:
-        """Wait for the drafts of all rows of the plan."""
+        """Wait for the copies from the device. Returns the drafts of all rows of the plan, ``None``
+        if there are none."""
         by_slot: dict[int, list[int]] = {}
         for work, fetched in self._parts:
             fetched.done.synchronize()

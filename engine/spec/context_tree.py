@@ -93,7 +93,8 @@ def grown(tree: Array) -> Array:
 
 @compiled  # type: ignore[untyped-decorator]
 def _home(tree: Any, owner: Any, token: Any) -> Any:
-    """The first place in the index to look for the row with this owner and token."""
+    """The place in the hash index at which to start looking for the row with this owner and token,
+    which are a row's key."""
     code = (np.uint64(owner) << np.uint64(32)) ^ np.uint64(token)
     code = (code ^ (code >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
     code = (code ^ (code >> np.uint64(32))) * np.uint64(0x94D049BB133111EB)
@@ -102,7 +103,8 @@ def _home(tree: Any, owner: Any, token: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _find(tree: Any, owner: Any, token: Any) -> Any:
-    """The place of this row in the index; 0 is stored there if the row does not exist."""
+    """The place in the tree's array of the index entry for the row with this owner and token; the
+    entry is 0 if there is no such row."""
     index, mask = np.int64(tree[INDEX]), np.int64(tree[SLOTS]) - 1
     at = _home(tree, owner, token)
     while True:
@@ -134,7 +136,8 @@ def _leave_index(tree: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _take(tree: Any, owner: Any, token: Any) -> Any:
-    """A new row, in the index under this key unless ``owner`` is 0; its other fields are 0."""
+    """Take an unused row and return it. It is entered in the index under this key, unless ``owner``
+    is 0; its other fields are 0."""
     row = np.int64(tree[FREE])
     if row:
         tree[FREE] = tree[row + TOKEN]
@@ -186,7 +189,8 @@ def _drop_follower(tree: Any, node: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _add(tree: Any, node: Any, token: Any, place: Any) -> None:
-    """Count one more occurrence of this token after the node's context."""
+    """Count one more occurrence of this token after the node's context, which ended at
+    ``place``."""
     tree[node + COUNT] += 1
     tree[node + PLACE] = place
     row = _get(tree, node, token)
@@ -212,7 +216,7 @@ def _subtract(tree: Any, node: Any, token: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _best(tree: Any, node: Any) -> Any:
-    """The most frequent follower; the one that occurred last among equals."""
+    """The most frequent follower of a node; of equally frequent ones, that which occurred last."""
     best = np.int64(tree[node + BEST])
     if best:
         return best
@@ -311,7 +315,8 @@ def _join(tree: Any, node: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
-    """Add the token at ``position`` with a context of ``length`` tokens; False if it is full."""
+    """Add the token at ``position``, with the ``length`` tokens before it as its context. Returns
+    False if the tree is full. path: an array to work in."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     place = (position - 1) & mask
     token = np.int64(tree[base + (position & mask)])
@@ -341,7 +346,8 @@ def _enter(tree: Any, position: Any, length: Any, path: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
-    """Remove the token at ``position``, which must be the oldest in the tree."""
+    """Remove the token at ``position``, whose context is the ``length`` tokens before it. It must
+    be the oldest token in the tree."""
     base, mask = np.int64(tree[TEXT]), np.int64(tree[LENGTH]) - 1
     token = np.int64(tree[base + (position & mask)])
     count = _descend(tree, (tree, base, mask), (position - 1) & mask, length, path)[0]
@@ -359,8 +365,8 @@ def _forget(tree: Any, position: Any, length: Any, path: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _draft(tree: Any, query: Any, known: Any, most: Any, limits: Any, path: Any) -> Any:
-    """Write drafts after the ``known`` tokens of ``query``. Returns their number and how many are
-    expected to be right."""
+    """Write drafts into ``query`` after its first ``known`` tokens. Returns the number of drafts,
+    and how many of them are expected to be right."""
     num, chance, expected = 0, 1.0, 0.0
     while num < most:
         end = known + num
@@ -405,7 +411,7 @@ def _called(*kinds: Any, returns: Any) -> Any:
 
 @_called(_ints, returns=types.void)  # type: ignore[untyped-decorator]
 def enter_rows(tree: Any) -> None:
-    """Fill the empty index of a tree in which no row was ever freed."""
+    """Enter all rows into the empty index of a tree; no row of it was ever freed."""
     for row in range(HEAD, np.int64(tree[FRESH]), ROW):
         if tree[row + OWNER]:
             at = _find(tree, np.int64(tree[row + OWNER]), np.int64(tree[row + TOKEN]))
@@ -414,7 +420,8 @@ def enter_rows(tree: Any) -> None:
 
 @_called(_ints, _long, returns=_long)  # type: ignore[untyped-decorator]
 def change_roots(tree: Any, root: Any) -> Any:
-    """Free a root without tokens; for ``root`` 0, create a root. Returns 0 if there is no room."""
+    """Free a root that has no tokens left, and return 0. For ``root`` 0, create a root and return
+    it, or 0 if the tree has no room."""
     if root:
         _give_back(tree, root)
         return 0
@@ -423,11 +430,12 @@ def change_roots(tree: Any, root: Any) -> Any:
 
 @_called(_ints, types.UniTuple(_long, 4), types.boolean, returns=_long)  # type: ignore[untyped-decorator]
 def enter(tree: Any, span: Any, is_new: Any) -> Any:
-    """Add tokens while there is room or, if ``is_new`` is false, remove them, the oldest ones.
+    """Add tokens of a text to the tree while there is room. If ``is_new`` is false, remove tokens
+    instead, which must be the oldest ones.
 
-    ``span``: the root, the index at which the text begins, and the range [first, end) of tokens.
-    The ring has the token of each index modulo its length, also for ``DEPTH`` tokens before the
-    first. Returns the first index that was not processed.
+    ``span``: the root of the text, the index at which the text begins, and the range [first, end)
+    of the tokens. The ring must have the token of each index at that index modulo its length, also
+    for the ``DEPTH`` tokens before ``first``. Returns the first index that was not processed.
     """
     root, begin, first, end = span
     depth = np.int64(tree[DEPTH])
@@ -446,11 +454,12 @@ def enter(tree: Any, span: Any, is_new: Any) -> Any:
     _ints, _ints, types.UniTuple(_long, 2), _ints, _long, _long, _floats, returns=_long
 )
 def draft(one: Any, other: Any, roots: Any, query: Any, known: Any, most: Any, limits: Any) -> Any:
-    """Write at most ``most`` drafts after the ``known`` tokens of ``query``; returns their number.
+    """Write at most ``most`` drafts into ``query`` after its first ``known`` tokens; returns their
+    number.
 
-    They are from the tree in which more drafts are expected to be right, else from ``one``. Root
-    0: that tree is not used. ``limits``: drafts per token of the context that was found, and the
-    least probability of a draft.
+    The drafts are from the tree in which more of them are expected to be right, ``one`` if both are
+    equal. ``roots``: the root to use in each tree; a tree with root 0 is not used. ``limits``: the
+    most drafts per token of the context that was found, and the least probability of a draft.
     """
     path = np.empty(max(one[DEPTH], other[DEPTH]) + 2, dtype=np.int64)
     kept = np.empty(most, dtype=np.int32)

@@ -1,7 +1,7 @@
 """Drafts: the resource that adds draft tokens to decodes, which the model verifies.
 
     settle        a request has new tokens: the proposer may be called for it again
-    begin_step    the proposer is called; a request with drafts becomes watched and serial
+    begin_step    the proposer is called; a request with drafts is in only one step at a time
     extra         the number of drafts to verify after a decode's token
     describe      writes ``plan.drafts``
     settle        counts the accepted drafts; the scheduler rolls the others back
@@ -85,7 +85,8 @@ NO_OFFER = Offer(())
 
 
 def is_due(worth: Worth | None, req: Request, tries: bool) -> bool:
-    """True if drafts of the request are wanted. tries: even if they were not worth it before."""
+    """True if drafts may be verified for this request now. tries: also if its drafts were not worth
+    it the last time."""
     return worth is None or not (worth.is_resting(req) or (worth.has_rested(req) and not tries))
 
 
@@ -109,7 +110,8 @@ class DraftStats:
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
 
     def add(self, num_proposed: NDArray[np.int32], num_right: NDArray[np.int32]) -> None:
-        """Count the rows of one step that had drafts."""
+        """Count one step: for each of its rows with drafts, how many were proposed and how many
+        were right."""
         self.num_drafts += len(num_proposed)
         self.num_draft_tokens += int(num_proposed.sum())
         self.num_accepted_tokens += int(num_right.sum())
@@ -120,8 +122,8 @@ class DraftStats:
 class Drafts(Resource):
     """Adds up to ``num_speculative_tokens`` drafts to each decode.
 
-    How many tokens a row with drafts has computed is known when its step is settled, so it is in
-    one step at a time. ``proposer``: proposes drafts. ``cut`` returns how many leading
+    How many tokens a row with drafts has computed is known only when its step is settled, so such a
+    row is in one step at a time. ``proposer``: proposes drafts. ``cut`` returns how many leading
     drafts the request's grammar allows; ``forced`` the tokens that the grammar forces, which are
     drafted before any proposal. ``worth`` chooses how many drafts are verified; ``None``: all.
     ``payoff`` decides whether a step has drafts; ``None``: always. Raises ``ConfigError`` for an
@@ -244,8 +246,8 @@ class Drafts(Resource):
     def _propose(self) -> None:
         """Call the proposer for every request that has new tokens.
 
-        A request for which it fails gets no drafts until it has further tokens. When all requests
-        have been processed, ``ValueError`` is raised for the first failure.
+        A request for which the proposer fails gets no drafts until it has further tokens. When all
+        requests have been processed, ``ValueError`` is raised for the first failure.
         """
         failed, expected, offered = "", 0.0, []
         load = None if self._payoff is None else self._payoff.load(len(self._running))
@@ -333,7 +335,8 @@ class Drafts(Resource):
         return num * (more - alone) / alone if alone > 0 else 0.0
 
     def _call(self, req: Request) -> tuple[list[int], str]:
-        """Call the proposer. Returns up to ``num_speculative_tokens`` drafts, an error text."""
+        """Call the proposer. Returns up to ``num_speculative_tokens`` drafts, and why it failed (""
+        if it did not)."""
         most = self.num_speculative_tokens
         try:
             answer = self._proposer.propose(req, most)

@@ -39,7 +39,8 @@ class KeptDrafts:
 
     def begin(self, plan: StepPlan) -> None:
         """Register the blocks of a plan. Blocks of a prefix hit keep their content, new blocks are
-        empty. Computed drafts at and after a row's first token are discarded."""
+        empty. What was computed at or after the first position of a row of the plan, such as a
+        rejected draft, no longer counts."""
         self._upto[plan.slots] = np.minimum(self._upto[plan.slots], plan.starts)
         if plan.new:
             starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -56,10 +57,12 @@ class KeptDrafts:
             self._upto[seq.slot] = self._noted[seq.slot] = upto
 
     def work(self, rows: DraftWork, limit: int, budget: int) -> DraftWork:
-        """The tokens to compute after a step with these rows. limit: positions from here on are
-        not computed. budget: most tokens. Call ``computed`` afterwards.
+        """The tokens that the draft model shall compute after a step with these rows. limit: the
+        first position that it cannot compute. budget: the most tokens of all rows together. Call
+        ``computed`` once they are computed.
 
-        A row that lacks too many tokens computes as many as the budget allows, and gets no drafts.
+        A row that needs more tokens than are left of the budget computes what is left, and gets no
+        drafts.
         """
         ends = rows.starts + rows.counts
         # All rows that want drafts get as many as the row that wants most.
@@ -86,7 +89,8 @@ class KeptDrafts:
         self._noted[work.slots] = certain
 
     def _record(self, slots: Column, first: Column, end: Column) -> None:
-        """Record that the tokens [first, end) of these rows are computed and final."""
+        """Record that the tokens [first, end) of these slots are computed and final: mark the
+        blocks from the first of them on that are full."""
         size = self._block_size
         columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())
         for slot, begin, upto in zip(*columns, strict=True):
@@ -95,7 +99,8 @@ class KeptDrafts:
 
 
 def first_group(plan: StepPlan) -> tuple[Column, Column, Column]:
-    """Slots, places and blocks of a plan's changes to the block tables of the first KV group."""
+    """A plan's changes to the block tables of the first KV group: the slots, the indices in their
+    tables, and the new block numbers."""
     columns = (plan.block_slots, plan.block_indices, plan.block_ids)
     if plan.block_groups is None:
         return columns
@@ -117,8 +122,9 @@ class SpareBlocks:
         return self._num_slots * self._each
 
     def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
-        """Block tables [slots, width] of spare blocks, numbered after the ``num_blocks`` of the
-        pool. Adjacent entries that may be needed together are different blocks."""
+        """Block tables [slots, width] that are filled with spare blocks, whose numbers follow the
+        ``num_blocks`` of the pool. A slot's blocks take turns, so that adjacent entries which its
+        drafts need at once are different blocks."""
         slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
         turns = np.arange(width, dtype=np.int32) % self._each
         tables: NDArray[np.int32] = num_blocks + slots * self._each + turns

@@ -75,7 +75,8 @@ class NgramPlaces:
         self._num_entered = max(self._num_entered, end - 1)
 
     def find(self, tokens: array[int]) -> int | None:
-        """The index after an earlier occurrence of the longest n-gram at the end of the text."""
+        """Find the longest n-gram at the end of the text that also occurred earlier. Returns the
+        index after its last earlier occurrence; ``None`` if there is none."""
         end = len(tokens)
         codes = self._codes(tokens, end)
         self._last = end, codes

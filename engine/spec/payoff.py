@@ -38,13 +38,15 @@ class DraftStepKind(NamedTuple):
 
 
 def usual(seconds: Sequence[float]) -> float:
-    """The median; the minimum of few values, since the first steps of a kind may compile code."""
+    """The median of these durations; of few durations the minimum, since the first steps of a kind
+    may compile code."""
     return median(seconds) if len(seconds) >= WINDOW // 2 else min(seconds)
 
 
 @dataclass
 class TrialCredit:
-    """The tokens that may be lost by trying drafts, over all loads."""
+    """How many tokens may be lost by trying drafts; all ``DraftLoad`` objects of an engine share
+    it."""
 
     tokens: float = MOST_CREDIT
 
@@ -52,7 +54,7 @@ class TrialCredit:
 class DraftLoad:
     """Durations of steps with about the same number of running requests, with and without drafts.
 
-    ``others``: the loads of other numbers of requests, the nearest first.
+    ``others``: returns the ``DraftLoad`` objects of other numbers of requests, the nearest first.
     """
 
     def __init__(self, credit: TrialCredit, others: Callable[[], Iterable[DraftLoad]]) -> None:
@@ -67,7 +69,8 @@ class DraftLoad:
         self.num_seqs = 1  # number of running requests now
 
     def may_draft(self) -> bool:
-        """True if this step may have drafts. Must be called once per step."""
+        """True if this step may have drafts; False where a step without drafts is to be measured,
+        and for some steps after drafts that were not worth it. Must be called once per step."""
         if self._looks:
             self._looks -= 1
             return False
@@ -81,8 +84,9 @@ class DraftLoad:
         return self._credit.tokens >= min(self.cost(), MOST_CREDIT) * self.num_seqs
 
     def is_worth(self, expected: float, num_steps: int = 1) -> bool:
-        """True if drafts that bring ``expected`` tokens are worth their cost. num_steps: number of
-        steps that a try makes more expensive."""
+        """True if drafts that bring ``expected`` tokens are worth their cost, or if the credit
+        allows to try them; then their loss is taken from the credit. num_steps: number of steps
+        that a try makes more expensive."""
         lost = self.cost() - expected / self.num_seqs
         if lost <= 0:
             self._waited = 0
@@ -131,7 +135,8 @@ class DraftLoad:
 
 
 class Payoff:
-    """The loads of an engine by number of running requests, measured with its clock."""
+    """The ``DraftLoad`` objects of an engine by number of running requests, measured with its
+    clock."""
 
     def __init__(self) -> None:
         # By number of running requests, rounded up to a power of two.
@@ -140,7 +145,7 @@ class Payoff:
         self._last: float | None = None  # end of the last step, if another one followed at once
 
     def load(self, num_running: int) -> DraftLoad:
-        """The load for this number of running requests."""
+        """The ``DraftLoad`` for this number of running requests."""
         size = num_running.bit_length()
         if size not in self._loads:
             self._loads[size] = DraftLoad(self._credit, partial(self._others, size))
@@ -155,12 +160,13 @@ class Payoff:
         self._last = now if is_busy else None
 
     def interrupted(self, now: float, *, is_busy: bool) -> None:
-        """Skip a step that has ended but computed prompts."""
+        """Skip a step that has ended but is not measured, since it computed prompts or failed.
+        is_busy: another step follows it."""
         self._last = now if is_busy else None
 
     # -- helpers
 
     def _others(self, size: int) -> list[DraftLoad]:
-        """The loads of other numbers of requests, the nearest first."""
+        """The ``DraftLoad`` objects of other numbers of requests, the nearest first."""
         sizes = sorted(self._loads, key=lambda other: abs(other - size))
         return [self._loads[other] for other in sizes if other != size]

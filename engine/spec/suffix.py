@@ -33,11 +33,11 @@ STRIDE = 64  # tokens that are written into the ring or removed at a time
 class SuffixProposer:
     """Proposes drafts after contexts of up to ``max_depth`` tokens.
 
-    At most ``max_factor`` drafts per token of the context that was found (rounded down, at least
-    one), while the product of their relative frequencies is at least ``min_probability``. The
-    outputs of the last ``max_requests`` ended requests are kept, up to ``num_shared`` tokens (a
-    power of two), with the last ``max_depth`` tokens of their prompts as context. A request uses
-    only outputs of requests with the same cache salt.
+    It proposes at most ``max_factor`` drafts per token of the context that was found (rounded down,
+    at least one), and stops where the product of the drafts' relative frequencies falls below
+    ``min_probability``. The outputs of the last ``max_requests`` ended requests are kept, up to
+    ``num_shared`` tokens (a power of two), with the last ``max_depth`` tokens of their prompts as
+    context. A request uses only outputs of requests with the same cache salt.
 
     The cost of a step depends on its new tokens, not on the length of the texts. A tree takes 164
     bytes per token of its capacity. The capacity of a request's tree is a power of two, at least
@@ -112,7 +112,8 @@ class OwnText:
 
 @dataclass(slots=True)
 class EndedText:
-    """The output of an ended request: its start, and how much of it is in the ring and the tree."""
+    """The output of an ended request, with the end of its prompt as context; where it begins in the
+    ring, and how many of its tokens are in the ring and in the tree."""
 
     salt: str | None
     tokens: array[int]  # end of the prompt, and the output, until all of it is in the ring
@@ -153,7 +154,8 @@ class EndedTexts:
             del self._waiting[1]  # the first may be partly in the tree
 
     def work(self, num_tokens: int) -> None:
-        """Add queued texts: about ``num_tokens`` tokens, including those dropped for it."""
+        """Add queued texts to the tree, and drop the oldest ones where there is no room: about
+        ``num_tokens`` tokens per call, added and dropped ones together."""
         while self._waiting and num_tokens > 0:
             text = self._waiting[0]
             if text.begin < 0 and not self._begin(text):
@@ -174,7 +176,8 @@ class EndedTexts:
                 self._waiting.popleft()
 
     def _begin(self, text: EndedText) -> bool:
-        """Give the text a root; False if there is no room for another text."""
+        """Start to add a text: give it a root in the tree. Returns False if there is no room for
+        another text."""
         if len(self._held) >= self._max_requests:
             return False
         root, num_texts = self._roots.get(text.salt, (NO_ROOT, 0))
@@ -187,7 +190,8 @@ class EndedTexts:
         return True
 
     def _place(self, text: EndedText) -> bool:
-        """Write the text's next tokens into the ring, if they overwrite no tokens in use."""
+        """Write the text's next tokens into the ring. Returns False, and writes none, if they would
+        overwrite tokens in use."""
         tokens = text.tokens[text.num_placed : text.num_placed + STRIDE]
         if self._next + len(tokens) - self._oldest > self._num_tokens - self._depth:
             return False
@@ -200,7 +204,8 @@ class EndedTexts:
         return True
 
     def _forget(self) -> int:
-        """Drop the next piece of the oldest text. Returns its size, at least 1."""
+        """Drop the next piece of the oldest text. Returns the number of tokens in it, at least
+        1."""
         text, first = self._held[0], self._oldest
         self._oldest = end = max(first, min(first + STRIDE, text.begin + text.num_entered))
         first = max(first, text.begin + text.num_prompt)

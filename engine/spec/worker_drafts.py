@@ -54,8 +54,9 @@ class WorkerDrafts(Drafts):
             self._set_drafting(req, len(drafts) > 0 or req.row in self._wishing)
 
     def extra(self, req: Request, step: Step) -> int:
-        """The number of drafts to verify. Decodes next to rows with drafts must have their shape.
-        So new requests with one token to compute, which have no drafts yet, are padded to it."""
+        """The number of drafts to verify after the request's next token. In a step with drafts, all
+        decodes must have the same shape. So a new request with one token to compute, which has no
+        drafts yet, gets as many as the other rows; they are padding."""
         if not req.is_waiting:
             return super().extra(req, step)
         if req.num_pending or self._has_prefill or not self._drafting:
@@ -94,8 +95,8 @@ class WorkerDrafts(Drafts):
     # -- helpers
 
     def wanted(self, plan: StepPlan) -> Column | None:
-        """How many drafts the worker shall propose for each row of this step. ``None``: it need
-        not even compute the tokens that its drafts would follow."""
+        """How many drafts the worker shall propose for each row of this step. ``None``: it proposes
+        none, and need not compute the step's tokens for later drafts either."""
         useful = self._useful(plan)
         # Zeros let the draft model compute a prompt's tokens now, not all of them later.
         nothing = None if plan.samples.all() else useful * 0

@@ -27,7 +27,8 @@ MOST_REST = 64  # longest rest, in tokens
 
 
 class Rates:
-    """The share of right drafts by position, if those before are right. Old drafts weigh less."""
+    """For each position, the share of drafts that were right, counting only drafts with none but
+    right ones before them. Old drafts weigh less."""
 
     def __init__(
         self, num_places: int, keep: float, tried: float = 0.0, right: float = 0.0
@@ -76,7 +77,8 @@ class Worth:
         return min(len(drafts), self._num_places, max(1, int(TRIED / max(price, 1e-3))))
 
     def expect(self, req: Request, most: int, price: float = -1.0) -> tuple[int, float]:
-        """How many of ``most`` drafts yield more than the price, and the tokens they yield."""
+        """How many of ``most`` drafts each yield more tokens than ``price``, and the tokens that
+        these drafts yield in all."""
         own, every = self._own.get(req.arrival), self._all
         weight, known = PRIOR, 0.0
         if own is not None:  # drafts at other positions are evidence, too

@@ -162,8 +162,8 @@ class _Closer:
         return self._nests[id(schema)]
 
     def _parts(self, schema: Schema) -> Iterator[tuple[Schema, Choices, bool]]:
-        """Yield the schemas that may hold for the same value, their choices, and whether they only
-        test it (``if``)."""
+        """Yield the schemas that may hold for the same value as this one, each with the
+        alternatives in which it holds, and with whether it only tests the value (``if``)."""
         waiting: list[tuple[Any, Choices, bool]] = [(schema, (), False)]
         seen = set()
         while waiting:
@@ -266,7 +266,8 @@ def _note(nest: Nest, part: Schema, choices: Choices, is_question: bool) -> None
 
 
 def _outermost(whole: Schema) -> Iterator[Schema]:
-    """Yield the schemas that are the single schema of a value."""
+    """Yield the schemas that describe a value by themselves, rather than as a part of another
+    schema for the same value."""
     waiting: list[tuple[Any, bool]] = [(whole, True)]
     while waiting:
         schema, is_whole = waiting.pop()
@@ -286,7 +287,7 @@ def _outermost(whole: Schema) -> Iterator[Schema]:
 
 
 def _go_together(one: Choices, other: Choices) -> bool:
-    """Whether schemas under these choices may hold for the same value."""
+    """Whether schemas may hold for the same value, given the alternatives in which each holds."""
     taken = dict(one)
     return all(taken.get(choice, number) == number for choice, number in other)
 

@@ -38,9 +38,10 @@ class Matcher(Protocol):
         """Advance past these tokens, all of which must be allowed."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the mask bits of the tokens allowed next, and after each draft up to the first draft
-        that is not allowed. Changes nothing else. Raises if no token is allowed next; a draft after
-        which no token is allowed gets an empty mask.
+        """Set the bits of the tokens that are allowed next, in the first mask, and after each
+        draft, in one mask each, up to the first draft that is not allowed. Changes nothing else.
+        Raises if no token is allowed next; a draft after which no token is allowed gets an empty
+        mask.
 
         masks: [1 + drafts, words] int32, all zero; bit t % 32 of word t // 32 is token t.
         """
@@ -54,7 +55,7 @@ class Compilation(Protocol):
     """A grammar that is being compiled or has been."""
 
     def wait(self) -> Matcher:
-        """Block until ``poll`` returns a matcher or raises."""
+        """Block until the grammar is compiled; return or raise what ``poll`` then does."""
 
     def poll(self) -> Matcher | None:
         """Return a new matcher, or ``None`` while the grammar is still being compiled.
@@ -123,8 +124,8 @@ class GrammarsRefused(Resource):
 
 
 def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tuple[Resource, ...]:
-    """Add the resource for grammars, unless a resource already serves them. Where a plug-in writes
-    masks, add a resource that refuses requests with a grammar instead."""
+    """Return the resources with ``grammars`` in front, unless one of them serves grammars already.
+    If a plug-in writes masks, put a resource in front that refuses requests with a grammar."""
     writers = [resource for resource in resources if "masks" in resource.needs]
     if any(resource.serves == GrammarReadiness.serves for resource in resources):
         return tuple(resources)
@@ -132,10 +133,10 @@ def joined_by_grammars(resources: Sequence[Resource], grammars: Resource) -> tup
 
 
 class EarlySampling:
-    """Decides when a request's token is sampled before its mask is ready.
+    """Decides whether a request's next token is sampled before its mask is ready.
 
-    After a token that the grammar refuses it waits, twice as long each time; as long as the model
-    follows the grammar it samples every token early.
+    When the grammar refuses such a token, the next tokens wait for their masks, twice as many each
+    time. As long as the model follows the grammar, every token is sampled early.
     """
 
     MOST = 16  # tokens to wait at most
@@ -223,7 +224,8 @@ class GrammarReadiness(Resource):
             self._compiling[req.request_id] = own
 
     def watches(self, req: Request) -> bool:
-        """Return ``False``: a running request has its compiled grammar."""
+        """Return ``False``: a running request has its compiled grammar, so no step must ask about
+        it."""
         return False
 
     def begin_step(self, step: Step) -> None:
@@ -336,7 +338,8 @@ class GrammarReadiness(Resource):
         return np.array(found, dtype=np.int32) if found else None
 
     def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
-        """Return the requests that need a mask, by row of the plan; record all early tokens."""
+        """Return the requests that need a mask, by row of the plan. A request whose token was
+        sampled early needs none if the grammar allows the token; that is recorded."""
         part = plan.masks
         assert part is not None, "no row of this plan is masked"
         owners = {index: self._owner(plan, index) for index in part.rows.tolist()}
@@ -388,7 +391,8 @@ class GrammarReadiness(Resource):
         return own.matcher
 
     def _refusal(self, req: Request, tokens: list[int]) -> str | None:
-        """Explain why the first wrong token before a stop token is refused; ``None`` if none is."""
+        """Return why the grammar refuses one of these new tokens, up to the first stop token;
+        ``None`` if it allows them."""
         ends = [place for place, token in enumerate(tokens, 1) if token in req.stop_ids]
         tokens = tokens[: ends[0]] if ends else tokens
         try:

@@ -197,7 +197,8 @@ class GuidanceCompiler:
             return self._vocabularies[eos]
 
     def _is_given_up(self, compilation: GuidanceCompilation) -> bool:
-        """Fail a compilation that is already late; every waiting request has had that error."""
+        """Fail a compilation that has exceeded the time limit before it began, and return True; the
+        requests that waited for it have had that error."""
         if not compilation.is_late:
             return False
         compilation.is_void = True

@@ -54,7 +54,7 @@ KEYWORDS_OF: dict[str, frozenset[str]] = {
     "array": OF_ARRAYS,
     "object": OF_OBJECTS,
 }
-"""The keywords that apply to values of a type only."""
+"""For each type, the keywords that apply only to values of this type."""
 IDLE: dict[str, tuple[Any, ...]] = {
     "uniqueItems": (False,),
     "unevaluatedProperties": (True, {}),
@@ -136,7 +136,7 @@ def named(value: Any) -> dict[str, Any]:
 
 
 def texts_in(value: Any) -> list[str]:
-    """Return the texts of a list, without repeats; none of any other value."""
+    """Return the strings in a list, without repeats; none if the value is not a list."""
     return list(dict.fromkeys(each for each in listed(value) if isinstance(each, str)))
 
 

@@ -14,8 +14,8 @@ from engine.structured.schemas import check_size
 from engine.structured.weakened.writer import written
 
 Others = Literal["named", "closed", "open"]
-"""Which unnamed properties an object may have: none beyond those in each schema by itself, none
-beyond those that all schemas of the object name together, or any."""
+"""Which properties an object may have: only those that each of its schemas names by itself, those
+that all of its schemas name together, or any."""
 MAX_KEPT = 4  # recent plans: the grammar and the checker need the same one in turn
 
 

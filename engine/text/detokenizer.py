@@ -85,7 +85,8 @@ class Detokenizer:
         return text[len(before) :] if text.startswith(before) else self._decode(self._pending)
 
     def _restart(self, token_ids: list[int]) -> str:
-        """Start a new stream after returned text would have changed, its bytes being invalid."""
+        """Start a new stream of text: text that was returned already would change, since its bytes
+        turned out to be invalid. Returns the text of all withheld tokens."""
         self._pending += token_ids
         text = self.flush()
         context = self._pending

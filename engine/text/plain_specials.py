@@ -1,9 +1,9 @@
-"""Keeps special tokens in what users wrote as plain text.
+"""Keeps the letters of special tokens as plain text where users wrote them.
 
 A chat template writes special tokens around messages. The same letters in a message must not become
 such a token, or a user could write a system message. So a guard, a character that no message has,
-is inserted into them before the template is rendered; afterwards the guards are removed, and the
-texts that had one are tokenised as plain text.
+is inserted into these letters before the template is rendered; afterwards the guards are removed,
+and the texts that had one are tokenised as plain text.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ def has_special_tokens(tokenizer: Tokenizer, messages: Messages, tools: Any = No
 def render_plainly(
     tokenizer: Tokenizer, messages: Messages, options: dict[str, Any], *, continues: bool = False
 ) -> Any:
-    """Return ``prompt`` and ``prompt_token_ids`` of a conversation without special tokens in it.
+    """Return ``prompt`` and ``prompt_token_ids`` of a conversation, in whose messages and tools no
+    letters become special tokens.
 
     options: those of ``Tokenizer.apply_chat_template``, whose errors this raises. continues: end
     the prompt with the content of the last message, for the model to continue.

@@ -43,7 +43,8 @@ class Budget:
         self._ticks = count(1)
 
     def tick(self) -> None:
-        """Check the time now and then. Raises ``TemplateError`` when it is over."""
+        """Check the time left, at some of the calls only. Raises ``TemplateError`` if none is
+        left."""
         if next(self._ticks) % TICKS == 0 and time.monotonic() > self._end:
             raise TemplateError(f"it runs longer than {self._seconds:g} s, the limit")
 
@@ -111,7 +112,7 @@ class Ticking(NodeTransformer):
         return _filtered(node, BOUNDED)
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
-        """Check a sum of many terms once."""
+        """Check the size of a sum of many terms once, not after each term."""
         last = node
         while isinstance(last.left, nodes.Add):
             last.right = self.visit(last.right)

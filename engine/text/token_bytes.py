@@ -10,7 +10,8 @@ SPACE = "\u2581"  # stands for a space in tokens of SentencePiece
 
 
 class TokenBytes(dict[int, bytes | None]):
-    """The bytes of a token by id, computed at first use; special tokens by name.
+    """The bytes of a token by id, computed at first use; for a special token, the bytes of its
+    name.
 
     ``None`` for a part of a character that the tokenizer does not reveal.
     """

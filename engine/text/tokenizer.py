@@ -86,7 +86,7 @@ class Tokenizer:
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
-        """The most characters per token, a bound; ``None`` if unknown."""
+        """A bound on the characters of a text per token; ``None`` if there is none."""
         return self.backend.max_chars_per_token()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -120,16 +120,16 @@ class Tokenizer:
         return self.backend.decode(token_ids, skip_special_tokens)
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself, special tokens by name."""
+        """Return the text of one token by itself; for a special token, its name."""
         text = self._texts.get(token_id)
         if text is None:
             text = self._texts[token_id] = self.backend.decode([token_id], False)
         return text
 
     def token_bytes(self, token_id: int) -> bytes | None:
-        """Return the bytes that one token adds to a text, special tokens by name; the bytes of all
-        tokens joined are the text. ``None`` for a part of a character that the tokenizer does not
-        reveal."""
+        """Return the bytes that one token adds to a text, for a special token those of its name;
+        the bytes of all tokens joined are the text. ``None`` for a part of a character that the
+        tokenizer does not reveal."""
         return self.backend.token_bytes(token_id)
 
     def apply_chat_template(
@@ -330,7 +330,8 @@ class Backend(Protocol):
         """
 
     def token_texts(self, skip_special_tokens: bool) -> TokenTexts | None:
-        """Return the text of each token, if the text of a sequence is theirs joined."""
+        """Return the text of each token; ``None`` if the text of a sequence is not that of its
+        tokens joined."""
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes of one token; ``None`` if they are unknown."""
@@ -452,7 +453,8 @@ class PythonBackend:
 
 
 class WindowStream:
-    """Decodes a short window twice per step: the ids whose text is out, and these with the new ids.
+    """Decodes a few ids twice per step: those whose text was returned last, and these with the new
+    ids.
 
     The difference is the new text. It is withheld while it ends in an incomplete character.
     """

@@ -65,7 +65,8 @@ class StepTokens:
 
 
 class Extent(NamedTuple):
-    """Sizes of a step's attention known to the host; a graph uses the largest possible."""
+    """The sizes of a step's attention that the host knows; a graph is recorded with the largest
+    possible ones."""
 
     num_decodes: int
     max_query_len: int
@@ -85,7 +86,7 @@ ReadColumns = tuple[NDArray[np.int64], NDArray[np.int64], Column]  # the same ar
 
 
 class Picked(NamedTuple):
-    """The sampled rows of a step that is not a decode graph, on the device."""
+    """The sampled rows of a step that no decode graph computes, on the device."""
 
     slots: torch.Tensor  # [R] int32
     positions: torch.Tensor  # [R] int32, position of the token to sample
@@ -178,7 +179,8 @@ class Batches:
         specs: Sequence[SamplingSpec] = (),
         padding: Padding = NO_PADDING,
     ) -> Staged:
-        """Copy these rows to the device in one buffer, with all that ``plan`` changes, if given.
+        """Copy these rows to the device in one buffer, together with all changes that ``plan``
+        makes, if it is given.
 
         ``specs``: sampling options of the plan's new sequences.
         """
@@ -319,9 +321,9 @@ class Batches:
 def wanted_rows(
     attn: AttentionMeta, rows: torch.Tensor, sequences: torch.Tensor, seq_lens: torch.Tensor
 ) -> Wanted:
-    """Limit the last layer to some tokens: ``attn`` of that layer, index ``rows`` [R] int64,
-    sequence of each [R] int64, and number of keys that each attends to, itself included, [R]
-    int32."""
+    """Limit the last layer to R tokens of the step. ``attn``: the attention of that layer;
+    ``rows``: the tokens' indices [R] int64; ``sequences``: the sequence of each [R] int64;
+    ``seq_lens``: the number of keys that each attends to, itself included, [R] int32."""
     count = len(rows)
     return Wanted(
         rows,
@@ -364,8 +366,8 @@ def draft_tokens(drafts: DraftPart, query_start: NDArray[np.int32]) -> NDArray[n
 
 
 def draws_of(rows: PlanRows, tokens: StepTokens) -> tuple[Draws, Column, ReadColumns | None]:
-    """The sampled rows of a step, the index of each sequence's first one [S + 1], and the tokens
-    whose hidden states they need (``None``: all tokens).
+    """The sampled rows of a step, the index of the first of them for each sequence [S + 1], and the
+    tokens whose hidden states they need (``None``: all tokens).
 
     A sequence samples after its last known token and after each of its drafts.
     """
@@ -537,8 +539,8 @@ class Staging:
         return self._host[self._turn]
 
     def add(self, values: NDArray[np.generic]) -> torch.Tensor:
-        """Add values to the copy. Returns their tensor on the device, valid from the next ``send``
-        until the one after it."""
+        """Add values to the data that ``send`` copies. Returns their tensor on the device, valid
+        from the next ``send`` until the one after it."""
         if self._shares:  # a plan's arrays may be read-only, about which torch warns
             return torch.from_numpy(values if values.flags.writeable else values.copy())
         begin, end = self._end, self._end + values.nbytes

@@ -102,7 +102,8 @@ class Feature:
         """
 
     def report(self, result: StepResult) -> None:
-        """Add the feature's results to those of a finished step, for its half in the scheduler."""
+        """Add the feature's results to those of a finished step; its counterpart in the scheduler
+        reads them there."""
 
     def shutdown(self) -> None:
         """Release what the feature holds open."""

@@ -35,7 +35,7 @@ logger = logging.getLogger("engine.worker")
 READ_BYTES = 512 << 20
 SECONDS = 0.6  # minimum time of each measurement
 Product = tuple[int, int, int]
-"""Rows, inputs, outputs."""
+"""The size of a matrix product: rows, inputs, outputs."""
 PRODUCTS: tuple[Product, ...] = ((1024, 1024, 1024), (2048, 1024, 4096))
 REPORT_SECONDS = 1.0  # accumulate this many seconds of steps per report
 REPORT_STEPS = 64  # or this many
@@ -53,7 +53,7 @@ class Ceilings:
     threads: int
     bytes: Positive
     float32: Positive
-    """Operations per second, as ``bfloat16``."""
+    """Operations per second with weights of this dtype; ``bfloat16`` likewise."""
     bfloat16: Positive
 
     def peak(self, dtype: str) -> float:
@@ -111,7 +111,7 @@ def make_roofline(
     """Create a model's roofline; ``None`` for quantized weights and for models that transformers
     computes, whose work per step is unknown.
 
-    is_quiet: if no ceilings are stored, measure them now.
+    is_quiet: this start compiles nothing, so measure the ceilings now if none are stored.
     """
     if config.quantization is not None or format_of(info) is not None:
         return None
@@ -123,8 +123,9 @@ def make_roofline(
 
 
 def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
-    """The stored ceilings; if there are none and ``is_quiet``, they are measured (0.5 s) and
-    stored. ``None`` if they cannot be stored, so that no start measures twice."""
+    """The stored ceilings. If there are none and ``is_quiet`` (this start compiles nothing), they
+    are measured (0.5 s) and stored. ``None`` if they cannot be stored, so that no start measures
+    twice."""
     file = kept_file(f"ceilings-{threads}.json")
     if file is None:
         return None

@@ -172,8 +172,8 @@ class Driver:
         return PlanRows.of(plan, self.runner.machine.model.vocab_size)
 
     def _finish(self, pending: Pending, rows: PlanRows, compute: Compute) -> None:
-        """Compute the rows of a step, and drop prompt scores that were delivered. No rerun
-        follows."""
+        """Compute the rows of a step. The step is not run again after this, so the prompt scores
+        that it delivers are dropped."""
         pending.parts = self._isolated(rows, 0, compute)
         for part in pending.parts:
             for row in part.prompt_logprobs:
@@ -182,8 +182,8 @@ class Driver:
     def _isolated(
         self, rows: PlanRows, first: int, compute: Compute
     ) -> list[PendingStep | FailedStep]:
-        """Compute rows; if that raises, compute each half alone. ``first``: plan index of the
-        first.
+        """Compute rows; if that raises, compute each half of them by itself. ``first``: the index
+        of the first row in the plan.
 
         A rerun is harmless until slots advance: it writes the same K and V to the same places, and
         plan order keeps the writer of a shared block before its readers.
@@ -292,7 +292,8 @@ class Runner:
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Free slots and fill new ones. Returns the sampling options of the new sequences."""
+        """Free and fill the slots that the plan says. Returns the sampling options of the new
+        sequences."""
         machine = self.machine
         machine.live.apply(plan)
         for slot in plan.freed_slots:
@@ -454,7 +455,7 @@ class Runner:
         return graphed
 
     def _remember_drafts(self, staged: Staged) -> None:
-        """Enter drafts into the token history, which penalties of the positions after them read."""
+        """Enter drafts into the token history, where the penalties at later positions find them."""
         drafts = staged.rows.drafts
         if drafts is None or not drafts.counts.any():
             return
@@ -468,8 +469,8 @@ class Runner:
 
 
 def _begin(feature: Feature, plan: StepPlan, live: LiveSeqs) -> dict[int, str]:
-    """Pass the plan to a feature. Returns the slots that it cannot compute and the reasons; all
-    slots of the step if it raises."""
+    """Pass the plan to a feature. Returns the slots that it cannot compute, with the reasons; these
+    are all slots of the step if the feature raises."""
     try:
         return dict(feature.begin(plan, live) or {})
     except torch.AcceleratorError:  # the device is lost, and with it every request

@@ -31,7 +31,8 @@ TOOL_FIELD = "tool_calls"
 
 
 class ResponseTemplate:
-    """A response template adapted to the markers of one vocabulary."""
+    """A tokenizer's response template, which says how answers are parsed, adapted to the markers of
+    one vocabulary."""
 
     def __init__(self, markers: Markers, template: dict[str, Any]) -> None:
         parsing = importlib.import_module(f"{PARSING}.response_templates")
@@ -60,7 +61,8 @@ class TemplateParser:
         tools: list[dict[str, Any]] | None,
         calls: AnswerParser | None,
     ) -> None:
-        """calls: parser of calls in the text, for a template without tool calls."""
+        """calls: a parser that finds tool calls in the answer's text, for a template that describes
+        no tool calls; else ``None``."""
         self._template = template
         self._names = {tool["function"]["name"] for tool in tools or []}
         self._parser = template.parser(prompt, tools)
@@ -101,7 +103,8 @@ class TemplateParser:
     def _events_of(
         self, event: dict[str, Any], *, is_cut: bool = False
     ) -> Iterator[Event | PartEnd]:
-        """Convert an event of transformers' parser; is_cut: a call that closes is incomplete."""
+        """Convert an event of transformers' parser. is_cut: a tool call that ends with this event
+        counts as incomplete and stays text."""
         field, kind = event["field"], event["type"]
         if kind == "region_open":
             self._field, self._call = field, ""
@@ -125,7 +128,8 @@ class TemplateParser:
         return (Text(text),) if self._calls is None else self._calls.read(text)
 
     def _written(self, name: str) -> str:
-        """The text of the current call, with its opener."""
+        """The current tool call as the model wrote it, with its opening marker; "" outside of a
+        call. name: the name of the called tool."""
         if self._field != TOOL_FIELD:
             return ""
         return self._template.opener.replace("{name}", name) + self._call

@@ -22,8 +22,9 @@ class TextParser:
         is_thinking: bool,
         thinks_first: bool,
     ) -> None:
-        """thinking: its opening and closing markers in the text for parsers; is_thinking: whether
-        the prompt has begun it; thinks_first: whether it can begin only at the start."""
+        """thinking: the opening and closing markers of thinking, as they are in the text for
+        parsers (``None``: no thinking); is_thinking: whether the prompt ends inside thinking;
+        thinks_first: whether thinking can begin only at the start of the answer."""
         self._source = source
         self._calls = calls
         self._open, close = thinking or ("", "")
@@ -66,7 +67,8 @@ class TextParser:
             yield None
 
     def _plain_text(self) -> Steps[str]:
-        """Yield text up to a possible marker, and return that; "" at the end of the answer."""
+        """Yield text up to the next possible marker, and return the marker; "" at the end of the
+        answer."""
         source = self._source
         while True:
             match = self._starts.search(source)
@@ -102,8 +104,9 @@ class TextParser:
         yield from self._after_calls(calls)
 
     def _give_back(self) -> None:
-        """Rewind after a failed attempt. After too many rewound characters no call is searched for
-        in the same text again, so that the time stays linear."""
+        """Rewind to where a failed attempt to parse a call began. Once too many characters of the
+        answer have been rewound, the rewound text is not searched for calls again, so that the time
+        stays linear."""
         num = self._source.give_back()
         self._num_read_again += num
         if self._num_read_again > MAX_READ_AGAIN:
@@ -113,7 +116,8 @@ class TextParser:
         return self._is_line_blank if calls.bare == "line" else self._is_blank
 
     def _after_calls(self, calls: CallReader) -> Steps[None]:
-        """Drop the closers of a call, and parse calls that follow without an opener."""
+        """Drop the closing markers after a call, and parse further calls that follow without an
+        opening marker."""
         source = self._source
         while True:
             source.hold()
@@ -130,7 +134,8 @@ class TextParser:
             source.mark = None
 
     def _is_last(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Whether an opener is the last text of the answer: the model wrote it as a closer."""
+        """Skip an opening marker that ends the answer: the model wrote it in place of a closing
+        one. Returns True if there was one, and the answer was not cut off."""
         source = self._source
         opener = yield from source.standing(0, openers)
         if not opener or (yield from source.look(len(opener)))[0] or not source.is_ended:

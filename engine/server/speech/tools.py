@@ -62,7 +62,8 @@ class Tools(NamedTuple):
 
     @property
     def read_as(self) -> list[dict[str, Any]]:
-        """The tools for parsing their calls, with the types of arguments only."""
+        """The tools in the form that parsers of calls need: only names, and the types of
+        arguments."""
         return [_types_of(tool) for tool in self.all]
 
     @property
@@ -78,7 +79,8 @@ class Tools(NamedTuple):
 def tools_of(
     given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None
 ) -> Tools | None:
-    """The tools that may be called; ``None`` if there are none. Raises ``ApiError``."""
+    """The tools that may be called, by a request's ``tools``, ``tool_choice`` and
+    ``parallel_tool_calls``; ``None`` if there are none. Raises ``ApiError``."""
     if not given:
         if choice not in (None, "none", "auto"):
             raise field_error(
@@ -156,7 +158,8 @@ def _known_name(name: Any) -> str:
 
 
 def _choice(choice: Any, names: list[str]) -> Choice:
-    """Interpret ``tool_choice``. A tool that it names must be called, once. Raises ``ApiError``."""
+    """Interpret ``tool_choice`` for tools with these names. If it names a single tool, that one
+    must be called, once. Raises ``ApiError``."""
     if choice is None or choice in CHOICES:
         allowed = [] if choice == "none" else names
         return Choice(allowed, "required" if choice == "required" else "auto")
@@ -194,7 +197,8 @@ def _known(wanted: list[Any], names: list[str]) -> list[str]:
 
 
 def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
-    """The types and values that a property's schema allows, with references to ``root``."""
+    """The types and values that a property's schema allows; its references are looked up in
+    ``root``."""
     if not isinstance(schema, dict) or depth > MAX_DEPTH:
         return ValueKinds([], [])
     if isinstance(schema.get("$ref"), str):
@@ -232,7 +236,8 @@ def _type_of(value: Any) -> str:
 
 
 def _types_of(tool: Tool) -> dict[str, Any]:
-    """The tool with only the types of its arguments, of which ``string`` is tried last."""
+    """The tool with only the types of its arguments; ``string`` is the last of them, since a parser
+    tries the types in order."""
     properties = {}
     for name, schema in tool.parameters["properties"].items():
         types = dict.fromkeys(kinds_of(schema, tool.parameters).types)

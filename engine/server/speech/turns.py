@@ -54,7 +54,8 @@ class ChatFormat:
             self._without = FamilyParserFactory(tokenizer, family, self.thinking, has_calls=False)
 
     def parser_factory(self, *, has_tools: bool) -> ParserFactory | None:
-        """The factory of parsers; ``None`` if answers are text only."""
+        """The factory of parsers for answers with or without tools; ``None`` if such answers are
+        text only."""
         return self._with_tools if has_tools else self._without
 
     def is_thinking(self, prompt: str) -> bool:
@@ -62,7 +63,8 @@ class ChatFormat:
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[0]))
 
     def has_thought(self, prompt: str) -> bool:
-        """Whether the prompt ends with thinking that is already closed, so that there is none."""
+        """Whether the prompt ends with a closed thinking block, so that the answer has no
+        thinking."""
         return bool(self.thinking and prompt.rstrip().endswith(self.thinking[1]))
 
     def begin(
@@ -80,7 +82,8 @@ class ChatFormat:
         return StructuredAnswer(marked, factory.markers, reading, counter)
 
     def _counter(self, factory: ParserFactory, is_thinking: bool) -> ThinkingCounter | None:
-        """The counter of thinking tokens; ``None`` if its markers are no tokens."""
+        """A counter of the answer's thinking tokens; ``None`` if the markers of thinking are not
+        tokens."""
         added = factory.markers.tokenizer.added_tokens
         if self.thinking is None or any(marker not in added for marker in self.thinking):
             return None
@@ -100,7 +103,8 @@ class FamilyParserFactory:
         has_calls: bool,
         more: list[str] | None = None,
     ) -> None:
-        """more: markers of the parser that handles the rest of the answer."""
+        """has_calls: whether answers may have tool calls; more: further markers, those of the
+        parser that handles the rest of the answer."""
         own = family.markers if has_calls or family.reader is HarmonyCalls else ()
         self.markers = Markers(tokenizer, (*own, *(thinking or ()), *(more or ())))
         self._family = family
@@ -135,7 +139,8 @@ class TemplateParserFactory:
     def __init__(
         self, tokenizer: Tokenizer, template: dict[str, Any], calls: Family | None
     ) -> None:
-        """calls: the family that tool calls are parsed as, for a template without tool calls."""
+        """calls: the model family in whose format tool calls are parsed, for a template that
+        describes none; else ``None``."""
         texts = markers_in(tokenizer, template)
         self._calls: FamilyParserFactory | None = None
         self.markers = Markers(tokenizer, texts)

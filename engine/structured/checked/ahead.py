@@ -55,7 +55,8 @@ class Ahead:
         return self.may_go_on(frame) and self._can_finish_array(frame)
 
     def may_go_on(self, frame: ValueFrame) -> bool:
-        """Whether a comma may follow, with another member or item."""
+        """Whether a comma may follow in this object or array, and after it another member or
+        item."""
         if not frame.is_watched:
             return True
         if frame.table.kind == "object":
@@ -64,7 +65,8 @@ class Ahead:
         return self._judged(began) and self.has_value(began)
 
     def names(self, frame: ValueFrame) -> Options:
-        """Return the allowed next names, each with its opening quotation mark."""
+        """Return the names that the next member may have, each with its opening quotation mark;
+        ``None`` if they are not limited."""
         if not frame.is_watched:
             return None
         if frame.next_names is UNSEEN:
@@ -75,7 +77,8 @@ class Ahead:
         return found
 
     def values(self, frame: ValueFrame, kind: str) -> Options:
-        """Return the allowed values of this kind, strings without quotation marks."""
+        """Return the values of this kind that may be written here, strings without quotation marks;
+        ``None`` if others than those listed in the schema are allowed."""
         place = frame.open_place
         listed = place.listed(kind)
         if not listed or (place.is_plain and not frame.is_watched):
@@ -162,7 +165,7 @@ class Ahead:
         return self._judged(with_news(frame.filled(vector, number)))
 
     def is_possible(self, frame: ValueFrame, value: Exact) -> bool:
-        """Whether the open value may be this literal."""
+        """Whether the value that is being written may be this literal."""
         place = frame.open_place
         if place.is_must and not frame.compares:
             return self._fits(place.on_listed(value))
@@ -178,14 +181,15 @@ class Ahead:
         return any(self._has_kind(frame, kind) for kind in KINDS)
 
     def _has_container(self, frame: ValueFrame, table: PlaceTable) -> bool:
-        """Whether the open value may be an object, or an array."""
+        """Whether the value that is being written may be an object or array (``table`` tells
+        which)."""
         if not frame.compares or table.place.is_endless:
             return True
         began = with_news(ValueFrame(table, frame))
         return self._judged(began) and self._deeper(lambda: self.is_alive(began))
 
     def _has_kind(self, frame: ValueFrame, kind: str) -> bool:
-        """Whether the open value may be of this kind."""
+        """Whether the value that is being written may be of this kind."""
         place = frame.open_place
         table = place.table(kind)
         if place.is_must and not self._fits(table.vector):
@@ -202,7 +206,7 @@ class Ahead:
     # -- helpers
 
     def _is_as_before(self, frame: ValueFrame) -> bool:
-        """Whether the last member affects neither required nor allowed names."""
+        """Whether the last member of an object affects neither required nor allowed names."""
         return frame.last in frame.table.quiet and not frame.is_compared
 
     def _fits(self, vector: Vector) -> bool:
@@ -214,7 +218,8 @@ class Ahead:
         return True
 
     def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
-        """Whether a listed value may follow. known: results by verdicts, where those decide."""
+        """Whether a value that the schema lists may be written here. known: results by the value's
+        verdicts, for cases in which these alone decide."""
         vector = frame.open_place.on_listed(value)
         is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
         if is_own or (frame.table.is_unique and value in frame.seen):
@@ -261,7 +266,8 @@ class Ahead:
             self._num_out -= 1
 
     def _fits_closed(self, frame: ValueFrame, closed: ValueFrame) -> bool:
-        """Whether the frame may close here, judged without what follows in its parent."""
+        """Whether the object or array may close here, regardless of whether its parent can be
+        completed after it."""
         parent, place = frame.parent, frame.table.place
         assert parent is not None, "the document itself is not closed"
         if place.is_must and not frame.is_compared:
@@ -305,12 +311,14 @@ class Ahead:
         return self._is_as_before(began) or self._deeper(lambda: self._is_finished_by(began))
 
     def _is_finished_by(self, began: ValueFrame) -> bool:
-        """Whether the object can be completed after an unknown value."""
+        """Whether the object can be completed once its last name has got a value, which is
+        unknown."""
         filled = self._filled(began)
         return self._may_close(filled) or self._can_finish(filled)
 
     def _can_finish(self, frame: ValueFrame) -> bool:
-        """Whether members with unknown values can complete an object."""
+        """Whether the object can be completed, possibly by more members, whose values are
+        unknown."""
         why, waiting, seen = self.why, [frame], {frozenset[str](frame.names)}
         closed = frame.closed()
         if not self._fits_closed(frame, closed):
@@ -343,7 +351,7 @@ class Ahead:
             yield self._filled(began)
 
     def _others(self, frame: ValueFrame, closed: ValueFrame) -> list[str]:
-        """Return the names that may still be added, the missing ones last."""
+        """Return the names that may still be added to the object; those that it lacks come last."""
         lacking = [n for n in closed.missing if isinstance(n, str) and n not in frame.names]
         if len(frame.table.place.known_names) > MOST_NAMES:
             return lacking
@@ -355,7 +363,7 @@ class Ahead:
         return [*found, *lacking]
 
     def _filled(self, began: ValueFrame) -> ValueFrame:
-        """Add an unknown value."""
+        """Return the frame after an unknown value for the member or item that has begun."""
         return with_news(began.filled(began.open_place.start, UNKNOWN))
 
     # -- arrays
@@ -399,14 +407,14 @@ class Ahead:
 
 
 def verdict_of(frame: ValueFrame) -> Verdict:
-    """Return the verdict on the whole text."""
+    """Return the verdict on the whole text that this frame is a part of."""
     while frame.parent is not None:
         frame = frame.parent
     return frame.verdicts[-1]
 
 
 def spellings(value: Exact) -> tuple[bytes, ...]:
-    """Return how a known value may start in JSON."""
+    """Return how a string or number may be spelled in JSON, a string without quotation marks."""
     if isinstance(value, str):
         return (value.encode("utf-8", "surrogatepass"),)
     return (str(value).encode(),)

@@ -85,13 +85,14 @@ class CheckerState:
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes to look at here; all others are allowed. ``None`` if each byte must be fed."""
+        """The bytes that may be refused here: text up to the next of them is allowed. ``None`` if
+        any byte may be refused."""
         is_text = self.mode == STRING or (self.mode == NAME and self.buffer)
         return IN_STRINGS if is_text and self.options is None and not self.escape else None
 
     @property
     def skips(self) -> bytes:
-        """The bytes that do not change what may follow."""
+        """The bytes, such as spaces, that are allowed here and do not change what may follow."""
         if self.mode == COLON:
             return SPACES + b":"
         is_between = self.mode in (VALUE, AFTER) or (self.mode == NAME and not self.buffer)
@@ -99,7 +100,8 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """The fewest quotation marks in a text that may be refused here."""
+        """The fewest quotation marks in a text that may be refused here, other than a text that is
+        invalid in any JSON."""
         if not self.checker.is_only_of_names:
             return 0
         if self.mode == NUMERAL and b"e" in self.buffer.lower():
@@ -110,8 +112,8 @@ class CheckerState:
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would end a string as one that is used already, while the grammar may not
-        allow a longer one: what follows them must be checked."""
+        """Texts that would complete a string or name that was used already and may not come again.
+        If the grammar allows no longer one either, nothing can follow such a text: check this."""
         text, mode = self.buffer, self.mode
         if mode not in (VALUE, STRING, NAME) or not (taken := self._taken()):
             return []
@@ -124,7 +126,8 @@ class CheckerState:
         return [each[len(text) :] for each in taken if each.startswith(text)]
 
     def _taken(self) -> list[bytes]:
-        """Return the strings or names already used here, if the schema does not allow any other."""
+        """Return the strings or names that were used here already and may not come again; none if
+        the schema does not limit which others are possible."""
         frame = self.frame
         if self.mode == NAME:
             names = frame.names if frame.table.place.has_names and self.buffer else ()
@@ -301,7 +304,8 @@ class CheckerState:
         return self._judged()
 
     def _learn(self, kind: str, word: Exact) -> bool:
-        """Begin a scalar of this kind. word: its value, if it is a literal."""
+        """Begin a scalar of this kind. word: its value, if it is a literal. Returns False if no
+        such scalar may begin here."""
         # All digits begin the same kind, and a mask tries each of them.
         learned = self.frame.learned
         if (kind, word) not in learned:
@@ -310,7 +314,8 @@ class CheckerState:
         return not self.why
 
     def _learned(self, kind: str, word: Exact) -> tuple[ValueFrame, tuple[bytes, ...] | None, str]:
-        """Return the next frame, the allowed contents, and why the scalar must not begin."""
+        """Return the frame after the beginning of a scalar, the only contents that it may have
+        (``None``: any), and why it must not begin ("" if it may)."""
         frame, ahead = self.frame, self.checker.ahead
         assert frame.open is not None, "a value is expected"
         vector = frame.open[1].place.table(kind).vector
@@ -367,7 +372,7 @@ class CheckerState:
         return self._fill(number_of(self.buffer.decode()))
 
     def _fill(self, value: Exact) -> bool:
-        """End a scalar."""
+        """End a scalar with this value. Returns False if no valid text can follow."""
         place = self.frame.open_place
         return self._filled(self.frame, place.on_scalar(value), value)
 
@@ -384,7 +389,8 @@ class CheckerState:
     def _after_value(
         self, frame: ValueFrame, vector: Vector, value: Exact
     ) -> tuple[ValueFrame, str]:
-        """Return the frame after its value, and why the text cannot continue after it."""
+        """Return the frame after the value that was being written, and why the text cannot continue
+        ("" if it can). vector: the verdicts on the value."""
         filled = with_news(frame.filled(vector, value))
         verdict = verdict_of(filled)
         if isinstance(verdict, str):

@@ -1,6 +1,7 @@
 """Translates the demands of a rule to functions that judge the value being written.
 
-Each takes a frame (see ``frames``) or a ``Scalar``, whose ``verdicts`` has those of earlier rules.
+Each function takes a frame (see ``frames``) or a ``Scalar``, and returns a verdict. In ``verdicts``
+of its argument it finds the verdicts of the rules that were judged before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Numbers = dict[Rule, int]  # the index of each rule of a place
 
 
 def demands_of(rule: Rule, numbers: Numbers, kind: str) -> tuple[Judge, ...]:
-    """Return the judges of one rule for values of this kind, the cheap ones first."""
+    """Return the functions that judge values of this kind by one rule, the cheap ones first."""
     found: list[Judge] = []
     if kind in _OF_KIND:
         found += _OF_KIND[kind](rule, numbers)
@@ -201,14 +202,16 @@ def _most_properties(most: int) -> Judge:
 
 
 def _early_names(rule: Rule) -> tuple[str, ...] | None:
-    """Return the names that alone have demands on their values; ``None`` if any name may have."""
+    """Return the only property names on whose values the rule makes demands; ``None`` if it may
+    make demands on the value of any property."""
     others = (rule.members.additional, rule.members.names, rule.members.unevaluated)
     is_open = rule.members.patterns or any(each is not None for each in others)
     return None if is_open else tuple(rule.members.properties)
 
 
 def _members(number: int, names: tuple[str, ...] | None) -> Judge:
-    """Judge the values of members or items. names: the only names with demands, if limited."""
+    """Make a judge of the values of members or items. number: the rule's; names: the only
+    properties with demands on their values, ``None`` if any may have."""
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.account.failed.get(number)) is not None:
@@ -320,7 +323,8 @@ def _contains(rule: Rule, number: int) -> Judge:
 
 
 def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
-    """Judge the members and items that no other valid rule may leave unevaluated."""
+    """Make a judge that fails if a member or item is invalid as an unevaluated one, and no part of
+    the rule evaluates it."""
     number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:

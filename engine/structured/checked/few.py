@@ -41,7 +41,8 @@ class _FewReader:
         return self._at == len(self._text)
 
     def ways(self, *, is_outermost: bool = False) -> list[str]:
-        """Read alternatives. Outermost ``|`` would also separate the anchors, so it is refused."""
+        """Read alternatives, and return all texts that they match. An outermost ``|`` is refused,
+        because it would also separate the anchors."""
         found = self._sequence()
         while self._takes("|"):
             if is_outermost:

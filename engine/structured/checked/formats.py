@@ -37,7 +37,8 @@ _TEMPLATE = (
 
 
 def _reference(more: str) -> tuple[str, str]:
-    """Return patterns of absolute and of all references by RFC 3986, or RFC 3987 with ``more``."""
+    """Return a pattern of absolute URIs and one of all URI references, by RFC 3986. more: further
+    characters that are allowed, as in the IRIs of RFC 3987."""
     hexes = "%[0-9A-Fa-f]{2}"
     char = rf"(?:[{_UNRESERVED}{_SUB}:@{more}]|{hexes})"
     first = rf"(?:[{_UNRESERVED}{_SUB}@{more}]|{hexes})+"

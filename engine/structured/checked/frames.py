@@ -20,7 +20,8 @@ Key = str | int  # the name of a property, or the index of an item
 
 
 class MemberAccount:
-    """The verdicts on the written members or items of a value, by the number of its rule."""
+    """The verdicts on the members or items of a value so far, by the number of the rule that makes
+    demands on them."""
 
     __slots__ = ("failed", "hits", "left", "perhaps", "unsure")
 
@@ -38,7 +39,8 @@ class MemberAccount:
         return other
 
     def with_failed(self, failed: Sequence[tuple[int, str]]) -> MemberAccount:
-        """Copy with more broken rules and their keywords; the first keyword of a rule stays."""
+        """Return a copy with more broken rules, each with the keyword that breaks it. A rule that
+        was broken before keeps its first keyword."""
         if all(number in self.failed for number, _ in failed):
             return self
         other = self._copy()
@@ -61,7 +63,8 @@ class MemberAccount:
         return other
 
     def with_held(self, number: int, key: Key, verdict: Verdict) -> MemberAccount:
-        """Copy with a verdict whether an item satisfies ``contains``."""
+        """Return a copy with the verdict whether item ``key`` satisfies the ``contains`` of a
+        rule."""
         if isinstance(verdict, str):
             return self
         other = self._copy()
@@ -111,30 +114,32 @@ class ValueFrame:
 
     @property
     def open_place(self) -> Place:
-        """The place of the value that is being written."""
+        """The place (the rules) of the value that is being written."""
         assert self.open is not None, "a value is being written"
         return self.open[1].place
 
     @property
     def keeps_values(self) -> bool:
-        """Whether its values are compared with others (``uniqueItems``, ``enum``)."""
+        """Whether the values in it are kept, to compare them with others (``uniqueItems``,
+        ``enum``)."""
         return self.is_kept or self.table.is_unique
 
     @property
     def compares(self) -> bool:
-        """Whether what may follow depends on the exact values in it, not only on verdicts."""
+        """Whether what may follow depends on the exact values in it, not only on the verdicts on
+        them."""
         return self.is_compared or self.table.is_unique
 
     @property
     def vector(self) -> Vector:
-        """The verdicts of the rules that its parent depends on."""
+        """The verdicts on this object or array by the rules that its parent depends on."""
         verdicts = self.verdicts
         return tuple([verdicts[number] for number in self.table.place.ends])
 
     @property
     def standing(self) -> Any:
-        """A key that is equal for frames with the same continuations. ``None`` if that depends on
-        too much to compare."""
+        """A key that is equal for frames after which the same texts may follow. ``None`` if that
+        depends on too much to compare."""
         found: list[Any] = []
         frame: ValueFrame | None = self
         for _ in range(MOST_NESTED):
@@ -153,7 +158,8 @@ class ValueFrame:
 
     @property
     def exact(self) -> Exact:
-        """The whole value, if it is kept; equal to no other value if a part is unknown."""
+        """The whole object or array, if its values are kept; equal to no other value if a part is
+        unknown."""
         if self.is_vague:
             return object()
         found, parts = [], self.parts
@@ -177,7 +183,8 @@ class ValueFrame:
         return other
 
     def named(self, name: str, member: Member | None = None) -> ValueFrame:
-        """Add a name whose value follows. member: its rules, if already known."""
+        """Return a copy with one more name, whose value follows. member: the rules for the value,
+        if already known."""
         other = self.copy()
         if member is None:
             member = self.table.place.property(name)
@@ -189,21 +196,22 @@ class ValueFrame:
         return other
 
     def at_item(self) -> ValueFrame:
-        """Begin the next item."""
+        """Return a copy in which the next item begins."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += 1
         other._record(self.count, member, member.place.start, is_whole=False)
         return other
 
     def opened(self, vector: Vector) -> ValueFrame:
-        """Update the verdicts on the value that is being written."""
+        """Return a copy with new verdicts on the value that is being written."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         other._record(self.open[0], self.open[1], vector, is_whole=False)
         return other
 
     def filled(self, vector: Vector, value: Exact) -> ValueFrame:
-        """Add the finished value. value: needed only if values are kept."""
+        """Return a copy in which the value that was being written is finished. vector: the verdicts
+        on it; value: needed only if values are kept."""
         assert self.open is not None, "a value is being written"
         other = self.copy()
         key, member, _ = self.open
@@ -218,7 +226,7 @@ class ValueFrame:
         return other
 
     def with_members(self, names: Sequence[str]) -> ValueFrame:
-        """Add members of which only the names are known."""
+        """Return a copy with more members, of which only the names are known."""
         other, place = self.copy(), self.table.place
         members = {name: place.property(name) for name in names}
         other.names, other.last, other.is_vague = {**self.names, **members}, names[-1], True
@@ -229,7 +237,7 @@ class ValueFrame:
         return other
 
     def stretched(self, num_more: int) -> ValueFrame:
-        """Add this many items of which nothing is known."""
+        """Return a copy with this many more items, of which nothing is known."""
         other, member = self.copy(), self.table.place.item(self.count)
         other.count += num_more - 1
         other._record(other.count, member, member.place.start, is_whole=True)
@@ -238,18 +246,20 @@ class ValueFrame:
         return other
 
     def closed(self) -> ValueFrame:
-        """Close the object or array."""
+        """Return a copy in which the object or array is closed."""
         other = self.copy()
         other.is_over = True
         self.table.judge(other)
         return other
 
     def is_evaluated_by(self, number: int, key: Key) -> bool:
-        """Whether a rule evaluates a member or an item."""
+        """Whether a rule evaluates this member or item, so that it is not an unevaluated one for
+        the rules around."""
         return number in self._member(key).evaluators or self.may_contain(number, key)
 
     def may_contain(self, number: int, key: Key) -> bool:
-        """Whether an item may satisfy a rule's ``contains``, which counts as evaluated."""
+        """Whether item ``key`` may satisfy the ``contains`` of a rule, by which it counts as
+        evaluated."""
         rule = self.table.place.rules[number]
         if rule.elements.contained is None or not rule.elements.contained_is_evaluated:
             return False
@@ -271,7 +281,8 @@ class ValueFrame:
         is_whole: bool,
         is_judged: bool = True,
     ) -> None:
-        """Record the verdicts on a member or item. is_judged: judge the frame, too."""
+        """Record the verdicts on a member or item. is_whole: its value is complete; is_judged: then
+        judge the whole frame again."""
         self.open = None if is_whole else (key, member, vector)
         account = self.account
         for number, keyword, slot in member.wires:
@@ -295,7 +306,8 @@ class ValueFrame:
 
 
 def with_news(frame: ValueFrame) -> ValueFrame:
-    """Pass the verdicts of a new frame outward, as far as they change. Returns the frame."""
+    """Pass the verdicts of a new frame on to the frames around it, as far as they change something
+    there. Returns the frame."""
     child = frame
     while (parent := child.parent) is not None and parent.open is not None:
         vector = child.vector
@@ -306,7 +318,7 @@ def with_news(frame: ValueFrame) -> ValueFrame:
 
 
 def verdicts_on(place: Place, value: Exact) -> Vector:
-    """Return the verdicts of a place's roots on a complete value."""
+    """Return the verdict of each root rule of a place on a complete value."""
     table = place.table(kind_of(value))
     if table.kind not in ("object", "array"):
         return place.on_scalar(value)

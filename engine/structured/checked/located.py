@@ -16,7 +16,7 @@ from engine.structured.checked.vocabulary import SPECIAL, Stops
 
 
 class PartOpening(NamedTuple):
-    """A text that is written before a part."""
+    """A text after which a part that is JSON begins, and the checkers of such parts."""
 
     text: bytes  # empty: the whole text starts with the part
     checkers: tuple[Checker, ...]
@@ -49,7 +49,8 @@ class Layout:
         return text in self._scopes
 
     def at(self, text: bytes, scope: bytes) -> list[Checker]:
-        """Return the checkers of the parts that start after this text."""
+        """Return the checkers of the parts that start after this text. scope: the scope before it,
+        see ``PartOpening``."""
         return [
             checker
             for each in self._openings
@@ -117,7 +118,8 @@ class Located:
         return True
 
     def _parts(self, data: bytes, at: int) -> int:
-        """Read in the JSON of the parts."""
+        """Read JSON with the checkers of all parts that may be here. Returns the next index, or -1
+        on failure."""
         alive, ends, is_text, why = [], [], True, ""
         for state in self._states:
             is_new = state.is_untouched

@@ -17,19 +17,22 @@ class Following(Protocol):
 
     @property
     def stops(self) -> Stops | None:
-        """The bytes to look at here; all others are allowed. ``None`` if each byte must be fed."""
+        """The bytes that may be refused here: text up to the next of them is allowed. ``None`` if
+        any byte may be refused."""
 
     @property
     def skips(self) -> bytes:
-        """The bytes that do not change what may follow."""
+        """The bytes, such as spaces, that are allowed here and do not change what may follow."""
 
     @property
     def least_quotes(self) -> int:
-        """The fewest quotation marks in a text that may be refused here."""
+        """The fewest quotation marks in a text that may be refused here, other than a text that is
+        invalid in any JSON."""
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would end a string, while the grammar may not allow a longer one."""
+        """Texts that would complete a string, after which nothing can follow if the grammar does
+        not allow a longer string either."""
 
     @property
     def may_end(self) -> bool:
@@ -60,7 +63,8 @@ class Narrowing:
         return found
 
     def _look(self, ranks: list[int], depth: int, state: Following) -> None:
-        """Check tokens, in order, whose first ``depth`` bytes are equal and were fed."""
+        """Check tokens, and note the forbidden ones. ranks: in order, of tokens whose first
+        ``depth`` bytes are equal and were fed to ``state``."""
         stops, texts = state.stops, self._vocabulary.in_order
         at = 0
         while at < len(ranks):

@@ -32,8 +32,8 @@ class Member:
     """The rules that apply to a property with some name, or to an item at some index."""
 
     def __init__(self, place: Place, demands: Sequence[tuple[int, str, Rule]]) -> None:
-        """place: the place of its value. demands: the number of the rule around it, the keyword,
-        and the rule for the value."""
+        """place: the place of its value. demands: for each rule for the value, the number of the
+        rule that contains it, and the keyword there."""
         self.place = place
         slots = {rule: slot for slot, rule in enumerate(place.roots)}
         found = [(number, keyword, slots[rule]) for number, keyword, rule in demands]
@@ -48,7 +48,8 @@ APART = ("contains", "unevaluatedProperties", "unevaluatedItems")
 
 
 class Place:
-    """The rules that apply to one value together, including those they refer to."""
+    """The rules that apply to one value together: the ``roots``, and the rules that they refer
+    to."""
 
     def __init__(
         self, roots: tuple[Rule, ...], places: PlaceIndex, musts: tuple[bool, ...] = ()
@@ -91,7 +92,7 @@ class Place:
         return self._tables[kind]
 
     def on_scalar(self, value: Exact) -> Vector:
-        """Return the verdicts of the roots on a string, a number or a literal."""
+        """Return the verdict of each root rule on a string, a number or a literal."""
         if isinstance(value, str) and len(value) > MOST_CHARACTERS:
             return self._judged(value)
         # A mask tries the same short strings and numbers many times.
@@ -108,11 +109,11 @@ class Place:
         return Scalar(self.table(kind_of(value)), value).vector
 
     def on_others(self, kind: str) -> Vector:
-        """Return the verdicts on a value of this kind that no schema lists."""
+        """Return the verdict of each root rule on a value of this kind that no schema lists."""
         return Scalar(self.table(kind), OTHER).vector
 
     def on_listed(self, value: Exact) -> Vector:
-        """Return the verdicts on a scalar that a schema lists."""
+        """Return the verdict of each root rule on a scalar that a schema lists, as in ``enum``."""
         if (found := self._on_listed.get(value)) is None:
             found = self._on_listed[value] = self._judged(value)
         return found
@@ -127,12 +128,12 @@ class Place:
 
     @cached_property
     def is_endless(self) -> bool:
-        """Whether there are more values than an output can have, by a cheap estimate."""
+        """Whether the rules allow more values than an output can have, by a cheap estimate."""
         return all(num_values(rule) >= MANY for rule in self.roots)
 
     @cached_property
     def has_value(self) -> bool:
-        """Whether any value satisfies its own rules."""
+        """Whether any value satisfies the rules of this place."""
         return self.is_easy or any(self._has_value(kind) for kind in KINDS)
 
     def _has_value(self, kind: str) -> bool:
@@ -143,8 +144,8 @@ class Place:
         return kind in ("object", "array") or self.own_options(kind) != []
 
     def own_options(self, kind: str) -> list[Exact] | None:
-        """Return the listed strings or numbers that its own rules allow; ``None`` if they allow
-        others too."""
+        """Return the listed strings or numbers that the rules of this place allow; ``None`` if
+        these allow others than the listed ones too."""
         if kind not in self._options:
             found, listed = None, self.listed(kind)
             if listed and not _may_hold(self.on_others(kind)):
@@ -163,26 +164,27 @@ class Place:
 
     @cached_property
     def most_number(self) -> Number | None:
-        """No larger number is valid, if its rules limit it."""
+        """The largest number that may be valid; ``None`` if the rules set no such limit."""
         found = [self.rules[number].most for number in self.must]
         return min((each for each in found if each is not None), default=None)
 
     @cached_property
     def least_number(self) -> Number | None:
-        """No smaller number is valid, if its rules limit it."""
+        """The smallest number that may be valid; ``None`` if the rules set no such limit."""
         found = [self.rules[number].least for number in self.must]
         return max((each for each in found if each is not None), default=None)
 
     @cached_property
     def is_of_whole_numbers(self) -> bool:
-        """Whether numbers must be integers and the grammar does not enforce all other demands."""
+        """Whether numbers must be integers, and there are other demands that the grammar does not
+        enforce."""
         own = [self.rules[number] for number in self.must]
         is_whole = any(rule.types is not None and "number" not in rule.types for rule in own)
         return is_whole and not (self.is_plain and self.is_must)
 
     @cached_property
     def is_shaped(self) -> bool:
-        """Whether some rule limits strings."""
+        """Whether some rule limits which strings are allowed."""
         return any(rule.texts for rule in self.rules)
 
     @cached_property
@@ -191,7 +193,7 @@ class Place:
         return not any(_is_narrow(rule) for rule in self.rules)
 
     def listed(self, kind: str) -> list[Exact]:
-        """Return the values of a kind that a schema lists."""
+        """Return the values of this kind that the rules list, as in ``enum``."""
         if kind not in self._listed:
             lists = [
                 each for rule in self.rules for each in (rule.values, rule.domain, rule.few_texts)
@@ -274,7 +276,8 @@ class PlaceIndex:
         self._num_scalars = 0
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
-        """musts: for each root, whether the whole text is invalid if that root fails."""
+        """Return the place where these rules apply, one for equal arguments. musts: for each root,
+        whether the whole text is invalid if that root fails."""
         key = roots, musts
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)
@@ -313,7 +316,7 @@ class PlaceTable:
 
     @cached_property
     def vector(self) -> Vector:
-        """The verdicts of the roots on a value of which only the kind is known."""
+        """The verdict of each root rule on a value of which only the kind is known."""
         if self.kind in ("object", "array"):
             return tuple([self.start[number] for number in self.place.ends])
         return Scalar(self, UNKNOWN).vector
@@ -359,7 +362,7 @@ class PlaceTable:
         return frozenset(self.place.known_names) - loud
 
     def judge(self, frame: Any) -> None:
-        """Update the verdicts of a frame, those of inner rules first."""
+        """Update the verdicts of all rules on a frame, those of inner rules first."""
         verdicts = frame.verdicts
         for number, parts in self.rows:
             if verdicts[number] is None:

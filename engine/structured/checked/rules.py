@@ -86,7 +86,8 @@ class Rule:
 
     @property
     def lists(self) -> list[Iterable[Exact]]:
-        """All lists of the values that it allows."""
+        """The lists of allowed values: one for each way in which the rule limits values to a
+        few."""
         found: tuple[Iterable[Exact] | None, ...] = (self.values, self.domain, self.few_texts)
         return [each for each in found if each is not None]
 
@@ -146,7 +147,7 @@ def rules_of(schema: Any) -> Rule:
 
 
 class _RuleCompiler:
-    """Compiles schemas to rules, each once per scope it is reached in."""
+    """Compiles schemas to rules, each schema once for each dynamic scope that it is reached in."""
 
     def __init__(self, document: Document) -> None:
         self._document = document
@@ -221,14 +222,15 @@ def _domain(schema: Schema) -> range | None:
 
 
 def _end(schema: Schema, key: str, strict: str, step: int) -> int | None:
-    """Return the first or last allowed integer; ``None`` if it has none or is not an integer."""
+    """Return the first or last integer that a limit allows; ``None`` if the schema has no such
+    limit, or it is no integer."""
     if strict in schema:
         return schema[strict] + step if type(schema[strict]) is int else None
     return schema[key] if type(schema.get(key)) is int else None
 
 
 def _check_cycles(rules: Sequence[Rule]) -> None:
-    """Raise ``SchemaError`` for a schema that applies to a value if it applies to that value."""
+    """Raise ``SchemaError`` for a schema that leads back to itself for the same value."""
     done: set[Rule] = set()
     for first in rules:
         if not first.same:
@@ -315,7 +317,7 @@ def _bound(keyword: str, holds: Callable[[Number, Number], bool]) -> Keyword:
 
 
 def _limit(keyword: str, strict: str, holds: Callable[[Number, Number], bool]) -> Keyword:
-    """Make a reader for a bound that draft 4 makes exclusive by a bool."""
+    """Make a reader for a bound. In draft 4 it is exclusive if the keyword ``strict`` is true."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         is_strict = reader.schema.get(strict) is True

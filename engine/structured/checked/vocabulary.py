@@ -30,7 +30,7 @@ class Stops:
         )
 
     def next(self, text: bytes, at: int) -> int:
-        """Return the index of the next of them, or the length of the text."""
+        """Return the index of the next of these bytes in ``text``, or the length of ``text``."""
         found = self._pattern.search(text, at)
         return len(text) if found is None else found.start()
 
@@ -128,7 +128,8 @@ class Vocabulary:
 def vocabulary_of(
     spelled: Callable[[int], bytes], is_special: Callable[[int], bool], size: int
 ) -> Vocabulary:
-    """spelled: returns the bytes of a token; is_special: whether no text spells a token."""
+    """Make the vocabulary of ``size`` tokens. spelled: returns the bytes of a token; is_special:
+    whether no text spells a token."""
     return Vocabulary(
         [(SPECIAL if is_special(token) else b"") + spelled(token) for token in range(size)]
     )

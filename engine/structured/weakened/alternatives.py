@@ -14,8 +14,8 @@ Schema = dict[str, Any]
 
 
 def part_types(readings: Sequence[SchemaReading]) -> None:
-    """Remove the types for which two alternatives of ``oneOf`` have the same keywords: every value
-    of such a type satisfies both alternatives, or neither."""
+    """Remove a type from two readings with different alternatives of a ``oneOf`` if both have the
+    same keywords for it: every value of this type satisfies both alternatives, or neither."""
     same: list[tuple[SchemaReading, set[str]]] = []
     for at, one in enumerate(readings):
         for other in readings[:at]:
@@ -40,7 +40,8 @@ def _same_types(one: SchemaReading, other: SchemaReading) -> set[str]:
 
 
 def are_apart(readings: Sequence[SchemaReading]) -> bool:
-    """Whether all readings that took different ways of the same ``oneOf`` exclude each other."""
+    """Whether readings with different alternatives of the same ``oneOf`` always exclude each
+    other."""
     return all(
         _are_apart(one, other)
         for at, one in enumerate(readings)
@@ -66,7 +67,8 @@ def _are_apart(one: SchemaReading, other: SchemaReading) -> bool:
 
 
 def _have_another(one: SchemaReading, other: SchemaReading) -> bool:
-    """Whether a property that either reading requires has different values or types in them."""
+    """Whether there is a property that one reading requires, and for which the two readings have no
+    value or no type in common."""
     for name in _required(one) | _required(other):
         own, others = one.constants.get(name), other.constants.get(name)
         if own is not None and others is not None and not set(own) & set(others):
@@ -84,7 +86,8 @@ def _required(reading: SchemaReading) -> set[str]:
 
 
 def _types_at(reading: SchemaReading, name: str) -> frozenset[str]:
-    """Return the types that the schemas of a property state, or all types."""
+    """Return the types that the reading's schemas allow for a property; all types if they state
+    none."""
     found = frozenset({"null", "boolean", "number", "string", "array", "object"})
     for part in reading.parts:
         schema = named(part.schema.get("properties")).get(name)

@@ -12,7 +12,8 @@ _LITERAL = re.compile(r"(?:[\w\s/:@,;=!~&%#<>'\"-]|\\[^\w\s]|\\-)+")
 
 
 def without_looks(pattern: str) -> list[str] | None:
-    """Return patterns that together match no more than this one; ``None`` if unsupported."""
+    """Return patterns without look-aheads; a text that matches all of them matches this pattern.
+    ``None`` if unsupported."""
     if not pattern.startswith("^") or _is_choice(pattern):
         return None
     found, rest = [], pattern[1:]
@@ -30,7 +31,8 @@ def without_looks(pattern: str) -> list[str] | None:
 
 
 def excluded_by(pattern: str) -> list[tuple[str, str]]:
-    """Return the pattern of each leading ``(?!...)``, with the rest of the whole pattern."""
+    """Return, for each leading ``(?!...)``, its pattern, and the part of the whole pattern after
+    all look-aheads."""
     found, rest = [], pattern.removeprefix("^")
     while (look := re.match(r"\(\?([=!])", rest)) is not None:
         end = closing(rest)
@@ -107,7 +109,7 @@ class Words:
         at.is_beginning = at.is_beginning or not is_whole
 
     def pattern(self) -> str:
-        """Return a pattern of the rest of an allowed text."""
+        """Return a pattern of what may follow this node of the tree in an allowed text."""
         ways = [] if self.is_whole else [""]
         chars = "".join(map(re.escape, self.following))
         ways.append(f"[^{chars}]{_ANY}" if chars else rf"[\s\S]{_ANY}")

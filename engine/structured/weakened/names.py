@@ -56,15 +56,16 @@ class SchemasByName:
         return [*found, *(each.others for each in self._groups if not each.covers(name))]
 
     def of_others(self) -> list[Any]:
-        """Return the schemas that apply to properties without a name or pattern in any schema."""
+        """Return the schemas that apply to properties that no schema names, directly or by a
+        pattern."""
         found = [
             part.schema["additionalProperties"] for part in self._general if covers_others(part)
         ]
         return [*found, *(each.others for each in self._groups if not each.covers_all)]
 
     def of_pattern(self, pattern: str, group: Sequence[str]) -> list[Any]:
-        """Return the schemas that apply to names matching this pattern, and perhaps others of the
-        group."""
+        """Return the schemas that apply to properties whose names match this pattern. group: this
+        pattern and those that may match the same names."""
         found: list[Any] = []
         for part in self._general:
             patterns = named(part.schema.get("patternProperties"))
@@ -101,7 +102,8 @@ def close(reading: SchemaReading) -> Schema | None:
 
 
 def _group(others: Any, number: int, parts: Sequence[SchemaPart]) -> NameGroup:
-    """Collect what the parts under a schema evaluate. number: the ``id()`` of that schema."""
+    """Collect the names that parts of a schema with ``unevaluatedProperties`` evaluate. others: the
+    value of this keyword; number: the ``id()`` of the schema."""
     found = NameGroup(others)
     for part in parts:
         if number not in part.holders or part.is_silent:

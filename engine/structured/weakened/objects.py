@@ -18,7 +18,8 @@ from engine.structured.weakened.scalars import Loosen, limits, widened
 
 Schema = dict[str, Any]
 Order = Literal["schema", "free", "small"]
-"""The order of properties: the schema's, any, or the schema's unless any order is smaller."""
+"""The order in which properties are written: the schema's, any, or the schema's unless the grammar
+for any order is smaller."""
 
 MOST_SETS = 32  # sets of optional properties, one of which must be present
 MOST_GROUPS = 128  # groups of properties with equal schemas, in any order: all pairs are compared
@@ -156,7 +157,8 @@ class Objects:
     # -- propertyNames
 
     def _limited_names(self) -> tuple[list[str] | None, str | None]:
-        """Return the only names that an object may have, or a pattern of them."""
+        """Return the only names that an object may have, or a pattern of them, by
+        ``propertyNames``; both are ``None`` where names are not limited."""
         schemas = self._name_schemas
         if not schemas:
             return None, None
@@ -169,7 +171,8 @@ class Objects:
         return None, _pattern_of(written)
 
     def _allows(self, name: str) -> bool:
-        """Whether a name satisfies ``propertyNames``, as far as the keywords of texts show."""
+        """Whether a name satisfies ``propertyNames``, as far as the keywords for strings in it
+        show."""
         return all(each is not False and _is_name(each, name) for each in self._name_schemas)
 
     # -- how many
@@ -290,7 +293,8 @@ def _is_name(schema: Schema, name: str) -> bool:
 
 
 def _pattern_of(written: Any) -> str | None:
-    """Return a pattern that matches at least the names that a schema of texts allows."""
+    """Return a pattern that matches at least the names that a schema for strings allows; ``None``
+    if it has no keyword for a pattern or a length."""
     if not isinstance(written, dict):
         return None
     if "pattern" in written:

@@ -37,12 +37,13 @@ class SchemaPart(NamedTuple):
     rank: tuple[int, ...] = ()  # its position in the document, by the keywords that lead to it
 
     def within(self, schema: Any, *steps: int) -> SchemaPart:
-        """Make the part of a schema within this one that applies to the same value."""
+        """Make the part for a schema that is inside this one and applies to the same value. steps:
+        where it is in this schema."""
         return self._replace(schema=schema, rank=(*self.rank, *steps))
 
 
 class SchemaChoice(NamedTuple):
-    """A choice between ways, each of which is a list of parts."""
+    """A keyword that leaves a choice between ways to satisfy it; each way is a list of parts."""
 
     keyword: str
     number: int
@@ -68,7 +69,8 @@ class SchemaReading:
     holders: dict[int, Schema] = field(default_factory=dict)
 
     def by(self, choice: SchemaChoice, number: int) -> SchemaReading:
-        """Copy the reading and continue it on one of the ways."""
+        """Return a copy of the reading that goes on with one way of the choice. number: its
+        index."""
         other = SchemaReading(
             **{each.name: copy(getattr(self, each.name)) for each in fields(self)}
         )
@@ -191,7 +193,8 @@ class SchemaReader:
         return True
 
     def _in_order(self, schema: Schema, part: SchemaPart) -> Iterator[SchemaPart]:
-        """Yield the schema's own keywords and the parts that always apply, in its order."""
+        """Yield the schema's own keywords and the parts that always apply, in the order of its
+        keys."""
         keys = list(schema)
         place = keys.index("properties") if "properties" in schema else len(keys)
         yield part._replace(is_flat=True, rank=(*part.rank, place))
@@ -310,7 +313,8 @@ class SchemaReader:
         return SchemaChoice(key, id(absent), [without, with_it])
 
     def _pass_over(self, reading: SchemaReading, choice: SchemaChoice) -> None:
-        """Replace a choice with too many ways by a schema of the properties that they name."""
+        """Replace a choice with too many ways by one schema, of all properties that its ways
+        name."""
         reading.loose[choice.keyword] = True
         own = ("union", choice.keyword, choice.number)
         if own not in self._made:
@@ -361,7 +365,8 @@ def _any(schemas: list[Any]) -> Any:
 
 
 def together(alternatives: Sequence[Any]) -> list[list[Any]]:
-    """Return combinations of alternatives, each of which may name properties others do not."""
+    """Return combinations of alternatives that may hold at once: all pairs, and all together, of
+    those that may name properties."""
     able = [each for each in alternatives if _may_name(each)]
     if not 1 < len(able) <= MOST_TOGETHER:
         return []

@@ -73,8 +73,8 @@ def written(
     """Write a schema for llguidance. Raises ``SchemaError`` that names a keyword which cannot be
     enforced.
 
-    is_free: properties may come in any order, as also in a schema too large for a fixed order;
-    is_lenient: ignore keywords that cannot be enforced; is_closed: the schema was made by
+    is_free: properties may come in any order (in a schema too large for a fixed order they always
+    may); is_lenient: ignore keywords that cannot be enforced; is_closed: the schema was made by
     ``closed``, so close objects that several schemas describe too.
     """
     try:
@@ -265,7 +265,8 @@ class _SchemaWriter:
         return one_of([way for each in readings for way in self._ways(each)])
 
     def _ways(self, reading: SchemaReading) -> list[Any]:
-        """Return schemas for the values of a reading: an enum, or one for each way of an object."""
+        """Return schemas that together allow the values of a reading: an enum, or one for each form
+        of its objects."""
         if (values := self._values(reading)) is not None:
             return self._listed(values)
         types = self._types(reading)
@@ -455,7 +456,8 @@ def _typed_without(found: Schema) -> Any:
 
 
 def _typed(types: set[str], found: Schema, at: int) -> Any:
-    """Add the types. at: the number of the way; only the first has types other than object."""
+    """Return a schema for these types only. at: its index among the schemas of a reading, of which
+    only the first allows other types than object."""
     kept = {"object"} & types if at else types
     if "number" in kept:
         kept = kept - {"integer"}

@@ -99,8 +99,8 @@ class Platform(Protocol):
         ...
 
     def recording(self) -> AbstractContextManager[None]:
-        """Context in which graphs are captured, all those that exist at one time. At its end,
-        memory that only the warm-up runs used is freed."""
+        """Context in which graphs are captured: all graphs that exist at one time are captured in
+        one such context. At its end, memory that only the warm-up runs used is freed."""
         ...
 
     def measure_graphs(self, record: Callable[[int], None], num_sizes: int) -> int:
