@@ -10,7 +10,8 @@ import torch
 
 @dataclass(slots=True)
 class AttentionMeta:
-    """A step with S sequences and N tokens; token t of sequence s is row query_start[s] + t.
+    """A step with S sequences and N tokens; token t of sequence s is row query_start[s] + t of the
+    step's tensors.
 
     The KV cache of a layer is ``[num_blocks, 2, num_kv_heads, block_size, head_dim]``; index 0 of
     the second axis is K, 1 is V. Block 0 is the null block, whose contents are never used.

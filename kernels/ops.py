@@ -52,8 +52,8 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x @ weight.T + bias: x [.., K], weight [N, K], bias [N] -> [.., N] of x's dtype.
 
-    By torch, except for one row of 16-bit numbers on a GPU: this is memory-bound, and torch's
-    libraries use only 50 to 90 % of the bandwidth.
+    Uses torch, except for one row of 16-bit numbers on a GPU: that product is memory-bound, and
+    torch's libraries reach only 50 to 90 % of the bandwidth.
     """
     body = triton_for(x)
     if body is not None and is_one_row(x, weight):
@@ -62,7 +62,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def is_one_row(x: torch.Tensor, weight: torch.Tensor) -> bool:
-    """True if `linear` uses its own kernel on a GPU."""
+    """True if x is one row for which `linear` uses its own kernel on a GPU."""
     is_one = x.numel() == x.shape[-1] and x.is_contiguous()
     return is_one and weight.dtype.itemsize == 2 and weight.stride(1) == 1
 
@@ -85,7 +85,8 @@ def mixture(
     weights: torch.Tensor,
     act: str,
 ) -> torch.Tensor:
-    """Weighted sum of each token's experts: x [N, H] -> [N, H]. See `kernels.reference.grouped`."""
+    """Mixture of experts: the weighted sum of the outputs of each token's experts, x [N, H] -> [N,
+    H]. See `kernels.reference.grouped`."""
     body = triton_for(x) or grouped
     return body.mixture(x, gate_up, down, chosen, weights, act)
 

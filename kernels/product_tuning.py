@@ -14,7 +14,7 @@ ALIGNED = 16  # sizes that are multiples of this allow the widest loads
 
 
 class ProductTile(NamedTuple):
-    """Tile of one program: rows of x, outputs, inputs per step; number of warps and pipeline
+    """Tile of one program (rows of x, outputs, inputs per step), and its warps and pipeline
     stages."""
 
     rows: int
@@ -45,7 +45,8 @@ _TILES: dict[str, dict[int, dict[int, tuple[int, _Rows]]]] = {
 
 
 def invariant_tile(arch: str, num_rows: int, weight: tuple[int, int], itemsize: int) -> ProductTile:
-    """The tile for this many rows of elements of `itemsize` bytes. weight: (outputs, inputs)."""
+    """The tile for a product of `num_rows` rows. weight: (outputs, inputs); itemsize: bytes of an
+    element of x."""
     num_outputs, num_inputs = weight
     table = _TILES[arch][itemsize]
     fills = [outputs for outputs in table if num_outputs >= outputs * PROCESSORS[arch]]

@@ -13,7 +13,8 @@ from kernels.reference import quant as reference
 def weight_only_product(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x @ weight.T + bias: x [M, K] with contiguous rows, bias [N] -> [M, N] of x's dtype."""
+    """x @ weight.T + bias, with quantised weights: x [M, K] with contiguous rows, bias [N] -> [M,
+    N] of x's dtype."""
     body = triton_for(x) or reference
     return body.weight_only_product(x, packed, bias)
 

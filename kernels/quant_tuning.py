@@ -24,7 +24,7 @@ _MOST_FUSED_ROWS_OF_FLOAT32 = 64
 
 
 class QuantTile(NamedTuple):
-    """Tile of one program: rows of x and outputs; number of warps and pipeline stages."""
+    """Tile of one program (rows of x, outputs), and its warps and pipeline stages."""
 
     rows: int
     outputs: int
@@ -55,16 +55,16 @@ _GATHERED_TILES = {"sm_90": {2: {16: (64, 4, 4), 32: (64, 4, 4), 64: (64, 8, 4)}
 
 
 def most_fused_rows(itemsize: int) -> int:
-    """Maximum number of rows, of elements of `itemsize` bytes, for the product that unpacks
-    weights."""
+    """Maximum number of rows for which the product unpacks weights in registers; with more, they
+    are dequantised first. itemsize: bytes of an element of x."""
     return _MOST_FUSED_ROWS if itemsize == 2 else _MOST_FUSED_ROWS_OF_FLOAT32
 
 
 def product_tile(
     arch: str, num_rows: int, itemsize: int, *, is_gathered: bool = False
 ) -> QuantTile:
-    """The tile for this many rows of elements of `itemsize` bytes. is_gathered: each element of x
-    has its own address."""
+    """The tile for a product of `num_rows` rows. itemsize: bytes of an element of x; is_gathered:
+    True if each element of x has its own address (inputs in another order)."""
     table = _TILES[arch][itemsize]
     if is_gathered:
         table = _GATHERED_TILES.get(arch, {}).get(itemsize, table)
@@ -73,8 +73,8 @@ def product_tile(
 
 
 def num_splits(arch: str, tile: QuantTile, num_programs: int, num_steps: int) -> int:
-    """Number of parts into which the `num_steps` steps over the inputs are split to fill the
-    device.
+    """Number of parts into which the `num_steps` steps over the inputs are split, so that the
+    programs fill the device.
 
     A processor runs one program of eight warps, or two of four. Partial sums of many rows are as
     large as the weights, so there are no more parts than fill the device once.

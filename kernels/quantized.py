@@ -62,26 +62,26 @@ class Packed(NamedTuple):
         )
 
     def of_outputs(self, ids: torch.Tensor) -> Packed:
-        """The matrix with only the outputs ``ids`` [I]."""
+        """The rows of the matrix for the outputs ``ids`` [I], as a matrix."""
         zeros = None if self.zeros is None else self.zeros[:, ids]
         return self._replace(values=self.values[ids], scales=self.scales[:, ids], zeros=zeros)
 
     def at(self, index: int) -> Packed:
-        """Matrix ``index`` of a stack."""
+        """Matrix ``index`` of a stack of matrices (see `stack`)."""
         return self._replace(**{name: tensor[index] for name, tensor in self._tensors().items()})
 
     def _tensors(self) -> dict[str, Any]:
         return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
 
     def _ordered(self) -> Packed:
-        """The matrix with an explicit order of inputs."""
+        """The same matrix with its order of inputs as an explicit tensor."""
         if self.order is not None:
             return self
         own = torch.arange(self.num_inputs, dtype=torch.int32, device=self.values.device)
         return self._replace(order=own)
 
     def _layout(self) -> tuple[object, ...]:
-        """Everything that must be equal in matrices that are stacked."""
+        """Everything that must be equal in two matrices for them to be stacked."""
         tensors = {name: (one.shape, one.dtype) for name, one in self._tensors().items()}
         return tensors, self.bits, self.group_size, self.num_inputs, self.piece
 
@@ -104,13 +104,15 @@ def stack(matrices: Sequence[Packed]) -> Packed:
 
 
 def piece_of(bits: int, group_size: int, num_groups: int) -> int:
-    """Number of inputs multiplied in one step; all must be in one group."""
+    """Number of inputs that a kernel multiplies in one step ("piece"), chosen so that all are in
+    one group."""
     widest = WIDEST_PIECE[bits]
     return widest if num_groups == 1 else gcd(widest, group_size)
 
 
 def can_pack(matrix: Quantized) -> bool:
-    """True if groups are large enough and, after sorting inputs by group, of equal size."""
+    """True if the matrix can be packed: groups are large enough and, after inputs are sorted by
+    group, of equal size."""
     num_inputs, num_groups = matrix.values.shape[1], matrix.scales.shape[1]
     if piece_of(matrix.bits, matrix.group_size, num_groups) < LEAST_PIECE:
         return False

@@ -21,7 +21,8 @@ SOURCE = "#include <Python.h>\nint nothing;\n"
 
 
 def why_triton_cannot_start() -> str | None:
-    """What is missing and how to get it; ``None`` if Triton can launch kernels here."""
+    """Says what is missing for Triton and how to get it; ``None`` if Triton can launch kernels
+    here."""
     try:
         triton = importlib.import_module("triton")
     except Exception as error:  # its libraries may not fit the system

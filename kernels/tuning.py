@@ -29,7 +29,7 @@ MOST_PART_ROWS = 4096
 
 
 class Tile(NamedTuple):
-    """Tile of one program: packed query rows, keys per step; number of warps and pipeline
+    """Tile of one program (query tokens x heads as rows, keys per step), and its warps and pipeline
     stages."""
 
     rows: int
@@ -54,11 +54,12 @@ class Shares(NamedTuple):
     least_keys: int
 
     def most_items(self, num_seqs: int) -> int:
-        """Maximum number of work items: each sequence may have one partial share."""
+        """Maximum number of work items: one per share, and one more per sequence, which may begin
+        within a share."""
         return self.num + num_seqs
 
     def most_slots(self, num_seqs: int) -> int:
-        """Maximum number of work items of sequences that are longer than one share."""
+        """Maximum number of work items that are parts of a sequence, not all of it."""
         return self.most_items(min(num_seqs, self.num))
 
 
@@ -141,8 +142,8 @@ _KERNELS = {"decode": _DECODE, "prefill": _PREFILL}
 
 @contextmanager
 def trying(kernel: str, arch: str, kind: Kind, tile: Tile) -> Iterator[None]:
-    """Context in which "decode" or "prefill" launches of up to ``tile.rows`` rows use this tile, to
-    measure settings for the tables above."""
+    """Context in which "decode" or "prefill" launches (``kernel``) of up to ``tile.rows`` rows use
+    this tile, so that settings for the tables above can be measured."""
     table = _KERNELS[kernel][arch]
     before = table[kind]
     table[kind] = dict(sorted({**before, tile.rows: tile[1:]}.items()))
@@ -163,7 +164,7 @@ def pad_power(size: int, least: int = 16) -> int:
 
 
 def heads_a_program(group: int, most: int) -> int:
-    """The largest divisor of `group` that is at most `most`."""
+    """Query heads per program: the largest divisor of `group` that is at most `most`."""
     return next(heads for heads in range(min(group, most), 0, -1) if group % heads == 0)
 
 
@@ -183,7 +184,7 @@ def _entry(by_rows: _Rows, rows: int) -> Tile:
 
 
 def reads_fp8(arch: str) -> bool:
-    """True if there are kernels for a cache of 8-bit floats."""
+    """True if this architecture has kernels for a KV cache of 8-bit floats."""
     return any(kind.cache_bytes == 1 for kind in _DECODE[arch])
 
 
@@ -192,8 +193,8 @@ def most_decode_rows(arch: str, kind: Kind) -> int:
 
 
 def decode_tile(arch: str, kind: Kind, rows: int, *, is_lone: bool = False) -> Tile:
-    """The tile for `rows` packed query rows (a power of two) of a sequence. is_lone: the batch does
-    not fill the device."""
+    """The tile for a sequence of `rows` packed rows (query tokens x heads; a power of two).
+    is_lone: True if the batch does not fill the device."""
     lone = _LONE_DECODE.get(arch, {}).get(kind, {})
     if is_lone and rows in lone:
         return Tile(rows, *lone[rows])
@@ -207,14 +208,14 @@ def is_lone(arch: str, num_programs: int) -> bool:
 
 
 def prefill_tile(arch: str, kind: Kind, longest: int, *, is_fixed: bool) -> Tile:
-    """The tile for sequences of up to `longest` packed query rows. is_fixed: independent of
-    them."""
+    """The tile for sequences of up to `longest` packed rows (query tokens x heads). is_fixed: True
+    if the tile must not depend on `longest`."""
     wanted = MAX_PREFILL_ROWS if is_fixed else min(pad_power(longest), MAX_PREFILL_ROWS)
     return _entry(_rows_of(_PREFILL, arch, kind), wanted)
 
 
 def split_tile(arch: str, kind: Kind, tile: Tile) -> Tile:
-    """The tile to use in place of `tile`, with as many rows, if keys are split."""
+    """The tile to use in place of `tile` if keys are split; it has as many rows."""
     rows = _SPLIT_PREFILL.get(arch, {}).get(kind, {})
     return Tile(tile.rows, *rows[tile.rows]) if tile.rows in rows else tile
 
@@ -239,8 +240,9 @@ def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: in
 def prefill_splits(
     arch: str, tile: Tile, num_programs: int, max_seq_len: int, *, is_fixed: bool
 ) -> Splits:
-    """How to split keys for `num_programs` programs (work items x blocks of heads). A processor
-    runs one program of eight warps, or two of four."""
+    """How to split the keys of sequences for `num_programs` programs (work items x blocks of
+    heads). A processor runs one program of eight warps, or two of four. is_fixed: do not split, so
+    that results do not depend on the batch."""
     wanted = max(1, 8 // tile.warps) * PROCESSORS[arch] // max(num_programs, 1)
     useful = max_seq_len // LEAST_PREFILL_KEYS
     if is_fixed or min(wanted, useful) < 2:

@@ -19,8 +19,9 @@ from kernels.slots import Drawn, SamplingColumns, SlotState
 
 
 class LiveSeqs:
-    """The host's table. ``tokens[slot, p]`` is the token at position p of the first
-    ``num_sent[slot]`` tokens, which came with the plan; later ones are only on the device."""
+    """The host's table of running sequences by slot. ``tokens[slot, p]`` is the token at position p
+    of the sequence in that slot, for p below ``num_sent[slot]``: these tokens came with the plan.
+    Later tokens are only on the device."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -29,7 +30,7 @@ class LiveSeqs:
         self.prompt_scored: set[int] = set()  # slots whose prompt log-probabilities are wanted
 
     def apply(self, plan: StepPlan) -> None:
-        """Remove the sequences of freed slots, then enter new ones."""
+        """Remove the sequences whose slots the plan frees, then enter the plan's new sequences."""
         for slot in plan.freed_slots:
             del self.seqs[slot]
             self.prompt_scored.discard(slot)
@@ -47,7 +48,7 @@ class LiveSeqs:
 
 
 class NewSlots(NamedTuple):
-    """Values of the slots that new sequences take, on the device, one entry per sequence [M]."""
+    """Values to write to the slots of new sequences; on the device, one entry per sequence [M]."""
 
     slots: torch.Tensor
     num_computed: torch.Tensor
@@ -69,7 +70,7 @@ class Slots:
         block_size: int,
         windows: Sequence[int] = (0,),
     ) -> None:
-        """windows: of each group of layers in tokens, 0 for full attention."""
+        """windows: the sliding window of each group of layers, in tokens; 0 for full attention."""
         self.block_size = block_size
         width = -(-max_model_len // block_size)
 
@@ -107,8 +108,9 @@ class Slots:
         return other
 
     def apply(self, new: NewSlots | None, blocks: Sequence[torch.Tensor]) -> None:
-        """Enter new sequences, then extend block tables. ``blocks``: block tables as `table_rows`
-        numbers them, places in them, block ids; [] if no table changes."""
+        """Enter new sequences, then extend block tables. ``blocks``: three tensors with one entry
+        per new block (row of its table, see `table_rows`; index in that table; block id), or [] if
+        no table changes."""
         if new is not None:
             self.state.num_computed[new.slots] = new.num_computed
             self.tables.num_prompt[new.slots] = new.num_prompt
@@ -118,17 +120,20 @@ class Slots:
             on_slots.grow_block_tables(self.state.block_tables.flatten(0, 1), *blocks)
 
     def table_rows(self, plan: StepPlan) -> Column:
-        """The block table of each change of a plan, counted over the slots of all groups."""
+        """For each new block of a plan, the row of the table that it extends, in the block tables
+        of all groups of layers stacked: group * number of slots + slot."""
         rows: Column = plan.block_slots.astype(np.int32, copy=False)
         if plan.block_groups is not None:
             rows = rows + plan.block_groups * np.int32(self.state.block_tables.shape[1])
         return rows
 
     def remember(self, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor) -> None:
-        """Enter draft tokens [D] into the history at their positions, as if they were accepted:
-        logits at later positions are edited accordingly."""
+        """Enter draft tokens [D] into the slots' histories at their positions, as if they were
+        accepted, so that logits at later positions are edited accordingly (penalties, bad
+        words)."""
         on_slots.remember(self.tables.history, slots, positions, tokens)
 
     def advance(self, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
-        """Advance the slots [S] of a step by the tokens that were computed and sampled for them."""
+        """Advance the slots [S] of a step by the tokens that were computed and sampled for their
+        sequences."""
         on_slots.advance(self.state, slots, query_start, drawn)

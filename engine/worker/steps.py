@@ -1,5 +1,6 @@
 """Ways to compute a step, and how its results are read. A step is launched kernel by kernel or
-replays a recorded graph: of a decode step the whole, of other steps all layers but the last."""
+replays a recorded graph. The graph of a decode step covers the whole step; that of any other step
+covers all layers but the last."""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def section(name: str) -> AbstractContextManager[object]:
 
 
 def advance(machine: Machine, room: Room, drawn: torch.Tensor) -> None:
-    """Advance the slots of a decode step by one token each. ``drawn``: tokens [R] int32."""
+    """Advance the slots of a decode step by one token each. ``drawn``: the sampled tokens [R]
+    int32."""
     step = room.step
     tokens = Drawn(drawn, step.draw_slots, step.draw_starts, None)
     machine.slots.advance(step.slots, step.query_start, tokens)
@@ -76,7 +78,8 @@ class EagerStep:
         is_made_up: bool = False,
         may_take_largest: bool = False,
     ) -> None:
-        """may_take_largest: only the sampler reads the logits, so the argmax alone may suffice."""
+        """may_take_largest: True if only the sampler reads the logits, so that for greedy sampling
+        the argmax alone is enough."""
         self._machine = machine
         self._graph = graph
         self._may_take_largest = may_take_largest
@@ -107,8 +110,9 @@ class EagerStep:
         return self.rows
 
     def preview(self, slots: Column) -> Column:
-        """Sample before masks are known, for rows whose entry in ``slots`` is not -1; returns [R]
-        int32. ``draw`` keeps such a token unless its logits are edited."""
+        """Sample before the grammar masks are known, for the rows whose entry in ``slots`` is not
+        -1. Returns tokens [R] int32. ``draw`` later keeps the token of a row whose logits are not
+        edited."""
         self._early = self._machine.sampler.draw(self.rows._replace(slots=torch.from_numpy(slots)))
         return self._early.numpy()
 
@@ -121,8 +125,8 @@ class EagerStep:
         return tokens
 
     def notify(self, drawn: torch.Tensor) -> None:
-        """Pass hidden states and sampled tokens to the features, unless a graph computed the
-        step."""
+        """Pass hidden states and sampled tokens to the features. Does nothing in a step of dummy
+        rows, or if a graph computed the lower layers."""
         if not self._is_made_up and self._graph is None:
             for feature in self._machine.features:
                 feature.drawn(self._staged.rows, self._hidden, drawn)
@@ -140,8 +144,8 @@ class EagerStep:
         return late.where(again, early)
 
     def _forward(self) -> torch.Tensor:
-        """Hidden states of the tokens whose logits are needed, or of all tokens for prompt
-        scores."""
+        """Run the model. Returns the hidden states of the tokens whose logits are needed, or those
+        of all tokens if prompt log-probabilities are wanted."""
         machine, staged = self._machine, self._staged
         read = None if self._is_scored else self._picked.read
         batch = machine.batches.build_picked(staged, read)
@@ -153,7 +157,8 @@ class EagerStep:
         return self._hidden.last
 
     def _logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The logits [R, V]; [0, V] if only the argmax is needed and was found without them."""
+        """Compute logits [R, V] from hidden states. Returns [0, V] if only the argmax is needed and
+        was found without storing logits."""
         model = self._machine.model
         if self._may_take_largest and self._machine.sampler.wants_largest_only:
             largest = model.largest(hidden)
@@ -211,9 +216,9 @@ class GraphedStep:
 
 
 class MixedGraph:
-    """A graph of all layers but the last, for any step of at most this many tokens: decodes, prompt
-    chunks and drafts. The last layer is launched kernel by kernel, since what it computes differs
-    by step."""
+    """A graph of all layers but the last, for any step of at most ``num_rows`` tokens: decodes,
+    prompt chunks and drafts. The last layer is launched kernel by kernel, since what it computes
+    differs by step."""
 
     def __init__(self, graph: Graph, stream: torch.Tensor) -> None:
         self._graph = graph
@@ -221,7 +226,8 @@ class MixedGraph:
 
     @property
     def num_rows(self) -> int:
-        """Number of tokens (here a row is a token)."""
+        """The number of tokens for which the graph was recorded (in mixed steps, a row is a
+        token)."""
         return len(self._stream)
 
     def replay(self, num_tokens: int) -> torch.Tensor:
@@ -248,7 +254,7 @@ class BySize(Generic[G]):
 
 
 def record(machine: Machine, sizes: Sequence[int], max_model_len: int) -> BySize[GraphedStep]:
-    """Record decode steps of these numbers of rows, the largest first: the others reuse its
+    """Record decode steps of these numbers of rows, the largest first, so that the others reuse its
     memory."""
     if not sizes:
         return BySize()
@@ -278,7 +284,8 @@ def record_mixed(machine: Machine, sizes: Sequence[int], max_model_len: int) -> 
 
 
 class FailedStep(NamedTuple):
-    """A row of the plan that raised when it was computed alone. ``first``: its index."""
+    """A row of the plan that raised an error even when it was computed alone. ``first``: its index
+    in the plan."""
 
     first: int
     message: str
@@ -286,7 +293,8 @@ class FailedStep(NamedTuple):
 
 
 class PendingStep(NamedTuple):
-    """Rows whose tokens are being copied to the host. ``first``: index of the first in the plan."""
+    """Rows whose tokens are being copied to the host. ``first``: index in the plan of the first
+    row."""
 
     first: int
     draws: Draws
@@ -300,10 +308,11 @@ class PendingStep(NamedTuple):
 
 @dataclass(slots=True)
 class Pending:
-    """A launched step. ``parts``: its rows in order, as one part, or more if some rows failed.
+    """A launched step. ``parts``: the step's rows in order, as one part, or as several if some rows
+    failed.
 
-    ``spans``: begin and end of the device's work for the step, in order. A step that waits for
-    masks has several, since the device may be idle before sampling.
+    ``spans``: pairs of marks, the begin and end of each stretch of the device's work for the step.
+    A step that waits for masks has several, since the device may be idle before sampling.
     """
 
     plan: StepPlan
@@ -339,7 +348,8 @@ def collect(pending: Pending) -> StepResult:
 def _recorded(
     machine: Machine, logits: torch.Tensor, drawn: torch.Tensor, max_model_len: int
 ) -> GraphedStep:
-    """Record a decode step of ``len(drawn)`` rows; during the recording all of them are padding."""
+    """Record a decode step of ``len(drawn)`` rows, all of which are padding during the
+    recording."""
     size = len(drawn)
     padding = Padding(PaddingKind.DECODE_GRAPH, size)
     room = machine.batches.stage(NO_ROWS, padding=padding).room
@@ -378,8 +388,8 @@ def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:
 
 
 def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, Column]:
-    """Enter the results of a part. Returns the accepted tokens and the plan row of each, rows
-    first."""
+    """Enter the results of a part into ``result``. Returns two arrays: for each accepted token its
+    row in the plan, and the tokens."""
     if isinstance(part, FailedStep):
         result.fail(part.first, part.message)
         return EMPTY, EMPTY
@@ -409,8 +419,9 @@ def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, C
 def _fail(
     part: PendingStep, drawn: Column, valid: list[bool], rows: Column, result: StepResult
 ) -> None:
-    """Enter errors for sampled rows without a token. ``valid``: whether the logits of each checked
-    row were; ``rows``: plan row of each sampled row. A plan row keeps its first error.
+    """Enter errors into ``result`` for the sampled rows that got no token. ``valid``: for each row
+    of ``part.checked``, whether its logits were valid; ``rows``: plan row of each sampled row. A
+    plan row keeps its first error.
 
     Errors after a rejected draft are ignored: those rows were not needed.
     """

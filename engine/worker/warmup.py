@@ -93,8 +93,8 @@ def warm_up(driver: Driver, num_blocks: int) -> float:
 
 
 def _run_all_edits(driver: Driver, num_prompt: int) -> None:
-    """Run a request with all logit edits, first with a mask, then with drafts, so that the kernels
-    of edits are compiled and their tables allocated."""
+    """Run a request that uses all kinds of logit edits, first with a grammar mask, then with
+    drafts, so that the kernels of edits are compiled and their tables allocated."""
     machine = driver.runner.machine
     block_size = machine.slots.block_size
     seq = NewSeq("warm-up", 0, [0] * num_prompt, num_prompt, EVERYTHING, 0, [0], [[0], [0, 0]])
@@ -139,7 +139,8 @@ def _plan(
     new: list[NewSeq] | None = None,
     freed: list[int] | None = None,
 ) -> StepPlan:
-    """A step of slot 0, whose block table is 1, 2, 3, ..."""
+    """A plan with one sequence, in slot 0: it computes ``count`` tokens from position ``start`` on,
+    with the blocks 1, 2, 3, ... as block table. ``count`` 0: no tokens."""
     one = np.ones(min(count, 1), dtype=np.int32)
     indices: Column = np.arange(-(-(start + count) // block_size), dtype=np.int32)
     if not count:
@@ -180,8 +181,8 @@ def run_all_kinds(runner: Runner, max_num_tokens: int, max_model_len: int) -> No
 
 
 class StepKind(NamedTuple):
-    """A class of steps that launch the same kernels: number of tokens, number of sequences that
-    share them, and number of earlier tokens of each sequence."""
+    """A class of steps that launch the same kernels, given by the number of tokens, the number of
+    sequences that share them, and the number of earlier tokens of each sequence."""
 
     num_tokens: int
     num_seqs: int

@@ -68,8 +68,9 @@ logger = logging.getLogger("engine.worker")
 class ModelWorker:
     """The worker of one device; see ``engine.core.engine_core.Executor``.
 
-    ``config``: from ``engine.config.decide.resolve``. ``features``: the computing halves of
-    features."""
+    ``config``: from ``engine.config.decide.resolve``. ``features``: for each feature, the half that
+    computes on the device.
+    """
 
     def __init__(
         self,
@@ -260,7 +261,7 @@ class ModelWorker:
     # -- helpers
 
     def _lay_out(self, model: Model) -> tuple[list[PagedKV], KVLayout]:
-        """What each layer keeps, and how the layers share the pool."""
+        """Returns what each layer keeps in the KV pool, and how the layers share the pool."""
         config, sched = self.config, self.config.scheduler
         dtype_bytes = self._kv_dtype.itemsize
         layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
@@ -328,7 +329,8 @@ class ModelWorker:
             logger.info("decodes of %d sizes, mixed steps of %d recorded: %.1f s", *counts, seconds)
 
     def _profile(self, what: str) -> list[str] | None:
-        """Start or stop a profiler trace. Returns the files written when it is stopped."""
+        """Start or stop a profiler trace, as ``what`` says. Returns the files written by a stopped
+        trace."""
         if what == "stop":
             return self._profiler.stop()
         if what != "start":
@@ -338,7 +340,7 @@ class ModelWorker:
 
 
 def _last(sizes: list[int], num: int) -> list[int]:
-    """The last ``num`` sizes."""
+    """The last ``num`` of these sizes."""
     return sizes[max(0, len(sizes) - num) :]
 
 

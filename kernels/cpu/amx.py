@@ -34,8 +34,10 @@ _TILE = ROWS * ROW_BYTES
 
 
 def _operation(soft_body: Any, given: tuple[Any, ...], literals: tuple[Any, ...], emit: Any) -> Any:
-    """Signature and code generator of an operation. given: argument types, with `soft` last;
-    literals: those that must be literals; emit(builder, args) emits the instruction."""
+    """Signature and code generator of a Numba intrinsic that operates on tiles. given: argument
+    types, the last one `soft`; literals: those arguments that must be literals; soft_body: the
+    emulation, compiled in if `soft` is true; emit(builder, args): emits the AMX instruction
+    otherwise."""
     if not all(isinstance(one, types.Literal) for one in literals):
         return None
     is_soft = literals[-1].literal_value
@@ -82,7 +84,7 @@ def _configure(typing_context, state, soft):
 
 @intrinsic(prefer_literal=True)
 def end(typing_context, state, soft):
-    """Release the tiles, so that context switches of the thread are fast again."""
+    """Release the tiles, so that context switches of this thread are fast again."""
 
     def emit(builder, args):
         _call(builder, "llvm.x86.tilerelease")
@@ -92,7 +94,7 @@ def end(typing_context, state, soft):
 
 @intrinsic(prefer_literal=True)
 def zero(typing_context, state, tile, soft):
-    """tile = 0."""
+    """Set all 16 rows of a tile to zero."""
 
     def emit(builder, args):
         _call(builder, "llvm.x86.tilezero", _number(tile))
@@ -146,7 +148,8 @@ def dot(typing_context, state, total, left, right, soft):
 
 @njit(inline="always")
 def begin(state, soft):
-    """Configure all tiles with 16 rows x 64 bytes. soft: a literal."""
+    """Configure all tiles of this thread with 16 rows x 64 bytes. soft: a literal, as for the
+    operations."""
     if not soft:
         settings = u8(state, (ROW_BYTES,))
         for i in range(ROW_BYTES):

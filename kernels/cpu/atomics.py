@@ -30,7 +30,8 @@ def syscall_address() -> int:
 
 @intrinsic
 def add(typing_context, address, value):
-    """Add to the word and return its old value; sequentially consistent."""
+    """Add a value to the 64-bit word at an address and return the old value; sequentially
+    consistent."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _WORD)
@@ -41,7 +42,7 @@ def add(typing_context, address, value):
 
 @intrinsic
 def exchange(typing_context, address, value):
-    """Replace the word and return its old value; sequentially consistent."""
+    """Replace the 64-bit word at an address and return the old value; sequentially consistent."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _WORD)
@@ -52,7 +53,7 @@ def exchange(typing_context, address, value):
 
 @intrinsic
 def load(typing_context, address):
-    """Read the word; sequentially consistent."""
+    """Read the 64-bit word at an address; sequentially consistent."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _WORD)
@@ -63,7 +64,7 @@ def load(typing_context, address):
 
 @intrinsic
 def pause(typing_context):
-    """Pause instruction for a spin loop."""
+    """Emit the processor's pause instruction, for a spin loop."""
 
     def build(context, builder, signature, args):
         name, arguments = _PAUSE
@@ -79,7 +80,8 @@ def pause(typing_context):
 
 @intrinsic
 def system_call(typing_context, function, number, first, second, third):
-    """Call libc's ``syscall`` with three arguments and 0 as the fourth (no timeout)."""
+    """Call libc's ``syscall`` with a system call's number and three arguments. Its fourth argument
+    is 0 (for a futex: no timeout)."""
 
     def build(context, builder, signature, args):
         kind = ir.FunctionType(_I64, [_I64] * 5)
@@ -91,7 +93,8 @@ def system_call(typing_context, function, number, first, second, third):
 
 @intrinsic
 def call_body(typing_context, body, row):
-    """Call the body at an address with the address of its parameters."""
+    """Call the compiled function at address ``body`` with ``row``, the address of its
+    parameters."""
 
     def build(context, builder, signature, args):
         kind = ir.FunctionType(ir.VoidType(), [_I64])
@@ -103,7 +106,8 @@ def call_body(typing_context, body, row):
 
 @intrinsic
 def lay_out(typing_context, parameters):
-    """Store a zero counter and the parameters on the caller's stack. Returns their address."""
+    """Store a row of 64-bit words on the caller's stack: a zero item counter, then the parameters.
+    Returns its address."""
 
     def build(context, builder, signature, args):
         with builder.goto_entry_block():

@@ -26,13 +26,13 @@ _ROUNDS = isa.has("avx512bf16")  # whole vectors in one instruction
 
 @njit(**INLINE)
 def widen(half):
-    """Bfloat16 bits to float32."""
+    """Convert the bits of a bfloat16 to float32."""
     return float_of_bits(np.int32(half) << _HALF)
 
 
 @njit(**INLINE)
 def narrow(value):
-    """Float32 to bfloat16 bits, rounded to nearest even; NaN stays NaN."""
+    """Convert a float32 to the bits of a bfloat16, rounded to nearest even; NaN stays NaN."""
     bits = bits_of_float(value)
     rounded = (bits + (_ROUND + ((bits >> _HALF) & _ONE))) >> _HALF
     return np.uint16(_NAN if (bits & _MAGNITUDE) > _INFINITY else rounded)
@@ -70,15 +70,16 @@ def write_cells(target, source, cell):
 
 
 def elements(address, shape, cell):
-    """The array of `shape` at an address: float32, or bfloat16 as uint16."""
+    """The array of `shape` at an address: float32 if `cell` is 4, or bfloat16 as uint16 if it is
+    2."""
 
 
 def get(array, i):
-    """Element i of an array of `elements`, as float32."""
+    """Element i of an array that `elements` returned, as float32."""
 
 
 def put(array, i, value):
-    """Store a float32 as element i of an array of `elements`."""
+    """Store a float32 as element i of an array that `elements` returned."""
 
 
 # Selected by a literal and not passed as functions: the disk cache identifies a body by the values

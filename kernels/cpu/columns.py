@@ -34,7 +34,7 @@ _CHAINS = 4  # independent maxima and sums of a column, to hide latency
 
 
 def _at(builder, base, offset, kind):
-    """A pointer to a `kind` at address base + offset."""
+    """A pointer to LLVM type `kind` at address base + offset."""
     return builder.inttoptr(builder.add(base, offset), kind.as_pointer())
 
 
@@ -47,8 +47,9 @@ def _put(builder, row, base, offset):
 
 
 def _over_rows(builder, rows, carried, step):
-    """Emit a loop over `rows` (address, stride in bytes, number) that calls step(offset, values),
-    which returns the next values. Returns the last values."""
+    """Emit a loop over `rows` (address, stride in bytes, number). `carried`: initial values of the
+    loop's variables; step(offset, values) emits one round and returns their next values. Returns
+    the last values."""
     _, stride, count = rows
     before = builder.block
     loop, done = (builder.append_basic_block(name) for name in ("rows", "all"))
@@ -91,7 +92,7 @@ def pair_rows(typing_context, address, stride, count, target):
 
 
 def _all(number):
-    """A constant vector of a number, float32 or int32."""
+    """A vector constant with this number, float32 or int32, in each lane."""
     return ir.Constant(_FLOATS if isinstance(number, float) else _WORDS, [number] * LANES)
 
 
@@ -109,16 +110,17 @@ def _rounded(builder, floats):
 
 
 def _pairs(builder, even, odd):
-    """Two rows of float32 as words of two bfloat16, rounded to nearest even."""
+    """Combine two rows of float32 as words of two bfloat16 (even row, odd row), rounded to nearest
+    even."""
     low = builder.lshr(_rounded(builder, even), _all(16))
     return builder.or_(low, builder.and_(_rounded(builder, odd), _all(0xFFFF0000)))
 
 
 @intrinsic
 def interleave16(typing_context, source, ld_source, target, ld_target):
-    """Interleave 16 rows of 32 bfloat16 in pairs, as 8 rows of [16 columns, 2] in each of two
-    places: the first four of each eight columns at `target` + 64 * k, the others `ld_target` bytes
-    later."""
+    """Interleave 16 rows of 32 bfloat16 in pairs, as 8 rows of [16 columns, 2] at each of two
+    addresses: the first four of each eight columns go to `target`, the other four `ld_target` bytes
+    later; rows are 64 bytes apart."""
 
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
@@ -142,7 +144,7 @@ def interleave16(typing_context, source, ld_source, target, ld_target):
 
 @intrinsic
 def round_turned(typing_context, source, ld_source, target, ld_target):
-    """Transpose 32 x 16 float32 to bfloat16 [16, 32], rounded to nearest even."""
+    """Transpose 32 x 16 float32 and round them to nearest even, as bfloat16 [16, 32]."""
 
     def build(context, builder, signature, args):
         source, ld_source, target, ld_target = args
@@ -160,8 +162,9 @@ def round_turned(typing_context, source, ld_source, target, ld_target):
 def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
     """scores [count, 16] *= factor; best [16] = maximum of best and each column.
 
-    scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0, or for each column
-    the first row that counts [16 int32] and the end of these rows. NaN is ignored.
+    scores, best, bounds: addresses; count: a multiple of 4. bounds: literal 0 (all rows count), or
+    [2, 16] int32: the first row that counts for each column, and the end of these rows. NaN is
+    ignored.
     """
     is_bounded = not isinstance(bounds, types.Literal)
 
@@ -180,7 +183,8 @@ def scale_columns(typing_context, scores, stride, count, factor, best, bounds):
 @intrinsic(prefer_literal=True)
 def soften_columns(typing_context, scores, stride, count, best, total, bounds):
     """scores [count, 16] become 2 ** (score - best), or zero if the row does not count for its
-    column, and are added to total [16]. Arguments as for `scale_columns`."""
+    column; each column's sum is added to total [16]. Other arguments are those of
+    `scale_columns`."""
     is_bounded = not isinstance(bounds, types.Literal)
 
     def work(builder, given, scores, state, is_seen):
@@ -198,9 +202,9 @@ def soften_columns(typing_context, scores, stride, count, best, total, bounds):
 
 def _down_columns(joined, bounds, initial, join, work):
     """Code generator for a loop down 16 columns of scores in four chains, each with every fourth
-    row. The chains' states are joined with the value at argument `joined`. bounds: index of an
-    argument, or None. work(builder, args, scores, state, is_seen) returns the row to store and the
-    next state."""
+    row. After the loop, `join` combines the chains' states with the value at the address in
+    argument `joined`. bounds: index of the argument with the bounds, or None. work(builder, args,
+    scores, state, is_seen) returns the row to store and the next state."""
 
     def build(context, builder, signature, args):
         scores, stride, count = args[:3]
@@ -233,7 +237,8 @@ def _greater(builder, one, other):
 
 
 def _between(builder, rows, bounds):
-    """For each lane, True if its row counts."""
+    """For each of the 16 columns, True if its row (in `rows`) is within `bounds`, so that it
+    counts."""
     first, end = (_row(builder, bounds, _I64(place), _WORDS) for place in (0, LINE))
     is_from = builder.icmp_signed(">=", rows, first)
     return builder.and_(is_from, builder.icmp_signed("<", rows, end))
@@ -251,9 +256,9 @@ def exp2_of_all(typing_context, x):
 
 @intrinsic
 def fold_factors(typing_context, largest, added, shrink, share):
-    """Factors to add two partial sums of 16 rows with largest scores `largest` and `added`:
-    `shrink` for the first sums, `share` for the second. `largest` becomes the maximum of both. All
-    are addresses of 16 float32."""
+    """Factors to merge two partial softmax sums of 16 rows, whose largest scores are `largest` and
+    `added`: `shrink` for the first sums, `share` for the second. `largest` becomes the maximum of
+    both. All are addresses of 16 float32."""
 
     def build(context, builder, signature, args):
         zero = _I64(0)
@@ -269,8 +274,9 @@ def fold_factors(typing_context, largest, added, shrink, share):
 
 @intrinsic
 def soften_row(typing_context, scores, count, best, first, end):
-    """Scores at an address become 2 ** (score - best), and zero outside [first, end). Returns their
-    sum, added in the order of `soften_columns`. count: number of vectors of 16."""
+    """Scores at an address become 2 ** (score - best), or zero outside [first, end). Returns the
+    sum of the results, added in the order of `soften_columns`. count: number of vectors of 16
+    scores."""
 
     def build(context, builder, signature, args):
         scores, count, best, *limits = args
@@ -338,7 +344,8 @@ def _exp2(builder, x):
 
 @intrinsic(prefer_literal=True)
 def transpose16(typing_context, source, ld_source, target, ld_target, size):
-    """Transpose 16 x 16 elements of `size` bytes (a literal, 4 or 2) to float32 words."""
+    """Transpose 16 x 16 elements of `size` bytes (a literal, 4 or 2) to words of 4 bytes: bfloat16
+    becomes float32."""
     if not isinstance(size, types.Literal):
         return None
 
@@ -357,7 +364,7 @@ def transpose16(typing_context, source, ld_source, target, ld_target, size):
 
 
 def _turned(builder, rows):
-    """Transpose 16 vectors of 16 words."""
+    """Transpose 16 vectors of 16 words each."""
     step = LANES // 2
     while step:
         after = list(rows)
@@ -370,7 +377,8 @@ def _turned(builder, rows):
 
 
 def _exchange(builder, low, high, step):
-    """Swap the off-diagonal blocks of `step` lanes of two rows."""
+    """A step of a transposition: two rows with their off-diagonal blocks of `step` lanes
+    swapped."""
     first = [j if not j & step else LANES + j - step for j in range(LANES)]
     second = [j + step if not j & step else LANES + j for j in range(LANES)]
     kind = ir.VectorType(_I32, LANES)

@@ -3,8 +3,8 @@
 All modules that pass functions to Numba import this one, which first imports
 :mod:`kernels.cpu.isa`, so that the instruction set is chosen before anything is compiled.
 
-A process reads all directories that it trusts and writes to the first that is writable. Without
-one, it compiles what it needs and logs this once. Damaged files are compiled again.
+A process reads all cache directories that it trusts and writes to the first that is writable. If
+none is, it compiles what it needs and logs this once. Damaged files are compiled again.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ CURRENT = Current()
 
 
 class Locator:
-    """Numba's locator of a function's cache files: the same relative path in each directory."""
+    """What Numba asks for the location of a function's cache files: the same relative path in each
+    cache directory."""
 
     def __init__(self, function: Any, file: str) -> None:
         self._py_file = file
@@ -171,7 +172,8 @@ class Locator:
 
     @property
     def below(self) -> str:
-        """The relative path, which does not depend on where the packages are installed."""
+        """The path relative to a cache directory; it does not depend on where the packages are
+        installed."""
         folder = Path(self._py_file).parent
         if folder.is_relative_to(PACKAGES):
             return "_".join(folder.relative_to(PACKAGES).parts)
@@ -185,7 +187,7 @@ class Locator:
         return hashlib.sha256(Path(self._py_file).read_bytes()).digest()
 
     def get_disambiguator(self) -> str:
-        """Numba's interface."""
+        """Numba's interface: distinguishes functions of one name in a file."""
         return str(self._line)
 
 
@@ -197,7 +199,7 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
     checksum, since a partial file would be executed as machine code."""
 
     def save(self, key: Any, data: Any) -> None:
-        """Store a variant if possible; otherwise log it once."""
+        """Store a compiled variant if possible; if not, log this once."""
         is_ours = not self._cache_path or self._base is not None
         if is_ours and CURRENT.places.writable is None:
             CURRENT.places.complain()
@@ -213,16 +215,16 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
             CURRENT.places.complain(error)
 
     def load(self, key: Any) -> Any:
-        """Load a variant from any of the directories."""
+        """Load a compiled variant from any of the cache directories."""
         each = (place.load_here(key) for place in (self, *self._elsewhere()))
         return next((found for found in each if found is not None), None)
 
     def load_here(self, key: Any) -> Any:
-        """Load a variant from this directory only."""
+        """Load a compiled variant from this object's directory only."""
         return super().load(key)
 
     def has(self, key: Any) -> bool:
-        """True if there is a file of this variant."""
+        """True if a file of this compiled variant exists."""
         for each in (self, *self._elsewhere()):
             name = each._load_index().get(key)
             if name is not None and os.path.exists(each._data_path(name)):
@@ -231,7 +233,7 @@ class OneSaverAtATime(caching.IndexDataCacheFile):  # type: ignore[misc]
 
     @property
     def _base(self) -> str | None:
-        """The cache directory that contains this path."""
+        """The cache directory that contains this object's path; ``None`` if none does."""
         bases = CURRENT.places.readable
         return next((each for each in bases if self._cache_path.startswith(each + os.sep)), None)
 
@@ -284,7 +286,8 @@ class Summed:
 
 
 def _is_complete(path: str) -> bool:
-    """True if the file exists and ends with the checksum of its contents, which Numba ignores."""
+    """True if a file exists and ends with the checksum of its contents (Numba ignores these
+    bytes)."""
     try:
         data = Path(path).read_bytes()
     except OSError:
@@ -329,8 +332,8 @@ def is_kept(body: Callable[..., Any], signature: Any) -> bool:
 
 
 def kept_file(name: str) -> Path | None:
-    """Path of another machine-dependent file in the cache: an existing one, or one that can be
-    written; ``None`` if there is no directory for it."""
+    """Path in the cache of a file that is not compiled code but depends on the machine: an existing
+    file, or one that can be written; ``None`` if there is no directory for it."""
     places = CURRENT.places
     for place in places.readable:
         if (Path(place) / name).exists():

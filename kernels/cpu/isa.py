@@ -54,7 +54,8 @@ if _REQUESTED:  # Numba's own option, which may disable features
 
 @cache
 def may_use_tiles() -> bool:
-    """Request AMX for this process and its later threads. Returns False if it is not available."""
+    """Ask the system to permit AMX in this process and its later threads. Returns False if AMX is
+    not available."""
     if not _HOST.get("amx-tile") or platform.machine() != "x86_64":
         return False
     return bool(ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST, _TILE_DATA) == 0)
@@ -153,7 +154,7 @@ def widens_float16() -> bool:
 
 
 def processor() -> str:
-    """The processor's name, for logs and results."""
+    """The processor's model name, for logs and results."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             for line in lines:

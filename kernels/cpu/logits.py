@@ -37,7 +37,8 @@ ONE = np.int32(1)
 
 
 def prepare() -> None:
-    """Compile every loop or load it from the cache, so that no request waits for it."""
+    """Compile the loops of this module or load them from the cache, so that no request waits for
+    it."""
     none, one = torch.zeros(0, dtype=torch.int32), torch.zeros(1, dtype=torch.int32)
     # dtypes are explicit, because transformers changes torch's default while it builds a model.
     x, table = torch.zeros(1, 1, dtype=torch.float32), torch.zeros(1, 1, dtype=torch.int32)
@@ -105,7 +106,8 @@ def penalise_rows(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, *, max_chunk: int = MAX_CHUNK
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computed in float32; only the requested log-probabilities are normalised."""
+    """See `kernels.reference.logits.token_logprobs`. Computed in float32; log-probabilities are
+    computed only for the tokens that are asked for."""
     num_rows, vocab_size = logits.shape
     step = max(1, max_chunk // max(1, vocab_size))
     parts = [
@@ -135,7 +137,8 @@ def _edits(x, starts, ids, values, until, slots, positions):
 
 @kept
 def _words(x, words, slot, output):
-    """Forbid words in one row x [V]. output: the request's output tokens so far."""
+    """Forbid in one row of logits x [V] each token that would complete a forbidden word. output:
+    the request's output tokens so far."""
     starts, token_starts, token_ids = words
     for word in range(starts[slot], starts[slot + 1]):
         first, last = token_starts[word], token_starts[word + 1] - 1
@@ -188,7 +191,8 @@ def _lowered(logit, count, factors):
 
 @kept
 def _penalise(x, prompt_bits, seen, factors):
-    """Penalise one row x [V]. seen: occurrences of each token in the output [V]."""
+    """Apply penalties to one row of logits x [V]. seen: occurrences of each token in the output
+    [V]."""
     for first in range(0, len(x), BLOCK):
         end = min(first + BLOCK, len(x))
         bits = prompt_bits[first // WORD : (end + WORD - 1) // WORD]

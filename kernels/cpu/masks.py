@@ -1,6 +1,5 @@
-"""Validity checks and token masks of logits; see `kernels.reference.logits`. A row is a work item.
-Logits are contiguous float32.
-"""
+"""Validity checks and token masks of logits; see `kernels.reference.logits`. Each row is one work
+item of a thread. Logits are contiguous float32."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ def prepare_launches() -> None:
 
 
 class NativeLaunch(NamedTuple):
-    """A recorded launch of a body."""
+    """A recorded launch of a body: what is needed to run it again."""
 
     body: int
     threads: int
@@ -141,7 +141,7 @@ _NOTES: dict[int, list[NativeLaunch]] = {}  # recorded launches by thread id
 
 @contextmanager
 def noted() -> Iterator[list[NativeLaunch]]:
-    """Context that records the launches of this thread in the list that it yields."""
+    """Context that records the body launches of this thread in the list that it yields."""
     thread = threading.get_ident()
     notes = _NOTES[thread] = []
     try:
@@ -170,7 +170,7 @@ class Kernel:
         self._address = 0
 
     def prepare(self) -> None:
-        """Compile the body or load it from the cache. The first call in a process also starts
+        """Compile the body or load it from the disk cache. The first call in a process also loads
         Numba."""
         if self._address:
             return
@@ -184,7 +184,7 @@ class Kernel:
 
     @property
     def is_kept(self) -> bool:
-        """True if the body is in the disk cache or compiled already."""
+        """True if the body is in the disk cache or is already compiled in this process."""
         return self._compiled is not None or is_kept(self._body, _SIGNATURE)
 
     def compile_after(self, wait: Callable[[], None]) -> None:
@@ -199,7 +199,8 @@ class Kernel:
         return text
 
     def run(self, threads: int, *parameters: int) -> None:
-        """Run the body with up to ``threads`` threads. Parameter i is at index i + 1 of its row."""
+        """Run the body with up to ``threads`` threads. Parameter i is at index i + 1 of the row of
+        parameters that the body gets."""
         if threads > TEAM.size:
             TEAM.grow(threads)
         if not self._address:

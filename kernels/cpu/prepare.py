@@ -30,7 +30,7 @@ _POLL_SECONDS = 0.05
 
 
 class AttentionKind(NamedTuple):
-    """The parameters for which attention is compiled."""
+    """The parameters for which attention kernels are compiled."""
 
     head_dim: int
     group: int  # query heads per KV head
@@ -42,8 +42,8 @@ def prepare(
     kind: AttentionKind | None = None,
     tell: Callable[[str], None] | None = None,
 ) -> None:
-    """Load the kernels of a decoder with weights of this dtype; run it in a thread while these are
-    read. Otherwise the first operation would take almost a second to load Numba.
+    """Load the kernels of a decoder whose weights have this dtype; run it in a thread while the
+    weights are read. Otherwise the first operation would take almost a second to load Numba.
 
     kind: parameters of attention, if known. tell: called with a message before something slow.
     """
@@ -64,7 +64,8 @@ def prepare(
 
 
 def prepare_rest(kind: AttentionKind | None) -> None:
-    """Load the other half: attention, operations by slot, edits of logits."""
+    """Load the kernels that ``prepare`` leaves to the second process: attention, operations by
+    slot, edits of logits."""
     for kernel in _rest(kind):
         kernel.prepare()
     logits.prepare()
@@ -117,8 +118,8 @@ def _start_helper(
 
 
 def _wait_for(helper: subprocess.Popen[bytes], kernel: Kernel | None = None) -> None:
-    """Wait until the helper has compiled the kernel, or all. If it fails, this process compiles
-    what is missing. It is killed if the program ends."""
+    """Wait until the second process has compiled this kernel, or all if ``None``. If it fails, this
+    process compiles what is missing. The second process is killed if the program ends."""
     until = time.monotonic() + _MAX_SECONDS
     while helper.poll() is None and not (kernel and kernel.is_kept):
         if time.monotonic() > until or not threading.main_thread().is_alive():

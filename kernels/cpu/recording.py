@@ -37,15 +37,15 @@ MOST_MIXED = 256  # tokens of a step with chunks; Python's share of larger ones 
 MIXED_STEP = 16  # rows of a tile
 
 Work = Callable[[torch.Tensor], torch.Tensor]
-"""Computes an output from an input by kernel launches. Values that it reads from tensors on the
-host, unseen by torch, must be the same in all steps."""
+"""A function that computes an output from an input by kernel launches. What it reads from tensors
+on the host without torch's knowledge must be the same in all steps."""
 
 _ALIGNED = 64  # bytes
 _NEW = {"empty", "empty_like", "new_empty"}
 
 
 class Recording:
-    """The launches of a step, in order."""
+    """The recorded kernel launches of a step, in order."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Recording:
         self._jobs = _jobs_of(launches)
 
     def replay(self, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Compute the result for another input. The next step overwrites it."""
+        """Compute the step's result for another input. The next step overwrites the result."""
         self._given.copy_(given)
         kept = plan_again(meta, self._plans)
         launch_all(TEAM.control, TEAM.syscall, self._jobs.ctypes.data, len(self._jobs))
@@ -71,7 +71,7 @@ class Recording:
 
 
 class Recorder:
-    """Records the second step of each kind of a model, and replays later ones.
+    """Runs a model's steps: the second step of each kind is recorded, and later ones are replayed.
 
     most_mixed: maximum tokens of a recorded step with prompt chunks; 0: only decodes are recorded.
     """
@@ -82,8 +82,8 @@ class Recorder:
         self.forget()
 
     def mixed_size(self, num_tokens: int) -> int:
-        """Number of tokens to which a step with prompt chunks is padded for recording; 0: not
-        recorded."""
+        """Number of tokens to which a step with prompt chunks is padded for recording; 0 if such a
+        step is not recorded."""
         size = -(-num_tokens // MIXED_STEP) * MIXED_STEP
         return size if size <= self._most_mixed else 0
 
@@ -116,13 +116,14 @@ class Recorder:
         return result
 
     def _room_for(self, recording: Recording | None) -> int:
-        """Tokens of the largest step for which there is memory, estimated from a recorded one.
-        Fixed by the first recording, so that steps of one size are always computed the same way."""
+        """Tokens of the largest step for which the arena has memory, estimated from a recorded
+        step; 0 without one. Fixed by the first recording, so that steps of one size are always
+        computed the same way."""
         return 0 if recording is None else len(self._memory) // (2 * recording.bytes_a_token)
 
 
 class _Kind(NamedTuple):
-    """Key of steps with the same launches."""
+    """Steps with an equal key have the same launches."""
 
     num_tokens: int
     has_singles: bool  # has sequences of one token, which are a separate launch of attention
@@ -139,7 +140,8 @@ def _kind_of(num_tokens: int, meta: AttentionMeta) -> _Kind:
 def record(
     work: Work, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
 ) -> tuple[torch.Tensor, Recording | None]:
-    """Compute the work and record it if it consists only of launches. memory: the arena, uint8."""
+    """Compute the work and record it, if it consists only of kernel launches. Returns the result
+    and the recording, ``None`` if there is none. memory: the arena, uint8."""
     watch = _Watch(memory)
     given = watch.placed(torch.empty_like(given)).copy_(given)
     with noted() as launches, watch:
@@ -151,7 +153,7 @@ def record(
 
 
 class _Watch(TorchDispatchMode):
-    """Places new tensors in the arena, and detects computations by torch."""
+    """While active, places new tensors in the arena and detects computations by torch."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         super().__init__()
@@ -163,7 +165,7 @@ class _Watch(TorchDispatchMode):
 
     @property
     def num_bytes(self) -> int:
-        """Peak memory in bytes."""
+        """Peak use of the arena in bytes."""
         return self._arena.peak
 
     @classmethod
@@ -184,7 +186,8 @@ class _Watch(TorchDispatchMode):
         return result
 
     def placed(self, made: torch.Tensor) -> torch.Tensor:
-        """A tensor in the arena in place of a new one; the new one if there is no room."""
+        """A tensor in the arena to use in place of a new tensor; the new tensor itself if there is
+        no room."""
         if not self.is_fit or not made.is_contiguous():
             self.is_fit = False
             return made
@@ -205,7 +208,7 @@ class _Watch(TorchDispatchMode):
 
 
 class Arena:
-    """A first-fit allocator with reference counts of parts."""
+    """A first-fit allocator of parts of a memory; each part counts its holders."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -214,7 +217,8 @@ class Arena:
         self._holders: dict[int, int] = {}
 
     def take(self, num_bytes: int) -> int | None:
-        """Allocate a part and return its offset; ``None`` without room. It has no holders yet."""
+        """Allocate a part and return its offset; ``None`` if there is no room. The part has no
+        holders yet."""
         before = 0
         for start, end in [*self._used, (self.size, 0)]:
             if start - before >= num_bytes:
@@ -232,7 +236,7 @@ class Arena:
         return start
 
     def drop(self, start: int) -> None:
-        """Remove a holder; without holders the part is free."""
+        """Remove a holder from the part at offset ``start``; a part without holders is free."""
         self._holders[start] -= 1
         if not self._holders[start]:
             del self._holders[start]

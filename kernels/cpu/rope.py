@@ -64,8 +64,8 @@ def _inverse_rms(x, eps):
 
 @njit(**INLINE)
 def _normalise(x, weight, eps, extra):
-    """Normalise x in place, in parts as long as the weight (each head or the full width); an empty
-    weight: unchanged."""
+    """Normalise x in place, in parts that are as long as the weight (one head, or the full width).
+    An empty weight leaves x unchanged. extra: added to the weight."""
     size = weight.shape[0]
     if size == 0:
         return
@@ -94,7 +94,7 @@ def _rotate(x, cos, sin, interleaved):
 
 
 def _qkv_body(token: int, cell: int):
-    """The body for `token` bytes of an activation element and `cell` bytes of a cache element."""
+    """Make the body for activations of `token` bytes and a cache of `cell` bytes per element."""
 
     def body(row):
         p = i64(row, (_NUM_PARAMETERS + 1,))

@@ -168,8 +168,8 @@ def _allowed(x, words):
 
 @njit(**INNER)
 def _choose(x, ids_of_x, temperature, truncation, key):
-    """Sample from one row or a part of it; -1 if it is invalid. truncation: (top_k, top_p,
-    min_p)."""
+    """Sample a token id from one row or a part of it; -1 if a logit is invalid. ids_of_x: token ids
+    of x; truncation: (top_k, top_p, min_p); key: of the row's noise."""
     block_max = sweeps.block_maxima(x)
     peak = sweeps.largest(block_max)
     if sweeps.has_nan(x) or not sweeps.LOWEST_FINITE <= peak < sweeps.INFINITY:
@@ -203,7 +203,8 @@ def _choose(x, ids_of_x, temperature, truncation, key):
 
 @njit(**INNER)
 def _keep_top_k(values, ids, top_k):
-    """Keep the top_k largest; of equal ones at the cut, those with lower ids."""
+    """Keep the top_k largest values and their ids; of equal values at the cut, those with lower
+    ids."""
     if len(values) <= top_k:
         return values, ids
     cut = _kth_largest(values, top_k)
@@ -212,8 +213,8 @@ def _keep_top_k(values, ids, top_k):
 
 @njit(**INNER)
 def _keep_top_p(values, ids, weights, target):
-    """Keep the smallest set of largest values whose weights reach target; of equal ones, those with
-    lower ids."""
+    """Keep the smallest set of largest values whose weights reach `target`, and their ids; of equal
+    values at the cut, those with lower ids."""
     low, high = sweeps.to_key(sweeps.LOWEST_FINITE), sweeps.to_key(sweeps.INFINITY)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -233,7 +234,7 @@ def _keep_top_p(values, ids, weights, target):
 
 @njit(**INNER)
 def _keep(values, ids, cut, num_ties):
-    """Keep values above cut, and the first num_ties that equal it."""
+    """Keep the values above `cut` and the first `num_ties` that equal it, with their ids."""
     kept_values = np.empty(len(values), dtype=np.float32)
     kept_ids = np.empty(len(values), dtype=np.int32)
     size = 0
@@ -260,7 +261,7 @@ def _kth_largest(values, k):
 
 @njit(**INNER)
 def _gather(x, ids_of_x, block_max, floor):
-    """Values and ids of all tokens that are at least floor."""
+    """Values and ids of all tokens whose logit is at least `floor`."""
     size = sweeps.count_from(x, floor)
     values = np.empty(size, dtype=np.float32)
     ids = np.empty(size, dtype=np.int32)
@@ -281,8 +282,8 @@ def _gather(x, ids_of_x, block_max, floor):
 
 @njit(**INNER)
 def _race(values, ids, block_max, temperature, key):
-    """The id with the largest score. The largest logit is scored first, which excludes most
-    others."""
+    """The id with the largest score (logit plus noise). The token with the largest logit is scored
+    first, which excludes most others."""
     first = sweeps.first_at(values, block_max, sweeps.largest(block_max))
     winner = ids[first]
     best = values[first] + temperature * _gumbel(_steps(key, winner))
@@ -312,7 +313,7 @@ def _gumbel(steps):
 
 @njit(**INNER)
 def _steps(key, token):
-    """The uniform number of a token as an integer number of steps."""
+    """The uniform random number of a token, as an integer number of its smallest steps."""
     return np.float64(_hash(key, token) >> UNUSED_BITS)
 
 

@@ -31,14 +31,15 @@ C = tuple(np.float32(math.log(2.0) ** n / math.factorial(n)) for n in range(8))
 
 @njit(inline="always")
 def _key(bits):
-    """An integer that is ordered like the float with these bits. int32 casts keep vectors full."""
+    """An integer that is ordered like the float with these bits. The casts to int32 let the
+    compiler use full vectors."""
     return np.int32(bits ^ np.int32(np.int32(bits >> SIGN) & MAGNITUDE))
 
 
 @njit(**INNER)
 def block_maxima(x):
-    """The largest of each block [ceil(len / BLOCK)], by integer keys, since float maxima are not
-    vectorised."""
+    """The largest logit of each block, [ceil(len / BLOCK)]. Compares integer keys, since the
+    compiler does not vectorise float maxima."""
     bits = x.view(np.int32)
     maxima = np.empty((len(x) + BLOCK - 1) // BLOCK, dtype=np.float32)
     for block in range(len(maxima)):
@@ -52,7 +53,8 @@ def block_maxima(x):
 
 @njit(**INNER)
 def argmax(x):
-    """Index of the first largest; -1 if there is NaN, +inf or only -inf."""
+    """Index of the largest value, the first of equal ones; -1 if there is NaN, +inf or only
+    -inf."""
     bits = x.view(np.int32)
     best, where, magnitude = LOWEST, 0, np.int32(0)
     for first in range(0, len(x), SPAN):
@@ -99,7 +101,8 @@ def has_nan(x):
 
 @njit(**INNER)
 def first_at(x, block_max, value):
-    """Index of the first element of x equal to value, the largest of some block."""
+    """Index of the first element of x that equals `value`, which must be the largest of some
+    block."""
     for block in range(len(block_max)):
         if block_max[block] == value:
             for i in range(block * BLOCK, min((block + 1) * BLOCK, len(x))):
@@ -138,7 +141,7 @@ def weight(x, floor, peak, temperature):
 
 @njit(**INNER)
 def weights(values, peak, temperature):
-    """Probabilities relative to that of the peak."""
+    """Weights of values: their probabilities relative to that of the value `peak`."""
     scale = np.float32(LOG2_E / temperature)
     weights = np.empty(len(values), dtype=np.float32)
     for i in range(len(values)):
@@ -179,7 +182,7 @@ def above(value):
 
 @njit(**INNER)
 def at_least(limit):
-    """The smallest finite float32 that is at least a float64."""
+    """The smallest finite float32 that is not below a float64."""
     if limit < LOWEST_FINITE:
         return LOWEST_FINITE
     rounded = np.float32(limit)

@@ -48,7 +48,8 @@ def _words(typing_context, address):
 
 
 def _serve(control, syscall):
-    """Main loop of a helper thread."""
+    """Main loop of a helper thread: wait for a job, join it if it is still open, and run its
+    body."""
     seen = atomics.load(control + _EPOCH)
     job = carray(_words(control + _JOB), (3,))
     while True:
@@ -102,12 +103,14 @@ def _share(control, syscall, body, threads, row):
 
 
 def _launch(control, syscall, body, threads, *parameters):
-    """Run a body with a zero counter and the parameters, with up to threads - 1 helpers."""
+    """Run a body on a row of a zero item counter and the parameters, with up to threads - 1
+    helpers."""
     _run(control, syscall, body, threads, parameters)
 
 
 def _launch_nogil(control, syscall, body, threads, *parameters):
-    """`_launch` without the GIL; a second function, since the disk cache goes by names."""
+    """`_launch` without the GIL. It is a second function, since the disk cache finds functions by
+    name."""
     _run(control, syscall, body, threads, parameters)
 
 
@@ -140,7 +143,8 @@ class Team:
     num_threads = 0  # threads of a large kernel; 0: torch's number
 
     def _start(self) -> None:
-        """Reset to no helpers; also in a forked process, which inherits memory but no threads."""
+        """Reset the control block to no helpers. This also happens in a forked process, which
+        inherits memory but no threads."""
         self._lock = threading.Lock()
         self._block = np.zeros(_BLOCK_BYTES // 8 + 8, np.int64)
         self.control = self._block.ctypes.data + -self._block.ctypes.data % 64

@@ -50,7 +50,8 @@ def _store(builder, value, base, offset):
 
 
 def load_floats(builder, base, offset, lanes, size):
-    """Load a vector of float32 from elements of `size` bytes: 4, or 2 for bfloat16."""
+    """Emit the load of a vector of float32 from elements of `size` bytes: 4 for float32, 2 for
+    bfloat16."""
     floats = ir.VectorType(_F32, lanes)
     if size == 4:
         return _load(builder, base, offset, floats)
@@ -130,7 +131,7 @@ def _chunks(total: int, size: int) -> list[range]:
 
 
 class _FloatTile:
-    """sums[row][vector] += a[row, k] * b[k, vector], one float per step k."""
+    """Emits sums[row][vector] += a[row, k] * b[k, vector], with one float per step k."""
 
     element = _F32  # type of a sum
     zero = 0.0
@@ -169,7 +170,8 @@ class _Float16Tile(_FloatTile):
 
 
 class _PairTile(_FloatTile):
-    """Two inputs per step: a is float32, each lane of b has two bfloat16, widened in registers."""
+    """Takes two inputs per step: a is float32, and each lane of b has two bfloat16, widened in
+    registers."""
 
     left_bytes = 8
 
@@ -190,7 +192,8 @@ class _PairTile(_FloatTile):
 
 
 class _DotTile(_FloatTile):
-    """Two bfloat16 inputs per step on both sides; one instruction multiplies and adds a pair."""
+    """Takes two bfloat16 inputs per step on both sides; one instruction multiplies and adds a
+    pair."""
 
     @staticmethod
     def left(builder, base, offset, lanes):
@@ -213,8 +216,8 @@ class _DotTile(_FloatTile):
 
 
 class _SoftDotTile(_DotTile):
-    """`_DotTile` without the instruction; it adds the second product of a pair first, as that
-    does."""
+    """Emulates `_DotTile` without its instruction. Like that, it adds the second product of a pair
+    first."""
 
     @staticmethod
     def multiply(builder, pair, pairs, total):
@@ -225,7 +228,7 @@ class _SoftDotTile(_DotTile):
 
 
 class _ByteTile:
-    """Four byte inputs per step: unsigned a, signed b, 32-bit sums."""
+    """Takes four byte inputs per step: unsigned a, signed b, sums of 32 bits."""
 
     element = _I32
     zero = 0
@@ -251,7 +254,7 @@ class _ByteTile:
 
 
 class _Tile(NamedTuple):
-    """A tile's operands, and the generator of the loop over its depth."""
+    """Emits one tile of a product c += a @ b: a loop over the depth, with the sums in registers."""
 
     builder: ir.IRBuilder
     kind: Any  # _FloatTile or another class of this interface
@@ -292,13 +295,13 @@ class _Tile(NamedTuple):
             _store(builder, result, *place)
 
     def _right(self, k, vector):
-        """Load b at step k for a vector of outputs."""
+        """Emit the load of b at step k for one vector of outputs."""
         kind, size = self.kind, self.kind.right_bytes
         return kind.right(self.builder, *self._place(self.b, k, vector, size), self.lanes)
 
     def _place(self, matrix, row, vector, size=4) -> tuple[Any, Any]:
-        """Address of the matrix, and byte offset of a vector of elements of `size` bytes in a
-        row."""
+        """Address of a matrix (a, b or c), and byte offset of one vector of a row. size: bytes per
+        element."""
         address, stride = matrix
         start = self.builder.mul(stride, row if isinstance(row, ir.Value) else _I64(row))
         return address, self.builder.add(start, _I64(vector * self.lanes * size))
@@ -318,7 +321,8 @@ class _Tile(NamedTuple):
 
 
 def _emit_product(builder, kind, args, literals, ahead=None):
-    """Emit a product in tiles that fit the registers; literals as for `tile_product`."""
+    """Emit a product, divided into tiles that fit the registers. literals: rows, vectors, lanes,
+    is_fresh."""
     a, lda, b, ldb, c, ldc, depth = args[:7]
     num_rows, num_vectors, lanes, is_fresh = literals
     per_row = min(num_vectors, _MAX_VECTORS)
@@ -339,7 +343,8 @@ def _product_intrinsic(kind):
 
 
 def _typed_product(kinds, literals):
-    """Signature and code generator of a product. A fifth literal selects among the kinds."""
+    """Signature and code generator of a product intrinsic. literals: rows, vectors, lanes,
+    is_fresh, and, if there are several kinds of tiles, the index of the kind."""
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
     *values, which = [given.literal_value for given in literals] + [0] * (5 - len(literals))
@@ -363,8 +368,8 @@ def panel_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, ahead, rows, size
 ):
     """c[rows, 64] += a[rows, depth] @ b[depth, 64], with elements of b of `size` bytes: 4, or 2 for
-    float16; the last two arguments are literals. Prefetches `depth` cache lines from `ahead` on
-    into the L2 cache."""
+    float16; the last two arguments are literals. lda, ldb, ldc: row strides. Prefetches `depth`
+    cache lines from address `ahead` on into the L2 cache."""
     if not isinstance(size, types.Literal) or not isinstance(rows, types.Literal):
         return None
     kind = _FloatTile if size.literal_value == 4 else _Float16Tile
@@ -386,7 +391,8 @@ _PAIR_KINDS = (_PairTile, _DotTile, _SoftDotTile)
 def pair_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, is_fresh, how
 ):
-    """`tile_product` with `depth` pairs of inputs. a is float32 if `how` is WIDENED, else
+    """c = a @ b if `is_fresh`, else c += a @ b, for a tile of `rows` rows and `vectors` vectors of
+    `lanes` outputs, over `depth` pairs of inputs. a is float32 if `how` is WIDENED, else
     bfloat16."""
     return _typed_product(_PAIR_KINDS, (rows, vectors, lanes, is_fresh, how))
 
@@ -412,7 +418,8 @@ def pair_panel_product(typing_context, a, lda, b, c, depth, ahead, rows, how):  
 def add_tile_product(  # noqa: PLR0913
     typing_context, a, lda, b, ldb, c, ldc, depth, rows, vectors, lanes, size
 ):
-    """c += a @ b, as `tile_product`, with elements of b of `size` bytes: 4, or 2 for bfloat16."""
+    """c += a @ b, for a tile of `rows` rows and `vectors` vectors of `lanes` outputs. size: bytes
+    of an element of b: 4, or 2 for bfloat16."""
     literals = (rows, vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
@@ -431,8 +438,8 @@ HAS_BYTE_PRODUCT = isa.has("avx512vnni")
 
 @intrinsic(prefer_literal=True)
 def prefetch(typing_context, address, vectors, lanes, size):
-    """Prefetch vectors * lanes elements of `size` bytes into the L2 cache; all three are
-    literals."""
+    """Prefetch vectors * lanes elements of `size` bytes, from an address on, into the L2 cache.
+    These three arguments are literals."""
     literals = (vectors, lanes, size)
     if not all(isinstance(given, types.Literal) for given in literals):
         return None
@@ -448,7 +455,7 @@ def prefetch(typing_context, address, vectors, lanes, size):
 
 @intrinsic
 def largest(typing_context, address, count, start):
-    """The largest of `count` float32 at an address and `start`; NaN is ignored. Generated here,
+    """The largest of `start` and the `count` float32 at an address; NaN is ignored. Generated here,
     because the compiler does not vectorise float maxima."""
 
     def build(context, builder, signature, args):
@@ -495,8 +502,8 @@ def largest(typing_context, address, count, start):
 
 @intrinsic
 def round16(typing_context, source, target):
-    """16 float32 to bfloat16, rounded to nearest even, by AVX-512 BF16; denormal numbers become
-    zero."""
+    """Round the 16 float32 at `source` to nearest even, as bfloat16 at `target`, with AVX-512 BF16;
+    denormal numbers become zero."""
 
     def build(context, builder, signature, args):
         floats = _load(builder, args[0], _I64(0), ir.VectorType(_F32, LANES))
@@ -524,7 +531,8 @@ def fused(typing_context, a, b, c):
 
 @intrinsic
 def in_order(typing_context, value):
-    """The same float32; the compiler does not reassociate sums with it."""
+    """Returns the same float32, in such a way that the compiler does not reassociate sums with
+    it."""
 
     def build(context, builder, signature, args):
         return _fence(builder, args[0])

@@ -51,8 +51,8 @@ def gather(
 def attend(
     q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, variant: AttentionOptions
 ) -> torch.Tensor:
-    """Attention of one sequence: q [T, Hq, D] for the last T of L positions; keys, values [Hkv, L,
-    D] -> [T, Hq, D]."""
+    """Causal attention of one sequence of L positions: q [T, Hq, D] of its last T positions; keys,
+    values [Hkv, L, D] -> [T, Hq, D]."""
     num_new, num_heads, _ = q.shape
     group, length = num_heads // keys.shape[0], keys.shape[1]
     q = wide(q)

@@ -9,7 +9,8 @@ from kernels.reference.pointwise import act_mul, wide
 from kernels.reference.quant import dequantize
 
 Experts = torch.Tensor | Packed
-"""Matrices [E, out, in], plain or stacked by `kernels.quantized.stack`."""
+"""The matrices of all experts, [E, out, in]: plain, or packed and stacked by
+`kernels.quantized.stack`."""
 
 
 def mixture(
@@ -39,7 +40,8 @@ def mixture(
 
 
 def _expert(experts: Experts, index: int, x: torch.Tensor) -> torch.Tensor:
-    """The matrix of one expert, in the dtype that x is computed in."""
+    """The matrix of expert ``index``, dequantised if it is packed, in the dtype that x is computed
+    in."""
     if isinstance(experts, Packed):
         return dequantize(unpack(experts.at(index)), torch.float32).to(wide(x).dtype)
     return wide(experts[index])

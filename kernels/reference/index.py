@@ -1,4 +1,5 @@
-"""Builds a step's inputs on the device, which has the sampled tokens and lengths by slot.
+"""Builds a step's inputs on the device, which has the sampled tokens and the lengths of sequences
+by slot.
 
 The host sends the slots of the step's sequences, the number of tokens that each computes, the known
 token ids, and new entries of block tables.
@@ -38,7 +39,7 @@ class Inputs(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The R tokens sampled in a step; those of sequence s are rows starts[s]:starts[s + 1]."""
+    """The R tokens sampled in a step; those of its sequence s are rows starts[s]:starts[s + 1]."""
 
     tokens: torch.Tensor  # [R] int32; -1: the row got no token
     slots: torch.Tensor  # [R] int32; -1: the row does not sample
@@ -67,10 +68,11 @@ def prepare_inputs(
     inputs: Inputs,
     block_size: int,
 ) -> None:
-    """Fill `inputs`. slots [S] int32, -1: padding; query_start [S + 1] int32; host_ids [N] int32.
+    """Fill `inputs` in place. slots [S] int32: slot of each sequence, -1: padding; query_start [S +
+    1] int32; host_ids [N] int32: the token ids that the host knows.
 
-    An id is taken from the host, or from the history if it is `UNKNOWN`. Only entries of block
-    tables that attention reads are copied, see `first_read`.
+    An id that the host does not know (`UNKNOWN`) is taken from the slot's history. Only those
+    entries of block tables are copied that attention reads, see `first_read`.
     """
     inputs.input_ids.zero_()
     inputs.positions.zero_()
@@ -98,7 +100,8 @@ def prepare_inputs(
 
 
 def first_read(context: int, window: int, block_size: int) -> int:
-    """The first table entry that attention reads for queries from position ``context`` on.
+    """Index of the first entry of a block table that attention reads for queries from position
+    ``context`` on.
 
     Kernels read whole tiles of keys and mask those before the window, so this is the entry with the
     first key of a tile.
@@ -111,7 +114,8 @@ def grow_block_tables(
     block_tables: torch.Tensor, slots: torch.Tensor, places: torch.Tensor, blocks: torch.Tensor
 ) -> None:
     """Enter new blocks: block_tables[slots[i], places[i]] = blocks[i], all int32; slot -1 is
-    skipped. Tables of several groups count as slots of one after the other."""
+    skipped. With several groups of layers, their tables are stacked: row group * number of slots +
+    slot."""
     real = slots >= 0
     block_tables[slots[real].long(), places[real].long()] = blocks[real]
 
@@ -119,20 +123,20 @@ def grow_block_tables(
 def remember(
     history: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor
 ) -> None:
-    """history[slots[i], positions[i]] = tokens[i], all int32."""
+    """Enter tokens into the history: history[slots[i], positions[i]] = tokens[i], all int32."""
     history[slots.long(), positions.long()] = tokens
 
 
 def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, drawn: Drawn) -> None:
     """Advance slots [S] by the tokens computed and sampled for them; query_start [S + 1].
 
-    A sequence that samples has one row of ``drawn`` more than drafts. Drafts are accepted as long
-    as each equals the token sampled at its position. (This accepts a draft with the probability
-    that the model gives it, and a seeded request gets the same tokens with and without drafts.)
-    Rows after a rejected draft become ``REJECTED``. So does a row without a token after accepted
-    drafts: the next step computes it as the first row of its sequence, and only a first row reports
-    a failure, as without drafts. Accepted tokens are entered into the history, 0 for a failed
-    first row.
+    A sequence that samples has one row of ``drawn`` for each of its drafts and one more. Drafts are
+    accepted as long as each equals the token sampled at its position. (This accepts a draft with
+    the probability that the model gives it, and a seeded request gets the same tokens with and
+    without drafts.) Rows after a rejected draft become ``REJECTED``. So does a row without a token
+    after accepted drafts: the next step computes it as the first row of its sequence, and only a
+    first row reports a failure, as without drafts. Accepted tokens are entered into the history, 0
+    for a failed first row.
     """
     bounds, starts = query_start.tolist(), drawn.starts.tolist()
     for s, slot in enumerate(slots.tolist()):

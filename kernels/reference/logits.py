@@ -1,7 +1,7 @@
 """Edits of logits before sampling, and log-probabilities.
 
-State of requests is on the device by slot, so the host need not know the sampled tokens. Logits are
-[R, V] float32, changed in place; `slots` [R] int32: the slot of each row, -1: padding.
+The state of requests is on the device by slot, so the host need not know the sampled tokens. Logits
+are [R, V] float32, changed in place; `slots` [R] int32: the slot of each row, -1: padding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ WORD = 32  # tokens per word of a bit mask
 
 
 class Penalties(NamedTuple):
-    """Token counts and penalties of requests that have penalties, in P slots of their own."""
+    """Token counts and penalties of the requests that have penalties. These requests have P slots
+    of their own."""
 
     prompt_bits: torch.Tensor  # [P, ceil(V / 32)] int32, bit mask of tokens in the prompt
     counts: torch.Tensor  # [P, V] int32, occurrences of each token in the output
@@ -24,9 +25,10 @@ class Penalties(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """Values added to logits of single tokens. Those of slot s are starts[s]:starts[s + 1].
+    """Values added to logits of single tokens. The edits of slot s are entries starts[s]:starts[s +
+    1].
 
-    A token id may occur once with a finite value, and any number of times with -inf.
+    Within a slot, a token id may occur once with a finite value, and any number of times with -inf.
     """
 
     starts: torch.Tensor  # [slots + 1] int32
@@ -52,7 +54,8 @@ def new_penalties(num_slots: int, vocab_size: int, device: torch.device | str) -
 
 
 def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) -> None:
-    """Reset a slot. token_ids [n] int32: its prompt and the output so far."""
+    """Set the token counts of a slot for a request. token_ids [n] int32: its prompt of
+    ``num_prompt`` tokens and its output so far."""
     prompt, output = token_ids[:num_prompt].long().unique(), token_ids[num_prompt:].long()
     state.prompt_bits[slot] = 0
     state.prompt_bits[slot].index_add_(0, prompt // WORD, bit_of(prompt))
@@ -62,7 +65,7 @@ def seat(state: Penalties, slot: int, token_ids: torch.Tensor, num_prompt: int) 
 def count_tokens(
     state: Penalties, slots: torch.Tensor, token_ids: torch.Tensor, num_tokens: torch.Tensor
 ) -> None:
-    """Count the first num_tokens[r] tokens of each row of token_ids [R, K] as output of its
+    """Count the first num_tokens[r] tokens of each row r of token_ids [R, K] as output of the row's
     slot."""
     for slot, tokens, num in zip(slots.tolist(), token_ids, num_tokens.tolist(), strict=True):
         if slot >= 0:
@@ -72,11 +75,12 @@ def count_tokens(
 def penalise_rows(
     logits: torch.Tensor, state: Penalties, slots: torch.Tensor, drafts: torch.Tensor | None = None
 ) -> None:
-    """Apply penalties. drafts [R, K] int32 count as output of their row (-1: none).
+    """Apply penalties to logits. drafts [R, K] int32: draft tokens that also count as output of
+    their row (-1: none).
 
-    Logits of tokens in prompt or output are divided by the repetition penalty if positive,
-    otherwise multiplied by it. For output tokens, the presence penalty and the frequency penalty
-    times the number of occurrences are then subtracted.
+    Logits of tokens in the prompt or output are divided by the repetition penalty if they are
+    positive, otherwise multiplied by it. For output tokens, the presence penalty and the frequency
+    penalty times the number of occurrences are then subtracted.
     """
     ids = torch.arange(logits.shape[1], device=logits.device)
     for row, slot in enumerate(slots.tolist()):
@@ -95,8 +99,8 @@ def penalise_rows(
 
 
 def are_sound(logits: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-    """For rows ``places`` [E]: True if the logits have no NaN or +inf and are not all -inf; [E]
-    bool."""
+    """For each of the rows ``places`` [E], True if its logits have no NaN or +inf and are not all
+    -inf; [E] bool."""
     return torch.isfinite(logits[places].amax(dim=1))
 
 
@@ -112,7 +116,8 @@ def apply_bitmask(logits: torch.Tensor, masks: torch.Tensor, mask_of_row: torch.
 def apply_edits(
     logits: torch.Tensor, edits: Edits, slots: torch.Tensor, positions: torch.Tensor
 ) -> None:
-    """Apply edits of single tokens. positions [R]: position of the token to sample."""
+    """Apply edits of single tokens. positions [R]: position of the token that the row will
+    sample."""
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:
             continue
@@ -149,8 +154,9 @@ def forbid_words(
 def token_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns log-probabilities of token_ids [R, M] int64, and the rank of each row's first token
-    [R] int32 (1: the most likely). logits: any float type. Rows that are not finite yield NaN."""
+    """Returns the log-probabilities of token_ids [R, M] int64, and for the first token of each row
+    its rank [R] int32 (1: the most likely). logits: any float type. Rows that are not finite yield
+    NaN."""
     x = logits.double()
     values = x.gather(1, token_ids)
     ranks = (x > values[:, :1]).sum(dim=1) + 1
@@ -158,6 +164,6 @@ def token_logprobs(
 
 
 def bit_of(ids: torch.Tensor) -> torch.Tensor:
-    """The bit of each token within its word, int32."""
+    """For each token id, an int32 with only the token's bit within its mask word set."""
     bits = torch.ones_like(ids) << (ids % WORD)
     return torch.where(bits >= 2**31, bits - 2**32, bits).int()

@@ -1,6 +1,6 @@
 """Quantisation, dequantisation and products of quantised weights in plain torch.
 
-The formula is that of the formats' tools: w = (q - z) * s.
+The formula is that of the tools that write these formats: w = (q - z) * s.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def dequantize(matrix: Quantized, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Callable]:
-    """A view of the weight, and a function that broadcasts [N, G] to it."""
+    """The weight viewed by groups of inputs, and a function that broadcasts a tensor [N, G] to that
+    view."""
     num_inputs, num_groups = weight.shape[1], matrix.scales.shape[1]
     groups = matrix.groups
     if groups is None and num_inputs == num_groups * matrix.group_size:
@@ -39,7 +40,7 @@ def _by_group(matrix: Quantized, weight: torch.Tensor) -> tuple[torch.Tensor, Ca
 
 
 def zeros_of(matrix: Quantized) -> torch.Tensor:
-    """The zero points [N, G] uint8, or the default ones."""
+    """The zero points [N, G] uint8 of a matrix; the default ones if it stores none."""
     if matrix.zeros is not None:
         return matrix.zeros
     return torch.full_like(matrix.scales, 1 << matrix.bits - 1, dtype=torch.uint8)

@@ -13,7 +13,8 @@ FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class Rope(NamedTuple):
-    """Rotary table [max_pos, rot] (cosines, then sines), and whether pairs are interleaved."""
+    """Rotary table [max_pos, rot] (each row cosines, then sines), and whether the two dimensions of
+    a rotated pair are adjacent (interleaved)."""
 
     cos_sin: torch.Tensor | None
     interleaved: bool

@@ -34,7 +34,8 @@ class SamplingColumns(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Logits with slot and position of each row. Slot -1: padding, which yields token -1."""
+    """Logits, and the slot and position of each of their rows. Slot -1: padding, which yields token
+    -1."""
 
     logits: torch.Tensor  # [R, V], any float type, contiguous rows
     slots: torch.Tensor  # [R] int32
@@ -42,7 +43,8 @@ class Rows(NamedTuple):
 
 
 def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
-    """Sample one token per row, [R] int32; -1 if the row has none."""
+    """Sample one token per row. Returns ids [R] int32, -1 for a row that has none (padding or
+    invalid logits)."""
     chosen = torch.full_like(rows.slots, -1)
     real = (rows.slots >= 0).nonzero()[:, 0]
     if len(real):
@@ -58,7 +60,7 @@ def sample(rows: Rows, columns: SamplingColumns) -> torch.Tensor:
 def sample_allowed(
     rows: Rows, columns: SamplingColumns, masks: torch.Tensor, mask_of_row: torch.Tensor
 ) -> torch.Tensor:
-    """Like `sample`, among the tokens that each row's mask allows. Masks: as in
+    """Like `sample`, but only among the tokens that each row's mask allows. Masks: as in
     `kernels.reference.logits.apply_bitmask`. The logits are not changed."""
     logits = rows.logits.clone()
     apply_bitmask(logits, masks, mask_of_row)
@@ -100,7 +102,8 @@ def choose_tokens(
 def truncate(
     x: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> torch.Tensor:
-    """Set tokens of x [R, V] float64 excluded by min-p, top-k or top-p, columns [R, 1], to -inf."""
+    """Set the logits in x [R, V] float64 that min-p, top-k or top-p exclude to -inf. The three
+    parameters are columns [R, 1]."""
     x = x.masked_fill(x - x.amax(dim=1, keepdim=True) < min_p.log(), -torch.inf)
     values, ids = x.sort(dim=1, descending=True, stable=True)
     ranks = torch.arange(x.shape[1], device=x.device)
@@ -119,7 +122,7 @@ def gumbel_noise(
     vocab_size: int,
     device: torch.device | str = "cpu",
 ) -> torch.Tensor:
-    """Gumbel noise of all tokens, [R, V] float64."""
+    """Gumbel noise of every token in the vocabulary for each row, [R, V] float64."""
     keys = row_keys(seeds, positions, device)
     ids = torch.arange(1, vocab_size + 1, device=device)
     steps = shifted(mix(keys[:, None] + ids * signed(GOLDEN)), 64 - UNIFORM_BITS)
@@ -130,7 +133,7 @@ def gumbel_noise(
 def row_keys(
     seeds: NDArray[np.uint64], positions: NDArray[np.int32], device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """A 64-bit hash of seed and position of each row."""
+    """For each row, a 64-bit hash of its seed and position."""
     seed = torch.from_numpy(seeds.view(np.int64)).to(device)
     position = torch.from_numpy(positions.astype(np.int64)).to(device)
     return mix(mix(seed + signed(GOLDEN)) + (position + 1) * signed(GOLDEN))
@@ -144,11 +147,11 @@ def mix(z: torch.Tensor) -> torch.Tensor:
 
 
 def shifted(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical shift right; torch's shift copies the sign."""
+    """z shifted right by ``bits``, with zeros from the left (torch's own shift copies the sign)."""
     return (z >> bits) & (2 ** (64 - bits) - 1)
 
 
 def signed(word: int) -> int:
-    """A 64-bit word as a signed integer, for torch, whose arithmetic wraps around as unsigned
-    does."""
+    """A 64-bit word as the signed integer with the same bits. Torch has no unsigned arithmetic, but
+    its signed one wraps around to the same bits."""
     return word - 2**64 if word >= 2**63 else word

@@ -18,7 +18,7 @@ ACTS = ("silu", "gelu_tanh", "gelu")
 
 @triton.jit
 def activate(gate, ACT: tl.constexpr):
-    """The activation of float32 values."""
+    """The activation function ACT of float32 values."""
     if ACT == "silu":
         result = gate / (1.0 + tl.exp(-gate))
     elif ACT == "gelu_tanh":
@@ -34,7 +34,8 @@ def activate(gate, ACT: tl.constexpr):
 def act_mul_kernel(
     gate_up, out, stride, F: tl.constexpr, TILE: tl.constexpr, ACT: tl.constexpr
 ):  # fmt: skip
-    """Program (row, part of the columns). The activation is rounded before the multiplication."""
+    """One program per (row, part of the columns). The activation is rounded before the
+    multiplication."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = column < F
@@ -62,7 +63,7 @@ def act_mul(gate_up: torch.Tensor, act: str) -> torch.Tensor:
 
 
 def act_mul_launch(gate_up: torch.Tensor, out: torch.Tensor, act: str) -> Launch:
-    """gate_up: [N, 2F]; out: contiguous."""
+    """The launch of `act_mul_kernel`. gate_up: [N, 2F]; out: [N, F], contiguous."""
     num_rows, width = gate_up.shape
     args = {
         "gate_up": gate_up,

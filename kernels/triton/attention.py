@@ -35,7 +35,7 @@ def paged_attention(
 
 
 def _room_for_output(q: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-    """A contiguous output tensor; zeroed if some rows may belong to no sequence."""
+    """A new contiguous output tensor. It is zeroed if some rows may belong to no sequence."""
     owns_all = len(q) == len(meta.seq_lens) == meta.num_decodes
     return q.new_empty(q.shape) if owns_all else q.new_zeros(q.shape)
 
@@ -47,7 +47,8 @@ def launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """The launches of a step's attention, in order. All layers share their scratch memory."""
+    """The kernel launches of a step's attention in one layer, in order. All layers share their
+    scratch memory."""
     if meta.batch_invariant:  # one kernel, tile and order of keys for every token
         chunks = replace(meta, num_decodes=0, is_mixed=False)
         return prefill_launches(q, kv_layer, chunks, variant, out)
@@ -71,7 +72,8 @@ def mixed_launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Both kernels over the same sequences; each skips the sequences of the other."""
+    """Launches of the decode and the prefill kernel over the same sequences: each of the two skips
+    the sequences that the other computes."""
     step, sizes = (q, kv_layer, meta, variant), (len(meta.seq_lens), tuning.MAX_DECODE_TOKENS)
     chunks = cut(q, kv_layer, meta, variant)
     parts = Parts.of(out, chunks.splits)
@@ -83,5 +85,5 @@ def mixed_launches(
 
 
 def reads_fp8(x: torch.Tensor) -> bool:
-    """True if attention on the device of x supports a cache of 8-bit floats."""
+    """True if attention on the device of tensor x supports a KV cache of 8-bit floats."""
     return tuning.reads_fp8(arch_of(x))

@@ -1,4 +1,5 @@
-"""Attention of sequences with few query tokens: programs share the keys, then results are merged.
+"""Attention of sequences with few query tokens: several programs share the keys of a sequence, and
+their results are merged.
 
 This is bound by reading the cache, so there must be enough programs with equal amounts of keys.
 `shares.py` plans once per step which program reads which keys.
@@ -39,11 +40,13 @@ def decode_kernel(  # noqa: PLR0913
     stride_q, stride_block, stride_table, most_tokens,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Program (item of the plan, or sequence; head block).
+    """One program per (item of the plan, block of heads); without a plan (items None), per
+    (sequence, block of heads).
 
-    A complete sequence is written to out [tokens, Hq, D]; a part to parts [slots, most_tokens, Hq,
-    D] and lse [slots, most_tokens, Hq], the logarithms of softmax sums. Sequences with more than
-    most_tokens are skipped; the prefill kernel computes them.
+    The output of a sequence with one item is written to out [tokens, Hq, D]; an item that is a part
+    of its sequence writes to parts [slots, most_tokens, Hq, D], and the logarithms of its softmax
+    sums to lse [slots, most_tokens, Hq]. Sequences with more than most_tokens query tokens are
+    skipped; the prefill kernel computes them.
     """
     item = tl.program_id(0)
     seq = item
@@ -99,7 +102,8 @@ def decode_launches(
     out: torch.Tensor,
 ) -> list[Launch]:
     """Launches for the first num_seqs sequences, each with at most MAX_DECODE_TOKENS query tokens.
-    q, out: [n, Hq, D], only their rows. Rows that belong to no sequence are not written."""
+    q, out: [n, Hq, D], the rows of these sequences only. Rows that belong to no sequence are not
+    written."""
     is_single = num_seqs == meta.num_decodes
     tokens = 1 if is_single else meta.max_query_len
     # Single tokens are bound by memory, so more programs per processor are better than more
@@ -111,7 +115,8 @@ def decode_launches(
 def tile_of(
     q: torch.Tensor, kv_layer: torch.Tensor, sizes: tuple[int, int]
 ) -> tuple[tuning.Tile, int]:
-    """Tile and query heads per program; sizes: number of sequences, maximum tokens of one."""
+    """The tile, and the number of query heads per program. sizes: number of sequences, and maximum
+    query tokens of a sequence."""
     num_seqs, tokens = sizes
     arch, kind = arch_of(q), kind_of(q, kv_layer)
     group, most = q.shape[1] // kv_layer.shape[2], tuning.most_decode_rows(arch, kind) // tokens
@@ -128,10 +133,11 @@ def launches_of(
     *,
     fills: bool,
 ) -> list[Launch]:
-    """Launches: the plan at its first use, attention, and the merge if there may be parts.
+    """The plan's launch (at its first use in a step), that of attention, and that of the merge if
+    some sequences may be split into parts.
 
-    step: queries, cache, sequences, options; sizes: number of sequences, maximum tokens of one.
-    fills: see ``Launch.fills_registers``.
+    step: queries, cache, meta, options; sizes: number of sequences, and maximum query tokens of a
+    sequence. fills: see ``Launch.fills_registers``.
     """
     q, kv_layer, meta, variant = step
     num_seqs, most_tokens = sizes

@@ -1,4 +1,5 @@
-"""Attention of sequences with many query tokens: tiles of 64 or 128 packed rows on tensor cores.
+"""Attention of sequences with many query tokens, on tensor cores: the rows of a tile (64 or 128)
+are query tokens x query heads of one KV head.
 
 This is bound by arithmetic, so tiles must be large enough for warpgroup instructions, and the loop
 over keys that all rows attend to has no mask. A few tokens after a long context have too few tiles
@@ -42,9 +43,11 @@ def prefill_kernel(  # noqa: PLR0913
     stride_q, stride_block, stride_table, out_row0, num_rows, num_splits, min_tiles,
     S: tl.constexpr,
 ):  # fmt: skip
-    """Program (work item, head block, split); writes out [splits, num_rows, Hq, D] and lse.
+    """One program per (work item, block of heads, split of the keys). Writes out [splits, num_rows,
+    Hq, D] and, if keys are split, lse [splits, num_rows, Hq], the logarithms of softmax sums.
 
-    work [items, 2]: sequence (-1: none), first token. Row 0 of out is row out_row0 of q.
+    work [items, 2]: sequence (-1: none), first query token. Row 0 of out belongs to row out_row0 of
+    q.
     """
     seq = tl.load(work + tl.program_id(0) * 2)
     if seq < 0:
@@ -82,8 +85,9 @@ def prefill_kernel(  # noqa: PLR0913
 
 
 def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> torch.Tensor:
-    """Work items [n, 2] int32 (sequence or -1, first token) of all sequences except decodes, those
-    with most keys first. Computed on the device without synchronisation: n is an upper bound."""
+    """Work items [n, 2] int32 (sequence or -1, first query token) of all sequences except decodes,
+    those with most keys first. Computed on the device without synchronisation, so n is an upper
+    bound."""
     query_lens = meta.query_start.diff()
     num_items = (query_lens + tokens_a_program - 1) // tokens_a_program
     num_others = len(query_lens) - meta.num_decodes
@@ -106,7 +110,8 @@ def make_work(meta: AttentionMeta, num_tokens: int, tokens_a_program: int) -> to
 
 
 class Chunks(NamedTuple):
-    """How chunks are divided: tile and query heads per program, work items, splits of keys."""
+    """How prompt chunks are divided: tile and query heads per program, work items, splits of
+    keys."""
 
     tile: tuning.Tile
     heads: int
@@ -117,8 +122,8 @@ class Chunks(NamedTuple):
 def cut(
     q: torch.Tensor, kv_layer: torch.Tensor, meta: AttentionMeta, variant: AttentionOptions
 ) -> Chunks:
-    """The division of a step's chunks, cached: one for layers with window, softcap or ALiBi, one
-    for the others."""
+    """How a step's prompt chunks are divided. Cached for the step: one division for layers with
+    window, softcap or ALiBi, and one for the other layers."""
     is_bare = not variant.window and not variant.softcap and variant.alibi is None
     key = ("chunks", q.shape[1:], kv_layer.dtype, is_bare)
     if key not in meta.scratch:
@@ -161,7 +166,7 @@ def prefill_launches(
     variant: AttentionOptions,
     out: torch.Tensor,
 ) -> list[Launch]:
-    """Launches for each sequence after the first num_decodes. q, out: [N, Hq, D]."""
+    """Launches for the sequences after the first num_decodes ones. q, out: [N, Hq, D]."""
     chunks = cut(q, kv_layer, meta, variant)
     first = meta.num_decodes if chunks.splits.num > 1 else 0
     parts = Parts.of(out[first:], chunks.splits, first_row=first)
@@ -173,7 +178,8 @@ def prefill_launch(
     chunks: Chunks,
     parts: Parts,
 ) -> Launch:
-    """step: queries, cache, sequences, options."""
+    """The launch of `prefill_kernel`. step: queries, cache, meta, options; parts: where it
+    writes."""
     q, kv_layer, meta, variant = step
     tile = chunks.tile
     shape = Shape.of(q, kv_layer, variant, chunks.heads, tile)

@@ -27,7 +27,8 @@ def bin_of(x, window, BINS: tl.constexpr):
 
 @triton.jit
 def mass_bounds(counts, window, scale, BINS: tl.constexpr):
-    """Lower and upper bounds of the sum of weights of each bin's tokens."""
+    """For each bin, a lower and an upper bound of the sum of its tokens' weights. counts: tokens
+    per bin."""
     bin = tl.arange(0, BINS)
     depth = bin.to(tl.float32) / window[1]
     heaviest = tl.exp2(-depth * scale).to(tl.float64) * (UNIT * (1 + SLACK))
@@ -39,8 +40,8 @@ def mass_bounds(counts, window, scale, BINS: tl.constexpr):
 
 @triton.jit
 def bins_of_cut(counts, total, window, scale, limits, BINS: tl.constexpr):
-    """(first, last) bin that may contain the cut. total: sum of weights of all tokens that pass
-    min-p; limits: top_k, top_p, whether top_k is on."""
+    """The first and the last bin that may contain the cut. total: sum of weights of all tokens that
+    pass min-p; limits: (top_k, top_p, whether top_k is on)."""
     top_k, top_p, has_top_k = limits
     bin = tl.arange(0, BINS)
     first = tl.zeros([], tl.int32)

@@ -19,7 +19,8 @@ TILE = 128  # edits per step
 def bitmask_kernel(
     logits, masks, mask_of_row, stride, vocab_size, num_words, WORDS: tl.constexpr
 ):  # fmt: skip
-    """Program (row, block). Only writes -inf to forbidden tokens."""
+    """One program per (row, block of mask words). Sets logits of forbidden tokens to -inf; touches
+    no others."""
     row = tl.program_id(0).to(tl.int64)
     mask = tl.load(mask_of_row + row).to(tl.int64)
     if mask < 0:
@@ -37,7 +38,8 @@ def bitmask_kernel(
 def edit_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, ids, values, until, stride, TILE: tl.constexpr
 ):  # fmt: skip
-    """Program row. Atomic adds, since an id may have two edits; their order does not matter."""
+    """One program per row. Values are added atomically, since a token id may have two edits; their
+    order does not change the result."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -57,7 +59,8 @@ def words_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, token_starts, token_ids, history, num_prompt,
     stride, stride_history, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program row."""
+    """One program per row. Forbids the last token of each word whose other tokens the output ends
+    with."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -143,7 +146,7 @@ def words_launch(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> Launch:
-    """rows: (slots, positions)."""
+    """The launch of `words_kernel`. rows: (slots, positions)."""
     args = {
         "logits": logits,
         "slots": rows[0],

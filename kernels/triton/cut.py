@@ -40,20 +40,22 @@ def at_least(limit):
 
 @triton.jit
 def load_part(source, start, end, TILE: tl.constexpr):
-    """Load logits from `start` on as float32; -inf from `end` on."""
+    """Load TILE logits from index `start` on as float32; -inf from index `end` on."""
     place = start + tl.arange(0, TILE)
     return tl.load(source + place, mask=place < end, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def softmax_of(peak, heat):
-    """(largest logit, factor on logits), the parameters of `weigh` for a row."""
+    """The parameters of `weigh` for a row: (its largest logit, the factor on logits). heat:
+    temperature."""
     return peak, tl.minimum(1.0 / heat * LOG2E, 1e30).to(tl.float32)
 
 
 @triton.jit
 def weigh(x, softmax):
-    """Integer weights proportional to probabilities; the largest logit has UNIT."""
+    """Integer weights of logits, proportional to probabilities; the largest logit has weight
+    UNIT."""
     return (tl.exp2((x - softmax[0]) * softmax[1]) * UNIT).to(tl.int64)
 
 
@@ -66,7 +68,8 @@ def target_of(top_p, total):
 
 @triton.jit
 def kth_of_tile(values, k, peak):
-    """The k-th largest of a tile, or the lowest finite number if fewer than k are finite."""
+    """The k-th largest of a tile's values, or the lowest finite number if fewer than k are
+    finite."""
     low = to_key(tl.full([], LOWEST, tl.float32))
     high = to_key(peak)
     while low < high:
@@ -84,7 +87,8 @@ def kth_of_tile(values, k, peak):
 
 @triton.jit
 def load_candidates(part, start, S: tl.constexpr):
-    """Load logits of a part, -inf for those that are not candidates."""
+    """Load a tile of logits of a part of the row, from index `start` on; -inf for those that are
+    not candidates."""
     source, size, lowest, window, between = part
     x = load_part(source, start, size, S.TILE)
     bin = bin_of(x, window, S.BINS)
@@ -94,7 +98,7 @@ def load_candidates(part, start, S: tl.constexpr):
 
 @triton.jit
 def key_range(part, S: tl.constexpr):
-    """Keys of the smallest and the largest candidate."""
+    """The keys (see `to_key`) of the smallest and of the largest candidate."""
     smallest = tl.full([], float("inf"), tl.float32)
     largest = tl.full([], float("-inf"), tl.float32)
     for start in range(0, part[1], S.TILE):
@@ -106,7 +110,7 @@ def key_range(part, S: tl.constexpr):
 
 @triton.jit
 def count_from(part, floor, S: tl.constexpr):
-    """Number of candidates that are at least floor."""
+    """Number of candidates whose logit is at least `floor`."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
         count += tl.sum((load_candidates(part, start, S) >= floor).to(tl.int32))
@@ -115,7 +119,7 @@ def count_from(part, floor, S: tl.constexpr):
 
 @triton.jit
 def mass_from(part, floor, softmax, S: tl.constexpr):
-    """Sum of weights of candidates that are at least floor."""
+    """Sum of the weights of the candidates whose logit is at least `floor`."""
     mass = tl.zeros([], tl.int64)
     for start in range(0, part[1], S.TILE):
         x = load_candidates(part, start, S)
@@ -125,7 +129,7 @@ def mass_from(part, floor, softmax, S: tl.constexpr):
 
 @triton.jit
 def cut_top_k(part, k, S: tl.constexpr):
-    """(cut, number of ties at the cut that remain), such that k candidates remain."""
+    """Find the cut that leaves k candidates: (value, number of tokens equal to it that remain)."""
     low, high = key_range(part, S)
     while low < high:
         middle = (low + high + 1) >> 1
@@ -138,8 +142,9 @@ def cut_top_k(part, k, S: tl.constexpr):
 
 @triton.jit
 def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
-    """(cut, number of ties at the cut that remain): the smallest set of largest candidates whose
-    weights reach `target`, at or above floor, with at most num_ties at the floor itself."""
+    """Find the cut that leaves the smallest set of largest candidates whose weights reach `target`:
+    (value, number of tokens equal to it that remain). Only candidates at or above `floor` count,
+    and only num_ties of those that equal it."""
     low, high = key_range(part, S)
     low = tl.maximum(low, to_key(floor))
     while low < high:
@@ -157,7 +162,7 @@ def cut_top_p(part, target, floor, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
-    """Sum of weights of candidates above a cut and of the first num_ties at it."""
+    """Sum of the weights of the candidates above a cut and of the first num_ties that equal it."""
     above = from_key(to_key(cut) + 1)
     num_equal = count_from(part, cut, S) - count_from(part, above, S)
     ties = tl.minimum(num_ties, num_equal).to(tl.int64) * weigh(cut, softmax)
@@ -166,8 +171,9 @@ def mass_of_cut(part, cut, num_ties, softmax, S: tl.constexpr):
 
 @triton.jit
 def count_ties(part, ids, cut, last, S: tl.constexpr):
-    """Number of candidates at the cut with an id up to `last`. ids: (address of ids, whether ids
-    are read from there or equal the index, vocabulary size)."""
+    """Number of candidates that equal the cut and have an id of at most `last`. ids: (address of
+    the candidates' ids, whether ids are read from there or are the candidates' indices, vocabulary
+    size)."""
     count = tl.zeros([], tl.int32)
     for start in range(0, part[1], S.TILE):
         place = start + tl.arange(0, S.TILE)
@@ -179,7 +185,8 @@ def count_ties(part, ids, cut, last, S: tl.constexpr):
 
 @triton.jit
 def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
-    """The id of the num_ties-th token at the cut, or the vocabulary size if there are not more."""
+    """The id of the num_ties-th candidate that equals the cut, or the vocabulary size if there are
+    no more than num_ties."""
     high = tl.full([], ids[2], tl.int32)
     low = tl.where(count_ties(part, ids, cut, high, S) <= num_ties, high, 0)
     while low < high:
@@ -193,10 +200,10 @@ def id_of_tie(part, ids, cut, num_ties, S: tl.constexpr):
 
 @triton.jit
 def cut_candidates(part, ids, known, limits, softmax, S: tl.constexpr):
-    """(cut, id of the last tie) of a row.
+    """Find the cut of a row: (value, highest id of the tokens equal to it that remain).
 
-    known: number of tokens above the candidates, sum of their weights, sum of weights of all that
-    pass min-p; limits: top_k, top_p, whether top_k is on, whether it excludes candidates.
+    known: number of tokens above the candidates, sum of their weights, sum of weights of all tokens
+    that pass min-p; limits: top_k, top_p, whether top_k is on, whether it excludes candidates.
     """
     num_above, mass_above, total = known
     top_k, top_p, has_top_k, cuts_top_k = limits

@@ -23,7 +23,7 @@ MANY_WEIGHTS = 1 << 24  # larger matrices have enough programs with more outputs
 def gemv_kernel(  # noqa: PLR0913
     x, weight, bias, out, num_outputs, num_inputs, stride, OUTPUTS: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Program block of outputs; weight [num_outputs, num_inputs]."""
+    """One program per block of OUTPUTS outputs; weight [num_outputs, num_inputs]."""
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     is_output = output < num_outputs
     rows = weight + output.to(tl.int64)[:, None] * stride
@@ -43,7 +43,8 @@ def gemv_kernel(  # noqa: PLR0913
 
 
 def matvec(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [.., K] of one row, weight [N, K], bias [N] -> [.., N], summed in float32."""
+    """x @ weight.T + bias for a single row: x [.., K], weight [N, K], bias [N] -> [.., N], summed
+    in float32."""
     out = x.new_empty((*x.shape[:-1], len(weight)))
     gemv_launch(x, weight, bias, out).run()
     return out
@@ -70,7 +71,7 @@ def gemv_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Matrices of Qwen3 0.6B and Llama 8B, with and without bias."""
+    """Launches to compile ahead: matrices of Qwen3 0.6B and Llama 8B, with and without bias."""
     for dtype in (torch.bfloat16, torch.float16):
         for num_outputs, num_inputs in ((1024, 3072), (6144, 4096), (4096, 14336)):
             weight = torch.empty((num_outputs, num_inputs), dtype=dtype, device="meta")

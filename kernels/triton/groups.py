@@ -1,4 +1,5 @@
-"""Sorts pairs (token and expert, or row and adapter) by group into blocks of one group each.
+"""Sorts pairs (token and expert, or row and adapter) by group (expert or adapter) into blocks, so
+that all pairs of a block are of one group.
 
 The sort is stable and uses no atomics, so two runs of a batch are bit-identical. Grid sizes are
 upper bounds, which the host knows without the groups.
@@ -21,7 +22,8 @@ LABELLED = 16  # blocks per labelling program
 
 
 class Groups(NamedTuple):
-    """P pairs by group, each group padded to full blocks of M; at most B blocks."""
+    """P pairs sorted by group, where each group is padded to full blocks of M pairs; at most B
+    blocks."""
 
     pairs: torch.Tensor  # [B * M] int32, indices of pairs; P: padding
     block_groups: torch.Tensor  # [B] int32, group of each block; -1: unused
@@ -29,13 +31,14 @@ class Groups(NamedTuple):
 
     @property
     def block(self) -> int:
-        """Pairs per block, M."""
+        """M, the number of pairs per block."""
         return len(self.pairs) // max(len(self.block_groups), 1)
 
 
 @triton.jit
 def pairs_by_group(groups, start, num_pairs, TILE: tl.constexpr, PAD: tl.constexpr):
-    """(pairs [TILE], membership of each pair in each group [TILE, PAD])."""
+    """Load TILE pairs from index `start` on: (their indices [TILE], whether each pair is in each
+    group [TILE, PAD])."""
     pair = start + tl.arange(0, TILE)
     found = tl.load(groups + pair, mask=pair < num_pairs, other=-1)
     return pair, found[:, None] == tl.arange(0, PAD)[None, :]
@@ -45,7 +48,8 @@ def pairs_by_group(groups, start, num_pairs, TILE: tl.constexpr, PAD: tl.constex
 def count_kernel(
     groups, counts, num_pairs, num_groups, chunk, TILE: tl.constexpr, PAD: tl.constexpr
 ):
-    """Program chunk of pairs: counts[chunk, group] = number of its pairs in each group."""
+    """One program per chunk of pairs: counts[chunk, group] = number of the chunk's pairs in each
+    group."""
     first, group = tl.program_id(0) * chunk, tl.arange(0, PAD)
     count = tl.zeros([PAD], tl.int32)
     for start in range(first, tl.minimum(first + chunk, num_pairs), TILE):
@@ -56,7 +60,8 @@ def count_kernel(
 
 @triton.jit
 def counted(counts, before, num_chunks, num_groups, PAD: tl.constexpr):
-    """Number of pairs of each group, in total and in the chunks before ``before``; both [PAD]."""
+    """Number of pairs in each group: of all chunks, and of the chunks before chunk ``before``; both
+    [PAD]."""
     group = tl.arange(0, PAD)
     total, earlier = tl.zeros([PAD], tl.int32), tl.zeros([PAD], tl.int32)
     for start in range(0, num_chunks, 16):
@@ -73,7 +78,8 @@ def place_kernel(  # noqa: PLR0913
     groups, counts, pairs, block_groups, num_pairs, num_groups, chunk, num_chunks, num_blocks,
     M: tl.constexpr, TILE: tl.constexpr, PAD: tl.constexpr, LABELLED: tl.constexpr,
 ):  # fmt: skip
-    """The first programs place the pairs of a chunk, the others label and pad blocks."""
+    """Each of the first num_chunks programs writes the pairs of one chunk to their places; the
+    other programs write the groups of blocks and fill up incomplete blocks."""
     program = tl.program_id(0)
     total, earlier = counted(counts, program, num_chunks, num_groups, PAD)
     blocks = (total + M - 1) // M
@@ -101,7 +107,8 @@ def place_kernel(  # noqa: PLR0913
 
 
 def align(chosen: torch.Tensor, num_groups: int, block: int) -> Groups:
-    """Sort pairs by group. chosen: groups of P pairs, int32 of any shape; -1: none."""
+    """Sort pairs by group. chosen: the group of each of P pairs, int32 of any shape; -1: no group.
+    block: pairs per block."""
     groups, launches = align_launches(chosen.reshape(-1).contiguous(), num_groups, block)
     for launch in launches:
         launch.run()

@@ -24,8 +24,8 @@ def prepare_kernel(  # noqa: PLR0913
     stride_group, stride_seq_group, stride_slots,
     num_seqs, num_tokens, stride_history, PAGE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence, group of layers); one more sequence stands for the padding tokens. The
-    first group's programs write what all groups share."""
+    """One program per (sequence, group of layers), where one more sequence stands for the padding
+    tokens. The programs of the first group also write the tensors that all groups share."""
     seq = tl.program_id(0)
     group = tl.program_id(1).to(tl.int64)
     is_first = group == 0
@@ -75,7 +75,7 @@ def prepare_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["num"])
 def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
-    """Program part of the entries."""
+    """One program per TILE of the new table entries."""
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + entry, mask=entry < num, other=-1)
     place = tl.load(places + entry, mask=slot >= 0, other=0)
@@ -87,7 +87,8 @@ def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
 def advance_kernel(  # noqa: PLR0913
     slots, query_start, starts, row_slots, tokens, drafts, num_computed, history, stride_history,
 ):  # fmt: skip
-    """Program sequence. drafts: [R] or None."""
+    """One program per sequence. drafts: [R], the draft tested by each row, or None without
+    drafts."""
     seq = tl.program_id(0)
     slot = tl.load(slots + seq).to(tl.int64)
     if slot < 0:
@@ -131,7 +132,7 @@ def preparation(
 def prepare_launch(
     state: SlotState, batch: tuple[torch.Tensor, ...], inputs: Inputs, block_size: int
 ) -> Launch:
-    """batch: slots, query_start and host_ids."""
+    """The launch of `prepare_kernel`. batch: slots, query_start and host_ids."""
     slots, query_start, host_ids = batch
     args = {
         "slots": slots,
@@ -197,7 +198,7 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
 
 
 def advance_launch(state: SlotState, batch: tuple[torch.Tensor, ...], drawn: Drawn) -> Launch:
-    """batch: slots and query_start."""
+    """The launch of `advance_kernel`. batch: slots and query_start."""
     slots, query_start = batch
     args = {
         "slots": slots,
@@ -214,7 +215,7 @@ def advance_launch(state: SlotState, batch: tuple[torch.Tensor, ...], drawn: Dra
 
 
 def configurations() -> Iterator[Launch]:
-    """Block sizes of 16 to 64 tokens."""
+    """Launches to compile ahead: block sizes of 16 to 64 tokens."""
     column = torch.empty(64, dtype=torch.int32, device="meta")
     table = torch.empty((64, 512), dtype=torch.int32, device="meta")
     tables = torch.empty((2, 64, 512), dtype=torch.int32, device="meta")

@@ -22,7 +22,7 @@ FP8_MAX = tl.constexpr(448.0)
 
 
 class Write(NamedTuple):
-    """Compile-time parameters of the kernel."""
+    """Compile-time parameters of `write_kernel`."""
 
     D: int  # head size
     PAD_D: int
@@ -40,7 +40,8 @@ class Write(NamedTuple):
 
 @triton.jit
 def partners(dims, S: tl.constexpr):
-    """For each dimension: its partner in the rotation, the index of the angle, the sine's sign."""
+    """For each dimension of a head: the other dimension of its rotated pair, the index of the
+    pair's angle, and the sign of the sine."""
     if S.IS_INTERLEAVED:
         partner = dims ^ 1
         angle = dims // 2
@@ -54,7 +55,7 @@ def partners(dims, S: tl.constexpr):
 
 @triton.jit
 def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
-    """x times norm factor and weight, rounded as in Llama or Gemma."""
+    """Multiply x by the norm's factor and weight, rounded in the order of Llama or of Gemma."""
     w = tl.load(weight + where, mask=mask, other=0.0).to(tl.float32)
     if S.ADD_ONE:
         y = (x * factor * (1 + w)).to(dtype)
@@ -65,7 +66,8 @@ def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
 
 @triton.jit
 def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.constexpr):
-    """Normalised and rotated heads of one token, [HEADS, PAD_D]; `source`: address of head 0."""
+    """Load, normalise and rotate HEADS heads of one token: [HEADS, PAD_D]. `source`: address of
+    head 0."""
     dtype = source.dtype.element_ty
     dims = tl.arange(0, S.PAD_D)
     mask = (head < num_heads)[:, None] & (dims < S.D)[None, :]
@@ -98,8 +100,8 @@ def normed_and_turned(source, head, num_heads, weight, cos_sin, position, S: tl.
 
 @triton.jit
 def store_cell(cell, x, half, head, kv_scales, S: tl.constexpr):
-    """Write keys (half 0) or values (half 1); `cell`: address of the slot in its block's first
-    head.
+    """Write keys (half 0) or values (half 1) to the cache; `cell`: address of the token's slot in
+    the first head of its block.
 
     An 8-bit cache stores x / scale, clamped. NaN stays NaN, so that errors show as in a 16-bit
     cache.
@@ -122,7 +124,8 @@ def write_kernel(  # noqa: PLR0913
     qkv, kv, positions, slots, q_out, cos_sin, q_norm, k_norm, kv_scales,
     stride_qkv, stride_block, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (token, block of heads): blocks of queries, then of keys, then of values."""
+    """One program per (token, block of heads): first the blocks of queries, then of keys, then of
+    values."""
     token = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     q_blocks = (S.Q_HEADS + S.HEADS - 1) // S.HEADS
@@ -224,7 +227,8 @@ def write_launch(
 
 
 def _norm_kind(norm: HeadNorm, head_dim: int) -> int:
-    """0: no norm, 1: weights for each dimension of a head, 2: weights for the full width."""
+    """How queries and keys are normalised: 0 not at all, 1 with a weight per dimension of a head, 2
+    with weights for the full width."""
     weights = [weight for weight in (norm.q, norm.k) if weight is not None]
     if not weights:
         return 0

@@ -53,7 +53,7 @@ class Launch(NamedTuple):
         return self.kernel[self.grid](**self.args, **self.options())
 
     def compile(self) -> Any:
-        """Compile the kernel with the specialisation of a real launch."""
+        """Compile the kernel, specialised as in a real launch, without running it."""
         return self.kernel.warmup(**self.args, grid=self.grid, **self.options())
 
 
@@ -71,7 +71,8 @@ def parameters_of(kernel: Any) -> list[tuple[str, bool]]:
 
 
 def _specialised(value: Any) -> Any:
-    """The properties of an argument by which Triton specialises a kernel, or more."""
+    """The properties of an argument by which Triton specialises a kernel. It may be more of them
+    than Triton uses."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
@@ -82,8 +83,8 @@ def _specialised(value: Any) -> Any:
 
 
 def needs_triton() -> bool:
-    """True if Triton itself must launch: in its interpreter, with a profiler's hooks, and on
-    ROCm."""
+    """True if a launch must go through Triton itself, not through our cache: in its interpreter,
+    with a profiler's hooks, and on ROCm."""
     if is_interpreting() or torch.version.hip:
         return True
     runtime = triton.knobs.runtime
@@ -103,8 +104,8 @@ def is_interpreting() -> bool:
 
 
 def arch_of(x: torch.Tensor) -> str:
-    """The architecture, a key of the tables in kernels.tuning, of a launch on this tensor. For a
-    CPU tensor (compilation or interpreter) it is that of the driver's target."""
+    """The architecture (a key of the tables in kernels.tuning) of a launch on this tensor. For a
+    CPU tensor, used to compile or in the interpreter, it is that of the driver's target."""
     if is_interpreting():
         return "sm_90"
     return _arch_of_device(x.device.index) if x.is_cuda else _arch_of_target()
@@ -128,9 +129,10 @@ def _arch_of_target() -> str:
 
 
 def family_of(capability: int, max_shared: int) -> str:
-    """The architecture whose settings an NVIDIA device uses, by shared memory per program in bytes:
-    newer devices have less (12.0) or as much (10.0), and the compiler chooses their instructions.
-    capability: 90 for 9.0. Raises ``ValueError`` for an unsupported device."""
+    """The architecture whose settings an NVIDIA device uses, chosen by its shared memory per
+    program in bytes: devices newer than those in the tables have less (12.0) or as much (10.0), and
+    the compiler chooses their instructions. capability: 90 for 9.0. Raises ``ValueError`` for an
+    unsupported device."""
     if capability < 80:
         raise ValueError(
             f"compute capability {capability / 10} is not supported; 8.0 is the minimum"

@@ -1,7 +1,7 @@
-"""Merges attention over parts of the keys, in float32 and in the order of the parts.
+"""Merges the results of attention over parts of the keys, in float32 and in the order of the parts.
 
-`merge_kernel` has the same number of parts for each row; `spans_kernel` reads the number from a
-plan.
+In `merge_kernel`, every row has the same number of parts; `spans_kernel` reads the number for each
+sequence from a plan.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from kernels.tuning import Splits, pad_power
 
 
 class Parts(NamedTuple):
-    """Outputs of attention: the final output, or parts of the keys that are merged afterwards."""
+    """Where attention writes: the final output, or results for parts of the keys that are merged
+    afterwards."""
 
     out: torch.Tensor  # [n, Hq, D], or [splits, n, Hq, D] float32
     lse: torch.Tensor | None  # [splits, n, Hq], logarithms of softmax sums
@@ -28,7 +29,8 @@ class Parts(NamedTuple):
 
     @classmethod
     def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0) -> Parts:
-        """Outputs for these rows; some of them may get no part."""
+        """Where attention writes for the rows of `out`, whose first is row `first_row` of the
+        batch. With several splits, some rows may get no result for a part."""
         if splits.num == 1:
             return cls(out, None, splits, first_row, [])
         parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)
@@ -36,7 +38,7 @@ class Parts(NamedTuple):
         return cls(parts, lse, splits, first_row, [merge_launch(parts, lse, out)])
 
     def args(self, keys_a_tile: int) -> dict[str, object]:
-        """Arguments for decode and prefill kernels."""
+        """Arguments of the prefill kernel that say where it writes and how keys are split."""
         return {
             "out": self.out,
             "lse": self.lse,
@@ -52,8 +54,8 @@ def merge_kernel(  # noqa: PLR0913
     parts, part_lse, out, num_rows, num_parts,
     PAD_P: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
 ):  # fmt: skip
-    """Program row; parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. Empty parts are
-    not read; a row with only empty parts is not written."""
+    """One program per row. parts [num_parts, num_rows, D], part_lse [num_parts, num_rows]. Parts
+    without keys are not read; a row that has only such parts is not written."""
     row = tl.program_id(0)
     part = tl.arange(0, PAD_P)
     dims = tl.arange(0, PAD_D)
@@ -99,8 +101,9 @@ def spans_kernel(  # noqa: PLR0913
     NUM_HEADS: tl.constexpr, D: tl.constexpr, PAD_D: tl.constexpr,
     PARTS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """Program (sequence x token, block of heads); parts [slots, most_tokens, NUM_HEADS, D],
-    part_lse likewise, spans [sequences, 2]: first slot, number of parts (0: skipped)."""
+    """One program per (sequence x token, block of heads). parts [slots, most_tokens, NUM_HEADS, D],
+    part_lse without D; spans [sequences, 2]: first slot of the sequence's parts, and their number
+    (0: the sequence is skipped)."""
     seq = tl.program_id(0) // most_tokens
     token = tl.program_id(0) % most_tokens
     num_parts = tl.load(spans + seq * 2 + 1)

@@ -24,7 +24,7 @@ from kernels.tuning import pad_power
 
 
 class Tiles(NamedTuple):
-    """Tile of one program."""
+    """Tile of one program of `product_kernel`."""
 
     M: int  # pairs
     N: int  # outputs
@@ -36,7 +36,8 @@ def product_kernel(  # noqa: PLR0913
     a, matrices, out, pairs, block_groups, weights, num_pairs, stride_a, stride_matrix,
     N: tl.constexpr, K: tl.constexpr, FAN: tl.constexpr, T: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the columns, block): out[pair] = matrix @ a[pair // FAN] (* weight)."""
+    """One program per (part of the columns, block of pairs): out[pair] = matrix of the block's
+    expert @ a[pair // FAN], times the pair's weight if there are weights."""
     block = tl.program_id(1)
     group = tl.load(block_groups + block).to(tl.int64)
     if group < 0:
@@ -65,7 +66,8 @@ def packed_experts_kernel(  # noqa: PLR0913
     a, values, scales, zeros, order, out, pairs, block_groups, weights, num_pairs, stride_a,
     num_outputs, num_steps, FAN: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the outputs, block): product_kernel for packed matrices."""
+    """`product_kernel` for packed matrices. One program per (part of the outputs, block of
+    pairs)."""
     block = tl.program_id(1)
     group = tl.load(block_groups + block).to(tl.int64)
     if group < 0:
@@ -95,7 +97,8 @@ def packed_experts_kernel(  # noqa: PLR0913
 
 @triton.jit
 def sum_kernel(parts, chosen, out, H: tl.constexpr, FAN: tl.constexpr, TILE: tl.constexpr):
-    """Program (token, part of the columns): sum over the token's experts, in their order."""
+    """One program per (token, part of the columns): the sum over the token's experts, in their
+    order."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * TILE + tl.arange(0, TILE)
     total = tl.zeros([TILE], tl.float32)
@@ -118,7 +121,8 @@ _TILES = {
 
 
 def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
-    """Pairs per program; with few pairs per group, tensor cores are idle anyway."""
+    """Pairs (token, expert) per program. If there are few per expert, tensor cores are idle
+    anyway."""
     a_group = num_pairs // num_groups
     if itemsize == 4:
         return 16 if a_group < 32 else 32
@@ -126,7 +130,7 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
 
 
 def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
-    """Pairs per program for these experts."""
+    """Pairs (token, expert) per program for these experts. rows: that number for plain matrices."""
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 
@@ -172,7 +176,8 @@ def experts_launch(
     weights: torch.Tensor | None,
     fan: int,
 ) -> Launch:
-    """tensors: rows [P / fan, K], experts with N outputs and K inputs, out [P, N]."""
+    """The launch of the product of pairs with their experts. tensors: rows [P / fan, K], experts
+    with N outputs and K inputs, out [P, N]; fan: pairs per row."""
     a, experts, out = tensors
     if isinstance(experts, Packed):
         return packed_launch((a, out), experts, groups, weights, fan)
@@ -253,7 +258,8 @@ def sum_launch(parts: torch.Tensor, chosen: torch.Tensor, out: torch.Tensor) -> 
 
 
 def configurations() -> Iterator[Launch]:
-    """128 experts, 8 per token, plain and packed, for decodes to long prompts."""
+    """Launches to compile ahead: 128 experts, 8 per token, plain and packed, for decodes to long
+    prompts."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for num_tokens in (64, 1024, 8192):
             x = torch.empty((num_tokens, 2048), dtype=dtype, device="meta")
@@ -278,8 +284,8 @@ def of_experts(x: torch.Tensor, gate_up: Experts, down: Experts) -> Iterator[Lau
 
 
 def forms() -> Iterator[tuple[Packed, Packed]]:
-    """Experts in formats of AWQ, GPTQ (groups of 32, or sorted inputs) and block-wise 8-bit
-    floats."""
+    """Examples of packed experts (gate_up, down): in formats of AWQ, GPTQ (groups of 32, or sorted
+    inputs) and block-wise 8-bit floats."""
     for dtype, bits, group_size, has_zeros, is_sorted in (
         (torch.uint8, 4, 128, True, False),
         (torch.uint8, 4, 32, False, False),

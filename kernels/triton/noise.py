@@ -25,26 +25,26 @@ def mix(z):
 
 @triton.jit
 def row_key(seed, position):
-    """Hash of seed (all 64 bits) and position."""
+    """The hash of a row's seed (all 64 bits) and position."""
     start = mix(seed.to(tl.uint64, bitcast=True) + GOLDEN)
     return mix(start + (position.to(tl.uint64) + 1) * GOLDEN)
 
 
 @triton.jit
 def steps_of(key, ids):
-    """The uniform numbers of tokens as integer numbers of steps."""
+    """The uniform random numbers of tokens, as integer numbers of their smallest steps."""
     return (mix(key + (ids.to(tl.uint64) + 1) * GOLDEN) >> UNUSED_BITS).to(tl.int64)
 
 
 @triton.jit
 def uniform(steps):
-    """A number inside (0, 1), float64."""
+    """Convert integer steps to a float64 inside (0, 1)."""
     return (steps.to(tl.float64) + 0.5) * STEP
 
 
 @triton.jit
 def gumbel(steps):
-    """Gumbel noise in float64; log1p by a log whose rounding errors cancel."""
+    """Gumbel noise in float64 for integer steps; log1p by a log whose rounding errors cancel."""
     v = uniform(steps)
     rest = 1.0 - v
     logs = tl.where(rest == 1.0, -v, tl.log(rest) * (v / (1.0 - rest)))
@@ -53,7 +53,8 @@ def gumbel(steps):
 
 @triton.jit
 def rough_gumbel(steps):
-    """Gumbel noise in float32 with an error below 1e-5; device logarithms are inexact near one."""
+    """Gumbel noise in float32 for integer steps, with an error below 1e-5; the device's logarithms
+    are inexact near one."""
     v = (steps.to(tl.float32) + 0.5) * STEP
     rest = ((-steps + STEPS).to(tl.float32) - 0.5) * STEP
     series = 1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5 + v * (1.0 / 6)))))

@@ -23,7 +23,8 @@ def norm_kernel(  # noqa: PLR0913
     stride_x, stride_residual, H: tl.constexpr, PAD_H: tl.constexpr, ROWS: tl.constexpr,
     ADD_ONE: tl.constexpr,
 ):  # fmt: skip
-    """Program of ROWS rows. residual, total: None without the addition."""
+    """One program per ROWS rows. residual, total: None if nothing is added to x before it is
+    normalised."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, PAD_H)
     mask = (row < num_rows)[:, None] & (column < H)[None, :]
@@ -92,7 +93,8 @@ def norm_launch(
     eps: float,
     add_one: bool,
 ) -> Launch:
-    """inputs: x [N, H] and the residual; outputs: normalised and sum, contiguous."""
+    """The launch of `norm_kernel`. inputs: x [N, H] and the residual; outputs: the normalised x and
+    the sum of x and residual, contiguous."""
     x, residual = inputs
     num_rows, hidden = x.shape
     padded = pad_power(hidden)
@@ -117,7 +119,8 @@ def norm_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Head and hidden sizes of common models, both roundings, with and without the addition."""
+    """Launches to compile ahead: head and hidden sizes of common models, both orders of rounding,
+    with and without the addition."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for hidden in (128, 1024, 4096, 5120, 16384):
             x = torch.empty((64, hidden), dtype=dtype, device="meta")

@@ -20,7 +20,7 @@ def penalise_kernel(  # noqa: PLR0913
     logits, slots, prompt_bits, counts, repetition, presence, frequency, drafts,
     stride, vocab_size, num_words, stride_drafts, num_drafts, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block). drafts: [R, num_drafts] or None."""
+    """One program per (row, block of the vocabulary). drafts: [R, num_drafts] or None."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -49,7 +49,8 @@ def seat_kernel(  # noqa: PLR0913
     token_ids, prompt_bits, counts, slot, num_tokens, num_prompt, vocab_size, num_words,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program part of the tokens. Integer atomics, whose order does not matter."""
+    """One program per BLOCK of a request's tokens. Updates are integer atomics, whose order does
+    not matter."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(token_ids + place, mask=place < num_tokens, other=0)
     slot = slot.to(tl.int64)
@@ -62,7 +63,7 @@ def seat_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["width"])
 def count_kernel(slots, token_ids, num_tokens, counts, vocab_size, width, PAD: tl.constexpr):
-    """Program row."""
+    """One program per row: counts the row's new tokens as output of its slot."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:
@@ -148,7 +149,7 @@ def penalise_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """With and without drafts, one token per row and several."""
+    """Launches to compile ahead: with and without drafts, one token per row and several."""
     state = new_penalties(8, 151936, "meta")
     logits = torch.empty((64, 151936), device="meta")
     slots = torch.empty(64, dtype=torch.int32, device="meta")

@@ -30,8 +30,9 @@ def packed_product_kernel(  # noqa: PLR0913
     x, values, scales, zeros, order, bias, out, num_rows, stride_x, num_outputs, num_steps,
     steps_a_split, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (rows, outputs, split): out[split, row, output] = x @ weight.T over its inputs.
-    Programs with the same weights are adjacent, so that the weights are read from memory once."""
+    """One program per (tile of rows, tile of outputs, split of the inputs): out[split, row, output]
+    = x @ weight.T over the split's inputs. Programs with the same weights are adjacent, so that the
+    weights are read from memory once."""
     row = tl.program_id(0) * S.M + tl.arange(0, S.M)
     output = tl.program_id(1) * S.N + tl.arange(0, S.N)
     split = tl.program_id(2)
@@ -51,7 +52,8 @@ def packed_product_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["size", "num_splits"])
 def sum_kernel(parts, bias, out, size, num_outputs, num_splits, TILE: tl.constexpr):
-    """Program tile of flattened out: sum of the parts, in order, plus the bias."""
+    """One program per TILE of the flattened output: the sum of all splits, in order, plus the
+    bias."""
     place = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
     mask = place < size
     total = tl.zeros([TILE], tl.float32)
@@ -64,7 +66,8 @@ def sum_kernel(parts, bias, out, size, num_outputs, num_splits, TILE: tl.constex
 
 @triton.jit
 def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
-    """Program (outputs, step): out[output, column] = (value - zero) * scale, columns as packed."""
+    """One program per (tile of outputs, step over the inputs): out[output, column] = (value - zero)
+    * scale. Columns are in packed order."""
     column = tl.program_id(0) * S.N + tl.arange(0, S.N)
     is_column, there = column < num_outputs, tl.minimum(column, num_outputs - 1)
     step = tl.program_id(1)
@@ -82,8 +85,9 @@ def dequantize_kernel(values, scales, zeros, out, num_outputs, S: tl.constexpr):
 
 @triton.jit
 def quantize_kernel(x, scale, out, scales, stride_x, K: tl.constexpr, TILE: tl.constexpr):
-    """Program row: x / scale as 8-bit floats, with the given scale or that of the row's largest
-    number. Values are clamped. NaN stays NaN, so that errors show in the product."""
+    """One program per row: x / scale as 8-bit floats, with the given scale, or one at which the
+    row's largest number just fits. Values are clamped. NaN stays NaN, so that errors show in the
+    product."""
     row = tl.program_id(0).to(tl.int64)
     inner = tl.arange(0, TILE)
     if scale is None:
@@ -120,7 +124,7 @@ def weight_only_product(
 def product_launches(
     x: torch.Tensor, packed: Packed, bias: torch.Tensor | None, out: torch.Tensor
 ) -> list[Launch]:
-    """Launches of a product of at least one row that dequantises weights in registers."""
+    """The launches of a product, of at least one row, that dequantises weights in registers."""
     tile = product_tile(arch_of(x), len(x), x.element_size())
     programs = triton.cdiv(packed.num_outputs, tile.outputs) * triton.cdiv(len(x), tile.rows)
     num_steps = triton.cdiv(packed.values.shape[1], packed.piece)
@@ -140,7 +144,8 @@ def product_launch(
     num_steps: int,
     splits: int,
 ) -> Launch:
-    """tensors: x [M, K], the weight, bias [N], out [splits, M, N]."""
+    """The launch of `packed_product_kernel`. tensors: x [M, K], the weight, bias [N], out [splits,
+    M, N]."""
     x, packed, bias, out = tensors
     steps = triton.cdiv(num_steps, splits)
     args = {
@@ -163,7 +168,7 @@ def product_launch(
 
 
 def sum_launch(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> Launch:
-    """parts: [splits, M, N] float32."""
+    """The launch of `sum_kernel`. parts: [splits, M, N] float32."""
     args = {
         "parts": parts,
         "bias": bias,
@@ -177,7 +182,7 @@ def sum_launch(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
 
 
 def dequantized(packed: Packed, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantise to [N, K], with columns in packed order."""
+    """The dequantised matrix [N, K], with its columns in packed order."""
     shape = (packed.num_outputs, packed.num_inputs)
     out = torch.empty(shape, dtype=dtype, device=packed.values.device)
     dequantize_launch(packed, out).run()
@@ -225,8 +230,8 @@ def quantize_launch(
 
 
 def configurations() -> Iterator[Launch]:
-    """Groups of 32, 128 and full rows, with and without zero points, sorted inputs, decodes to
-    prompts."""
+    """Launches to compile ahead: groups of 32, 128 and full rows, with and without zero points,
+    sorted inputs, for decodes to prompts."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for packed in list(examples())[:: 5 if dtype is torch.float16 else 1]:
             yield from of_rows(packed, dtype)
@@ -249,7 +254,7 @@ def of_rows(packed: Packed, dtype: torch.dtype) -> Iterator[Launch]:
 
 
 def examples() -> Iterator[Packed]:
-    """Matrices of each format, 4096 by 4096."""
+    """An example matrix in each format, 4096 by 4096."""
     for dtype, bits, group_size, has_zeros, is_sorted in (
         (torch.uint8, 4, 128, True, False),
         (torch.uint8, 4, 128, False, True),

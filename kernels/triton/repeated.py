@@ -1,4 +1,4 @@
-"""Repeats launches on other tensors of the same shapes, as for each layer of a step.
+"""Repeats kernel launches on other tensors of the same shapes, as for each layer of a step.
 
 Tiles, grids, other arguments and the compiled kernel are the same for all layers; only addresses
 differ. The first time, launches are built and run; later only the pointers are replaced.
@@ -41,7 +41,7 @@ def again(known: dict[Any, Any], key: tuple[Hashable, ...], tensors: Tensors, bu
 
 
 class Forms(dict[Any, Any]):
-    """A cache for `again` that outlives a step."""
+    """A cache of repeated launches, for `again`, that is kept from step to step."""
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if len(self) >= MOST_FORMS:
@@ -50,7 +50,7 @@ class Forms(dict[Any, Any]):
 
 
 class Moved(NamedTuple):
-    """An argument that is a view of tensor ``place`` at a byte ``offset``."""
+    """A launch argument that is a view of tensor number ``place``, from byte ``offset`` on."""
 
     place: int
     offset: int
@@ -73,7 +73,7 @@ class RepeatedCall(NamedTuple):
 
 
 class Repeated:
-    """Launches whose tensors are replaced in each run."""
+    """Launches that can be run again on other tensors."""
 
     def __init__(
         self, launches: Sequence[Launch], compiled: Sequence[Any], tensors: Tensors
@@ -108,8 +108,8 @@ class Repeated:
             run(*grid, stream, *values)
 
     def compare(self, launches: Sequence[Launch], tensors: Tensors) -> None:
-        """Raise ``AssertionError`` if these launches differ from the cached ones in more than
-        tensors."""
+        """Raise ``AssertionError`` if these launches differ from the cached ones in more than the
+        addresses of these tensors."""
         without = [_without(launch, tensors) for launch in launches]
         built = [_form(launch) for launch in without if _is_moved(launch)]
         known = [_form(launch) for launch in self._launches]
@@ -139,7 +139,8 @@ def _with(launch: Launch, tensors: Tensors) -> Launch:
 
 
 def _moved(value: torch.Tensor, tensors: Tensors) -> torch.Tensor | Moved:
-    """The argument as a view of one of the tensors; unchanged if it is not within any."""
+    """A launch argument described as a view of one of the tensors; the argument itself if it is
+    within none of them."""
     begin = value.data_ptr()
     for place, tensor in enumerate(tensors):
         if tensor is not None and 0 <= begin - tensor.data_ptr() < _span(tensor):
@@ -155,7 +156,7 @@ def _are_apart(tensors: Tensors) -> bool:
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """Bytes from a tensor's first element to the end of its last."""
+    """Number of bytes from a tensor's first element to the end of its last one."""
     steps = zip(tensor.shape, tensor.stride(), strict=True)
     return (1 + sum((size - 1) * stride for size, stride in steps)) * tensor.element_size()
 

@@ -51,7 +51,8 @@ SIZES = Sizes()
 
 
 class Cuts(NamedTuple):
-    """The remaining tokens of each row: those above the cut, and those equal to it up to an id."""
+    """Which tokens of each row remain: those above the cut's value, and those equal to it with ids
+    up to the last tie."""
 
     value: torch.Tensor  # [R] float32; +inf if the row is greedy or invalid
     last_tie: torch.Tensor  # [R] int32
@@ -61,7 +62,8 @@ class Cuts(NamedTuple):
 
 @triton.jit
 def race(row, x, ids, key, heat, S: tl.constexpr):
-    """(score, id) of the winner of a block; x: logits, -inf if excluded; at least one is not."""
+    """(score, id) of the token with the largest score in a block. x: the block's logits, -inf for
+    excluded tokens, with at least one that is not; heat: temperature."""
     peak = tl.max(x)
     per_unit = tl.minimum(1.0 / heat, 1e30).to(tl.float32)
     rough = (x - peak) * per_unit + rough_gumbel(steps_of(key, ids))
@@ -85,7 +87,7 @@ def race(row, x, ids, key, heat, S: tl.constexpr):
 
 @triton.jit
 def kept(row, start, vocab_size, value, last_tie, S: tl.constexpr):
-    """(logits of a block, -inf for those excluded by the cut; their ids)."""
+    """(logits of a block, with -inf for tokens that the cut excludes; their ids)."""
     x = load_part(row, start, vocab_size, S.BLOCK)
     ids = start + tl.arange(0, S.BLOCK)
     stays = (x > value) | ((x == value) & (ids <= last_tie))
@@ -97,7 +99,7 @@ def race_kernel(  # noqa: PLR0913
     logits, slots, positions, temperature, seeds, value, last_tie, greedy, arrived, scores,
     winners, chosen, stride, vocab_size, num_blocks, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block); the last program of a row chooses the token."""
+    """One program per (row, block); the last program of a row to finish chooses the token."""
     n = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     cut = tl.load(value + n)
@@ -123,7 +125,8 @@ def race_kernel(  # noqa: PLR0913
 
 @triton.jit
 def finish(scores, winners, num_blocks, PAD: tl.constexpr):
-    """The winner with the largest score; of equal ones the lowest id."""
+    """The winner, among those of all blocks of a row, with the largest score; of equal ones the
+    lowest id."""
     place = tl.arange(0, PAD)
     score = tl.load(scores + place, mask=place < num_blocks, other=float("-inf"))
     is_best = (score == tl.max(score)) & (score > float("-inf"))
@@ -166,7 +169,7 @@ def sample_allowed(
 
 
 def cut(rows: Rows, columns: SamplingColumns, sizes: Sizes = SIZES) -> Cuts:
-    """Compute the cut of each row, and the tokens of greedy rows."""
+    """Find where min-p, top-k and top-p cut each row, and choose the tokens of greedy rows."""
     slots = rows.slots
     cuts = Cuts(
         torch.empty(len(slots), dtype=torch.float32, device=slots.device),
@@ -239,7 +242,7 @@ def race_launch(
 
 
 def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, SamplingColumns]:
-    """Meta tensors to compile kernels for."""
+    """Arguments on torch's meta device, for which kernels are compiled."""
     row = torch.empty(64, dtype=torch.int32, device="meta")
     logits = torch.empty((64, vocab_size), dtype=dtype, device="meta")
     numbers = row.double()
@@ -247,7 +250,7 @@ def meta_rows(dtype: torch.dtype, vocab_size: int) -> tuple[Rows, SamplingColumn
 
 
 def configurations() -> Iterator[Launch]:
-    """Vocabularies of 32k and 152k in all dtypes of logits."""
+    """Launches to compile ahead: vocabularies of 32k and 152k in all dtypes of logits."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for vocab_size in (32000, 151936):
             rows, columns = meta_rows(dtype, vocab_size)

@@ -28,8 +28,8 @@ SEQS = 128  # sequences per step of the plan
 def tiles_seen(
     seq, query_start, seq_lens, num_seqs, most_tokens, KEYS: tl.constexpr, WINDOW: tl.constexpr
 ):
-    """First tile and number of tiles that sequences attend to, and whether decode attention
-    computes them."""
+    """For each sequence: the first tile of keys that it attends to, the number of such tiles (0 if
+    decode attention does not compute the sequence), and whether decode attention computes it."""
     there = seq < num_seqs
     num_tokens = tl.load(query_start + seq + 1, mask=there, other=0)
     num_tokens -= tl.load(query_start + seq, mask=there, other=0)
@@ -44,8 +44,8 @@ def tiles_seen(
 
 @triton.jit
 def cut_of(tiles, is_ours, even):
-    """Tiles per part, and number of parts of each sequence (0: not computed by decode
-    attention)."""
+    """How each sequence's tiles are divided: tiles per part, and number of parts (0 if decode
+    attention does not compute the sequence). even: tiles per share."""
     count = tl.maximum((tiles + even - 1) // even, 1)
     share = tl.maximum((tiles + count - 1) // count, 1)  # equal parts within a sequence
     count = tl.maximum((tiles + share - 1) // share, 1)
@@ -58,8 +58,8 @@ def plan_kernel(  # noqa: PLR0913
     num_seqs, num_items, num_shares, least_tiles, most_tokens,
     KEYS: tl.constexpr, WINDOW: tl.constexpr, SEQS: tl.constexpr,
 ):  # fmt: skip
-    """Program of SEQS sequences. items [num_items, 4]: sequence (-1: none), first tile, end, slot;
-    spans [num_seqs, 2]: first slot of a sequence's parts and their number (0: not split)."""
+    """One program per SEQS sequences. items [num_items, 4]: sequence (-1: none), first tile, end,
+    slot; spans [num_seqs, 2]: first slot of a sequence's parts and their number (0: not split)."""
     total = 0
     for start in range(0, num_seqs, SEQS):
         seq = start + tl.arange(0, SEQS)
@@ -110,8 +110,9 @@ class SharesPlan(NamedTuple):
     def of(
         cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
     ) -> tuple[SharesPlan, list[Launch]]:
-        """The step's plan, cached, and the launch that computes it at its first use. sizes: number
-        of sequences, maximum tokens of one; keys: keys per tile."""
+        """The step's plan, cached, and the launches that compute it: one at its first use, else
+        none. sizes: number of sequences, and maximum query tokens of a sequence; keys: keys per
+        tile."""
         scratch_key = ("shares", shares, sizes, keys, window)
         if scratch_key in meta.scratch:
             return meta.scratch[scratch_key], []

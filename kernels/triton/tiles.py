@@ -68,7 +68,7 @@ def attention_args(
     variant: AttentionOptions,
     shape: Shape,
 ) -> dict[str, Any]:
-    """The common arguments of prefill and decode kernels, except outputs."""
+    """The arguments that the prefill and the decode kernel have in common, except outputs."""
     if not kv_layer[0].is_contiguous() or not q[0].is_contiguous():
         raise ValueError("attention needs contiguous query rows and contiguous cache blocks")
     return {
@@ -89,15 +89,16 @@ def attention_args(
 
 @triton.jit
 def head_rows(first_head, num_tokens, S: tl.constexpr):
-    """Token and query head of every row, and whether the row is used."""
+    """For each row of a program: its token, its query head, and whether the row is used."""
     row = tl.arange(0, S.ROWS)
     return row // S.HEADS, first_head + row % S.HEADS, row < num_tokens * S.HEADS
 
 
 @triton.jit
 def places_of(first_token, first_head, S: tl.constexpr):
-    """Index of every row in a tensor [token, query head]; first_token: that of row 0. Computed
-    again after the loops and not reused from loading the queries, to save registers."""
+    """For each row of a program, the index of its (token, query head) in a flattened output.
+    first_token: the token of row 0. This is computed again after the loops, not kept from loading
+    the queries, to save registers."""
     row = first_token * S.HEADS + tl.arange(0, S.ROWS)
     head = first_head + row % S.HEADS
     return (row // S.HEADS).to(tl.int64) * (S.KV_HEADS * S.GROUP) + head
@@ -114,8 +115,8 @@ def load_queries(q, stride_q, row0, rows, S: tl.constexpr):
 
 @triton.jit
 def visible_tiles(first_pos, last_pos, S: tl.constexpr):
-    """Tiles for rows at first_pos .. last_pos: first tile, first and end of those without mask,
-    end."""
+    """The tiles of keys that rows at positions first_pos .. last_pos attend to: (first tile, first
+    tile without mask, end of the tiles without mask, end)."""
     end = (last_pos + S.KEYS) // S.KEYS
     first = 0
     whole_from = 0
@@ -129,7 +130,8 @@ def visible_tiles(first_pos, last_pos, S: tl.constexpr):
 
 @triton.jit
 def blocks_at(table, tile, end_key, S: tl.constexpr):
-    """The block of a tile, or of each of its keys if a tile spans several blocks."""
+    """The cache block of a tile of keys, or that of each of its keys if a tile spans several
+    blocks."""
     if S.PAGE % S.KEYS == 0:
         blocks = tl.load(table + tile * S.KEYS // S.PAGE)
     else:
@@ -140,7 +142,8 @@ def blocks_at(table, tile, end_key, S: tl.constexpr):
 
 @triton.jit
 def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
-    """Offset of a tile in one head of the cache, or of each of its keys.
+    """Offset of a tile of keys in one head of the cache, or, for small tiles or blocks, of each of
+    its keys.
 
     Computing offsets within a block only once saves instructions but takes registers, which decodes
     need in order to have many programs per processor.
@@ -155,7 +158,8 @@ def cache_rows(stride_block, tile, blocks, S: tl.constexpr):
 
 @triton.jit
 def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
-    """Load keys or values [KEYS, PAD_D]. Keys that no row attends to are not read."""
+    """Load the keys or values of a tile, [KEYS, PAD_D]. Keys that no row attends to are not
+    read."""
     dims = tl.arange(0, S.PAD_D)
     if S.PAGE % S.KEYS == 0 and S.ROWS >= 64:
         where = base + rows + ((tl.arange(0, S.KEYS) * S.D)[:, None] + dims[None, :])
@@ -172,7 +176,8 @@ def load_tile(base, rows, is_seen, S: tl.constexpr, MASKED: tl.constexpr):
 
 @triton.jit
 def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
-    """(scores, factor): scores times factor are in base 2, with softcap and ALiBi applied.
+    """Returns (scores, factor): scores times factor are exponents of 2, with softcap and ALiBi
+    applied.
 
     The factor is applied by the multiply-add that subtracts the largest score. This saves an
     instruction, and tiles with and without mask round the same way, whatever the compiler fuses.
@@ -195,7 +200,7 @@ def scores_of(products, scale, slopes, row_pos, key_pos, S: tl.constexpr):
 def attend_tiles(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, S: tl.constexpr, MASKED: tl.constexpr
 ):
-    """Add tiles[0] .. tiles[1] - 1 to the running softmax `state`.
+    """Add the keys of tiles tiles[0] .. tiles[1] - 1 to the running softmax `state`, and return it.
 
     A tile's block is looked up one round earlier, because an address loaded in the same round would
     prevent the prefetch of keys and values.
@@ -234,7 +239,8 @@ def attend_tiles(  # noqa: PLR0913
 
 @triton.jit
 def start_state(sinks, head, is_first, S: tl.constexpr):
-    """The initial softmax state: empty, or with the sinks in a row's first range of keys."""
+    """The softmax state before any key: empty, or, if this is the first range of a row's keys, with
+    the row's attention sink."""
     acc = tl.full([S.ROWS, S.PAD_D], 0.0, tl.float32)
     total = tl.full([S.ROWS], 0.0, tl.float32)
     peak = tl.full([S.ROWS], float("-inf"), tl.float32)
@@ -248,7 +254,8 @@ def start_state(sinks, head, is_first, S: tl.constexpr):
 def attend_range(  # noqa: PLR0913
     state, q, cache, span, bias, tiles, bounds, S: tl.constexpr
 ):
-    """The three loops over tiles[0] .. tiles[1] - 1; `bounds`: from visible_tiles."""
+    """Add the keys of tiles tiles[0] .. tiles[1] - 1 in three loops (window, no mask, diagonal),
+    and return the softmax state. `bounds`: from visible_tiles."""
     first, end = tiles
     whole_from = bounds[1]
     whole_to = bounds[2]
@@ -263,8 +270,9 @@ def attend_range(  # noqa: PLR0913
 
 @triton.jit
 def split_of(split, bounds, num_splits, min_tiles):
-    """First and end of a split's tiles: equal parts of at least min_tiles; an empty one starts at
-    or after the end. Depends only on the sequence and the number of splits."""
+    """First and end of the tiles of split number `split`. Splits are equal parts of at least
+    min_tiles; an empty one starts at or after the end. Depends only on the sequence and the number
+    of splits."""
     num_tiles = bounds[3] - bounds[0]
     share = tl.maximum((num_tiles + num_splits - 1) // num_splits, min_tiles)
     first = bounds[0] + split * share
@@ -273,15 +281,15 @@ def split_of(split, bounds, num_splits, min_tiles):
 
 @triton.jit
 def cache_of(kv, table, stride_block, kv_head, S: tl.constexpr):
-    """Addresses of keys and values of one head, [.., PAGE, D] in each block, and the block
-    table."""
+    """(address of the keys of one head, [.., PAGE, D] in each block; that of its values; the block
+    table; stride_block)."""
     keys = kv + kv_head * (S.PAGE * S.D)
     return keys, keys + S.KV_HEADS * S.PAGE * S.D, table, stride_block
 
 
 @triton.jit
 def scale_of(kv_scales, kv_head, S: tl.constexpr):
-    """The factor on scores: the model's scale times that of cached keys."""
+    """The factor on products of queries and keys: the model's scale times that of cached keys."""
     scale = tl.full([], S.SCALE, tl.float32)
     if kv_scales is not None:
         scale = scale * tl.load(kv_scales + kv_head)
@@ -292,7 +300,8 @@ def scale_of(kv_scales, kv_head, S: tl.constexpr):
 def store_rows(  # noqa: PLR0913
     state, out, lse, kv_scales, where, rows, kv_head, S: tl.constexpr
 ):
-    """Divide by the softmax sums and write. `where`: index of each row in [token, query head]."""
+    """Divide a program's results by the softmax sums and write them. `where`: for each row the
+    index of its (token, query head) in the output."""
     acc, peak, total = state
     _, _, is_ours = rows
     safe = tl.where(total == 0, 1.0, total)

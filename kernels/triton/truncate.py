@@ -41,7 +41,7 @@ MASSES = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["num_maxima"])
 def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.constexpr):
-    """Program (row, block). NaN is treated as +inf, since both make a row invalid."""
+    """One program per (row, block). NaN is treated as +inf, since both make a row invalid."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if tl.load(slots + row) < 0:
@@ -55,7 +55,7 @@ def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.c
 
 @triton.jit
 def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
-    """The lowest id whose logit equals the peak."""
+    """The lowest token id whose logit equals `peak`, the row's largest. maxima: of each stretch."""
     stretch = tl.min(tl.where(maxima == peak, tl.arange(0, PAD), PAD))
     ids = stretch * S.STRETCH + tl.arange(0, S.STRETCH)
     x = load_part(row, stretch * S.STRETCH, vocab_size, S.STRETCH)
@@ -64,7 +64,7 @@ def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
 
 @triton.jit
 def load_limits(top_k, top_p, slot, vocab_size):
-    """(top_k, top_p, whether top_k excludes any token)."""
+    """Load a slot's (top_k, top_p, whether top_k excludes any token)."""
     k = tl.load(top_k + slot)
     return k, tl.load(top_p + slot), (k > 0) & (k < vocab_size)
 
@@ -74,7 +74,8 @@ def aim_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, min_p, value, last_tie, greedy, arrived,
     state, marks, bins, masses, stride, vocab_size, num_maxima, PAD: tl.constexpr, S: tl.constexpr,
 ):  # fmt: skip
-    """Program row."""
+    """One program per row: chooses the token of a greedy row; for another row it finds a lower
+    bound of the cut, and sets up the bins."""
     n = tl.program_id(0).to(tl.int64)
     tl.store(value + n, float("inf"))
     tl.store(greedy + n, -1)
@@ -124,7 +125,7 @@ def aim_kernel(  # noqa: PLR0913
 
 @triton.jit
 def load_maxima(maxima, num_maxima, S: tl.constexpr):
-    """The maxima of the stretches in this program's block."""
+    """Load the largest logits of the stretches in this program's block."""
     NUM: tl.constexpr = S.BLOCK // S.STRETCH
     row = tl.program_id(0).to(tl.int64)
     return tl.load(maxima + row * num_maxima + tl.program_id(1) * NUM + tl.arange(0, NUM))
@@ -132,7 +133,7 @@ def load_maxima(maxima, num_maxima, S: tl.constexpr):
 
 @triton.jit
 def load_stretches(row, is_wanted, vocab_size, S: tl.constexpr):
-    """Logits of this program's block, -inf in unwanted stretches."""
+    """Load the logits of this program's block, with -inf in stretches that are not wanted."""
     NUM: tl.constexpr = S.BLOCK // S.STRETCH
     stretch = tl.program_id(1) * NUM + tl.arange(0, NUM)
     ids = stretch[:, None] * S.STRETCH + tl.arange(0, S.STRETCH)[None, :]
@@ -143,7 +144,8 @@ def load_stretches(row, is_wanted, vocab_size, S: tl.constexpr):
 
 @triton.jit
 def is_last(done, num):
-    """True in the last of `num` programs to finish, which then sees the writes of the others."""
+    """True in the last of a row's `num` programs to finish; that one sees what the others wrote.
+    done: counter of finished programs."""
     tl.debug_barrier()
     return tl.atomic_add(done, 1, sem="acq_rel", scope="gpu") == num - 1
 
@@ -159,7 +161,8 @@ def count_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, state, marks, bins, masses,
     stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block); the last program of a row finds the bins of the cut."""
+    """One program per (row, block); the last program of a row to finish finds the bins of the
+    cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:
@@ -191,7 +194,8 @@ def count_kernel(  # noqa: PLR0913
 
 @triton.jit
 def write_candidates(part, room, room_ids, place, number, S: tl.constexpr):
-    """Write this program's `number` candidates from `place` on, in steps to save registers."""
+    """Write this program's `number` candidates and their ids from index `place` on, in several
+    steps to save registers."""
     STEP: tl.constexpr = S.BLOCK // 8
     source, size, bound, window, between = part
     start = tl.program_id(1) * S.BLOCK
@@ -212,7 +216,7 @@ def gather_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, value, last_tie, state, marks, bins, masses,
     room, room_ids, stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, block); the last program of a row computes the cut."""
+    """One program per (row, block); the last program of a row to finish computes the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:

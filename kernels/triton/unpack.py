@@ -16,7 +16,7 @@ from kernels.quantized import Packed
 
 
 class UnpackShape(NamedTuple):
-    """Compile-time parameters of the kernels."""
+    """Compile-time parameters of the kernels that unpack weights."""
 
     K: int  # inputs
     WIDTH: int  # bytes of a row of the matrix
@@ -70,8 +70,8 @@ def byte_as_float(byte, dtype: tl.constexpr):
 
 @triton.jit
 def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr):
-    """Values minus zero points [N], exact: [N, PIECE] of dtype. 8-bit floats have no zero
-    points."""
+    """The weights of one piece as integers, values minus zero points [N], exact: [N, PIECE] of
+    dtype. half: which bits of 4-bit bytes; 8-bit floats have no zero points."""
     if raw.dtype != tl.uint8:
         value = raw.to(tl.float32)
     elif S.BITS == 4:
@@ -84,8 +84,8 @@ def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr
 
 @triton.jit
 def of_group(tables, k, S: tl.constexpr):
-    """(scales [N] float32, zero points [N]) of the group of input k. tables: scales and zeros [G,
-    num_outputs] (zeros None: the default), outputs [N], num_outputs."""
+    """(scales [N] float32, zero points [N]) of the group that input k belongs to. tables: scales
+    and zeros [G, num_outputs] (zeros None: the default), indices of the N outputs, num_outputs."""
     scales, zeros, outputs, num_outputs = tables
     place = tl.minimum(k // S.GROUP, S.GROUPS - 1) * num_outputs + outputs
     scale = tl.load(scales + place).to(tl.float32)
@@ -97,7 +97,7 @@ def of_group(tables, k, S: tl.constexpr):
 
 @triton.jit
 def bytes_of(matrix, step, S: tl.constexpr):
-    """Load a step's bytes [N, PIECE]; matrix: [N, 1] pointers to rows."""
+    """Load the packed bytes of a step, [N, PIECE]. matrix: [N, 1] pointers to rows."""
     byte = step * S.PIECE + tl.arange(0, S.PIECE)[None, :]
     if S.WIDTH % S.PIECE == 0:
         return tl.load(matrix + byte)
@@ -107,9 +107,9 @@ def bytes_of(matrix, step, S: tl.constexpr):
 
 @triton.jit
 def inputs_of(x, k, S: tl.constexpr):
-    """Load the piece of inputs from column k on, [PIECE, M]. x: pointers to rows [1, M], whether
-    each is a row [M], order of columns. Pointers of missing rows are valid; with large M they are
-    read without a mask."""
+    """Load one piece of the inputs, PIECE columns from k on: [PIECE, M]. x: (pointers to rows [1,
+    M], whether each of them is a row of x [M], order of columns). All pointers are valid; with
+    large M they are read without a mask."""
     rows, is_row, order = x
     place = k + tl.arange(0, S.PIECE)
     is_in = (place < S.K)[:, None]
@@ -125,7 +125,8 @@ def inputs_of(x, k, S: tl.constexpr):
 
 @triton.jit
 def add_step(acc, raw, x, step, zero, S: tl.constexpr):
-    """acc [N, M] + x times the weights of a step that is in one group, without scales."""
+    """Returns acc [N, M] + the product of x with a step's weights, without scales. The step is in
+    one group."""
     for half in tl.static_range(8 // S.BITS):
         a = inputs_of(x, step * S.STEP + half * S.PIECE, S)
         acc = tl.dot(piece_of(raw, half, zero, a.dtype, S), a, acc, input_precision="ieee")
@@ -134,7 +135,8 @@ def add_step(acc, raw, x, step, zero, S: tl.constexpr):
 
 @triton.jit
 def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
-    """acc [N, M] + x times the weights of a step whose pieces are in different groups."""
+    """Returns acc [N, M] + the product of x with a step's weights. The step's pieces are in
+    different groups."""
     for half in tl.static_range(8 // S.BITS):
         k = step * S.STEP + half * S.PIECE
         a = inputs_of(x, k, S)
@@ -146,7 +148,7 @@ def add_pieces(acc, raw, x, tables, step, S: tl.constexpr):
 
 @triton.jit
 def packed_sums(x, matrix, tables, steps, S: tl.constexpr):
-    """x times the weights of steps[0] .. steps[1] - 1: [N, M] float32.
+    """The product of x with the weights of steps steps[0] .. steps[1] - 1: [N, M] float32.
 
     x: as for inputs_of; matrix: [N, 1] pointers to rows of bytes; tables: as for of_group. Scales
     and zero points are read once per step, one step in advance.

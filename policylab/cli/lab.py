@@ -124,21 +124,23 @@ def workload_of(parsed: argparse.Namespace) -> Workload:
 
 
 def one_of(parsed: argparse.Namespace, first: str, second: str, what: str) -> None:
-    """Raise ``ConfigError`` if both options are given; ``what`` is the value both set."""
+    """Raise ``ConfigError`` if both options are given; ``what`` names the value that either would
+    set."""
     if all(getattr(parsed, name) not in (None, False) for name in (first, second)):
         raise ConfigError(f"--{first} and --{second} both set {what}; give only one of them")
 
 
 def log_of(workload: Workload) -> Log | None:
-    """The step log from which this workload takes its requests; ``None`` for other workloads."""
+    """The step log from which this workload takes its requests; ``None`` if it is not from a step
+    log."""
     if not isinstance(workload, StepsLog):
         return None
     return read_log(workload.path, allow_truncated=workload.allow_truncated)
 
 
 def engine_of(parsed: argparse.Namespace, log: Log | None = None) -> Engine:
-    """The engine that the options describe. For a step log, options that are not given are those of
-    the log, and steps cost what they cost there unless --profile or --cost is given."""
+    """The engine that the options describe. With a step log, options that are not given are those
+    of the log, and steps cost what they cost there unless --profile or --cost is given."""
     given = {
         "max_num_seqs": parsed.max_num_seqs,
         "max_num_batched_tokens": parsed.max_num_batched_tokens,
@@ -185,18 +187,19 @@ def read_cost(path: Path) -> StepCost:
 
 
 def variants(text: str, flag: str = "--policies") -> list[str | PolicyVariant]:
-    """The policies that a comma-separated list names."""
+    """Parse a comma-separated list of policies. ``flag``: the option, for errors."""
     return [variant(part, flag) for part in split(text)]
 
 
 def variant(text: str, flag: str = "--policies") -> str | PolicyVariant:
-    """A policy given as ``name`` or ``name(option=value, ...)``, with Python literals as values."""
+    """Parse a policy given as ``name`` or ``name(option=value, ...)``, with Python literals as
+    values. ``flag``: the option, for errors."""
     name, options = call(text, flag, EXAMPLE)
     return PolicyVariant(name, options) if options else name
 
 
 def engine_line(engine: Engine) -> str:
-    """The sizes of the engine, for the head of a table."""
+    """The sizes of the engine as a line above a table."""
     ahead = "" if engine.depth == 1 else f"{engine.depth} steps in flight; "
     return (
         f"{engine.max_num_seqs} seats, {engine.max_num_batched_tokens} tokens a step, "
@@ -215,12 +218,12 @@ def left_out_lines(left_out: Mapping[str, str]) -> Iterable[str]:
 
 
 def left_out_text(left_out: Mapping[str, str]) -> str:
-    """The policies without figures and the reasons, for one cell of a file."""
+    """The policies without figures and the reasons, as text for one cell of a CSV or JSON row."""
     return "; ".join(f"{name}: {why}" for name, why in left_out.items())
 
 
 def aligned(lines: Iterable[Sequence[str]]) -> Iterable[str]:
-    """Rows as lines with aligned columns, the first to the left, the others to the right."""
+    """Rows as lines with aligned columns: the first column to the left, the others to the right."""
     rows = list(lines)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for first, *others in rows:
@@ -234,8 +237,8 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
-    """The policy's mean over the seeds, with half the width of its interval. If only some seeds
-    have the figure: how many; a dash if none has it."""
+    """A policy's mean of a figure over the seeds, with half the width of its confidence interval.
+    If only some seeds have the figure: how many; a dash if none has it."""
     count, seeds = cell.num_with(place, figure), len(cell.figures[place])
     if 0 < count < seeds:
         return f"{count} of {seeds}"
@@ -243,7 +246,7 @@ def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
 
 
 def interval(estimate: Estimate, digits: int = 3) -> str:
-    """A value with half the width of its interval."""
+    """A value with half the width of its confidence interval, as text."""
     half = (estimate.high - estimate.low) / 2
     shown = number(estimate.value, digits)
     return f"{shown} ±{half:.{digits}f}" if isfinite(half) else shown

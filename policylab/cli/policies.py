@@ -122,7 +122,7 @@ def loads_of(load: float | None, rate: float | None, workload: Workload) -> list
 
 
 def listed() -> Iterable[str]:
-    """One line with name and summary for each policy, those of other packages last."""
+    """One line with name and summary for each policy; those of other packages come last."""
     installed = installed_policies()
     width = max(map(len, [*POLICIES, *installed]))
     for name, policy in sorted(POLICIES.items()):
@@ -140,7 +140,7 @@ def _summary(policy: type) -> str:
 def conditions(
     cell: Cell, workload: Workload, engine: Engine, parsed: argparse.Namespace
 ) -> Iterable[str]:
-    """The settings that are needed to judge the figures and to reproduce them."""
+    """Lines with the settings that are needed to judge the figures and to reproduce them."""
     count = parsed.seeds
     seeds = f"seed {parsed.seed}" if count == 1 else f"{count} seeds from {parsed.seed} on"
     size = f"{cell.figures[0][0].num_requests} requests, " if cell.names else ""
@@ -151,7 +151,7 @@ def conditions(
 
 
 def coming(cell: Cell) -> str:
-    """The arrival rate, as text."""
+    """The arrival rate of requests, as text."""
     if cell.rate is None:
         return "arrivals as the workload sets them"
     serves = "" if cell.capacity is None else f"; fcfs can serve {cell.capacity:.2f}"
@@ -159,9 +159,9 @@ def coming(cell: Cell) -> str:
 
 
 def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
-    """One row for each policy and seed with every figure, the policy's number of seeds and of
-    overloaded runs, and the policies without figures. If no policy has figures, a single row with
-    their names."""
+    """One row of a table for each policy and seed, with every figure, the policy's number of seeds
+    and of overloaded runs, and the policies without figures. If no policy has figures, there is a
+    single row with their names."""
     where = {"load": cell.load, "rate": cell.rate, "capacity": cell.capacity}
     more = {"setting": cell.setting, "left_out": lab.left_out_text(cell.left_out)}
     rows = [
@@ -214,7 +214,7 @@ def _row(cell: Cell, place: int, shown: dict[str, tuple[str, int]]) -> tuple[str
 
 
 def remarks(cell: Cell) -> Iterable[str]:
-    """Lines about real time in hooks, lower bounds, and what went wrong."""
+    """Lines about the real time that hooks took, about lower bounds, and about what went wrong."""
     columns = dict(zip(cell.names, cell.figures, strict=True))
     hooks = ", ".join(f"{name} {_hook_time(column):.0f}" for name, column in columns.items())
     yield f"real time in hooks, us per step (differs from run to run): {hooks}"

@@ -1,4 +1,4 @@
-"""Options that write a page, plots or a trace of simulated runs."""
+"""Options that write an HTML page, plots or a trace of simulated runs."""
 
 from __future__ import annotations
 
@@ -74,7 +74,8 @@ def is_requested(parsed: argparse.Namespace) -> bool:
 
 
 def show_run(parsed: argparse.Namespace, run: Run, others: Sequence[Run]) -> list[str]:
-    """Write the requested files for a run and ``others``. Returns lines for the user."""
+    """Write the files that the options name for a run; ``others`` are shown next to it. Returns
+    lines for the user."""
     lines = [*lab.left_out_lines({each.policy: each.not_own for each in others if each.not_own})]
     lines += _written(parsed, f"{run.policy} on {run.head.get('workload')}", [run, *others])
     if parsed.trace is not None:
@@ -126,7 +127,8 @@ def _written(
 
 
 def _shown(cells: Sequence[Cell]) -> Cell:
-    """The cell whose runs are shown."""
+    """The cell whose runs are shown: of the first setting, that of the highest load at which the
+    first policy is not overloaded."""
     same = [cell for cell in cells if cell.setting == cells[0].setting]
     ascending = sorted(same, key=lambda cell: cell.rate or 0.0)
     if not cells[0].names:

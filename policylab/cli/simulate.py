@@ -171,7 +171,8 @@ def _check(parsed: argparse.Namespace) -> None:
 
 
 def _policy(text: str | None, log: Log | None) -> Any:
-    """The policy that the options name, or the one that served the log."""
+    """The policy that ``text`` names. If it is ``None``: the one that served the log, or fcfs
+    without a log."""
     if text is not None:
         return lab.variant(text, "--policy")
     if log is None:
@@ -242,7 +243,7 @@ def described(run: Run, found: Figures) -> Iterable[str]:
 
 
 def _of_which(run: Run) -> Iterable[str]:
-    """A line with the policy, the workload, the seed and the arrival rate."""
+    """Yields one line with the policy, the workload, the seed and the arrival rate of a run."""
     head = run.head
     rate, load = head.get("rate"), head.get("load")
     comes = "" if rate is None else f", {rate:.4g} per second" if rate < 1e300 else ", all at once"

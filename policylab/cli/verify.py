@@ -57,7 +57,8 @@ STANDARD_PREDICTOR = "history"
 
 @cache
 def halves() -> SimulatedHalves:
-    """Resources of real features for all engines of this process, with shared compiled grammars."""
+    """Resources that the features' halves need in simulated engines, such as compiled grammars; all
+    engines of this process share them."""
     return SimulatedHalves()
 
 
@@ -125,7 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_trials(group: argparse._ArgumentGroup) -> None:
-    """Add the options of the trials, which need a named policy."""
+    """Add the options of the trials; these can only be given with a named policy."""
     group.add_argument(
         "--max-wait",
         type=int,
@@ -178,7 +179,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _check(parsed: argparse.Namespace) -> None:
-    """Raise ``ConfigError`` for options that cannot work."""
+    """Raise ``ConfigError`` for options that cannot be combined or cannot work."""
     limits = {"steps": (1, inf), "every": (1, inf), "seed": (0, inf), "jobs": (1, cpu_count() or 1)}
     limits |= {"max_wait": (0, inf)}
     for name, (low, high) in limits.items():
@@ -226,7 +227,7 @@ def _search(hunt: VerifyHunt, parsed: argparse.Namespace, report: Report, consol
 
 
 def _batches(hunt: VerifyHunt, parsed: argparse.Namespace) -> Iterator[Report]:
-    """The report of each batch of seeds."""
+    """Run one batch of seeds after the other, without end, and yield the report of each."""
     seeds = count(parsed.seed)
     if parsed.jobs == 1:
         while True:
@@ -266,7 +267,7 @@ def _print_summary(console: Console, report: Report, seconds: float) -> None:
 
 
 def _print_violation(console: Console, found: FoundCase, small: Case) -> None:
-    """Print the broken rule and the smallest program found that breaks it."""
+    """Print the rule that a policy broke and the smallest program found that breaks it."""
     source = "a kept case" if found.seed < 0 else f"seed {found.seed}"
     console.print(f"\nviolation ({source}, {found.broken.place}):", style="bold red")
     console.print(found.broken.message, highlight=False, markup=False, soft_wrap=True)
@@ -275,7 +276,8 @@ def _print_violation(console: Console, found: FoundCase, small: Case) -> None:
 
 
 def _shrink(found: FoundCase, clocked: Clocked) -> Case:
-    """The smallest case found until time is up or the user interrupts."""
+    """Make the failing case smaller until time is up or the user interrupts. Returns the smallest
+    case found."""
     try:
         return smallest(found, halves=halves(), goes_on=clocked)
     except KeyboardInterrupt:
@@ -284,7 +286,8 @@ def _shrink(found: FoundCase, clocked: Clocked) -> Case:
 
 
 def _tell_shrinking(found: FoundCase, limit: float) -> Callable[[int, Case, float], None]:
-    """A callback that prints the progress of shrinking to stderr; stdout is for the result."""
+    """A callback that prints the progress of shrinking to stderr, since stdout is for the
+    result."""
     before = _num_requests(found.case)
 
     def tell(num_tries: int, best: Case, seconds: float) -> None:
@@ -331,8 +334,8 @@ def _try_policy(hunt: VerifyHunt, parsed: argparse.Namespace, console: Console) 
 
 
 def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:
-    """What the policy does on a standard load: lines to print, with a warning where it collapses,
-    and the failures."""
+    """Serve a standard load. Returns lines to print, with a warning if the policy collapses, and
+    the failures."""
     name, load = str(hunt.policy), f"{STANDARD_REQUESTS} requests at load {STANDARD_LOAD}"
     try:
         fcfs, figures = next_to_fcfs(hunt.policy, hunt.options)
@@ -362,7 +365,7 @@ def _on_load(hunt: VerifyHunt) -> tuple[list[str], list[TrialFailure]]:
 
 
 def next_to_fcfs(policy: Any, options: dict[str, Any] | None) -> tuple[Figures, Figures]:
-    """The figures of fcfs and of the policy on the standard load.
+    """The figures of the policy fcfs and of ``policy`` on the standard load, in this order.
 
     Raises ``PolicyError`` for a policy without figures: it computes nothing for a quarter of an
     hour, or some of its answers were replaced by defaults.

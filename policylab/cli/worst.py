@@ -52,7 +52,8 @@ PINS = {
     "users": "num_users",
     "loads": LOAD,
 }
-"""What the search leaves unchanged if the command line sets it, by the name of the option."""
+"""By the name of a command-line option: the knob that the search leaves unchanged if the option is
+set."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -133,7 +134,8 @@ def _pinned(parsed: argparse.Namespace) -> frozenset[str]:
 def described(
     parsed: argparse.Namespace, hunt: Hunt, worst: Found, num_tries: int
 ) -> Iterable[str]:
-    """Lines with the case found, its result for other seeds, and a command to repeat it."""
+    """Lines with the worst case found, its result with other seeds, and a command that repeats
+    it."""
     policy, other = name_of(hunt.policy), name_of(hunt.other)
     tried = f"{num_tries} cases in {hunt.seconds:g} s"
     case, score = worst.case, worst.score
@@ -158,7 +160,7 @@ def described(
 
 
 def _turned(start: WorstCase, case: WorstCase) -> Iterable[str]:
-    """Lines with the knobs that differ from the start."""
+    """Lines with the knobs whose values differ from those at the start of the search."""
     for name in ("num_requests", *KNOBS):
         now, then = choice(case, name), choice(start, name)
         if now != then:
@@ -166,7 +168,7 @@ def _turned(start: WorstCase, case: WorstCase) -> Iterable[str]:
 
 
 def _again(hunt: Hunt, case: WorstCase) -> Iterable[str]:
-    """Lines that compare the policies on the case with seeds that the search has not used."""
+    """Lines that compare the two policies on the case, with seeds that the search has not used."""
     first = case.seeds[-1] + 1
     [cell] = compare(
         Experiment(
@@ -191,7 +193,7 @@ def _again(hunt: Hunt, case: WorstCase) -> Iterable[str]:
 
 
 def command(parsed: argparse.Namespace, case: WorstCase) -> str:
-    """The command line that repeats the case, with the second policy first."""
+    """The command line that repeats the case; it names the other policy first, as the baseline."""
     words = ["metronome", "compare", *reversed(parsed.policies), "--workload", _workload(case)]
     default = Engine()
     for name, flag in ENGINE_FLAGS.items():
@@ -209,7 +211,8 @@ def command(parsed: argparse.Namespace, case: WorstCase) -> str:
 
 
 def _workload(case: WorstCase) -> str:
-    """The workload with all options that differ from the defaults, and ``num_requests``."""
+    """The case's workload as text, with ``num_requests`` and all options that differ from the
+    defaults."""
     workload: Workload = case.workload
     text, number = str(workload), f"num_requests={workload.num_requests}"
     if number in text:

@@ -1,1 +1,2 @@
-"""The engine core on a virtual clock: drawn requests, and a worker that only takes time."""
+"""The engine core on a virtual clock, with random requests and a worker that computes nothing but
+takes time."""

@@ -48,19 +48,19 @@ class WorkBound:
     """Prompt tokens that were in the cache."""
     output: Counts
     cost: StepCost
-    """A lower bound of the cost of a step."""
+    """The cost of a step; if ``profile`` is given, a lower bound of it."""
     max_tokens: int
     """Token budget of a step."""
     max_seqs: int
-    """Rows per step, at most."""
+    """Maximum number of rows (sequences) per step."""
     pool: int
     """Tokens that fit into the KV pool."""
     profile: Profile | None = None
-    """The actual cost of a step, where it is not affine."""
+    """The actual cost of a step, if it is not affine."""
 
     @property
     def new(self) -> Counts:
-        """Prompt tokens to compute."""
+        """Prompt tokens of each request to compute: those that were not in the cache."""
         new: Counts = np.maximum(1, self.prompt - self.cached)
         return new
 
@@ -80,12 +80,14 @@ class WorkBound:
 
     @property
     def decode_context(self) -> Counts:
-        """Tokens in the cache, summed over the decodes of a request."""
+        """For each request, the tokens in the cache at each of its decodes, summed over the
+        decodes."""
         return self.prompt * self.decodes + self.decodes * (self.decodes - 1) // 2
 
     @property
     def own_context(self) -> Counts:
-        """Like ``decode_context``, without prefix hits, which others may hold."""
+        """Like ``decode_context``, but without the tokens of prefix hits, since other requests may
+        hold these too."""
         return self.decode_context - (self.prompt - self.new) * self.decodes
 
     @property
@@ -95,7 +97,8 @@ class WorkBound:
         return (known * (known + 1) - found * (found + 1)) // 2
 
     def busy(self) -> Floats:
-        """Seconds of steps that a request costs at least, without the fixed part of steps."""
+        """For each request, the least seconds that it adds to steps, not counting the fixed part of
+        a step."""
         cost, found = self.cost, self.prompt - self.new
         return (
             cost.per_seq * (1 + self.decodes)
@@ -105,7 +108,8 @@ class WorkBound:
         )
 
     def alone(self) -> Floats:
-        """Seconds from arrival to last token on an idle engine with full prompt chunks."""
+        """For each request, seconds from arrival to last token if it is alone on an idle engine and
+        all prompt chunks but the last are full."""
         if self.profile is not None:
             return self._by_profile(self.profile)
         chunks = self._chunks
@@ -113,7 +117,8 @@ class WorkBound:
         return self._alone(filled + (chunks - 1) * (self.prompt - self.new))
 
     def fastest(self) -> Floats:
-        """Like ``alone`` at best: the incomplete prompt chunk comes first, without context."""
+        """Like ``alone``, but for the best order of prompt chunks: the incomplete one comes first,
+        when there is the least context."""
         chunks = self._chunks
         rest = self.new - (chunks - 1) * self.max_tokens
         filled = self.max_tokens * ((chunks - 1) * (chunks - 2) // 2)
@@ -140,7 +145,8 @@ class WorkBound:
         return chunks
 
     def _alone(self, context: Counts) -> Floats:
-        """``context``: tokens in the cache, summed over all prompt chunks after the first."""
+        """Seconds of each request alone, where ``context`` is the number of tokens in the cache,
+        summed over all its prompt chunks after the first."""
         more = self.cost.per_seq * (self._chunks - 1) + self.cost.per_context * context
         return self.cost.fixed * self.chain + self.busy() + more
 
@@ -151,7 +157,7 @@ class Bounds:
 
     steps: int
     by: str
-    """The bound that needs the most steps."""
+    """The name of the bound that needs the most steps, such as "tokens"."""
     makespan: float
     """Seconds from the start of the run to the last token."""
     mean_e2e: float
@@ -159,8 +165,8 @@ class Bounds:
 
 
 def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
-    """The work of the requests that finished normally; ``None`` if the step cost is unknown.
-    ``head``: that of the run."""
+    """The work of a run's requests that finished normally; ``None`` if the cost of a step is
+    unknown. ``head``: the head of the run's file."""
     done, engine, charged = requests.done, head.get("engine"), head.get("step_cost")
     if not engine or not charged or not done.any():
         return None
@@ -180,7 +186,7 @@ def work_of(requests: Requests, head: dict[str, Any]) -> WorkBound | None:
 
 
 def least_cost(profile: Profile) -> StepCost:
-    """An affine cost that is never above the profile's mean."""
+    """An affine step cost that is never above the profile's mean cost."""
     least = min([1.0, *profile.factors.values()])
     step, _, sequence, _, context, attention, *tokens = (least * c for c in profile.coefficients)
     return StepCost(
@@ -193,7 +199,7 @@ def least_cost(profile: Profile) -> StepCost:
 
 
 def bounds(work: WorkBound) -> Bounds:
-    """The bounds for this work."""
+    """The lower bounds for this work."""
     needed = {
         "tokens": -(-int(work.tokens.sum()) // work.max_tokens),
         "seats": -(-int((1 + work.decodes).sum()) // work.max_seqs),
@@ -209,7 +215,7 @@ def makespan(work: WorkBound) -> float:
     order = np.argsort(work.arrival, kind="stable")
 
     def coming(amounts: Any) -> Any:
-        """For each request the sum of its amount and those of all later requests."""
+        """For each request, the sum of its amount and those of all requests that arrive later."""
         return amounts[order][::-1].cumsum()[::-1]
 
     steps = np.maximum.reduce(
@@ -238,8 +244,8 @@ def mean_e2e(work: WorkBound) -> float:
 
 
 def srpt(arrival: Floats, size: Floats) -> Floats:
-    """End times of jobs of these sizes (seconds) on one machine, the shortest remaining job first
-    [requests]. No other order has a smaller sum."""
+    """End times of jobs on one machine that always runs the job with the shortest remaining time,
+    [requests]. ``arrival``, ``size``: seconds. No other order has a smaller sum of end times."""
     ends = np.zeros(len(arrival))
     waiting: list[tuple[float, int]] = []
     now = 0.0

@@ -1,7 +1,7 @@
-"""From step logs to a cost profile, fitted so that the total time is right.
+"""Fits a cost profile to step logs, so that the total time is right.
 
 Near saturation queues amplify an error of the mean (waiting time grows as 1/(1-load)), so the fit
-has no bias in total nor for each kind of step; the remaining deviations are kept as noise.
+has no bias, neither in total nor for any kind of step; the remaining deviations are kept as noise.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class PredictionErrors:
 
     num_steps: int
     bias: float
-    """Sum of predicted over sum of measured seconds, minus 1."""
+    """Sum of the predicted seconds divided by the sum of the measured seconds, minus 1."""
     median: float
     """Median of the absolute relative errors; ``p95`` is their 95 % quantile."""
     p95: float
@@ -128,7 +128,8 @@ class PredictionErrors:
 
 
 def halves(samples: Sequence[Sample]) -> tuple[list[Sample], list[Sample]]:
-    """The even and the odd windows of 100 steps: one to fit to, the other to test on."""
+    """Two halves of the steps: the even and the odd windows of 100 steps, one to fit to, the other
+    to test on."""
     even = [s for place, s in enumerate(samples) if place // WINDOW % 2 == 0]
     return even, [s for place, s in enumerate(samples) if place // WINDOW % 2]
 
@@ -171,7 +172,7 @@ def fit(
     source: dict[str, Any] | None = None,
     report: dict[str, Any] | None = None,
 ) -> Profile:
-    """A profile without bias on these steps."""
+    """A profile fitted to these steps, without bias in total."""
     shapes = [sample.shape for sample in samples]
     knots = knots_for(np.array([shape.num_tokens for shape in shapes]))
     sizes = np.array([features(shape, knots) for shape in shapes])
@@ -202,7 +203,8 @@ def fit(
 
 
 def knots_for(tokens: NDArray[np.int64]) -> list[int]:
-    """Step sizes at which the cost per token may change, with enough steps on both sides."""
+    """Numbers of tokens per step at which the cost per token may change, each with enough steps on
+    both sides."""
     knots: list[int] = []
     for knot in KNOTS:
         below = (tokens <= knot) & (tokens > (knots[-1] if knots else 0))
@@ -212,8 +214,9 @@ def knots_for(tokens: NDArray[np.int64]) -> list[int]:
 
 
 def relative_fit(sizes: Floats, measured: Floats) -> Floats:
-    """Non-negative least squares of errors relative to the expected time (relative to the measured
-    time would favour short steps), with outliers cut to three times the expectation."""
+    """Non-negative least squares for errors relative to the expected time (relative to the measured
+    time would favour short steps), with outliers cut to three times the expectation. Returns a cost
+    for each column of ``sizes``."""
     expected = np.maximum(measured, 1e-9)
     for _ in range(PASSES):
         usual = np.minimum(measured, OUTLIER * expected)
@@ -241,7 +244,8 @@ def _non_negative(sizes: Floats, values: Floats) -> Floats:
 
 
 def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
-    """The cost of the host between two steps, without bias in total."""
+    """Fit the host's time between two steps, without bias in total. Returns its cost and the ratios
+    of measured to fitted times."""
     busy = [sample for sample in samples if sample.host > 0.0]
     if len(busy) < MIN_STEPS // 2:
         return HostCost(), []
@@ -258,9 +262,9 @@ def _fit_host(samples: Sequence[Sample]) -> tuple[HostCost, list[float]]:
 def _ratios(
     measured: Floats, predicted: Floats, kinds: NDArray[Any]
 ) -> tuple[NDArray[np.intp], list[float]]:
-    """Indices of kept steps, and the ratio of measured to predicted time of each, in order of time.
-    If there are too many, whole windows are left out. The mean of each kind, weighted by time, is
-    1."""
+    """Indices of the steps to keep, and for each of them the ratio of measured to predicted time,
+    in order of time. If there are too many steps, whole windows are left out. The ratios of each
+    kind of step are scaled so that their mean, weighted by predicted time, is 1."""
     kept = np.arange(len(measured))
     if len(kept) > MAX_NOISE:
         windows = np.linspace(0, len(kept) // WINDOW - 1, MAX_NOISE // WINDOW).astype(int)

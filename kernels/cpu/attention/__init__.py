@@ -24,7 +24,7 @@ PAIRED = chosen()
 USUAL_BLOCK = 16  # block size for which kernels are prepared at start
 
 PlanKey = tuple[int, Heads]
-"""Sliding window and heads of a layer."""
+"""Key of a cached attention plan: the sliding window and the heads of a layer."""
 
 
 def single_kernel(
@@ -35,7 +35,8 @@ def single_kernel(
     paired: str | None = PAIRED,
 ) -> Kernel:
     """The kernel for sequences of one query token. Its results equal those of ``chunk_kernel`` bit
-    for bit."""
+    for bit. group: query heads per KV head; sizes: bytes of a query and of a cache element; block:
+    tokens per KV block; paired: a key of ``paired.HOW``, or None for float32 arithmetic."""
     if sizes != (2, 2) or paired is None:
         return widened_single_kernel(head_dim, group, sizes)
     if fits(head_dim, block, paired):
@@ -47,28 +48,29 @@ def single_kernel(
 
 @cache
 def widened_single_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Kernel for single tokens in float32 arithmetic. sizes: bytes of a query and of a cache
+    """Kernel for single query tokens in float32 arithmetic. sizes: bytes of a query and of a cache
     element."""
     return Kernel(single_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
 def tiled_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for single tokens in bfloat16, all heads together. how: a key of ``paired.HOW`` with
-    tiles."""
+    """Kernel for single query tokens in bfloat16, which computes all heads together. how: a key of
+    ``paired.HOW`` that uses tiles."""
     return Kernel(tiled_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def dotted_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for single tokens in bfloat16. how: a key of ``paired.HOW`` with dots."""
+    """Kernel for single query tokens in bfloat16. how: a key of ``paired.HOW`` that uses dot
+    products."""
     return Kernel(dotted_single_body(head_dim, group, HOW[how]), heavy=True)
 
 
 @cache
 def paired_single_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for single tokens in bfloat16 if `tiled_single_kernel` does not support the layout of
-    keys. how: a key of ``paired.HOW`` with tiles."""
+    """Kernel for single query tokens in bfloat16, if `tiled_single_kernel` does not support the
+    block and head size. how: a key of ``paired.HOW`` that uses tiles."""
     return Kernel(paired_body(head_dim, group, HOW[how], 1), heavy=True)
 
 
@@ -76,7 +78,7 @@ def chunk_kernel(
     head_dim: int, group: int, sizes: tuple[int, int], paired: str | None = PAIRED
 ) -> Kernel:
     """The kernel for sequences of several query tokens. It multiplies bfloat16 in pairs if the
-    processor supports it."""
+    processor supports it. Parameters are those of `single_kernel`."""
     if sizes == (2, 2) and paired is not None:
         return paired_kernel(head_dim, group, paired)
     return widened_kernel(head_dim, group, sizes)
@@ -84,13 +86,13 @@ def chunk_kernel(
 
 @cache
 def widened_kernel(head_dim: int, group: int, sizes: tuple[int, int]) -> Kernel:
-    """Kernel for chunks in float32 arithmetic."""
+    """Kernel for several query tokens in float32 arithmetic."""
     return Kernel(chunk_body(head_dim, group, sizes), heavy=True)
 
 
 @cache
 def paired_kernel(head_dim: int, group: int, how: str) -> Kernel:
-    """Kernel for chunks in bfloat16. how: a key of ``paired.HOW``."""
+    """Kernel for several query tokens in bfloat16. how: a key of ``paired.HOW``."""
     return Kernel(paired_body(head_dim, group, HOW[how]), heavy=True)
 
 
@@ -102,7 +104,7 @@ def paged_attention(
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32. paired:
-    another way to multiply bfloat16, for tests."""
+    how to multiply bfloat16, a key of ``paired.HOW``, if not this processor's, for tests."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()
@@ -144,8 +146,9 @@ def paged_attention(
 
 
 def plan_again(meta: AttentionMeta, plans: dict[PlanKey, AttentionPlan]) -> list[AttentionPlan]:
-    """Update the plans of recorded launches for another step with as many tokens. Keep the result
-    alive until the launches are done."""
+    """Compute the plans of recorded launches anew for another step with as many tokens, and enter
+    them into the recorded plans' headers. Returns the new plans, which own the memory that the
+    launches read: keep them until the launches are done."""
     renewed = [_planned(meta, *key) for key in plans]
     for plan, new in zip(plans.values(), renewed, strict=True):
         plan.header[:] = new.header

@@ -40,13 +40,13 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def tokens_an_item(group: int) -> int:
-    """Query tokens per item if `group` query heads share a KV head."""
+    """Query tokens per work item, if `group` query heads share a KV head."""
     return max(1, _ROWS // group)
 
 
 def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
-    """The body for a head size, a number of query heads per KV head, and sizes: bytes of an element
-    of queries and outputs, and of the cache."""
+    """Make the body (see `kernels.cpu.native`) for a head size and `group` query heads per KV head.
+    sizes: bytes of an element of queries and outputs, and bytes of a cache element."""
     token, cell = sizes
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
@@ -100,7 +100,7 @@ def chunk_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
 @njit(**INLINE)
 def _score(q, keys, scores, num, count):
-    """scores[num, count] = q[num] @ keys, computed in full tiles."""
+    """scores[:num, :count] = q[:num] @ keys, computed in full tiles."""
     size, width, line = q.shape[1] * 4, KEYS * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
@@ -113,7 +113,7 @@ def _score(q, keys, scores, num, count):
 
 @njit(inline="always")
 def _add(scores, values, acc, num, count, vectors, lanes):
-    """acc[num] += scores[num, count] @ values; the last two arguments are literals."""
+    """acc[:num] += scores[:num, :count] @ values; the last two arguments are literals."""
     size, line = acc.shape[1] * 4, LINE_OF_SCORES * 4
     a, b, c = scores.ctypes.data, values.ctypes.data, acc.ctypes.data
     for r in range(0, num, 6):
@@ -122,15 +122,16 @@ def _add(scores, values, acc, num, count, vectors, lanes):
 
 @njit(**INLINE)
 def row_address(start, index, head, p, size):
-    """Byte offset in q or the output of the first query head of KV head `head`. size: bytes of the
+    """Byte offset, in the queries or in the output, of the first query head that shares KV head
+    `head`, for token `index` of the sequence whose first token is row `start`. size: bytes of the
     query heads of one KV head."""
     return ((np.int64(start) + index) * p[5] + head) * size
 
 
 @njit(**INLINE)
 def key_address(p, table, head, position, size):
-    """Address of the key at a position; size: bytes of a key. Later keys of the block follow it;
-    its value is half a page after it."""
+    """Address of the key of a KV head at a position, by the sequence's block table. size: bytes of
+    a key. Later keys of the same block follow it; the key's value is half a block after it."""
     block, kv_heads = p[7], p[5]
     page = p[2] + np.int64(table[position // block]) * (2 * kv_heads * block * size)
     return page + (head * block + position % block) * size
@@ -148,7 +149,8 @@ def _begin(p, item, head, group, scale, q, token):
 
 @njit(inline="always")
 def gather_keys(p, seq, head, span, keys, cell):
-    """Copy keys of one head to [head_dim, KEYS]: span[1] keys from position span[0] on."""
+    """Copy span[1] keys of one head, from position span[0] of the sequence on, to the columns of
+    `keys` [head_dim, KEYS]. cell: bytes of a cache element."""
     head_dim, block = keys.shape[0], p[7]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -170,7 +172,8 @@ def gather_keys(p, seq, head, span, keys, cell):
 
 @njit(inline="always")
 def _gather_values(p, seq, head, span, values, cell):
-    """Copy values of one head to [KEYS, head_dim], as `gather_keys` does."""
+    """Copy values of one head to the rows of `values` [KEYS, head_dim]; arguments as for
+    `gather_keys`."""
     head_dim, block, kv_heads = values.shape[1], p[7], p[5]
     base, count = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -185,7 +188,7 @@ def _gather_values(p, seq, head, span, values, cell):
 
 @njit(**INLINE)
 def _turn(source, keys, cell):
-    """Copy keys [num, head_dim] at an address to the columns of `keys`."""
+    """Transpose keys: copy [num, head_dim] at address `source` to the columns of `keys`."""
     k = np.empty(keys.shape[0], np.float32)
     for j in range(keys.shape[1]):
         read_cells(source + j * keys.shape[0] * cell, k, cell)
@@ -195,9 +198,9 @@ def _turn(source, keys, cell):
 
 @njit(**INLINE)
 def _weigh(p, item, group, span, softcap, scores, sums):
-    """Convert scores to weights, zero for keys that the row's token does not attend to. span: start
-    of the stretch, and the item's first key and end of keys in it; sums: each row's sum of weights
-    and largest score."""
+    """Convert an item's scores to softmax weights, zero for keys that a row's token does not attend
+    to. span: first position of the stretch, and the item's first key and end of keys in it; sums:
+    arrays that get each row's sum of weights and largest score."""
     window, before = p[12], item[4] - item[2]
     (start, low, high), (total, largest) = span, sums
     for r in range(item[2] * group):
@@ -210,9 +213,9 @@ def _weigh(p, item, group, span, softcap, scores, sums):
 
 @njit(**EXACT)
 def soften(scores, span, softcap, sums, r):
-    """Convert the scores of row r and a stretch to weights. span: first key and end of keys that
-    the row attends to, and end of all keys. Writes the row's sum of weights and largest score to
-    sums."""
+    """Convert the scores of row r in one stretch to softmax weights. span: first key and end of
+    keys that the row attends to, and end of all keys. Writes the row's sum of weights and largest
+    score to `sums`."""
     (first, end, high), (total, largest) = span, sums
     count, address = (high + LANES - 1) // LANES, scores.ctypes.data
     if softcap > 0:
@@ -223,7 +226,9 @@ def soften(scores, span, softcap, sums, r):
 
 @njit(**INLINE)
 def finish(p, item, head, group, sums, token):
-    """Write the outputs of an item's rows from their sums."""
+    """Divide the sums of an item's rows by their sums of weights, and write them as the outputs of
+    KV head `head`. sums: outputs, sums of weights, largest scores; token: bytes of an output
+    element."""
     outputs, total, largest = sums
     size = outputs.shape[1] * token
     for i in range(item[2]):

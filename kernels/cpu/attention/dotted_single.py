@@ -40,12 +40,13 @@ _ONE = np.float32(1)
 
 
 def fits_dots(how: str | None) -> bool:
-    """True if this body supports ``how``, a key of ``paired.HOW``."""
+    """True if ``how`` (a key of ``paired.HOW``) uses dot products, as this body does."""
     return how in ("dots", "soft dots")
 
 
 def dotted_single_body(head_dim: int, group: int, how: int):
-    """The body for a head size and a number of query heads per KV head. how: one with dots."""
+    """Make the body (see `kernels.cpu.native`) for a head size and a number of query heads per KV
+    head. how: a value of ``paired.HOW`` that uses dot products."""
     depth = -(-head_dim // 32) * 32  # inputs of the first product, padded with zeros
     width = -(-head_dim // LANES) * LANES  # outputs of the second
     vectors, height = width // LANES, min(_MOST, group)
@@ -92,7 +93,7 @@ def dotted_single_body(head_dim: int, group: int, how: int):
 
 @njit(**INLINE)
 def _copy(source, q, head_dim):
-    """Copy queries [heads, head_dim] at an address to rows of q."""
+    """Copy queries [heads, head_dim] at address `source` to the rows of q."""
     given = u16(source, (q.shape[0], head_dim))
     for g in range(q.shape[0]):
         for d in range(head_dim):
@@ -101,8 +102,9 @@ def _copy(source, q, head_dim):
 
 @njit(inline="always")
 def _turn(place, span, base, arrays, head_dim):
-    """Transpose the item's keys at places base to base + 64, in pairs, and prefetch their values.
-    arrays: keys [head size / 2, 64], and room for copies of keys."""
+    """Transpose the item's keys at places base to base + 64 of the stretch, in pairs, and prefetch
+    their values. arrays: the transposed keys [head size / 2, 64], and scratch memory for copies of
+    keys."""
     (p, item, head), (keys, copies), (start, low, high) = place, arrays, span
     for first in range(max(base, low // LANES * LANES), min(base + KEYS, high), LANES):
         places = start + first, start + low, start + high
@@ -117,7 +119,8 @@ def _turn(place, span, base, arrays, head_dim):
 
 @njit(inline="always")
 def _score(q, keys, scores, base, high, group, how):
-    """scores[group, 64] from place `base` on = q @ keys; the last two arguments are literals."""
+    """scores[group, 64] from place `base` on = q @ keys; `high`: end of the item's keys. The last
+    two arguments are literals."""
     a, lda, b = q.ctypes.data, q.shape[1] * _CELL, keys.ctypes.data
     c, line = scores.ctypes.data + base * 4, LINE_OF_SCORES * 4
     if high - base > LANES:
@@ -128,8 +131,9 @@ def _score(q, keys, scores, base, high, group, how):
 
 @njit(**EXACT)
 def _weigh(row, span, scores, weights, sums):
-    """Convert scores to weights, rounded to bfloat16. sums: each row's sum of weights and largest
-    score."""
+    """Convert scores of all rows to softmax weights, rounded to bfloat16. row: the body's
+    parameters; span: start of the stretch, first key, end of keys; sums: arrays that get each row's
+    sum of weights and largest score."""
     real, (before, after) = f64(row, (NUM_PARAMETERS + 1,)), whole_units(span)
     softcap = np.float32(real[10])
     scale = np.float32(real[9]) * (LOG2_E if softcap == 0 else _ONE)

@@ -4,9 +4,9 @@ Items are those of `kernels.cpu.attention.chunk`: up to 48 rows (query tokens ti
 of one KV head) and stretches of keys. During the softmax rows are stored as columns, so that no sum
 is across the lanes of a vector:
 
-    scores [256 keys, rows]  = keys [256, head size] @ queries [head size / 2, rows, 2]
-    weights [rows, 256 keys] = softmax of scores down the columns, rounded and transposed outputs
-    [rows, head size] += weights @ values [128 pairs of keys, head size, 2]
+    scores [256 keys, rows]   = keys [256, head size] @ queries [head size / 2, rows, 2]
+    weights [rows, 256 keys]  = softmax of scores down the columns, rounded and transposed
+    outputs [rows, head size] += weights @ values [128 pairs of keys, head size, 2]
 
 Keys are read directly from their blocks. Weights are rounded to bfloat16; sums and everything
 between the products are float32. For a single token, rows are the query heads of a KV head, padded
@@ -71,13 +71,13 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def chosen() -> str | None:
-    """The key of ``HOW`` for this processor; ``None`` if it has no bfloat16 products."""
+    """The key of ``HOW`` to use on this processor; ``None`` if it has no bfloat16 products."""
     return {"amx": "tiles", "avx512_bf16": "dots"}.get(isa.LEVEL)
 
 
 def paired_body(head_dim: int, group: int, how: int, single: int = 0):
-    """The body for a head size and a number of query heads per KV head. how: a value of HOW;
-    single: 1 for items of single tokens, 0 for chunks."""
+    """Make the body (see `kernels.cpu.native`) for a head size and a number of query heads per KV
+    head. how: a value of HOW; single: 1 for items of single tokens, 0 for chunks."""
     wide = 0 if single and group <= _WIDE // 2 else 1
     step, num_rows = _WIDE if wide else LANES, group if single else tokens_an_item(group) * group
     rows = -(-num_rows // step) * step
@@ -134,16 +134,16 @@ def paired_body(head_dim: int, group: int, how: int, single: int = 0):
 
 @njit(**INLINE)
 def whole_units(span):
-    """First and end of the keys of a stretch for which weights and values are computed: the item's
-    keys, extended to full units by keys of weight zero."""
+    """First and end of the places in a stretch for which weights and values are computed: those of
+    the item's keys, extended to full units of 32 (the weight of added places is zero)."""
     return span[1] // _UNIT * _UNIT, -(-span[2] // _UNIT) * _UNIT
 
 
 @njit(**EXACT)
 def is_last(p, place, sums, room, factors, group):
-    """Store an item's sums, of one stretch. If all items of its row and head are done, add their
-    sums in order. Returns True if ``sums`` now has those of the full row. place: the item and its
-    index; room: for sums of a stretch."""
+    """Store the sums of an item that is one of several of its token and KV head. If all the others
+    are stored, add all in order. Returns True if ``sums`` now has the token's complete sums. place:
+    the item and its index; room: scratch memory for the sums of a stretch."""
     (item, index), (outputs, total, largest) = place, sums
     if item[5] == 1:
         return True
@@ -171,9 +171,10 @@ def is_last(p, place, sums, room, factors, group):
 
 @njit(inline="always")
 def _score(given, place, arrays, head_dim, how, wide):
-    """Compute scores [rows / 16, keys, 16] of an item and a stretch. given: parameters and tile
-    state; place: item, KV head, and start of the stretch, its first key and end of keys; arrays: q,
-    copies, scores; the last two arguments are literals."""
+    """Compute the scores [rows / 16, keys, 16] of an item in one stretch. given: the body's
+    parameters and the tile state; place: item, KV head, and (start of the stretch, the item's first
+    key in it, end of keys); arrays: queries, copies of keys, scores. The last two arguments are
+    literals."""
     (p, own), (item, head, (start, low, high)), (q, copies, scores) = given, place, arrays
     # Computes full groups of 16 keys.
     for first in range(low // LANES * LANES, high, LANES):
@@ -190,8 +191,10 @@ def _score(given, place, arrays, head_dim, how, wide):
 
 @njit(inline="always")
 def _weigh(row, span, positions, room, is_tiled):
-    """Compute the weights of a stretch's keys. row: the body's parameters; span: as in `_score`.
-    With tiles, weights are stored as [rows / 16, units, 16, 32]."""
+    """Compute the softmax weights of a stretch's keys. row: the body's parameters; span: start of
+    the stretch, first key, end of keys; positions: of each row's token; room: scores, weights,
+    bounds, sums of weights, largest scores. With tiles, weights are stored as [rows / 16, units,
+    16, 32]."""
     p, real = i64(row, (NUM_PARAMETERS + 1,)), f64(row, (NUM_PARAMETERS + 1,))
     scores, weights, bounds, total, largest = room
     softcap, (before, after) = np.float32(real[10]), whole_units(span)
@@ -218,8 +221,8 @@ def _weigh(row, span, positions, room, is_tiled):
 
 @njit(**INLINE)
 def _begin(p, item, head, group, targets, head_dim):
-    """Copy the queries of an item to pairs [head size / 2, rows, 2], and their tokens'
-    positions."""
+    """Copy an item's queries, in pairs [head size / 2, rows, 2], and the positions of their tokens
+    to `targets` (scratch memory, queries, positions)."""
     flat, q, positions = targets
     width, before = group * head_dim, item[4] - item[2]
     for i in range(item[2]):
@@ -241,8 +244,9 @@ def _begin(p, item, head, group, targets, head_dim):
 
 @njit(**INLINE)
 def keys_address(p, seq, head, span, copies, head_dim):
-    """Address of 16 keys from span[0] on, and bytes from one to the next. Keys outside [span[1],
-    span[2]) are undefined."""
+    """Address of 16 keys of a head from position span[0] on, and bytes from one key to the next.
+    Keys at positions outside [span[1], span[2]) are undefined. copies: scratch memory for keys that
+    are not adjacent."""
     block, size, (first, low, high) = p[7], head_dim * _CELL, span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
     if block % LANES == 0 and head_dim % 32 == 0:
@@ -257,8 +261,8 @@ def keys_address(p, seq, head, span, copies, head_dim):
 
 @njit(inline="always")
 def gather_pairs(p, seq, head, span, values, head_dim):
-    """Copy the values of one head at positions span[0] + [span[1], span[2]) in pairs; others are
-    zero."""
+    """Copy the values of one head, in pairs, for the keys at places span[1] to span[2] - 1 of the
+    stretch that starts at position span[0]. Other places of the same units get zeros."""
     block, kv_heads, (before, after) = p[7], p[5], whole_units(span)
     start, first, end = span
     table = i32(p[3] + seq * p[6] * 4, (p[6],))
@@ -276,8 +280,8 @@ def gather_pairs(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """Compute the first key and end of keys that each row attends to, relative to key `low` of the
-    stretch. Returns True if all rows attend to the full stretch."""
+    """Compute for each row the first key and end of keys that it attends to, relative to key `low`
+    of the stretch, as `bounds`. Returns True if all rows attend to all 256 keys of the stretch."""
     start, first, end = span
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
@@ -292,8 +296,9 @@ def _see(positions, span, low, window, bounds):
 
 @njit(**EXACT)
 def _soften(scores, factor, sums, bounds, all_seen):
-    """Convert the scores of 16 rows to weights relative to each row's largest. Writes each row's
-    sum of weights and largest score to sums."""
+    """Convert the scores of 16 rows, stored as columns, to softmax weights relative to each row's
+    largest score. Writes each row's sum of weights and largest score to `sums`. all_seen: ignore
+    `bounds`."""
     total, largest = sums
     fill(largest, EMPTY)
     fill(total, _ZERO)
@@ -309,7 +314,8 @@ def _soften(scores, factor, sums, bounds, all_seen):
 
 @njit(inline="always")
 def _score_dots(left, q, scores, how):
-    """scores[v, 16 keys, 16] = left[16] @ q; left: from `keys_address`; how: a literal."""
+    """For each vector v of 16 rows: scores[v, :16] = 16 keys @ the rows' queries. left: address and
+    stride of the keys, from `keys_address`; how: a literal."""
     (a, lda), width = left, q.shape[1] * 4
     for v in range(scores.shape[0]):
         b, c = q.ctypes.data + v * LINE, scores[v].ctypes.data
@@ -318,7 +324,8 @@ def _score_dots(left, q, scores, how):
 
 @njit(**INLINE)
 def _pair_up(source, values, first, num, head_dim):
-    """Copy values [num, head_dim] at an address to rows of pairs, from that of key `first` on."""
+    """Copy values [num, head_dim] at address `source` to the pairs in `values`, where the first of
+    them belongs to place `first` of the stretch."""
     j = 0
     while j < num:
         row, pair = u16(source + j * head_dim * _CELL, (head_dim,)), values[(first + j) // 2]
@@ -338,8 +345,8 @@ def _pair_up(source, values, first, num, head_dim):
 
 @njit(inline="always")
 def _add(own, arrays, num, span, vectors, height, how):
-    """acc[num] = weights[num] @ values; arrays: weights, values, acc; the last three arguments are
-    literals."""
+    """acc[:num] = weights[:num] @ values, over the keys of a span; arrays: weights, values, acc.
+    The last three arguments are literals."""
     if how == _TILES:
         _add_tiles(own, arrays, num, span, 0)
     elif how == _SOFT_TILES:
@@ -350,8 +357,8 @@ def _add(own, arrays, num, span, vectors, height, how):
 
 @njit(inline="always")
 def add_dots(arrays, num, span, vectors, height, how):
-    """acc[num] = weights[num] @ values, `height` rows at a time; arrays: weights, values, acc; the
-    last three arguments are literals."""
+    """acc[:num] = weights[:num] @ values over the keys of a span, `height` rows at a time. arrays:
+    weights, values, acc; the last three arguments are literals."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     lda, width = STRETCH * _CELL, acc.shape[1] * 4
     a, b = weights.ctypes.data + before * _CELL, values[before // 2].ctypes.data
@@ -363,7 +370,8 @@ def add_dots(arrays, num, span, vectors, height, how):
 
 @njit(inline="always")
 def _score_tiles(own, left, q, scores, soft, wide):
-    """`_score_dots` with tiles: a tile of keys times three tiles of rows, or times one."""
+    """Like `_score_dots`, but with AMX: one tile of keys times three tiles of rows if `wide`, else
+    times one."""
     (a, lda), width = left, q.shape[1] * 4
     if not wide:
         for v in range(scores.shape[0]):
@@ -394,8 +402,9 @@ def _score_tiles(own, left, q, scores, soft, wide):
 
 @njit(inline="always")
 def _add_tiles(own, arrays, num, span, soft):
-    """acc[num] = weights[num] @ values: a tile of rows times four tiles of outputs, then times
-    one."""
+    """acc[:num] = weights[:num] @ values over the keys of a span, with AMX: one tile of rows times
+    four tiles of outputs, then times one for the remaining outputs. arrays: weights, values,
+    acc."""
     (weights, values, acc), (before, after) = arrays, whole_units(span)
     width = acc.shape[1] * 4
     wide = width // 256 * 256

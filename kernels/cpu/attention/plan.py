@@ -14,7 +14,7 @@ ITEM_FIELDS = 6  # sequence, first row, rows, first key, end of keys, items that
 
 
 class Items(NamedTuple):
-    """Work items: rows of ITEM_FIELDS int32 at an address."""
+    """A table of work items: `num` rows of ITEM_FIELDS int32 at an address."""
 
     address: int
     num: int
@@ -42,7 +42,8 @@ class Heads(NamedTuple):
 
 
 class AttentionPlan(NamedTuple):
-    """The work items of a step's attention, separate for single query tokens and chunks."""
+    """The work items of a step's attention: those of sequences with one query token and those of
+    chunks."""
 
     header: NDArray[np.int64]
     singles: Items
@@ -51,12 +52,13 @@ class AttentionPlan(NamedTuple):
     owned: tuple[NDArray, ...]
 
     def address(self, part: int) -> int:
-        """Address of an entry of the header."""
+        """Address of entry ``part`` of the header."""
         return int(self.header.ctypes.data) + 8 * part
 
 
 def make_plan(meta: AttentionMeta, window: int, heads: Heads, tokens: int) -> AttentionPlan:
-    """Plan a step: single tokens are split by keys, chunks into items of `tokens` query tokens."""
+    """Plan a step's attention. The keys of sequences with one query token are split among items;
+    chunks are split into items of `tokens` query tokens."""
     starts, lens = meta.query_start.numpy(), meta.seq_lens.numpy()
     counts = np.where(lens > 0, np.diff(starts), 0)
     cut = _Cutter(starts, counts, lens, window, meta.block_size)
@@ -86,7 +88,7 @@ class _Cutter(NamedTuple):
     block: int
 
     def singles(self) -> NDArray[np.int32]:
-        """Items of sequences with one query token: one per stretch of keys."""
+        """Work items of the sequences with one query token: one per stretch of keys."""
         who = np.flatnonzero(self.counts == 1)
         high = self.lens[who]
         low = np.maximum(high - self.window, 0) if self.window else np.zeros_like(high)
@@ -104,7 +106,7 @@ class _Cutter(NamedTuple):
         return items
 
     def chunks(self, tokens: int) -> NDArray[np.int32]:
-        """Items of sequences with several query tokens, those with most keys first."""
+        """Work items of the sequences with several query tokens, those with most keys first."""
         who = np.flatnonzero(self.counts > 1)
         each, part = _repeat(-(-self.counts[who] // tokens))
         first = part * tokens
@@ -121,7 +123,7 @@ class _Cutter(NamedTuple):
 
 
 def _repeat(parts: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """For ``parts[i]`` parts of each thing i: the thing and the part's index, for all parts in
-    order."""
+    """Two arrays with one entry for each part, in order: the i that it belongs to, which has
+    ``parts[i]`` parts, and its index among these."""
     each = np.repeat(np.arange(len(parts)), parts)
     return each, np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -41,8 +41,8 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
-    """The body for a head size, a number of query heads per KV head, and sizes: bytes of an element
-    of queries and outputs, and of the cache."""
+    """Make the body (see `kernels.cpu.native`) for a head size and `group` query heads per KV head.
+    sizes: bytes of an element of queries and outputs, and bytes of a cache element."""
     token, cell = sizes
     lanes = lanes_of(head_dim)
     vectors = head_dim // lanes
@@ -90,7 +90,7 @@ def single_body(head_dim: int, group: int, sizes: tuple[int, int]):
 
 @njit(inline="always")
 def _score(q, keys, scores, count, group):
-    """scores[group, count] = q[group] @ keys; the last argument is a literal."""
+    """scores[:group, :count] = q[:group] @ keys; `group` is a literal."""
     size, line = q.shape[1] * 4, LINE_OF_SCORES * 4
     a, b, c = q.ctypes.data, keys.ctypes.data, scores.ctypes.data
     if count > LANES:
@@ -101,8 +101,8 @@ def _score(q, keys, scores, count, group):
 
 @njit(inline="always")
 def fetch(p, item, head, span, size):
-    """Prefetch what is read after the keys of a span (position, number): their values, and the
-    item's next keys or the first keys of the next head. size: bytes of a key."""
+    """Prefetch what is read after the keys of a span (position, number): their values, then either
+    the item's next keys or the first keys of the next head. size: bytes of a key."""
     table, half = i32(p[3] + item[0] * p[6] * 4, (p[6],)), p[5] * p[7] * size
     _fetch_span(p, (table, head), span, size, half)
     base = span[0] + span[1]
@@ -116,7 +116,8 @@ def fetch(p, item, head, span, size):
 
 @njit(**INLINE)
 def _fetch_span(p, place, span, size, offset):
-    """Prefetch the keys of a span plus ``offset`` bytes. place: block table and KV head."""
+    """Prefetch the memory that lies ``offset`` bytes after the keys of a span (position, number).
+    place: block table and KV head; size: bytes of a key."""
     (table, head), (base, count) = place, span
     block, done = p[7], 0
     while done < count:
@@ -129,8 +130,9 @@ def _fetch_span(p, place, span, size, offset):
 
 @njit(inline="always")
 def _add(place, arrays, head, group, vectors, lanes, cell):
-    """acc[g] += scores[g] @ values of the item's keys, read from their blocks. place: parameters
-    and item; arrays: scores, acc; the last four arguments are literals."""
+    """acc[g] += scores[g] @ values of the item's keys, for each query head g of KV head `head`;
+    values are read from their blocks. place: the body's parameters and the item; arrays: scores,
+    acc. The last four arguments are literals."""
     (p, item), (scores, acc) = place, arrays
     block, kv_heads, size = p[7], p[5], acc.shape[1] * 4
     table, value_size = i32(p[3] + item[0] * p[6] * 4, (p[6],)), acc.shape[1] * cell
@@ -148,11 +150,13 @@ def _add(place, arrays, head, group, vectors, lanes, cell):
 
 @njit(**EXACT)
 def leave(p, place, sums, added, factors, token):
-    """Write the outputs of a row with one item. Otherwise store the item's sums, and if it is the
-    last of its row to finish, add all of them and write the outputs.
+    """Write the outputs of an item's token, if the item has all of its keys. Otherwise store the
+    item's sums; if all other items of the token have done so, add the sums of all and write the
+    outputs.
 
-    place: the item and its index; sums: room for those of the row; added: those of the item's
-    stretch; factors: as for `fold`. All are [heads, head_dim].
+    place: the item and its index; sums: scratch memory for the token's sums; added: the sums of the
+    item's stretch; factors: as for `fold`. Sums are (outputs [heads, head_dim], sum of weights
+    [heads], largest score [heads]).
     """
     (item, index), (acc, total, largest), planned = place, added, i64(p[8], (ROOM + 3,))
     seq, shared, (heads, head_dim) = item[0], item[5], acc.shape

@@ -30,14 +30,14 @@ _ZERO, _ONE, _NAN = np.float32(0), np.float32(1), np.float32("nan")
 
 
 def padded(rows: int) -> int:
-    """Number of rows padded to full vectors."""
+    """The number of rows, rounded up to full vectors."""
     return -(-rows // LANES) * LANES
 
 
 @njit(**EXACT)
 def begin(sums):
-    """Initialise sums: outputs [rows, columns], and for each row (padded) the sum of weights and
-    the largest score."""
+    """Initialise sums (outputs [rows, columns], sum of weights [rows, padded], largest score [rows,
+    padded]) to those of no keys."""
     outputs, total, largest = sums
     fill(outputs.reshape(-1), _ZERO)
     fill(total, _ZERO)
@@ -46,8 +46,9 @@ def begin(sums):
 
 @njit(**EXACT)
 def fold(sums, added, factors, num):
-    """Add the sums of another stretch to `num` rows. sums, added: as for `begin`, added may have
-    more columns; factors: room for two numbers per row, padded."""
+    """Merge the sums of another stretch of the same rows' keys, `added`, into `sums`, for `num`
+    rows. Both are as for `begin`; the outputs of `added` may have more columns. factors: scratch
+    memory, two arrays of one float32 per row, padded."""
     (outputs, total, largest), (more, more_total, more_largest) = sums, added
     shrink, share = factors
     for r in range(0, num, LANES):
@@ -67,8 +68,9 @@ def fold(sums, added, factors, num):
 
 @njit(**EXACT)
 def settle(values, total, largest, sink, target, size):
-    """Write a row's outputs, of `size` bytes each, to an address. sink: address of the log-weight
-    of a key without a value, or 0. Outputs are NaN if all scores were -inf, so that errors show."""
+    """Divide a row's outputs by its sum of weights, and write them to address `target`, `size`
+    bytes each. sink: address of the logit of a key without a value (attention sink), or 0. Outputs
+    are NaN if all scores were -inf, so that errors show."""
     if sink:
         total += exp2_of_all(fused(f32(sink, (1,))[0], LOG2_E, -largest))
     if largest == EMPTY:
@@ -79,14 +81,15 @@ def settle(values, total, largest, sink, target, size):
 
 @njit(**EXACT)
 def largest_between(scores, first, end):
-    """The largest of scores [first, end), EMPTY if there are none. NaN is ignored here; its weight
-    and so the sum become NaN anyway."""
+    """The largest of scores[first:end], EMPTY if there are none. NaN is ignored here; its weight
+    and so the row's sum of weights become NaN anyway."""
     return largest_of(scores.ctypes.data + first * 4, end - first, EMPTY)
 
 
 @njit(**EXACT)
 def scale_and_cap(scores, scale, softcap):
-    """Scale and softcap scores (a multiple of 16) in place; the results are in units of log 2."""
+    """Scale and softcap an array of scores (its length a multiple of 16) in place; the results are
+    exponents of 2 instead of e."""
     scale_by(scale, scores)
     cap_scores(scores.ctypes.data, scores.shape[0] // LANES, softcap, LOG2_E)
 

@@ -50,12 +50,14 @@ _ZERO, _ONE = np.float32(0), np.float32(1)
 
 
 def fits(head_dim: int, block: int, how: str | None) -> bool:
-    """True if ``how`` (a key of ``paired.HOW``) has tiles and the layout of keys fits them."""
+    """True if ``how`` (a key of ``paired.HOW``) uses tiles, and head size and block size suit
+    them."""
     return how in ("tiles", "soft tiles") and head_dim % _STEP == 0 and block % _RUN == 0
 
 
 def tiled_single_body(head_dim: int, group: int, how: int):
-    """The body for a head size and a number of query heads per KV head. how: one with tiles."""
+    """Make the body (see `kernels.cpu.native`) for a head size and a number of query heads per KV
+    head. how: a value of ``paired.HOW`` that uses tiles."""
     soft, steps = int(how != HOW["tiles"]), head_dim // _STEP
 
     def body(row):
@@ -105,8 +107,9 @@ def tiled_single_body(head_dim: int, group: int, how: int):
 
 @njit(**INLINE)
 def _turn(p, item, q, shape):
-    """Copy queries to columns of [tile, pairs, 16]: query head h is column h % 16 of the tile of
-    scores h // 16. The index (tile of scores + KV head) is unique for each product."""
+    """Copy a token's queries to the columns of q [tile, pairs, 16]. Query head h becomes column h %
+    16 of tile (h // 16 + KV head), where h // 16 is its tile of scores; this sum is different for
+    each pair of tile of scores and KV head. shape: query heads per KV head, and head size."""
     group, head_dim = shape
     heads = p[5] * group
     pairs = i32(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), (heads, head_dim // 2))
@@ -118,8 +121,8 @@ def _turn(p, item, q, shape):
 
 @njit(**INLINE)
 def _place(p, item, places, head_dim):
-    """Compute the addresses of the runs in the first KV head, padded with the last one to a
-    multiple of `_RUNS`."""
+    """Compute `places`, the address of each run of 16 keys in the first KV head. The last one is
+    repeated up to a multiple of `_RUNS`."""
     table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
     block, size = p[7], head_dim * _CELL
     start = item[3] - item[3] % _UNIT
@@ -132,9 +135,9 @@ def _place(p, item, places, head_dim):
 
 @njit(inline="always")
 def _score(own, arrays, places, end, heads, shape, soft):
-    """Compute scores[key, query head] of the runs up to key `end`, and prefetch the next keys or
-    the first values. arrays: q, scores; heads: number of KV heads and block size; the last argument
-    is a literal."""
+    """Compute scores[key, query head] of the runs up to key `end`, and prefetch the next keys, or
+    the first values. arrays: q, scores; places: address of each run; heads: number of KV heads, and
+    block size; shape: as for `_turn`. The last argument is a literal."""
     q, scores = arrays
     (kv_heads, block), (group, head_dim) = heads, shape
     size, line = head_dim * _CELL, scores.shape[1] * 4
@@ -172,8 +175,10 @@ def _score(own, arrays, places, end, heads, shape, soft):
 
 @njit(**EXACT)
 def _weigh(arrays, room, span, numbers, sums):
-    """Convert scores to weights [unit, query head, key] bfloat16, as in
-    `kernels.cpu.attention.paired`. arrays: scores, weights, bounds; room: address of a tile."""
+    """Convert scores to softmax weights [unit, query head, key] in bfloat16, as in
+    `kernels.cpu.attention.paired`. arrays: scores, weights, bounds; room: address of scratch memory
+    for a tile; span: first and end of the item's keys; numbers: scale, softcap; sums: arrays that
+    get each head's sum of weights and largest score."""
     (scores, weights, bounds), (first, end) = arrays, span
     (scale, softcap), (total, largest) = numbers, sums
     line, units = scores.shape[1] * 4, (end + _UNIT - 1) // _UNIT
@@ -203,8 +208,9 @@ def _weigh(arrays, room, span, numbers, sums):
 
 @njit(inline="always")
 def _add(own, room, arrays, places, numbers, group, soft):
-    """acc[h] = weights of query head h @ values. room: address for two units of values; arrays:
-    weights, acc, edge, blank; the last argument is a literal."""
+    """acc[h] = weights of query head h @ values. room: address of scratch memory for two units of
+    values; arrays: weights, acc, edge (room for a partial run), blank (a run of zeros). The last
+    argument is a literal."""
     weights, acc, edge, blank = arrays
     span, block, width = numbers
     kv_heads, head_dim = acc.shape[0] // group, acc.shape[1]
@@ -243,8 +249,9 @@ def _add_unit(own, left, values, columns, soft):
 
 @njit(**INLINE)
 def _pair_up(base, places, u, span, rooms, numbers):
-    """Copy values of a unit to tiles of pairs, and prefetch those of the next KV head. numbers:
-    offset of a run's values, block size, and first of 64 columns."""
+    """Copy the values of unit `u`, in pairs, to tiles at address `base`, and prefetch the next KV
+    head's values. rooms: scratch memory for a partial run, and a run of zeros; numbers: offset of
+    the head's values from a run's keys, block size, and first of the 64 columns to copy."""
     (edge, blank), (offset, block, column) = rooms, numbers
     size = edge.shape[1] * _CELL
     for i in range(2):
@@ -265,7 +272,8 @@ def _pair_up(base, places, u, span, rooms, numbers):
 
 @njit(**INLINE)
 def _keep(source, low, high, edge):
-    """Copy rows [low, high) of a run to `edge`, with zeros for the others."""
+    """Copy rows [low, high) of the run of values at address `source` to `edge`; its other rows
+    become zero."""
     values = u16(source, edge.shape)
     for i in range(_RUN):
         row, kept = values[i], edge[i]
@@ -278,7 +286,8 @@ def _keep(source, low, high, edge):
 
 @njit(inline="always")
 def _leave(own, room, acc, rows, column, soft):
-    """Store sums of 64 columns, reordered, to rows[1] rows of acc from rows[0] on."""
+    """Store tiles 0 to 3, the sums of 64 columns, in `acc`: in rows[1] rows from row rows[0] on, in
+    the usual order of columns."""
     line = 4 * _LINE
     amx.store(own, 0, room, line, soft)
     amx.store(own, 1, room + _LINE, line, soft)
@@ -290,8 +299,8 @@ def _leave(own, room, acc, rows, column, soft):
 
 @njit(**INLINE)
 def _order(source, target, head_dim):
-    """Undo the column order of `interleave16`, which puts the first four of each eight columns
-    before the others."""
+    """Copy up to 64 float32 from `source` to `target`, undoing the column order of `interleave16`,
+    which puts the first four of each eight columns before the others."""
     num = min(head_dim // _STEP, 2)
     parted, whole = f32(source, (num, 2, 4, 4)), f32(target, (num, 4, 2, 4))
     for n in range(num):

@@ -2,7 +2,7 @@
 
 Weights are packed in panels ``[panels, depth, width, 2]``: 64 outputs (32 for tiles), with inputs
 2d and 2d + 1 of each output adjacent, as bfloat16 instructions need them; without these, each is
-widened to float32 by one operation. One packed copy serves any number of rows:
+widened to float32 by one operation. The same packed copy is used for any number of rows:
 
     widened   AVX2, AVX-512: floats of a row, broadcast, times pairs widened in registers
     dots      AVX-512 BF16: pairs of a row, broadcast, times pairs
@@ -54,7 +54,7 @@ _LINE = PANEL * 4  # bytes of a pair's row of a panel
 
 
 def width_of(body: str) -> int:
-    """Outputs per panel for a body."""
+    """Number of outputs per panel of weights for a body (a key of BODIES)."""
     return 2 * amx.ROWS if "tiles" in body else PANEL
 
 
@@ -109,8 +109,9 @@ def packed_product(
 def gated_product(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, act: str, *, body: str | None = None
 ) -> torch.Tensor:
-    """act(first half of the outputs) * second half, [N, out / 2], rounded once. The number of
-    outputs must be a multiple of two panels. x: [N, in] contiguous bfloat16; act: a key of
+    """The product of x with a gate and an up matrix packed as one, then the gated activation:
+    act(first half of the outputs) * second half, [N, out / 2], rounded once. The number of outputs
+    must be a multiple of two panels. x: [N, in] contiguous bfloat16; act: a key of
     ``kernels.cpu.pointwise.ACTS``."""
     half = num_out // 2
     out = x.new_empty((len(x), half))
@@ -123,8 +124,9 @@ def gated_product(
 def largest(
     x: torch.Tensor, packed: torch.Tensor, num_out: int, *, body: str | None = None
 ) -> torch.Tensor:
-    """Index of the largest output of each row [N] int32 (the first of equals), without storing
-    outputs; -1 for rows with NaN, +inf or only -inf. x: [N, in] contiguous bfloat16."""
+    """Index of the largest output of each row, [N] int32 (the first of equal ones), computed
+    without storing the outputs; -1 for rows with NaN, +inf or only -inf. x: [N, in] contiguous
+    bfloat16."""
     num = len(x)
     if not num_out:
         return torch.full((num,), -1, dtype=torch.int32)
@@ -140,8 +142,8 @@ def largest(
 
 
 class _Target(NamedTuple):
-    """Addresses to write to: outputs of `size` bytes each; or, if `ids` is set, the largest output
-    of each row in each group of panels and its index, both [groups, N]."""
+    """Addresses to which a product writes. If `ids` is 0: outputs of `size` bytes each. Otherwise,
+    for each row and each group of panels, the largest output and its index, both [groups, N]."""
 
     out: int
     size: int
@@ -196,14 +198,16 @@ def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) ->
 
 
 def _evenly(num: int, most: int) -> int:
-    """Rows per item, in blocks of about equal size that are multiples of tiles."""
+    """Rows per work item, at most about `most`: items get almost equal numbers, which are multiples
+    of a tile's rows."""
     rows = -(-num // max(1, -(-num // most)))
     return max(1, min(num, -(-rows // amx.ROWS) * amx.ROWS))
 
 
 @njit(**INLINE)
 def _finish(p, sums, first, count, panel):
-    """Write a panel's sums, or update each row's largest. p: the body's parameters."""
+    """Write a panel's sums to the output or, if only the largest output is wanted, update each
+    row's largest. p: the body's parameters."""
     if p[12]:
         _compare(p, sums, first, count, panel)
     else:
@@ -212,7 +216,7 @@ def _finish(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _gate(p, gates, ups, count):
-    """gates [count, width] = activation of gates * ups. p: the body's parameters."""
+    """gates [count, width] = activation(gates) * ups. p: the body's parameters."""
     for i in range(count):
         gate, up = gates[i], ups[i]
         if p[14] == 0:
@@ -225,8 +229,8 @@ def _gate(p, gates, ups, count):
 
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
-    """Update each row's largest output over the panels of this item; NaN if an output is
-    invalid."""
+    """Update each row's largest output so far, over the panels of this item, with a panel's sums.
+    It becomes NaN if an output is invalid."""
     num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
@@ -245,7 +249,7 @@ def _compare(p, sums, first, count, panel):
 
 @njit(**INLINE)
 def _write(p, sums, first, count, panel):
-    """Write rows of sums, plus the bias, to the output."""
+    """Write a panel's sums, plus the bias, for `count` rows from row `first` on."""
     num_out, size, start = p[8], p[11], panel * sums.shape[1]
     width = min(sums.shape[1], num_out - start)
     if p[3]:
@@ -263,9 +267,9 @@ def _write(p, sums, first, count, panel):
 
 @njit(inline="always")
 def _add_pairs(left, b, c, span, ahead, how):
-    """c[num, PANEL] += a[num] @ b. left: address and row stride of a; span: num, and pairs of
-    inputs; ahead: address and number of cache lines to prefetch, returned for the next call; how: a
-    literal."""
+    """c[:num] += a[:num] @ b, for one panel. left: address and row stride of a; span: (num, number
+    of pairs of inputs); ahead: (address, number of cache lines) still to prefetch; what is left of
+    it is returned for the next call. how: a literal."""
     (a, lda), (num, depth), (wanted, lines) = left, span, ahead
     row = 0
     while row + _ROWS <= num:
@@ -292,7 +296,7 @@ def _add_pairs(left, b, c, span, ahead, how):
 
 
 def _vector_body(how: int):
-    """The body for products in vector registers. how: WIDENED, DOTS or SOFT_DOTS."""
+    """Make the body for products in vector registers. how: WIDENED, DOTS or SOFT_DOTS."""
     size = 4 if how == WIDENED else 2  # bytes of an element of a prepared row
 
     def body(row):
@@ -327,8 +331,8 @@ def _vector_body(how: int):
 
 @njit(inline="always")
 def _panel_pairs(p, a, sums, count, place, how):
-    """sums = prepared rows times one panel. place: the panel, and whether the next one is computed
-    after it."""
+    """sums[:count] = prepared rows at address `a` times one panel. place: index of the panel, and
+    whether the same thread computes the next panel afterwards (then it is prefetched)."""
     (panel, has_next), depth, size = place, p[7], 4 if how == WIDENED else 2
     b, c, stride = p[2] + panel * depth * _LINE, sums.ctypes.data, depth * 2 * size
     sums[:count] = 0
@@ -340,7 +344,8 @@ def _panel_pairs(p, a, sums, count, place, how):
 
 @njit(**INLINE)
 def _prepare(source, target, num_in, width, size):
-    """Copy a row of bfloat16 to elements of `size` bytes (4 or 2), padded with zeros."""
+    """Copy a row of bfloat16 inputs to elements of `size` bytes (4: float32, 2: bfloat16), padded
+    with zeros."""
     if size == 4:
         floats = f32(target, (width,))
         read_cells(source, floats[:num_in], 2)
@@ -397,8 +402,9 @@ def _tile_body(soft: int):
 
 @njit(inline="always")
 def _panel_tiles(p, own, rows, copies, sums, place, soft):
-    """sums = rows times one panel. rows: the first, their number, and the number in full tiles;
-    place: the panel, and whether the next one is computed after it."""
+    """sums = rows of x times one panel, with AMX. rows: the first row, their number, and the number
+    of those in full tiles (the others are read from `copies`, padded); place: index of the panel,
+    and whether the same thread computes the next panel afterwards (then it is prefetched)."""
     (first, count, whole), (panel, has_next), steps = rows, place, p[7] // 16
     size = steps * _PIECE
     ahead = p[2] + (panel + 1) * size
@@ -425,8 +431,8 @@ def _panel_tiles(p, own, rows, copies, sums, place, soft):
 
 @njit(inline="always")
 def _two_tiles(own, left, b, c, span, ahead, soft):
-    """c [16, 32] (+)= left @ b. left: address and row stride; span: the first step of 32 inputs,
-    and their number; ahead: address to prefetch, or 0."""
+    """c [16, 32] = left @ b, added to c unless the span starts at step 0. left: address and row
+    stride; span: (first step of 32 inputs, number of steps); ahead: address to prefetch, or 0."""
     (a, lda), (begin, num) = left, span
     if begin:
         amx.load(own, 0, c, 128, soft)
@@ -448,7 +454,7 @@ def _two_tiles(own, left, b, c, span, ahead, soft):
 
 @njit(inline="always")
 def _four_tiles(own, left, b, c, span, ahead, soft):
-    """c [32, 32] (+)= left @ b, like `_two_tiles`. Rows bypass the L1 cache, which holds b."""
+    """Like `_two_tiles`, for c [32, 32]. Rows bypass the L1 cache, which holds b."""
     (a, lda), (begin, num) = left, span
     below, low = a + 16 * lda, c + 16 * 128
     if begin:

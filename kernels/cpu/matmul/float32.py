@@ -1,8 +1,8 @@
 """Products of float32 inputs with float32 or float16 weights.
 
 Weights are packed as ``[panels, in, 64]``: a panel of 64 outputs is read in memory order in full
-vectors for any number of rows. One packed copy serves one row at memory speed and thousands at
-arithmetic speed. Float16 weights are widened in registers.
+vectors for any number of rows. The same packed copy is used for one row, at the speed of memory,
+and for thousands of rows, at the speed of arithmetic. Float16 weights are widened in registers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 def packed_product(
     x: torch.Tensor, packed: torch.Tensor, bias: torch.Tensor | None, num_out: int
 ) -> torch.Tensor:
-    """x [N, in] contiguous float32 -> [N, out] float32; bias: [out] float32."""
+    """x @ weight.T + bias: x [N, in] contiguous float32 -> [N, num_out] float32; packed: as `pack`
+    returned it; bias: [num_out] float32."""
     num, num_in = x.shape
     out = x.new_empty((num, num_out))
     threads = num_threads() if num * num_in * num_out >= _ENOUGH else 1
@@ -65,7 +66,8 @@ def packed_product(
 
 
 def rows_an_item(num: int, panels: int, threads: int) -> int:
-    """Rows per item: a block that stays in the L2 cache, fewer if there would be too few items."""
+    """Rows per work item: as many as stay in the L2 cache, fewer if there would be too few items
+    for all threads."""
     if threads == 1 or panels >= threads * _ITEMS_A_THREAD:
         return max(1, min(num, _BLOCK))
     pieces = -(-threads * _ITEMS_A_THREAD // panels)
@@ -73,15 +75,16 @@ def rows_an_item(num: int, panels: int, threads: int) -> int:
 
 
 def panels_an_item(panels: int, items: int, threads: int) -> int:
-    """Panels per item: as many as leave enough items for all threads, since memory is best read in
-    order."""
+    """Panels per work item: as many as leave enough items for all threads, since memory is fastest
+    when read in order."""
     at_least = min(_PANELS, panels // threads)
     return max(1, at_least, min(panels, items // (threads * _ITEMS_A_THREAD)))
 
 
 @njit(**INLINE)
 def _begin(c, ldc, num, width, bias):
-    """Initialise rows of sums with the bias or zero."""
+    """Initialise `num` rows of sums at address c with the bias, or with zeros if its address is
+    0."""
     for row in range(num):
         sums = f32(c + row * ldc, (width,))
         if bias:
@@ -95,9 +98,9 @@ def _begin(c, ldc, num, width, bias):
 
 @njit(inline="always")
 def _add_rows(left, b, target, span, ahead, size):
-    """c[num, PANEL] += a[num, depth] @ b[depth, PANEL]. left, target: address and row stride of a
-    and c; span: num and depth; ahead: address and number of cache lines to prefetch, returned for
-    the next call; size: bytes of an element of b, a literal."""
+    """c[:num] += a[:num, :depth] @ b[:depth], for one panel. left, target: address and row stride
+    of a and c; span: (num, depth); ahead: (address, number of cache lines) still to prefetch; what
+    is left of it is returned for the next call. size: bytes of an element of b, a literal."""
     (a, lda), (c, ldc), (num, depth), (wanted, lines) = left, target, span, ahead
     row, ldb = 0, PANEL * size
     while row + _ROWS <= num:
@@ -124,7 +127,7 @@ def _add_rows(left, b, target, span, ahead, size):
 
 
 def _packed_body(size: int):
-    """The body for weights of `size` bytes per element."""
+    """Make the body for weights of `size` bytes per element."""
 
     def body(row):
         p = i64(row, (NUM_PARAMETERS + 1,))
@@ -147,8 +150,9 @@ def _packed_body(size: int):
 
 @njit(inline="always")
 def _panel_rows(p, rows, panel, has_next, edge, size):
-    """Compute rows times one panel. rows: the first and their number; edge: room for sums of a
-    partial panel; has_next: the next panel is computed after it."""
+    """Compute rows of x times one panel. rows: the first row and their number; has_next: True if
+    the same thread computes the next panel afterwards; edge: scratch memory for the sums of an
+    incomplete panel."""
     (first, count), num_in, num_out = rows, p[6], p[7]
     start, width = panel * PANEL, min(PANEL, num_out - panel * PANEL)
     out, stride = p[4] + (first * num_out + start) * 4, num_out * 4

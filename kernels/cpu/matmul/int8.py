@@ -55,8 +55,8 @@ def quantize(weight: torch.Tensor) -> Int8Weight:
 
 
 def int8_product(x: torch.Tensor, weight: Int8Weight, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [N, in] contiguous float32 -> [N, out] float32. Rows that are not finite stay not
-    finite."""
+    """x @ weight.T + bias: x [N, in] contiguous float32 -> [N, out] float32. Rows with numbers that
+    are not finite get results that are not finite."""
     num, num_in = x.shape
     num_out = len(weight.scales)
     depth = weight.packed.shape[1]
@@ -114,7 +114,7 @@ def _quantize_body(row):
 
 @njit(**INLINE)
 def _tile(a, lda, b, c, depth, count):
-    """c[count, PANEL] = a[count] @ b in integers; count <= _ROWS."""
+    """c[:count] = a[:count] @ b for one panel, in integers; count <= _ROWS."""
     if count == 6:
         byte_tile_product(a, lda, b, PANEL * 4, c, PANEL * 4, depth, 6, 4, 16, 1)
     elif count == 5:
@@ -149,7 +149,8 @@ def _bytes_body(row):
 
 @njit(**INLINE)
 def _finish(p, totals, first_row, count, first, num_out):
-    """Convert integer sums to floats with both scales and the bias."""
+    """Convert a panel's integer sums to floats with the scales of row and output, add the bias, and
+    write them to the output. first_row: row of the first sums; first: first output of the panel."""
     width = min(PANEL, num_out - first)
     scales, sums = f32(p[6] + first * 4, (width,)), i32(p[7] + first * 4, (width,))
     row_scales = f32(p[5] + first_row * 4, (count,))
