@@ -321,7 +321,8 @@ def _counted(figures: LiveFigures, name: str, word: str) -> Row:
 
 
 def _events(figures: LiveFigures) -> Iterator[Row]:
-    """Yield the counters of features and policies, by name."""
+    """Yield a row for each counter of features and policies that is not zero, in the order of
+    names."""
     growth, total = figures.growth_by_key("counters"), figures.stats.counters
     for name in sorted(name for name, value in total.items() if value):
         yield f"{name}/s", _number(figures.rate(growth[name])), f"{total[name]:,}"

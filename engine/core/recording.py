@@ -46,7 +46,7 @@ class RecordedClock:
         return now
 
     def take(self) -> list[float]:
-        """Take the readings since the last call."""
+        """Return the readings since the last call, and forget them."""
         readings, self._readings = self._readings, []
         return readings
 

@@ -161,7 +161,7 @@ class OutputProcessor:
         return False
 
     def wake(self) -> None:
-        """End a wait. Thread-safe."""
+        """End a ``wait_for_texts``. Thread-safe."""
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
         """End these requests with finish reason "abort". Unknown ids are ignored. Returns their
@@ -322,7 +322,8 @@ def reading_of(
 
 
 def outputs_of(moved: Moved) -> list[RequestOutput]:
-    """Outputs for the users of these requests."""
+    """The outputs that are due for these requests, given the sequences of each that have
+    changed."""
     outputs = [request.output(sequences) for request, sequences in moved.items()]
     return [output for output in outputs if output is not None]
 

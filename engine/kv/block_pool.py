@@ -37,7 +37,8 @@ class PrefixCache:
         return [] if block is None else [block, *self._twins.get(block_hash, ())]
 
     def prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The blocks of the leading hashes, up to the first hash that is not cached."""
+        """The cached blocks of the leading hashes; ends before the first hash that is not
+        cached."""
         find, blocks = self._block.get, []
         for block_hash in hashes:
             block = find(block_hash)
@@ -127,7 +128,8 @@ class CacheCounts:
     num_resets: int = 0  # times the cache was emptied on request
 
     def add(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
-        """Count the lookup of one admission."""
+        """Count the prefix lookup of one admission, which found ``num_hit`` of ``num_tokens``
+        tokens."""
         if preempted:
             self.preempted_queries += num_tokens
             self.preempted_hits += num_hit

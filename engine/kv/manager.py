@@ -310,7 +310,7 @@ class KVManager:
             self._prefix_index.publish(req, self._allocations[row], first, full)
 
     def commit_next(self, reqs: Sequence[KVRequest]) -> None:
-        """``commit`` one further block for each of these requests."""
+        """Put the next full block of each of these requests into the prefix cache."""
         rows = [req.row for req in reqs]
         nth = self.num_published[rows].tolist()
         self.num_published[rows] += 1
@@ -361,7 +361,8 @@ class KVManager:
         return None
 
     def count_lookup(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
-        """Count the prefix lookup of one admission."""
+        """Count the prefix lookup of one admission, which found ``num_hit`` of ``num_tokens``
+        tokens."""
         if self.caching:
             self.counts.add(num_tokens, num_hit, preempted=preempted)
 
