@@ -176,8 +176,8 @@ class RequestMetrics(msgspec.Struct, gc=False):
     waits: dict[str, float] = {}
     events: list[tuple[str, float]] = []  # queued, scheduled, preempted
     counters: dict[str, int] = {}
-    """Counters of features over sequences that have ended, e.g. ``drafts.num_draft_tokens``;
-    without sequences that ended at a stop string."""
+    """Counters of features, e.g. ``drafts.num_draft_tokens``, summed over the sequences that have
+    ended. Sequences that ended at a stop string are not counted."""
 
 
 class CompletionOutput(msgspec.Struct, gc=False):

@@ -70,7 +70,7 @@ class MaskPart(msgspec.Struct, array_like=True):
     """Rows whose tokens are sampled from those that a mask allows.
 
     The masks (``Masks``) are computed when all earlier steps are settled; the forward pass does not
-    wait for them. No step is launched after one that waits for masks.
+    wait for them. While a step waits for masks, no later step is launched.
     """
 
     rows: Column  # of the plan, ascending

@@ -307,7 +307,8 @@ def _check_type(name: str, value: object, *kinds: type) -> None:
 
 
 def _read_json(name: str, value: Any) -> tuple[Any, str]:
-    """The JSON value and its text."""
+    """Read the field ``name``, a JSON object or JSON text. Returns the value and its text. Raises
+    ``RequestError`` if it is not JSON."""
     _check_type(name, value, dict, str)
     try:
         return _read_quickly(value) or _read_exactly(name, value)

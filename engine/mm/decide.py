@@ -1,6 +1,6 @@
 """Media in prompts: decides which are encoded in a step, and which encoder outputs are kept.
 
-EncoderBudget: shortens a prompt chunk before the first media item that is not encoded and cannot be
+EncoderBudget: ends a prompt chunk before the first media item that is not encoded and cannot be
 encoded in this step. Encoder output is kept until all tokens that read it have been computed, and
 then until its space is needed.
 

@@ -101,10 +101,11 @@ def attention(hf: HF, **differences: Any) -> AttentionSpec:
 def rope(
     hf: HF, layer_type: str | None = None, *, theta: float = 10_000.0, partial: float = 1.0
 ) -> RopeSpec:
-    """The rotary embedding, of one layer type if the file has one for each.
+    """The spec of the rotary embedding; that of ``layer_type`` if config.json has one for each
+    type.
 
-    Newer files have ``rope_parameters``, older ones ``rope_theta`` and ``rope_scaling``.
-    theta, partial: default base and default fraction of a head that is rotated.
+    Newer files have ``rope_parameters``, older ones ``rope_theta`` and ``rope_scaling``. theta,
+    partial: default base and default fraction of a head that is rotated.
     """
     given = hf.get("rope_scaling") or hf.get("rope_parameters") or {}
     if layer_type is not None and layer_type in given:
@@ -144,7 +145,7 @@ def max_position(hf: HF) -> int:
 
 
 def _stated(hf: HF) -> dict[str, Any]:
-    """The keys whose value is not null."""
+    """The entries of config.json whose value is not null."""
     return {key: value for key, value in hf.items() if value is not None}
 
 

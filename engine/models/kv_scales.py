@@ -30,7 +30,7 @@ def is_kv_scale(name: str) -> bool:
 def kv_scales(checkpoint: Checkpoint, spec: DecoderSpec) -> list[torch.Tensor | None]:
     """K and V scales of each layer, [2, Hkv] float32, or ``None`` if the layer has none.
 
-    Raises ``ModelError`` unless there is one positive number, or one per head.
+    Raises ``ModelError`` for a scale that is not one positive number, or one for each KV head.
     """
     num_heads, found = spec.attention.num_kv_heads, list[torch.Tensor | None]()
     for index in range(len(spec.layers)):

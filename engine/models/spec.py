@@ -72,7 +72,7 @@ class NormSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class DecoderLayerSpec:
-    """Properties that differ by layer."""
+    """The properties of a decoder layer in which it may differ from other layers."""
 
     rope: RopeSpec | None
     """``None``: no position encoding."""

@@ -41,7 +41,7 @@ def target(name: str, shape: Shape, *ways: tuple[TargetPart, ...]) -> Target:
 
 
 def simple(name: str, source: str, *shape: int) -> Target:
-    """A target that equals one checkpoint tensor."""
+    """A target that is filled by one whole checkpoint tensor, ``source``."""
     return Target(name, shape, ((whole(source, *shape),),))
 
 
@@ -126,7 +126,8 @@ def mlp_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
 
 
 def moe_targets(spec: DecoderSpec, ours: str, theirs: str) -> Iterator[Target]:
-    """Router and experts. Mixtral's files use other names; newer files may stack all experts."""
+    """The targets of a layer's router and experts. ours, theirs: the prefix of names in the decoder
+    and in the checkpoint. Mixtral's files use other names; newer files may stack all experts."""
     moe, hidden = spec.moe, spec.hidden_size
     assert moe is not None
     blocks = (f"{theirs}mlp.", f"{theirs}block_sparse_moe.")
@@ -164,7 +165,8 @@ def expert_parts(
 
 
 def stacked(name: str, spec: DecoderSpec, expert: int, shape: Shape) -> tuple[TargetPart, ...]:
-    """One expert's matrix in a tensor of all experts."""
+    """The range of one expert's matrix in a checkpoint tensor that stacks the matrices of all
+    experts."""
     assert spec.moe is not None
     size = prod(shape)
     return (TargetPart(name, (spec.moe.num_experts, *shape), expert * size, size),)

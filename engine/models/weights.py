@@ -30,7 +30,7 @@ OWN_PAGES_BYTES = 1 << 20
 
 
 class WeightSource(Protocol):
-    """Loads the tensors of targets."""
+    """A source of weights: loads the tensor of each target."""
 
     def load(self, target: Target, dtype: torch.dtype) -> Weight:
         """A new tensor of shape ``target.shape`` on the CPU, or its quantised form."""
@@ -82,7 +82,7 @@ def own_pages(num_bytes: int) -> torch.Tensor:
 
 
 class StoredWeights:
-    """Reads targets from a checkpoint."""
+    """Reads the decoder's tensors (targets) from a checkpoint."""
 
     def __init__(
         self, checkpoint: Checkpoint, targets: Iterable[Target], form: Format | None = None

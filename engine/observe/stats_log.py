@@ -24,7 +24,7 @@ class TokenCounts:
     generation_tokens: int = 0
     """Output tokens."""
     finished: Counter[str] = field(default_factory=Counter)
-    """Requests by finish reason."""
+    """Number of finished requests by finish reason."""
 
 
 # Counters shown if they have changed since the last line, with their names in the line.

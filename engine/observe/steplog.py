@@ -378,12 +378,12 @@ def _column(data: bytes) -> Column:
 
 
 def _from_list(kind: Any, value: Any) -> Column:
-    """Decode a column of a plan part."""
+    """Convert a decoded list of numbers to a column of a plan part."""
     return np.array(value, dtype=np.int32)
 
 
 def _plain(value: Any) -> Any:
-    """Convert columns of plan parts and numpy values in hints to plain values."""
+    """Convert NumPy values, which plan parts and hints contain, to lists and plain numbers."""
     if isinstance(value, np.ndarray | np.generic):
         return value.tolist()
     raise TypeError(f"a step log cannot hold {value!r:.80} ({type(value).__name__})")

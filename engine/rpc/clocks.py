@@ -80,8 +80,9 @@ class ClockOffset:
         self._latest = batch.time
 
     def _date_events(self, batch: CoreOutputs) -> None:
-        """Convert the events of a request with the same offset each time: they are sent with its
-        start and again with its end, which may be hours later."""
+        """Convert the times of requests' events. All events of a request are converted with the
+        same offset, because they are sent with its start and again with its end, perhaps hours
+        later."""
         for started in batch.started:
             seconds = self._started.setdefault(batch.request_ids[started.index], self.seconds)
             started.scheduled_time = min(started.scheduled_time - seconds, batch.time)

@@ -19,7 +19,7 @@ class HealthMonitor:
     """Pings a silent core. Silence is measured by unanswered pings, not by the clock: a machine
     that slept, or a client that was stopped, is no reason to give up a core.
 
-    Never waits.
+    No method waits for the core.
     """
 
     def __init__(
@@ -35,7 +35,8 @@ class HealthMonitor:
         self._num_unanswered = 0
 
     def check(self, now: float) -> str | None:
-        """The fault of a silent core; ``None`` if none is known.
+        """What is wrong with a silent core, e.g. that it does not answer; ``None`` if nothing is
+        known.
 
         Must be called repeatedly while the core is silent.
         """

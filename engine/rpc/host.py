@@ -135,7 +135,7 @@ class EngineCoreHost:
             os._exit(ORPHANED)
 
     def health(self) -> Health:
-        """The state of the loop."""
+        """The state of the core, by the heartbeat of its loop."""
         pulse = self._loop.pulse
         began = pulse.step_began
         return Health(
@@ -147,7 +147,8 @@ class EngineCoreHost:
         )
 
     def handle_signals(self, *numbers: signal.Signals) -> None:
-        """Until ``close``, the first of these signals drains, the second ends immediately.
+        """Until ``close``, the first of these signals drains the core, and the second ends it at
+        once.
 
         Must be called by the main thread, which must then call ``close``, too.
         """

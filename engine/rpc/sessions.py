@@ -160,7 +160,8 @@ class ClientSessions:
     # -- sending
 
     def send(self, identity: bytes, message: ToClient, max_bytes: int | None = None) -> None:
-        """Send a message that needs no credit; to a client with a session it can wait.
+        """Send a message that needs no credit. While the socket is full, it is queued if the client
+        has a session, and dropped if not.
 
         Raises ``WireError`` if it cannot be encoded, or has more than ``max_bytes``.
         """
@@ -384,7 +385,7 @@ class Piece(NamedTuple):
     frame: bytes
     batch: CoreOutputs
     fault: str = ""
-    """Why its only request fails; empty if it does not."""
+    """Why the only request in ``batch`` fails; empty if it does not fail."""
 
 
 def pieces_of(batch: CoreOutputs, encode: Encode) -> list[Piece]:

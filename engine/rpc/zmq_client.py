@@ -317,7 +317,7 @@ class Part:
     frame: bytes
     number: int
     places: list[int]
-    """Indices of its requests among those of the call."""
+    """Indices of these requests in the list that the user passed."""
     sent_at: float
 
 

@@ -21,7 +21,8 @@ class Scored(NamedTuple):
     ranks: torch.Tensor  # 1: the most likely
 
     def entries(self) -> list[TokenLogprobs]:
-        """One entry per row. Waits for the device."""
+        """The log-probabilities and the rank of each row, as one message entry per row. Waits for
+        the device."""
         columns = (column.tolist() for column in self)
         return [TokenLogprobs(*entry) for entry in zip(*columns, strict=True)]
 

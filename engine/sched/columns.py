@@ -123,34 +123,35 @@ class Columns:
 
     @cached_property
     def max_total(self) -> IntArray:
-        """The most prompt and output tokens that the request can reach."""
+        """The largest number of prompt plus output tokens that the request can reach."""
         return self._count(self._table.limit.all)
 
     # -- progress
 
     @cached_property
     def num_tokens(self) -> IntArray:
-        """Prompt tokens and output tokens of finished steps."""
+        """Number of prompt tokens plus output tokens from finished steps."""
         return self._count(self._table.num_tokens.all)
 
     @cached_property
     def num_output(self) -> IntArray:
-        """Output tokens of finished steps."""
+        """Number of output tokens from finished steps."""
         return self.num_tokens - self.num_prompt
 
     @cached_property
     def num_computed(self) -> IntArray:
-        """Tokens whose KV is computed, or is being computed by steps in flight."""
+        """Number of tokens whose KV is computed, or is being computed by steps in flight."""
         return self._count(self._table.num_computed.all)
 
     @cached_property
     def num_pending(self) -> IntArray:
-        """Tokens that steps in flight will sample."""
+        """Number of tokens that steps in flight will sample."""
         return self._count(self._table.num_pending.all)
 
     @cached_property
     def num_uncomputed(self) -> IntArray:
-        """Tokens that the next step could compute; 0 once the last token is in flight."""
+        """Number of tokens that the next step could compute; 0 once a step in flight samples the
+        request's last token."""
         upto = self.num_tokens + self.num_pending
         return np.where(upto >= self.max_total, 0, upto - self.num_computed)
 

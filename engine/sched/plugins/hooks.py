@@ -554,7 +554,8 @@ class RankCheck:
         return None
 
     def wrong_places(self, count: int) -> str | None:
-        """Error text if ranks in ``count`` arrays do not fit earlier ranks, else ``None``."""
+        """Error text if ranks given as ``count`` arrays of numbers cannot be compared with earlier
+        ranks, else ``None``."""
         if count == self._num_places:
             return None
         if self._num_places or str in self._kinds[: count + 1]:
@@ -575,7 +576,8 @@ class RankCheck:
         return all(map(_has_no_nan, columns, types))
 
     def _wrong_types(self, rank: Any) -> str | None:
-        """Error text for a rank with types that were not seen before."""
+        """Check a rank with types that were not seen before. Returns an error text; ``None`` if it
+        is valid."""
         if not isinstance(rank, tuple):
             return f"returns {answers.shown(rank)}, must be a tuple"
         if not all(isinstance(value, str | Real) for value in rank):
@@ -592,8 +594,8 @@ class RankCheck:
 
 
 def _has_no_nan(values: Sequence[Any], types: set[type]) -> bool:
-    """True if no value is NaN; False if some may be, so that each must be checked. The values have
-    one type."""
+    """True if no value is NaN; False if some may be, so that each must be checked. ``types``: the
+    types of the values."""
     if types == {float}:
         total = sum(values)
         return bool(total == total)

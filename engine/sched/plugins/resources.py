@@ -243,8 +243,8 @@ class Resources:
 
 
 def _has_own(resource: Resource, hook: str) -> bool:
-    """True if the resource overrides this hook. One that overrides a hook called per row but not
-    ``watches`` watches every request."""
+    """True if the resource overrides this hook. For ``watches`` also if it overrides a hook that is
+    called per row: then it watches every request by default."""
     has_own = getattr(type(resource), hook) is not getattr(Resource, hook)
     if hook == "watches":
         return has_own or any(_has_own(resource, other) for other in ROW_HOOKS)
