@@ -11,11 +11,12 @@ import sys
 from datetime import UTC, datetime
 from itertools import count
 
+import msgspec
 import pytest
 
 from engine.sched.policies import POLICIES
 from policylab.verify.draw import draw_case
-from policylab.verify.simulation import Simulation
+from policylab.verify.simulation import CaseOutcome, Simulation
 from policylab.verify.starvation import wait_in_overload
 from policylab.verify.swarm import Report, Swarm, replay_corpus, reproduction, smallest
 
@@ -64,6 +65,12 @@ def test_what_broke_once_holds() -> None:
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - set(AGELESS)))
 def test_nobody_starves(policy: str) -> None:
     assert wait_in_overload(policy, {}, limit=1000).num_steps is not None
+
+
+def test_a_case_without_a_step_is_run_twice_as_others_are() -> None:
+    case = msgspec.structs.replace(draw_case(0, "fcfs", None), events=[])
+    outcome = Swarm(every=8).judge(case, twice=True)
+    assert isinstance(outcome, CaseOutcome) and outcome.num_steps == 0
 
 
 def test_another_process_makes_the_same_plans() -> None:
