@@ -266,7 +266,7 @@ def _descend(tree: Any, text: Any, last: Any, length: Any, path: Any) -> Any:
 
 @compiled  # type: ignore[untyped-decorator]
 def _replace(tree: Any, old: Any, new: Any) -> None:
-    """Replace a node by another one in the tree."""
+    """Put the node ``new`` into the tree in place of the node ``old``."""
     above, token = np.int64(tree[old + OWNER]), np.int64(tree[old + TOKEN])
     tree[_find(tree, above, token)] = new
     tree[new + OWNER], tree[new + TOKEN] = above, token
@@ -275,7 +275,8 @@ def _replace(tree: Any, old: Any, new: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _split(tree: Any, below: Any, at: Any) -> Any:
-    """Insert a new node above ``below``, for the first ``at`` tokens of its edge."""
+    """Insert a new node above ``below``, for the first ``at`` tokens of its context, and return
+    it."""
     place = np.int64(tree[below + PLACE])
     node = _take(tree, NO_ROW, NO_ROW)
     _replace(tree, below, node)

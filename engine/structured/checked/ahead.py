@@ -148,7 +148,7 @@ class Ahead:
         return most is None or number * 1000 <= most
 
     def _is_within(self, place: Place, number: Number) -> bool:
-        """Whether a number whose magnitude can only grow is still in its range."""
+        """Whether a number that can only grow in magnitude is not yet beyond the allowed range."""
         if place.most_number is not None and number > max(place.most_number, 0):
             self.why = "maximum"
             return False

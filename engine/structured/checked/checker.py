@@ -193,7 +193,7 @@ class CheckerState:
         return at + 1 if mode == STRING else at
 
     def _name(self, data: bytes, at: int) -> int:
-        """Read in or before the name of a property."""
+        """Read bytes before or inside the name of a property."""
         if self.buffer:
             return self._text(data, at)
         byte = data[at]
@@ -239,7 +239,7 @@ class CheckerState:
         return at + 1 if self._start_item() else -1
 
     def _text(self, data: bytes, at: int) -> int:
-        """Read in a string."""
+        """Read bytes inside a string."""
         if self.escape:
             return self._escaped(data, at)
         found = _SPECIAL.search(data, at)

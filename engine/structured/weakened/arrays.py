@@ -22,7 +22,7 @@ class Writes(Protocol):
 
 
 def array(reading: SchemaReading, writer: Writes, loosen: Loosen) -> Schema | None:
-    """Return the schema of a reading's arrays; ``None`` if no array is valid."""
+    """Return a schema for the arrays that a reading allows; ``None`` if it allows none."""
     schemas = [part.schema for part in reading.parts]
     found = limits([*schemas, *_contained(schemas)], "minItems", "maxItems")
     if found is None:

@@ -178,7 +178,8 @@ class Objects:
     # -- how many
 
     def _counted(self, names: ObjectSchema, least: int, most: int | None) -> list[Schema]:
-        """Write objects in the order of the schema, with limits on the number of properties."""
+        """Return schemas for objects in the schema's order of properties. least, most: limits on
+        the number of properties."""
         written = _written(names)
         writable = [name for name, each in names.properties.items() if each is not False]
         needed = set(names.required)
@@ -205,7 +206,8 @@ class Objects:
         return [_with_first(written, optional, each) for each in combinations(optional, missing)]
 
     def _free(self, names: ObjectSchema, least: int, most: int | None) -> Schema:
-        """Write objects in any order. The checker must enforce ``required`` and unique names."""
+        """Return a schema for objects in any order of properties. The checker must enforce
+        ``required`` and unique names."""
         self._loosen("required", names.required)
         writable = {name: each for name, each in names.properties.items() if each is not False}
         own = {

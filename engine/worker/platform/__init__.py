@@ -21,7 +21,7 @@ Work = Callable[[], None]
 
 
 class Mark(Protocol):
-    """A point in the device's queue, as a CUDA event."""
+    """A point in the device's queue of work, like a CUDA event."""
 
     def record(self) -> None:
         """Move the mark after all work queued so far."""
