@@ -33,7 +33,7 @@ CPU_TENSORS = CpuTensors()
 
 
 def triton_for(x: torch.Tensor) -> ModuleType | None:
-    """The Triton implementations if they are used for this tensor, otherwise ``None``."""
+    """The module of Triton implementations if Triton computes this tensor, otherwise ``None``."""
     return _triton() if not x.is_cpu or CPU_TENSORS.are_interpreted else None
 
 

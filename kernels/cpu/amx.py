@@ -115,7 +115,8 @@ def load(typing_context, state, tile, address, stride, soft):
 
 @intrinsic(prefer_literal=True)
 def load_once(typing_context, state, tile, address, stride, soft):
-    """Like `load`, for data that is not read again soon: it does not evict other cache lines."""
+    """Like `load`, for data that is not read again soon: the load evicts no other data from the
+    cache."""
 
     def emit(builder, args):
         name = "llvm.x86.tileloaddt164"

@@ -73,7 +73,8 @@ u8, u16, u64 = _array_at(types.uint8), _array_at(types.uint16), _array_at(types.
 
 @intrinsic
 def next_item(typing_context, counter):
-    """Increment the counter at the address and return its old value: a thread's next item."""
+    """Increment the item counter at an address and return its old value, the next work item of the
+    calling thread."""
 
     def build(context, builder, signature, args):
         place = builder.inttoptr(args[0], _I64.as_pointer())
@@ -188,8 +189,8 @@ class Kernel:
         return self._compiled is not None or is_kept(self._body, _SIGNATURE)
 
     def compile_after(self, wait: Callable[[], None]) -> None:
-        """Call ``wait`` before the body is compiled or loaded, since another process may compile
-        it."""
+        """Call ``wait`` before the body is compiled or loaded, since another process may be
+        compiling it."""
         self._first = wait
 
     def assembly(self) -> str:

@@ -90,7 +90,8 @@ def _rest(kind: AttentionKind | None) -> list[Kernel]:
 def _start_helper(
     kind: AttentionKind | None, tell: Callable[[str], None] | None
 ) -> subprocess.Popen[bytes] | None:
-    """Start the second process; ``None`` with only one thread, or if it cannot help."""
+    """Start the second process; ``None`` if this process has only one thread or the second one
+    could not help."""
     if tell is not None:
         tell(f"first start with {isa.LEVEL} kernels: compiling them takes about 20 seconds")
     is_python = Path(sys.executable or "").name.startswith("python") and not hasattr(sys, "frozen")

@@ -94,8 +94,8 @@ class Recorder:
         self._unfit: set[_Kind] = set()
 
     def run(self, work: Work, given: torch.Tensor, meta: AttentionMeta) -> torch.Tensor:
-        """Compute ``work`` on an input [N, ...], which it may overwrite. The work must always be
-        the same except for N and for what attention reads.
+        """Compute ``work`` on an input [N, ...], which may be overwritten. The work must be the
+        same in every call, except for N and for what attention reads.
 
         The next step overwrites the result; rows of padding are undefined.
         """

@@ -10,8 +10,8 @@ from kernels.cpu.team import TEAM
 
 
 def set_threads(num: int | None = None) -> int:
-    """Let torch and compiled kernels use `num` threads; None: all cores of this process. Returns
-    the number.
+    """Let torch and compiled kernels use `num` threads; None: one for each core of this process.
+    Returns the number of threads.
 
     Torch's OpenMP threads and the helpers of kernels.cpu.team are separate; if all large operations
     are ours, ``leave_threads_to_kernels`` limits torch to one. Threads are not pinned to cores.

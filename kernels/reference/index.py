@@ -55,8 +55,8 @@ def preparation(
     inputs: Inputs,
     block_size: int,
 ) -> Callable[[], None]:
-    """A function that calls `prepare_inputs` with these tensors, whose addresses must not
-    change."""
+    """A function without arguments that calls `prepare_inputs` with these tensors. They must keep
+    their addresses."""
     return partial(prepare_inputs, state, slots, query_start, host_ids, inputs, block_size)
 
 

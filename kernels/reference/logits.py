@@ -135,10 +135,11 @@ def forbid_words(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> None:
-    """Forbid the last token of a word if the output ends with its other tokens.
+    """For each word whose tokens but the last are the end of the output so far, forbid the last
+    one.
 
     history [slots, max_len] int32: tokens by position, valid before positions[r]; num_prompt
-    [slots] int32.
+    [slots] int32: number of prompt tokens.
     """
     for row, (slot, position) in enumerate(zip(slots.tolist(), positions.tolist(), strict=True)):
         if slot < 0:

@@ -18,7 +18,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def to_key(value):
-    """An integer that is ordered like the float32; equal for both zeros."""
+    """An integer that is ordered like the float32 value; the keys of 0.0 and -0.0 are equal."""
     bits = tl.where(value == 0, 0.0, value).to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(tl.int64)
 

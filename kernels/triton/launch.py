@@ -13,8 +13,8 @@ class Launch(NamedTuple):
     """A launch to `run` on its tensors' device, or to `compile` for a target that may not be
     present.
 
-    fills_registers: use all registers. NVIDIA's assembler spills a few to fit one more program on a
-    processor; True forbids this.
+    fills_registers: let the kernel use all registers. NVIDIA's assembler otherwise spills a few, to
+    fit one more program on a processor.
     """
 
     kernel: Any

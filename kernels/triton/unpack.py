@@ -45,8 +45,9 @@ def shape_of(packed: Packed, rows: int, outputs: int) -> UnpackShape:
 
 @triton.jit
 def nibble_as_float(nibble, dtype: tl.constexpr):
-    """Integers below 16 as 16-bit floats plus a power of two, by setting bits of the mantissa,
-    which is faster than a conversion. The power cancels against that of the zero point."""
+    """Convert integers below 16 to 16-bit floats plus a constant, a power of two, by setting bits
+    of the mantissa; this is faster than a conversion. The constant cancels when the zero point,
+    converted the same way, is subtracted."""
     if dtype == tl.bfloat16:
         return (nibble.to(tl.int16) | 0x4300).to(tl.bfloat16, bitcast=True)
     elif dtype == tl.float16:

@@ -208,7 +208,7 @@ def _rate(text: str | None) -> float | None:
 
 
 def as_data(run: Run, found: Figures) -> dict[str, Any]:
-    """All figures as plain data, each latency with the ends of its interval."""
+    """All figures as plain data for JSON, each latency with the ends of its confidence interval."""
     return {
         "run": run.head,
         "period": found.window._asdict(),
@@ -276,7 +276,7 @@ def _period(found: Figures) -> str:
 
 
 def _latencies(found: Figures) -> Iterable[tuple[str, ...]]:
-    """Table rows of the latencies, each value with its interval in brackets."""
+    """Table rows of the latencies, each value with its confidence interval in brackets."""
     for kind in KINDS:
         cells = [found.latency.get(f"{kind}.{name}") for name in STATISTICS]
         if any(cells):

@@ -92,7 +92,7 @@ class WorkBound:
 
     @property
     def pairs(self) -> Counts:
-        """Pairs of a new token and a token that it attends to."""
+        """For each request, the number of pairs of a new token and a token that it attends to."""
         known, found = self.prompt + self.decodes, self.prompt - self.new
         return (known * (known + 1) - found * (found + 1)) // 2
 

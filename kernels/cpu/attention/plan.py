@@ -123,7 +123,7 @@ class _Cutter(NamedTuple):
 
 
 def _repeat(parts: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Two arrays with one entry for each part, in order: the i that it belongs to, which has
-    ``parts[i]`` parts, and its index among these."""
+    """Thing i has ``parts[i]`` parts. Returns two arrays with one entry for each part of all
+    things, in order: the i of its thing, and its index among that thing's parts."""
     each = np.repeat(np.arange(len(parts)), parts)
     return each, np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -59,8 +59,8 @@ def width_of(body: str) -> int:
 
 
 def pack(weight: torch.Tensor, width: int | None = None) -> torch.Tensor:
-    """Pack [out, in] bfloat16 to [panels, depth, width, 2], padded with zeros. width: outputs per
-    panel, if not those of this processor's body, for tests."""
+    """Pack [out, in] bfloat16 to [panels, depth, width, 2], padded with zeros. width (for tests):
+    outputs per panel; default: as this processor's body needs."""
     width = width or width_of(BODY)
     num_out, num_in = weight.shape
     panels, depth = -(-num_out // width), -(-num_in // STEP) * STEP // 2
