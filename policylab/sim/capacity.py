@@ -83,7 +83,7 @@ class RateSearch:
     limits: tuple[Limit, ...]
     slo: tuple[Limit, ...] = ()
     least: int = MIN_REQUESTS
-    """Requests in the first runs, if the workload has fewer."""
+    """The least number of requests in the first runs; it applies if the workload has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,17 +91,18 @@ class Highest:
     """The result of one search."""
 
     rate: float
-    """Requests per second at which all limits hold; 0 if they hold at no rate, NaN without a
+    """Requests per second at which all limits hold; 0 if they hold at no rate, NaN if there is no
     result."""
     limited_by: str
-    """What fails at a rate 1 % higher."""
+    """The limit that fails at a rate 1 % higher."""
     num_runs: int
     num_requests: int = 0
     """Requests in each run of the search; the result was checked with four times as many."""
     refused: str = ""
     """Why there is no result; empty if there is one."""
     not_own: str = ""
-    """Why the policy has no figures; empty if it has some."""
+    """Why the policy's runs are not valid (some of its answers were replaced by defaults); empty if
+    they are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,31 +113,33 @@ class Capacities:
     """The swept option as ``option=value``; empty without a sweep."""
     names: list[str]
     found: list[list[Highest]]
-    """By policy, then by seed."""
+    """The results of the searches, by policy, then by seed."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """The policies without figures, and the reason for each."""
 
     def rate(self, place: int) -> Estimate:
-        """The mean over the seeds, in requests per second; NaN unless all seeds have a result."""
+        """The mean rate of the policy at index ``place`` over all seeds, in requests per second;
+        NaN unless all seeds have a result."""
         rates = [each.rate for each in self.found[place]]
         return NOTHING if any(map(isnan, rates)) else mean_over(rates)
 
     def num_answers(self, place: int) -> int:
-        """The number of seeds with a result."""
+        """The number of seeds with a result for the policy at index ``place``."""
         return sum(not isnan(each.rate) for each in self.found[place])
 
     def ends(self, place: int) -> tuple[float, float]:
-        """The lowest and the highest rate of the seeds."""
+        """The lowest and the highest rate over the seeds, for the policy at index ``place``."""
         rates = [each.rate for each in self.found[place]]
         return min(rates), max(rates)
 
     def limited_by(self, place: int) -> str:
-        """The limit that stopped most seeds."""
+        """The limit that bounds the rate for most seeds, for the policy at index ``place``."""
         causes = [each.limited_by for each in self.found[place]]
         return max(causes, key=causes.count)
 
     def difference(self, place: int) -> tuple[Estimate, str]:
-        """The relative difference from the first policy, and the verdict on it."""
+        """How much the rate of the policy at index ``place`` differs from that of the first policy,
+        as a share of the latter, and the verdict on the difference."""
         ours, theirs = ([each.rate for each in self.found[p]] for p in (place, 0))
         scale = sum(theirs) / len(theirs)
         if not scale or isnan(scale + sum(ours)):
@@ -152,8 +155,8 @@ def capacities(
     jobs: int = 1,
     progress: Callable[[str], None] | None = None,
 ) -> list[Capacities]:
-    """The highest rates at each value of the swept option. The loads and the rate of ``what`` are
-    ignored.
+    """Search for the highest rate of each policy, at each value of the swept option. The loads and
+    the rate of ``what`` are ignored.
 
     ``progress`` is called with a line after each search. Raises ``ConfigError`` for options that
     cannot work, and ``EngineDeadError`` if a process dies.
@@ -217,7 +220,8 @@ def _line(search: RateSearch, found: Highest) -> str:
 
 
 def _start(what: Experiment, workload: Workload, engine: Engine) -> float:
-    """The rate that fcfs can serve. Raises ``ConfigError`` for options that cannot work."""
+    """The rate that fcfs can serve, with which searches start. Raises ``ConfigError`` for options
+    that cannot work."""
     check(what.policies, workload, engine)
     if isinstance(workload, FileWorkload) and workload.size.number < LONGER * MIN_FILE:
         raise ConfigError(
@@ -235,7 +239,7 @@ def highest(search: RateSearch) -> Highest:
 
 
 class _NotOwnError(Exception):
-    """A run of the policy is not valid, since some of its answers were replaced by defaults."""
+    """A run is not valid: some of the policy's answers were replaced by defaults."""
 
 
 class _Searcher:
@@ -267,7 +271,7 @@ class _Searcher:
             return self._answer(nan, "", size, not_own=str(error))
 
     def _sizes(self) -> tuple[int, int]:
-        """The number of requests in the first runs, and the largest number in a run."""
+        """The number of requests in the first runs, and the most requests that any run may have."""
         search = self._search
         if isinstance(search.workload, FileWorkload):
             number = search.workload.size.number
@@ -294,8 +298,9 @@ class _Searcher:
         )
 
     def _bisected(self, size: int, start: float, broken: str = "") -> tuple[float, str]:
-        """The highest rate that passes in runs of this many requests, and what fails above it.
-        ``broken``: what is known to fail at the first rate."""
+        """The highest rate that passes in runs of ``size`` requests, and the limit that fails above
+        it. ``broken``: the limit already known to fail at the rate ``start``; empty if not
+        known."""
         low, high, rate, step, cause = 0.0, inf, start, FIRST_STEP, broken
         if broken:
             high, rate = start, start / step
@@ -312,7 +317,7 @@ class _Searcher:
         return low, cause
 
     def _not_kept(self, size: int, rate: float) -> str:
-        """What fails at this rate; empty if nothing does."""
+        """The limit that fails in a run of ``size`` requests at this rate; empty if none does."""
         search = self._search
         workload = replace(search.workload, num_requests=size)
         self._num_runs += 1
@@ -325,7 +330,8 @@ class _Searcher:
         return _broken(done, search, rate)
 
     def _relative(self, size: int) -> float:
-        """The demand of the requests in runs of this size, over the mean demand."""
+        """The mean demand of this seed's requests in a run of ``size`` requests, divided by the
+        mean demand of the workload."""
         search, done = self._search, self._last
         assert done is not None
         work = work_of(done.requests, done.head)

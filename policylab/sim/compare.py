@@ -34,28 +34,31 @@ EQUAL, UNDECIDED, BETTER, WORSE, NO_MEANS = "equal", "undecided", "better", "wor
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A figure of a policy, and of the policy that it is compared with."""
+    """A figure of one policy (``ours``) next to that of the policy it is compared with
+    (``theirs``)."""
 
     figure: str
     ours: Estimate
-    """Mean over seeds."""
+    """The mean of the figure over seeds, as is ``theirs``."""
     theirs: Estimate
     by: Estimate
-    """Ours minus theirs."""
+    """The difference ``ours`` minus ``theirs``."""
     verdict: str
     """One of: equal (to the last digit), undecided, better, worse, no means (a seed was overloaded
     and has nothing to compare)."""
     num_seeds: int
-    """Seeds for which both policies have the figure."""
+    """The number of seeds for which both policies have the figure."""
 
     @property
     def relative(self) -> float:
-        """The difference as a share of theirs."""
+        """The difference divided by the other policy's mean; 0 if that mean is 0."""
         return self.by.value / abs(self.theirs.value) if self.theirs.value else 0.0
 
 
 def verdict(by: Estimate, *, is_equal: bool, is_better_small: bool) -> str:
-    """The verdict on a difference; ``is_equal``: all values are the same to the last digit."""
+    """The verdict on ``by``, the difference between two policies' figures. ``is_equal``: all values
+    of both are the same to the last digit. ``is_better_small``: smaller values of the figure are
+    better."""
     if is_equal:
         return EQUAL
     if by.holds_zero:
@@ -76,26 +79,28 @@ class Cell:
     """The swept option as ``option=value``; empty without a sweep."""
     names: list[str]
     figures: list[list[Figures]]
-    """By policy, then by seed."""
+    """The figures of every run, by policy, then by seed."""
     is_paired: bool = True
     left_out: Mapping[str, str] = field(default_factory=dict)
     """The policies without figures, and the reason for each: in this or another cell they were
     switched off, or some of their answers were replaced by defaults."""
 
     def over_seeds(self, place: int, figure: str) -> Estimate:
-        """The mean of a policy's figure over all seeds; NaN unless every seed has it."""
+        """The mean of this figure over all seeds for the policy at index ``place``; NaN unless
+        every seed has the figure."""
         values = [each.value(figure) for each in self.figures[place]]
         return NOTHING if any(map(isnan, values)) else mean_over(values)
 
     def num_with(self, place: int, figure: str) -> int:
-        """The number of seeds for which the policy has this figure."""
+        """The number of seeds for which the policy at index ``place`` has this figure."""
         return sum(not isnan(each.value(figure)) for each in self.figures[place])
 
     def num_overloaded(self, place: int) -> int:
         return sum(each.is_overloaded for each in self.figures[place])
 
     def difference(self, place: int, figure: str, base: int = 0) -> Difference:
-        """The difference between a policy's figure and that of policy ``base``."""
+        """The difference in this figure between the policies at the indices ``place`` and
+        ``base``."""
         ours, theirs = ([each.value(figure) for each in self.figures[p]] for p in (place, base))
         num_pairs = sum(not isnan(o - t) for o, t in zip(ours, theirs, strict=True))
         by, words = NOTHING, NO_MEANS
@@ -115,7 +120,8 @@ class Cell:
         )
 
     def collapses(self) -> list[str]:
-        """A line for each policy that recomputes many tokens or serves few."""
+        """A warning line for each policy that recomputes a large share of its tokens, or serves far
+        fewer tokens per second than fcfs."""
         if "fcfs" not in self.names:
             base = float("nan")
         else:
@@ -134,7 +140,7 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class Experiment:
-    """Which policies serve which requests."""
+    """What to simulate: policies, the requests that they serve, loads and seeds."""
 
     policies: Sequence[Any]
     """Policies as given to an engine, or as ``PolicyVariant``; for several processes by name, path
@@ -148,7 +154,7 @@ class Experiment:
     seeds: Sequence[int] = (0,)
     slo: Sequence[Limit] = ()
     sweep: tuple[str, Sequence[Any]] | None = None
-    """An option of engine, workload or scheduler, and its values."""
+    """An option of engine, workload or scheduler, and the values to try for it."""
     is_paired: bool = True
     """All policies get the same requests; otherwise each policy has its own seeds."""
     is_whole: bool = False
@@ -156,7 +162,7 @@ class Experiment:
 
 
 def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
-    """One cell for each value of the swept option and each load, simulated in ``jobs`` processes.
+    """Simulate one cell for each value of the swept option and each load, in ``jobs`` processes.
 
     Raises ``ConfigError`` for options that cannot work, before anything is simulated, and
     ``EngineDeadError`` if a process dies.
@@ -176,8 +182,8 @@ def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
 
 
 def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> dict[str, str]:
-    """The policies without figures in at least one of the rows, and the first reason for each. A
-    row has one entry for each of ``names``."""
+    """Each policy that has no figures in at least one row, with the first reason found. Every row
+    has one result per policy, in the order of ``names``."""
     found: dict[str, str] = {}
     for row in rows:
         for name, each in zip(names, row, strict=True):
@@ -189,7 +195,8 @@ def without_figures(names: Sequence[str], rows: Iterable[Sequence[object]]) -> d
 def _filled(
     cell: Cell, left_out: Mapping[str, str], columns: Sequence[Sequence[Figures | NoFigures]]
 ) -> Cell:
-    """The cell with the figures of all policies that have figures everywhere."""
+    """The cell with figures for all policies except those in ``left_out``. ``columns``: the results
+    of each policy, one per seed."""
     kept = {
         name: [each for each in column if isinstance(each, Figures)]
         for name, column in zip(cell.names, columns, strict=True)

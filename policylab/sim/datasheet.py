@@ -1,8 +1,8 @@
 """Estimate step times from a model's sizes and a processor's data sheet.
 
-A step takes the larger of reading the weights once and multiplying each token by them, plus reading
-the KV cache and a launch cost. A fixed share of the peak rates is assumed (roofline model:
-Williams, Waterman and Patterson, 2009).
+A step takes as long as the slower of reading the weights once and multiplying each token by them,
+plus the time to read the KV cache and a launch cost. A fixed share of the peak rates is assumed
+(roofline model: Williams, Waterman and Patterson, 2009).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ BYTES = 2  # per number
 
 @dataclass(frozen=True)
 class Device:
-    """Data sheet values: memory bytes per second, dense 16-bit operations per second."""
+    """Peak rates from a processor's data sheet: bytes of memory read per second, and dense 16-bit
+    operations per second."""
 
     bandwidth: float
     flops: float
@@ -67,7 +68,8 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 def from_datasheet(text: str) -> Profile:
-    """A profile for ``MODEL@DEVICE``, as in ``llama-8b@h100`` or ``path/to/config.json@4xh100``.
+    """The profile of step times for ``MODEL@DEVICE``, as in ``llama-8b@h100`` or
+    ``path/to/config.json@4xh100``.
 
     Several devices split weights and cache evenly; communication between them is not counted.
     Raises ``ConfigError``.

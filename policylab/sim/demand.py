@@ -33,7 +33,8 @@ Mask = NDArray[np.bool_]
 
 
 def demand(work: WorkBound, which: Mask | None = None) -> float:
-    """Seconds in which a full engine can serve these requests, at least."""
+    """The least time in seconds in which a full engine can serve requests of ``work``. ``which``: a
+    mask that selects some of them; default: all."""
     rows = slice(None) if which is None else which
     steps = max(
         float(work.tokens[rows].sum()) / work.max_tokens,
@@ -44,8 +45,9 @@ def demand(work: WorkBound, which: Mask | None = None) -> float:
 
 
 def most_per_second(requests: Requests, head: dict[str, Any]) -> float:
-    """An upper bound of the arrival rate at which a scheduler can serve all requests of this run,
-    with the same prefix hits; infinity if the step cost is unknown. ``head``: the run's."""
+    """An upper bound on the rate, in requests per second, at which any scheduler can serve the
+    requests of a run with the same prefix hits; infinity if the step cost is unknown. ``head``: the
+    options of the run, as in ``Run.head``."""
     work = work_of(requests, head)
     return inf if work is None else len(requests) / demand(work)
 
@@ -55,7 +57,8 @@ class DemandSample(NamedTuple):
 
     prompt: Counts
     known: Counts
-    """Tokens at the start of the prompt that an earlier request had or generated."""
+    """Tokens at the start of the prompt that an earlier prompt or answer also had, so that they may
+    be cached."""
     output: Counts
 
     def at_most(self, longest: int) -> DemandSample:
@@ -77,7 +80,8 @@ def drawn(source: JobSource) -> DemandSample:
 
 
 def _jobs(source: JobSource) -> Iterator[Job]:
-    """All requests. Each ends immediately, so that requests that follow others come too."""
+    """All requests of a source. Each is reported as ended immediately, so that requests which
+    follow it come too."""
     while source.next_time < inf:
         job = source.take()
         yield job
@@ -85,7 +89,8 @@ def _jobs(source: JobSource) -> Iterator[Job]:
 
 
 def _known(job: Job, seen: set[str]) -> int:
-    """Prompt tokens that could be in the cache."""
+    """The number of prompt tokens that an earlier job had or generated, so that they may be
+    cached."""
     number = 0
     for span in job.prompt:
         if span.text not in seen and not span.text.startswith(ANSWER):
@@ -97,8 +102,11 @@ def _known(job: Job, seen: set[str]) -> int:
 def served_per_second(
     requests: Requests, head: dict[str, Any], own: DemandSample, every: DemandSample
 ) -> float:
-    """Requests per second that an engine can serve forever, if they are like those of ``every``;
-    NaN if the run served none. ``own``: the requests of the run, which all arrived at once."""
+    """The rate, in requests per second, that an engine can sustain on requests like those of
+    ``every``, estimated from one run in which all requests arrived at once; NaN if it served none.
+
+    ``requests``, ``head``: the records and options of the run. ``own``: the sizes of its requests.
+    """
     work, last = work_of(requests, head), requests.times("last")
     ends = np.sort(last[~np.isnan(last)])
     if work is None or not len(every.prompt):
@@ -112,13 +120,14 @@ def served_per_second(
 
 
 def share_found(work: WorkBound, own: DemandSample) -> float:
-    """The share of cacheable tokens that were cached. ``own``: the requests of the work."""
+    """Of the prompt tokens that could have been in the cache, the share that was found there.
+    ``own``: the sizes of the requests in ``work``."""
     return min(1.0, float(work.cached.sum()) / max(1, int(own.known.sum())))
 
 
 def mean_demand(sample: DemandSample, work: WorkBound, found: float) -> float:
-    """Mean demand (seconds) of the sampled requests on the engine of ``work``, if the share
-    ``found`` of cacheable tokens is in the cache."""
+    """The mean demand (seconds) of the sampled requests on the engine of ``work``, if a share
+    ``found`` of the tokens that could be cached is found in the cache."""
     shortened = replace(
         work,
         arrival=np.zeros(len(sample.prompt)),

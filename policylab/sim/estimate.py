@@ -17,7 +17,8 @@ NUM_BATCHES = 20  # values of a run are correlated; the means of this many parts
 
 
 class Estimate(NamedTuple):
-    """A value with the ends of its interval, which are infinite where the data give no bound."""
+    """A value with the two ends of its confidence interval, which are infinite where the data give
+    no bound."""
 
     value: float
     low: float
@@ -32,7 +33,8 @@ NOTHING = Estimate(nan, nan, nan)
 
 
 def mean_of(values: Floats) -> Estimate:
-    """The mean of a run's values in their order. Its interval comes from the means of 20 parts."""
+    """The mean of values from one run, in the order in which they occurred. Its interval comes from
+    the means of 20 consecutive parts (batch means)."""
     if not len(values):
         return NOTHING
     parts = np.array_split(values, min(NUM_BATCHES, len(values)))
@@ -50,7 +52,7 @@ def mean_over(values: Sequence[float]) -> Estimate:
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
-    """The difference of the means of two sets of independent values (Welch)."""
+    """The difference between the means of two sets of independent values, with Welch's interval."""
     if len(ours) < 2 or len(theirs) < 2:
         return Estimate(_mean(ours) - _mean(theirs), -inf, inf)
     errors = [float(np.var(v, ddof=1)) / len(v) for v in (ours, theirs)]
@@ -63,20 +65,22 @@ def difference(ours: Sequence[float], theirs: Sequence[float]) -> Estimate:
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Half the interval of the mean of independent values; infinity for fewer than two."""
+    """Half the width of the 95 % interval of a mean of independent values; infinity for fewer than
+    two values."""
     if len(values) < 2:
         return inf
     return student(len(values) - 1) * float(np.std(values, ddof=1)) / sqrt(len(values))
 
 
 def quantile_of(values: Floats, share: float) -> Estimate:
-    """The smallest value that at least this share does not exceed. The interval comes from order
-    statistics, as if values were independent."""
+    """The smallest value such that at least ``share`` of the values are no larger. Its interval
+    comes from order statistics, as if values were independent."""
     return weighted_quantile(values, np.ones(len(values)), share)
 
 
 def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate:
-    """The quantile of values with weights. Each value counts as one observation."""
+    """The quantile of values with weights. For its interval each value counts as one observation,
+    whatever its weight."""
     count = len(values)
     if not count:
         return NOTHING
@@ -97,8 +101,9 @@ def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate
 
 @cache
 def ranks_around(count: int, share: float) -> tuple[int, int]:
-    """The ranks (from 1) of two of ``count`` ordered values between which the quantile lies; 0 or
-    ``count + 1`` if there is no such value."""
+    """The 95 % interval of a quantile, as ranks: of ``count`` values in ascending order (ranks from
+    1), the ranks of the two between which the quantile for ``share`` lies. 0 or ``count + 1``
+    stands for an end without a bound."""
     centre, spread = count * share, 8.0 * sqrt(count * share * (1.0 - share)) + 8.0
     first, last = max(0, int(centre - spread)), min(count, int(centre + spread) + 1)
     below = np.array([_binomial(count, share, k) for k in range(first, last + 1)]).cumsum()
@@ -133,8 +138,8 @@ def student(degrees: int) -> float:
 
 
 def chance(values: Sequence[float]) -> float:
-    """The two-sided p-value of a mean against 0 (Student); 1 for fewer than two values or if all
-    are 0."""
+    """The two-sided p-value of the hypothesis that the mean is 0 (Student's t-test); 1 for fewer
+    than two values or if all are 0."""
     if len(values) < 2 or not any(values):
         return 1.0
     degrees, error = len(values) - 1, float(np.std(values, ddof=1)) / sqrt(len(values))
@@ -150,8 +155,8 @@ def chance(values: Sequence[float]) -> float:
 
 
 def corrected(chances: Sequence[float]) -> list[float]:
-    """P-values of several tests, corrected for their number (Holm), so that the probability of any
-    wrong rejection is at most the level."""
+    """The p-values of several tests, raised by Holm's method, so that the probability of any wrong
+    rejection is at most the level they are compared with."""
     found, worst = [1.0] * len(chances), 0.0
     for rank, place in enumerate(sorted(range(len(chances)), key=chances.__getitem__)):
         worst = max(worst, min(1.0, (len(chances) - rank) * chances[place]))

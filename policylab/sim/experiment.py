@@ -30,7 +30,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Policies, and the requests that each of them serves."""
+    """Policies, and the workload, engine and seed with which each of them is run."""
 
     policies: tuple[Any, ...]
     workload: Workload
@@ -45,20 +45,21 @@ class Setting:
     """Count all requests, including warm-up and overloaded runs."""
 
     def seed_of(self, place: int) -> int:
-        """The seed for the policy at this place."""
+        """The seed for the policy at index ``place``."""
         return self.seed if self.is_paired else self.seed + place * UNPAIRED_STRIDE
 
 
 @dataclass(frozen=True)
 class NoFigures:
-    """A policy without figures: a run failed, or defaults replaced some of its answers."""
+    """Stands for the figures of a policy that has none: a run failed, or defaults replaced some of
+    its answers."""
 
     why: str
 
 
 def measure(setting: Setting) -> list[Figures | NoFigures]:
-    """The figures of each policy, or why it has none. If the policies serve the same requests, all
-    figures count the same ones: those after the longest warm-up, or all."""
+    """The figures of each policy, or the reason why it has none. If all policies serve the same
+    requests, their figures also count the same ones: those after the longest warm-up, or all."""
     requests = (setting.workload, setting.engine)
     runs = [
         own_run(policy, *requests, setting.seed_of(place), setting.rate)
@@ -72,7 +73,8 @@ def measure(setting: Setting) -> list[Figures | NoFigures]:
 def own_run(
     policy: Any, workload: Workload, engine: Engine, seed: int, rate: float | None
 ) -> Run | NoFigures:
-    """A run of the policy; ``NoFigures`` if it fails or some answers were replaced by defaults."""
+    """Run the policy; returns ``NoFigures`` if the run fails or if defaults replaced some of the
+    policy's answers."""
     try:
         found = run(policy, workload, engine, seed=seed, rate=rate)
     except PolicyError as error:
@@ -98,7 +100,8 @@ def _figures_of(runs: Sequence[Run], setting: Setting) -> list[Figures]:
 def in_processes(
     work: Callable[[Item], Result], items: Sequence[Item], jobs: int
 ) -> Iterator[Result]:
-    """The results in the order of the items, computed in ``jobs`` processes.
+    """The result of ``work`` for each item, in the order of the items, computed in ``jobs``
+    processes.
 
     Raises ``ConfigError`` for too many jobs, ``EngineDeadError`` if a process dies, and what
     ``work`` raises.
@@ -122,7 +125,7 @@ def in_processes(
 
 
 def seeds_from(first: int, count: int) -> range:
-    """The seeds of an experiment. Raises ``ConfigError``."""
+    """The ``count`` seeds of an experiment, starting with ``first``. Raises ``ConfigError``."""
     if not 1 <= count <= MAX_SEEDS:
         raise ConfigError(f"--seeds is {count}, must be in 1..{MAX_SEEDS}")
     if not 0 <= first < 2**31:
@@ -133,8 +136,8 @@ def seeds_from(first: int, count: int) -> range:
 def with_option(
     name: str, value: Any, workload: Workload, engine: Engine
 ) -> tuple[Workload, Engine]:
-    """The workload and the engine with one option of either, or of the scheduler, set to this
-    value.
+    """Set the option ``name`` to this value where it belongs: in the workload, in the engine or in
+    the engine's scheduler options. Returns workload and engine.
 
     Raises ``ConfigError`` for an unknown option, and for a value that it cannot have.
     """
@@ -177,7 +180,8 @@ def check_rate(rate: float | None) -> None:
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """The names as column heads: a name that occurs again gets a number."""
+    """The names as distinct column heads: a name that occurs again gets a number, as in ``fcfs
+    #2``."""
     found: list[str] = []
     for name in names:
         again = sum(other == name or other.startswith(f"{name} #") for other in found)

@@ -53,7 +53,8 @@ MIN_THROUGHPUT = 0.8
 
 @dataclass(frozen=True, kw_only=True)
 class Slowdown:
-    """The slowdown of requests of one size class."""
+    """The slowdown of the requests in one size class, which is a range of prompt and of output
+    lengths."""
 
     prompt: tuple[int, int | None]
     """Prompt tokens: the first value and the end (exclusive); ``None``: no end."""
@@ -74,9 +75,9 @@ class Figures:
     num_counted: int
     """Requests that arrived in the period and finished normally."""
     outcomes: dict[str, int]
-    """The number of requests by outcome."""
+    """The number of requests with each outcome."""
     latency: dict[str, Estimate]
-    """Values by name, such as ``ttft.mean``; empty if the run is overloaded."""
+    """Latencies by name, such as ``ttft.mean``; empty if the run is overloaded."""
     slowdown: list[Slowdown]
     requests_per_second: float
     """Requests that ended in the period, per second."""
@@ -87,18 +88,19 @@ class Figures:
     kept: KeptPromises
     service: Service | None
     recomputed: float
-    """Recomputed share of all tokens computed in the run."""
+    """The share of all computed tokens that had been computed before."""
     num_preemptions: int
     kv_peak: float
     """The largest share of the KV pool in use."""
     prefix_hits: int
-    """Tokens found in the prefix cache."""
+    """The number of tokens found in the prefix cache."""
     num_steps: int
     bounds: Bounds | None
     mean_e2e: float
-    """The mean over the whole run, for comparison with its bound."""
+    """Mean seconds from arrival to last token over the whole run, for comparison with the lower
+    bound for any scheduler."""
     counters: dict[str, Any]
-    """Counters of the policy and of resources."""
+    """Counters that the policy and the resources report."""
     hook_seconds: float
     """Real time in the policy's hooks, the only figure that differs from run to run."""
 
@@ -112,8 +114,8 @@ class Figures:
         return self.num_requests - self.outcomes.get(DONE, 0)
 
     def value(self, name: str) -> float:
-        """One of ``values`` by name; NaN if the run does not have it. Raises ``ConfigError`` for an
-        unknown name."""
+        """The figure of this name from ``values``; NaN if the run does not have it. Raises
+        ``ConfigError`` for an unknown name."""
         if name not in NAMES:
             raise ConfigError(f"figure {name!r} is not known; figures are: {', '.join(NAMES)}")
         return self.values()[name]
@@ -200,13 +202,13 @@ def figures(run: Run, *, slo: Sequence[Limit] = (), period: Window | None = None
 
 
 def period_of(run: Run) -> Window:
-    """The period of a run that counts."""
+    """The part of a run whose requests its figures count."""
     return window(run.requests, is_backlog=_is_backlog(run))
 
 
 def _is_backlog(run: Run) -> bool:
     """True if requests arrived much faster than any scheduler could serve them. If the step cost is
-    unknown: if most requests were still there when the last one arrived."""
+    unknown, this is judged by whether most requests were unfinished when the last one arrived."""
     requests = run.requests
     arrival, last = requests.times("arrival"), requests.times("last")
     if not len(arrival):
@@ -217,7 +219,7 @@ def _is_backlog(run: Run) -> bool:
 
 
 def recomputed(run: Run) -> float:
-    """The share of computed tokens that had been computed before."""
+    """The share of all computed tokens that had been computed before."""
     requests, totals = run.requests, run.totals
     done = requests.done
     needed = int((requests.counts("num_prompt") + requests.counts("num_output") - 1)[done].sum())
@@ -226,7 +228,9 @@ def recomputed(run: Run) -> float:
 
 
 def collapse(name: str, share: float, throughput: float, of_fcfs: float) -> str | None:
-    """A line about a policy that recomputes many tokens or serves few; else ``None``."""
+    """A warning line about policy ``name`` if it recomputes a large share of its tokens
+    (``share``), or if its ``throughput`` is far below that of fcfs, both in tokens per second; else
+    ``None``."""
     faults = []
     if share > MAX_RECOMPUTED:
         faults.append(f"recomputes {100.0 * share:.0f} % of its tokens")
@@ -257,7 +261,8 @@ def _latency(
 
 
 def _gaps(gaps: Floats, period: Window) -> dict[str, Estimate]:
-    """Statistics of token gaps in the period. All gaps of a step are one observation."""
+    """Statistics of the gaps between tokens in the period. All gaps that end with the same step are
+    one observation."""
     inside = gaps[(gaps[:, 0] >= period.start) & (gaps[:, 0] <= period.end)]
     seconds, counts = inside[:, 1], inside[:, 2]
     found = {
@@ -307,7 +312,8 @@ def _per_second(times: Floats, period: Window, counts: Floats | None = None) -> 
 
 
 def _tokens_per_second(run: Run, period: Window) -> float:
-    """Output tokens per second: first tokens, and one for each gap."""
+    """Output tokens per second in the period. They are counted as first tokens, plus one token for
+    each gap between tokens."""
     firsts = run.requests.times("first")
     others = _per_second(run.gaps[:, 0], period, run.gaps[:, 2])
     return _per_second(firsts[~np.isnan(firsts)], period) + others

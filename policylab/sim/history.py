@@ -1,8 +1,8 @@
-"""The events, queue stays and steps of each request, kept if the steps of a run are kept.
+"""The events, stays in the queue and steps of each request, kept if the steps of a run are kept.
 
-The core reports a request's events and its total waits with the first output after each start, and
-at the end. The waits that were added since the last report belong to the stays that ended in
-between, so each stay has its own causes.
+The core reports the events of a request, and how long it has waited so far by cause, with the first
+output after each start, and at the end. What was added to the waits since the last report belongs
+to the stays that ended in between, so each stay has its own causes.
 """
 
 from __future__ import annotations
@@ -22,26 +22,27 @@ PREEMPTED = "preempted"
 
 
 class Stay(NamedTuple):
-    """A stay of a request in the queue."""
+    """One stay of a request in the queue, from entering to leaving it."""
 
     start: float
     end: float
     causes: dict[str, float]
-    """Seconds by cause, the largest first."""
+    """Seconds waited by cause, the largest first."""
     is_again: bool = False
-    """The request was preempted before."""
+    """True if the stay followed a preemption of the request."""
 
     @property
     def cause(self) -> str:
-        """The cause with the most seconds."""
+        """The cause with the longest wait."""
         return next(iter(self.causes), "")
 
 
 class History:
     """Events, stays in the queue and steps of each request, in order of arrival.
 
-    ``work`` [n, 4] holds spans of steps: the place of the request, the first step, the last step,
-    and the tokens computed in each step. The request computed nothing in steps without a span.
+    ``work`` [n, 4] has a row for each span of consecutive steps in which a request computed the
+    same number of tokens: the index of the request, the first and the last step, and the tokens per
+    step. A request computed nothing in steps without a span.
     """
 
     def __init__(self) -> None:
@@ -57,15 +58,16 @@ class History:
         return len(self.events)
 
     def came(self) -> None:
-        """Add a request, accepted or refused."""
+        """Add the next request, which was accepted or refused."""
         self.events.append([])
         self.stays.append([])
 
     def report(
         self, place: int, events: Sequence[Event], waits: Mapping[str, float], start: float
     ) -> None:
-        """Record all events of a request and its total waits; ``start``: start of the run on the
-        clock of the events, in seconds."""
+        """Record what the core reports about the request at index ``place``: all its events so far,
+        and its total waits (seconds) by cause. ``start``: start of the run on the clock of the
+        events, in seconds."""
         num_known, before = self._known.get(place, (0, {}))
         own = self.events[place]
         own += [(name, time - start) for name, time in events[num_known:]]
@@ -76,7 +78,7 @@ class History:
         self._known[place] = (len(events), dict(waits))
 
     def ended(self, place: int, time: float) -> None:
-        """Record the end of a request, which closes an open stay."""
+        """Record that the request at index ``place`` ended, which also ends a stay in the queue."""
         own, stays = self.events[place], self.stays[place]
         if own and own[-1][0] != "scheduled":
             _, waits = self._known.get(place, (0, {}))
@@ -96,7 +98,7 @@ class History:
 
     @classmethod
     def read(cls, rows: Iterable[dict[str, Any]], work: Sequence[Sequence[int]]) -> History:
-        """The history in such rows."""
+        """The history from rows made by ``rows``, and from the spans of ``work``."""
         found = cls()
         for row in rows:
             found.events.append([(name, time) for name, time in row["events"]])
@@ -106,7 +108,7 @@ class History:
 
 
 def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
-    """The completed stays in the queue, without their causes."""
+    """The completed stays in the queue that these events show; their causes are left empty."""
     since: Event | None = None
     for event in events:
         if event[0] == "scheduled" and since is not None:
@@ -117,8 +119,9 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
-    """Distribute waits over stays. A stay after a preemption is charged to that preemption alone;
-    among several, the one of most similar length."""
+    """Distribute the waits in ``added`` (seconds by cause) over the stays that ended since the last
+    report. Stays after a preemption get only waits caused by preemptions: each the one of most
+    similar length, and the last stay all that remain. Other stays get the other causes."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]
@@ -142,7 +145,7 @@ def _sorted(causes: dict[str, float]) -> dict[str, float]:
 class ProcessedWork:
     """Records steps as spans in which a request got the same number of tokens.
 
-    A step costs a few operations on columns of the engine's seats.
+    To record a step takes only a few operations on arrays that have an entry per seat.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -153,7 +156,7 @@ class ProcessedWork:
         self._spans: list[tuple[str, int, int, int]] = []
 
     def computed(self, plan: StepPlan) -> None:
-        """Record the next step."""
+        """Record what each request computes in the next step."""
         for new in plan.new:
             self._close([new.slot])
             self._ids[new.slot] = new.request_id
@@ -175,7 +178,8 @@ class ProcessedWork:
                 self._counts[slot] = 0
 
     def spans(self, places: Mapping[str, int]) -> Cells:
-        """[n, 4], as ``History.work``, in order of their first step."""
+        """All spans [n, 4], as in ``History.work``, ordered by their first step. ``places``: the
+        index of each request, by its id."""
         self._close(range(len(self._ids)))
         found = [(places[name], *span) for name, *span in self._spans]
         found.sort(key=lambda span: (span[1], span[0]))

@@ -30,7 +30,8 @@ NUM_WORDS = VOCABULARY - FIRST_TOKEN
 
 
 class Span(NamedTuple):
-    """``length`` tokens of a text from position ``start``. Equal names are equal texts."""
+    """A piece of a text: ``length`` tokens from position ``start``. Texts of the same name are
+    equal."""
 
     text: str
     length: int
@@ -45,12 +46,12 @@ class Job:
     arrival: float
     prompt: tuple[Span, ...]
     num_output: int
-    """Output tokens, including the one that ends the text. Policies do not see it, except with an
-    oracle."""
+    """Output tokens, including the one that ends the text. Policies do not see this number, unless
+    the experiment gives them an oracle."""
     user: str = ""
     priority: int = 0
     deadline: float | None = None
-    """Seconds after its arrival by which it should end."""
+    """Seconds after its arrival by which the request should end."""
     ttft: float | None = None
     """Promised seconds from arrival to first token."""
     tbt: float | None = None
@@ -67,7 +68,7 @@ class Job:
 
     @property
     def num_prompt(self) -> int:
-        """Prompt tokens."""
+        """The number of prompt tokens."""
         return sum(span.length for span in self.prompt)
 
     def request(self, max_tokens: int, *, tell_length: bool = False) -> AddRequest:
@@ -95,7 +96,8 @@ class Job:
         return tokens_of(self.prompt, answers, self.texts)
 
     def hints_for(self, tell_length: bool = False) -> dict[str, Any]:
-        """Hints for policies, which include promises, program and tier."""
+        """The hints of the request for policies, with its promises, program and tier added; with
+        ``tell_length`` also its output length."""
         hints: dict[str, Any] = {}
         if self.ttft is not None:
             hints["ttft"] = self.ttft
@@ -113,8 +115,8 @@ class Job:
 
 @lru_cache
 def _params(max_tokens: int) -> SamplingParams:
-    """Sampling parameters shared by all requests with this maximum, since checking them takes as
-    long as a step."""
+    """Sampling parameters with this maximum of output tokens. All requests with the same maximum
+    share one object, since validating a new one takes as long as a step."""
     return SamplingParams(max_tokens=max_tokens)
 
 
@@ -123,8 +125,9 @@ def tokens_of(
     answers: Mapping[str, Sequence[int]] | None = None,
     texts: Mapping[str, Sequence[int]] = NOTHING,
 ) -> list[int]:
-    """The token ids of these spans, one after the other; ``texts`` holds the tokens of real texts.
-    Missing tokens of an answer (of a refused request, for example) are filled up."""
+    """The token ids of these spans, one after the other. ``answers``: generated tokens by request
+    id; filler tokens stand in for missing ones (after a refused request, for example). ``texts``:
+    token ids of real texts, by name."""
     tokens: list[int] = []
     for text, length, start in prompt:
         if text in texts:
@@ -140,8 +143,8 @@ def tokens_of(
 
 
 def _read(text: str, start: int, length: int) -> list[int]:
-    """Part of a generated text. Texts read the same table from different places; their first tokens
-    make them distinct."""
+    """Tokens of a made-up text, from position ``start``. All such texts are read from one table,
+    each from another place; their first tokens are replaced so that no two texts begin alike."""
     key = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
     table = _table()
     first = (key + start) % TABLE_LENGTH
@@ -155,7 +158,8 @@ def _read(text: str, start: int, length: int) -> list[int]:
 
 @lru_cache(maxsize=1)
 def _table() -> list[int]:
-    """The table of token ids. Equal ids share one int object, and slices are quick copies."""
+    """The table of token ids from which made-up texts are read. Equal ids share one int object, and
+    slices are quick copies."""
     rng = np.random.Generator(np.random.PCG64(20261125))
     numbers = list(range(VOCABULARY))
     drawn: list[int] = rng.integers(FIRST_TOKEN, VOCABULARY, TABLE_LENGTH).tolist()

@@ -14,7 +14,7 @@ Entry = TypeVar("Entry")
 
 
 def split(text: str) -> list[str]:
-    """The parts between commas; commas within parentheses, brackets or quotes do not count."""
+    """Split a text at its commas, except at commas within parentheses, brackets or quotes."""
     parts = [""]
     depth, quote = 0, ""
     for char in text:
@@ -34,7 +34,8 @@ def split(text: str) -> list[str]:
 
 
 def call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
-    """The name and the options, whose values are Python literals.
+    """Parse ``name(option=value, ...)`` into the name and the options, whose values are Python
+    literals.
 
     Raises ``ConfigError``, which names the ``flag`` and an ``example``.
     """
@@ -54,8 +55,8 @@ def call(text: str, flag: str, example: str) -> tuple[str, dict[str, Any]]:
 
 
 def entry_of(what: str, name: str, entries: Mapping[str, Entry]) -> Entry:
-    """The entry of this name. Raises ``ConfigError`` for an unknown name; ``what``: the kind of the
-    entries."""
+    """Look up a name in ``entries``. Raises ``ConfigError`` for an unknown name; ``what`` says in
+    the message what kind of thing was looked up."""
     if name not in entries:
         near = difflib.get_close_matches(name, entries, 1)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -65,7 +66,8 @@ def entry_of(what: str, name: str, entries: Mapping[str, Entry]) -> Entry:
 
 
 def check_options(what: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Raise ``ConfigError`` for an option of ``what`` that is not known."""
+    """Raise ``ConfigError`` if one of the ``given`` options of ``what`` is not among the
+    ``known``."""
     if unknown := set(given).difference(known):
         raise ConfigError(
             f"{what} has no option {min(unknown)!r}; its options are: {', '.join(known)}"
@@ -73,7 +75,7 @@ def check_options(what: str, given: Iterable[str], known: Collection[str]) -> No
 
 
 def check_number(name: str, value: Any, least: float, most: float = inf) -> None:
-    """Raise ``ConfigError`` for a value that is no number from ``least`` to ``most``."""
+    """Raise ``ConfigError`` if the value is not a number from ``least`` to ``most``."""
     if not (isinstance(value, int | float) and least <= value <= most):
         upto = "" if most == inf else f", and at most {most:g}"
         raise ConfigError(f"{name} is {value!r}, must be {least:g} or more{upto}")

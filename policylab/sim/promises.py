@@ -39,7 +39,7 @@ def tpot(requests: Requests) -> Floats:
 
 
 def normalised(requests: Requests) -> Floats:
-    """Seconds from arrival to last token, for each output token [requests]."""
+    """Seconds from arrival to last token, divided by the number of output tokens [requests]."""
     return e2e(requests) / np.maximum(1, requests.counts("num_output"))
 
 
@@ -67,7 +67,8 @@ OF_REQUEST: dict[str, Callable[[Requests], Floats]] = {
 
 
 class Limit(NamedTuple):
-    """``figure < value``, or ``figure > value`` if ``is_least``; in seconds."""
+    """An upper limit on a figure (``figure < value``), or a lower one (``figure > value``) if
+    ``is_least``. Times are in seconds."""
 
     figure: str
     value: float
@@ -78,7 +79,7 @@ class Limit(NamedTuple):
 
 
 def limits(text: str, flag: str, example: str) -> list[Limit]:
-    """Parse ``figure<value`` and ``figure>value``, separated by commas.
+    """Parse limits ``figure<value`` and ``figure>value``, separated by commas.
 
     Raises ``ConfigError``, which names the ``flag`` and an ``example``.
     """
@@ -111,28 +112,31 @@ def slo(text: str) -> list[Limit]:
 
 @dataclass(frozen=True, kw_only=True)
 class KeptPromises:
-    """The number of requests with promises, and of those whose promises were kept."""
+    """How many requests had promises, and for how many of them all promises were kept."""
 
     num_promised: int
     num_kept: int
     seconds: float
-    """The period in which these requests arrived."""
+    """Length of the period in which these requests arrived."""
     by_tier: dict[str, tuple[int, int]] = field(default_factory=dict)
-    """Requests with promises and with kept promises, by tier."""
+    """For each tier, the number of requests with promises and the number whose promises were
+    kept."""
 
     @property
     def attainment(self) -> float:
-        """The share of these requests whose promises were all kept."""
+        """The share of the requests with promises for which all promises were kept."""
         return self.num_kept / self.num_promised if self.num_promised else np.nan
 
     @property
     def goodput(self) -> float:
-        """Requests per second whose promises were all kept."""
+        """The number of requests per second for which all promises were kept."""
         return self.num_kept / self.seconds if self.seconds and self.num_promised else np.nan
 
 
 def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) -> KeptPromises:
-    """How many of the counted requests kept their promises; refused ones did not."""
+    """Count for how many of the requests in the mask ``counted`` all promises were kept; those of
+    refused requests were not. ``seconds``: length of the period. ``slo``: promises to every
+    request; if empty, each request's own promises apply."""
     promised, good = _of_slo(requests, slo) if slo else _own(requests)
     promised = promised & counted
     good = good & promised & requests.done
@@ -149,7 +153,8 @@ def kept(requests: Requests, counted: Mask, seconds: float, slo: list[Limit]) ->
 
 
 def _of_slo(requests: Requests, slo: list[Limit]) -> tuple[Mask, Mask]:
-    """Masks of the requests with promises, and of those whose promises were kept."""
+    """Masks of the requests with promises, and of those whose promises were kept [requests], where
+    ``slo`` is promised to every request."""
     good = np.ones(len(requests), dtype=np.bool_)
     for limit in slo:
         good &= OF_REQUEST[limit.figure](requests) < limit.value

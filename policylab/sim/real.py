@@ -32,7 +32,7 @@ OTHER = 1  # replaces STOP if the model samples it too early
 
 
 class LaunchedStep(NamedTuple):
-    """A step in flight, and the rows for which its token is the last one."""
+    """A step in flight, and a mask of the rows whose requests end with its token."""
 
     ticket: Any
     ends: NDArray[np.bool_]  # [rows]
@@ -111,7 +111,8 @@ def run_real(
 
 
 def engine_args(policy: Any, workload: Workload, engine: Engine, **options: Any) -> EngineArgs:
-    """The options of the engine that ``engine`` describes."""
+    """The arguments of a real engine that correspond to the simulated ``engine``; ``options``
+    override them."""
     name, policy_options = policy if isinstance(policy, PolicyVariant) else (policy, {})
     report: dict[str, Any] = {
         "scheduling_policy": name,

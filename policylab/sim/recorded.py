@@ -40,7 +40,8 @@ INSIDE = (
 
 
 class RecordedEnd(NamedTuple):
-    """A request's output length, and the token that ended it (``None``: the length limit)."""
+    """The recorded output length of a request, and the token that ended it (``None``: it reached
+    the length limit)."""
 
     num_output: int
     token: int | None
@@ -48,7 +49,7 @@ class RecordedEnd(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """A log: its requests as a run, and the end of each request."""
+    """A step log as a run, and the recorded end of each request."""
 
     path: Path
     header: Header
@@ -57,7 +58,7 @@ class Log:
 
 
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> Log:
-    """The outcome of each request, found by replaying the log. Raises ``ConfigError``."""
+    """Find the outcome of each request by replaying the log. Raises ``ConfigError``."""
     log = StepLog(path, allow_truncated=allow_truncated)
     reader = LogReader(log.header)
     outcome = reader.run(log)
@@ -75,9 +76,9 @@ def resimulate(
 ) -> tuple[Replayed, Run]:
     """Replay the log's inputs through a core with a simulated worker.
 
-    Returns the first plan that differs, if any, and the outcomes of the requests. ``changes`` are
-    fields of ``SchedulerConfig``, and ``num_blocks``: with them plans should differ. Raises
-    ``ConfigError``.
+    Returns the first plan that differs, if any, and the outcomes of the requests as a run.
+    ``changes`` are fields of ``SchedulerConfig``, or ``num_blocks``, to replay with other values,
+    under which plans are expected to differ. Raises ``ConfigError``.
     """
     log = log or read_log(path, allow_truncated=allow_truncated)
     header = log.header
@@ -178,7 +179,8 @@ class LogReader(Replay):
 
 
 class _Differs(Exception):
-    """The core deviates from the log. ``difference``: how; ``None`` at the end of the log."""
+    """Ends a replay. ``difference``: how the core deviates from the log; ``None``: it does not, the
+    log has ended."""
 
     def __init__(self, difference: PlanDifference | None) -> None:
         super().__init__(difference)
@@ -186,7 +188,8 @@ class _Differs(Exception):
 
 
 class _Again(LogReader):
-    """A replay in which an engine core makes the calls of each step."""
+    """A replay in which an engine core, rather than the log, decides when to make the calls of a
+    step."""
 
     def __init__(
         self, header: Header, changes: dict[str, Any], ends: dict[str, RecordedEnd]
@@ -210,7 +213,7 @@ class _Again(LogReader):
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _go_on(self) -> None:
-        """Make one call from outside a step, or one step."""
+        """Replay the next call that was made between steps, or let the core take the next step."""
         if isinstance(self._next, INSIDE):
             self._note(self._core.step())
             return
@@ -225,14 +228,14 @@ class _Again(LogReader):
             raise _Differs(difference)
 
     def take(self) -> steplog.Record:
-        """The next record. Raises ``_Differs`` at the end of the log."""
+        """The next record of the log. Raises ``_Differs`` at its end."""
         record, self._next = self._next, next(self._coming, None)
         if record is None:
             raise _Differs(None)
         return record
 
     def other_call(self, record: steplog.Record, now: str) -> NoReturn:
-        """Raise ``_Differs``: the core makes another call than the log has."""
+        """Raise ``_Differs``: the core made the call ``now``, but the log has ``record`` next."""
         then = type(record).__name__.lower()
         raise _Differs(PlanDifference(self._step, "", then, now))
 
@@ -268,7 +271,8 @@ class _Again(LogReader):
 
 
 class _AsRecorded:
-    """The scheduler that the core calls: each call of a step happens at its recorded time."""
+    """A stand-in for the scheduler that the core calls: it sets the clock to the recorded time
+    before each call of a step."""
 
     def __init__(self, again: _Again) -> None:
         self.schedule = again.schedule

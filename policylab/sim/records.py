@@ -87,7 +87,7 @@ class Requests:
         return self._counts[name][: self._size]
 
     def text(self, name: str) -> NDArray[Any]:
-        """A column of names or other text [requests]."""
+        """A column of names or of other text [requests]."""
         return np.array(self.names[name], dtype=object)
 
     @property
@@ -106,7 +106,7 @@ class Requests:
         return np.array([outcome == DONE for outcome in self.names["outcome"]], dtype=np.bool_)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each request as plain data, without empty values."""
+        """Each request as a dict of plain values, without empty ones."""
         waits = {cause: column.tolist() for cause, column in self.waits.items()}
         times = {name: self.times(name).tolist() for name in TIMES}
         counts = {name: self.counts(name).tolist() for name in COUNTS}
@@ -119,7 +119,7 @@ class Requests:
 
     @classmethod
     def read(cls, rows: Sequence[dict[str, Any]]) -> Requests:
-        """The columns of such rows."""
+        """The columns from rows made by ``rows``."""
         found = cls()
         while len(found._times["arrival"]) < len(rows):
             found._grow()
@@ -164,7 +164,8 @@ class TokenTimes:
         return np.frombuffer(self._gaps).reshape(-1, 3)
 
     def came(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Record that each of these requests got one or more tokens at this time."""
+        """Record that each of the requests ``ids`` got one or more tokens at this time. ``places``:
+        the row of each request, by id."""
         if ids is self._ids:
             gap = time - self._time
             self._longest = max(self._longest, gap)
@@ -174,7 +175,8 @@ class TokenTimes:
         self._time = time
 
     def stretched(self, ids: Sequence[str], places: dict[str, int], ends: Floats) -> None:
-        """Record that each of these requests got a token at each of these times."""
+        """Record that each of the requests ``ids`` got a token at each of the times ``ends``.
+        ``places``: the row of each request, by id."""
         self.came(ids, places, float(ends[0]))
         if len(ends) > 1:
             rows = np.empty((len(ends) - 1, 3))
@@ -186,7 +188,7 @@ class TokenTimes:
             self._time = float(ends[-1])
 
     def _change(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:
-        """Record tokens of other requests than in the last call."""
+        """Record tokens of a group of requests that is not the group of the last call."""
         self.settle()
         self._ids = ids
         self._members = members = np.array([places[name] for name in ids], dtype=np.intp)
@@ -205,7 +207,8 @@ class TokenTimes:
             self._gaps.extend((time, gap, 1))
 
     def settle(self) -> None:
-        """Write the last times and longest gaps of the current requests to the columns."""
+        """Write the last token times and longest gaps of the requests in the current group to the
+        columns."""
         self._requests.times("last")[self._members] = self._time
         if self._longest:
             longest = self._requests.times("longest_gap")
@@ -213,13 +216,14 @@ class TokenTimes:
         self._longest = 0.0
 
     def forget(self) -> None:
-        """Treat the requests of the next call as new ones, even if the list is the same object."""
+        """End the current group: the next call begins a new one, even if it passes the same list
+        object."""
         self._ids = None
 
 
 class Seen:
-    """Records the outputs of a run. ``start``: start of the run on the outputs' clock, in seconds.
-    ``keeps_history``: also record what happened to each request."""
+    """Collects the records of a run from its outputs. ``start``: start of the run on the outputs'
+    clock, in seconds. ``keeps_history``: also record what happened to each request."""
 
     def __init__(self, start: float = 0.0, *, keeps_history: bool = False) -> None:
         self.requests = Requests()
@@ -231,7 +235,8 @@ class Seen:
 
     @property
     def gaps(self) -> Floats:
-        """[n, 3]: the end of a gap, its seconds, and how many requests had it."""
+        """[n, 3]: the time at which a gap between two tokens ended, its length (both in seconds),
+        and how many requests had it."""
         self._tokens.settle()
         return self._tokens.gaps
 

@@ -55,7 +55,7 @@ STEP_COLUMNS = ("start", "end", "seqs", "tokens", "decodes", "context", "attenti
 
 
 class PolicyVariant(NamedTuple):
-    """A policy with arguments of its constructor, so that variants of one policy can be
+    """A policy with arguments for its constructor, so that variants of one policy can be
     compared."""
 
     policy: Any
@@ -68,7 +68,7 @@ class PolicyVariant(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Engine:
-    """The simulated engine."""
+    """The sizes and options of the simulated engine."""
 
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
@@ -82,11 +82,12 @@ class Engine:
     cost: StepCost | Profile = field(default_factory=StepCost)
     """The model of step times."""
     stretches: bool = True
-    """Jump over repeating steps: the same run, bit by bit, in less time."""
+    """Jump over repeating steps, which gives the same run, bit by bit, in less time."""
     noise_seed: int | None = None
     """Seed of the noise of step times, if ``cost`` has any; default: the seed of the run."""
     max_idle_looks: int = 200_000
-    """Polls (5 ms apart) of an engine that computes nothing, after which the run fails."""
+    """The run fails if the engine was polled this many times (every 5 ms) without computing
+    anything."""
 
     def __post_init__(self) -> None:
         if not (isinstance(self.depth, int) and self.depth >= 1):
@@ -98,15 +99,16 @@ class Run:
     """The result of a run. Times are seconds on its clock."""
 
     head: dict[str, Any]
-    """Versions, seeds and options."""
+    """What was run: versions, seeds and options."""
     requests: Requests
     gaps: Floats
-    """[n, 3]: the end of a gap between two tokens, its seconds, and how many requests had it."""
+    """[n, 3]: the time at which a gap between two tokens ended, its length (both in seconds), and
+    how many requests had it."""
     steps: Floats | None
     """[steps, 8] with the columns ``STEP_COLUMNS``, if requested."""
     totals: dict[str, Any]
-    """Counters of the scheduler, and ``decisions``: a hash of which requests computed how many
-    tokens in which step."""
+    """Counters of the scheduler, and ``decisions``, a hash of all scheduling decisions: which
+    requests computed how many tokens in which step."""
     hook_seconds: float = 0.0
     """Real time in the policy's hooks, the only figure that differs from run to run."""
     history: History | None = None
@@ -135,8 +137,8 @@ class Run:
         return ", ".join(reasons) + (f" ({first})" if reasons and first else "")
 
     def lines(self) -> Iterator[bytes]:
-        """The run as lines of JSON: head, requests, gaps, steps and histories, totals. The same
-        seed gives the same bytes."""
+        """The run as lines of JSON: the head, then requests, gaps, steps and histories, then
+        totals. The same seed gives the same bytes."""
         yield _line("run", self.head)
         for row in self.requests.rows():
             yield _line("request", row)
@@ -236,8 +238,9 @@ def run(
 def rate_at(
     load: float, workload: Workload, engine: Engine, *, capacity: float | None = None
 ) -> float:
-    """``load`` times the rate that fcfs can serve, in requests per second. ``capacity`` is that
-    rate, if known. The result is the same for all seeds and numbers of requests."""
+    """The arrival rate at this load: ``load`` times the rate that fcfs can serve, in requests per
+    second. ``capacity`` is the rate of fcfs, if known. The result is the same for all seeds and
+    numbers of requests."""
     if not 0 < load <= MAX_LOAD:
         raise ConfigError(f"--load is {load}, must be above 0 and at most {MAX_LOAD:g}")
     if workload.natural_rate is None:
@@ -272,13 +275,14 @@ _capacities: list[tuple[Workload, Engine, float]] = []  # the latest ones
 
 
 def _sized(workload: Workload, number: int) -> Workload:
-    """The workload with this number of requests, or fewer if its file has fewer."""
+    """The same workload with ``number`` requests, or with all requests of its file if those are
+    fewer."""
     least = workload.num_requests if isinstance(workload, FileWorkload) else number
     return replace(workload, num_requests=min(number, least))
 
 
 def sizes_of(workload: Workload, engine: Engine, seed: int) -> DemandSample:
-    """The sizes of the workload's requests that this engine can serve."""
+    """The sizes of those requests of the workload that this engine accepts."""
     longest = scheduler_config("fcfs", workload, engine).max_model_len
     fit = min(longest, engine.num_blocks * engine.block_size)
     return drawn(workload.source(seed, inf)).at_most(fit)
@@ -303,7 +307,8 @@ def name_of(policy: Any) -> str:
 
 
 def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> SchedulerConfig:
-    """The options of the scheduler. Raises ``ConfigError`` for options that cannot work."""
+    """The scheduler options of a run with this policy. Raises ``ConfigError`` for options that
+    cannot work."""
     policy, options = policy if isinstance(policy, PolicyVariant) else (policy, {})
     CacheConfig(block_size=engine.block_size, num_kv_blocks=engine.num_blocks)
     return SchedulerConfig(
@@ -321,13 +326,15 @@ def scheduler_config(policy: Any, workload: Workload, engine: Engine) -> Schedul
 
 
 def weights_for(policy: Any, options: dict[str, Any], workload: Workload) -> dict[str, float]:
-    """The weights of the workload's users, if the policy uses them; other policies would warn."""
+    """The weights of the workload's users if the policy uses weights; empty for other policies,
+    which would warn about them."""
     weights = workload.user_weights
     return weights if weights and find_policy(policy, options).uses_ledger else {}
 
 
 class Watched(TimedWorker):
-    """A timed worker that keeps a hash of all decisions and, on request, a row for each step."""
+    """A timed worker that also keeps a hash of all scheduling decisions and, on request, a row for
+    each step."""
 
     def __init__(self, *args: Any, kv: RepeatingKV, keeps_steps: bool) -> None:
         super().__init__(*args)
@@ -342,7 +349,8 @@ class Watched(TimedWorker):
 
     @property
     def decisions(self) -> str:
-        """A hash of all steps: the requests in order, and the tokens of each."""
+        """A hash over all steps of which requests were computed, in their order, and how many
+        tokens of each."""
         self._close()
         return self._hash.hexdigest()
 
@@ -387,7 +395,7 @@ class Watched(TimedWorker):
 
 
 class _SimulatedRun:
-    """A core on a virtual clock, and the records of the run."""
+    """A run in progress: an engine core on a virtual clock, and the records collected so far."""
 
     def __init__(
         self,
@@ -524,9 +532,9 @@ class _SimulatedRun:
 
 
 def _crash(policy: Any, cls: type[Policy], error: Exception) -> str:
-    """The message for a run that failed with an exception. Exceptions of hooks are replaced by
-    default answers, so a hook must have changed the engine's state; hooks of the policy's author
-    are named, those of a shipped base class are not."""
+    """The error message for a run that failed with an exception. Exceptions within hooks are
+    replaced by default answers, so probably a hook changed the engine's state; the message names
+    the hooks of the policy's author, but not those of a shipped base class."""
     hooks = [name for name in HOOKS if getattr(cls, name) is not getattr(Policy, name)]
     own = [name for name in hooks if not getattr(cls, name).__module__.startswith("engine.")]
     return (
@@ -544,6 +552,7 @@ def _step_cost(cost: StepCost | Profile) -> dict[str, Any]:
 
 
 def check(policies: Iterable[Any], workload: Workload, engine: Engine) -> None:
-    """Raise ``ConfigError`` for a policy or option that cannot work; simulate nothing."""
+    """Raise ``ConfigError`` for a policy or option that cannot work, without simulating
+    anything."""
     for policy in policies:
         choose(scheduler_config(policy, workload, engine))

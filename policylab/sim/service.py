@@ -36,9 +36,9 @@ class ServedUser:
     prompt_tokens: int
     output_tokens: int
     ttft: float
-    """Mean in seconds, as is ``e2e``."""
+    """Mean time to the first token, in seconds."""
     e2e: float
-    """Mean, seconds."""
+    """Mean time from arrival to the last token, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,15 +47,15 @@ class Service:
 
     users: list[ServedUser]
     jain: float
-    """Jain's index; 1 is even. It is computed for each fiftieth of the period in which two or more
-    users waited throughout, and averaged with their number as weight. NaN if there is no such
-    part."""
+    """Jain's index of how even the service was; 1 is even. The period is divided into fifty parts.
+    Each part in which two or more users waited throughout has an index; this is their mean,
+    weighted by the number of these users. NaN if there is no such part."""
     gap: float
     """VTC's gap: the largest difference between the service of two users over any time in which
     both waited throughout. NaN if two users never waited at the same time."""
     bound: float
-    """VTC's bound for the gap: twice the larger of the longest prompt and of all tokens that fit
-    into the engine, each at its price."""
+    """VTC's bound for the gap: twice the larger of two services, that of the longest prompt and
+    that of all tokens that fit into the engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,17 +65,19 @@ class Curves:
     users: list[str]
     weights: Floats
     times: Floats
-    """[points], seconds."""
+    """The points in time [points], in seconds."""
     waits: NDArray[np.bool_]
     """[users, points]: True if the user has a request in the queue from this point to the next."""
     served: Floats
-    """[users, points]: tokens at their prices over the user's weight, up to each point."""
+    """[users, points]: the user's service from the start up to each point. It is the number of
+    tokens, each counted at its price, divided by the user's weight."""
 
 
 def curves(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
 ) -> Curves | None:
-    """The cumulative service of each user; ``None`` for a single user."""
+    """The cumulative service of users over the period; ``None`` for a single user. ``counted``:
+    mask of the requests that count. ``engine``: options of the engine."""
     names = requests.text("user")
     found, sizes = np.unique(names[counted].astype(str), return_counts=True)
     if len(found) < 2:
@@ -97,7 +99,8 @@ def curves(
 def service(
     requests: Requests, counted: NDArray[np.bool_], window: Window, engine: dict[str, Any]
 ) -> Service | None:
-    """The service of each user; ``None`` for a single user. ``engine``: options of the engine."""
+    """The service of all users in the period; ``None`` for a single user. ``counted``: mask of the
+    requests that count. ``engine``: options of the engine."""
     curve = curves(requests, counted, window, engine)
     if curve is None:
         return None
@@ -130,7 +133,8 @@ def _user(requests: Requests, mine: NDArray[np.bool_], name: str) -> ServedUser:
 
 
 def _points(requests: Requests, window: Window) -> Floats:
-    """The times in the period at which any request begins or ends a phase, in seconds."""
+    """Times within the period, in seconds: whenever a request arrives, starts, gets its first token
+    or ends, and the edges of the period's fifty parts."""
     columns = [requests.times(name) for name in ("arrival", "scheduled", "first", "last")]
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     points = np.unique(np.concatenate([*columns, edges]))
@@ -142,7 +146,8 @@ def _points(requests: Requests, window: Window) -> Floats:
 
 
 def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDArray[np.bool_]:
-    """True if the user has a request in the queue from each point to the next [points]."""
+    """A mask over points in time: True if the user has a request in the queue from this point to
+    the next [points]. ``mine``: mask of the user's requests."""
     mine = mine & ~np.isnan(requests.times("scheduled"))
     begun = np.sort(requests.times("arrival")[mine])
     ended = np.sort(requests.times("scheduled")[mine])
@@ -151,7 +156,8 @@ def _waiting(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> NDA
 
 
 def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floats:
-    """The cumulative service of the user at each point [points]."""
+    """The cumulative service of a user at each point in time [points]. ``mine``: mask of the user's
+    requests."""
     mine = mine & requests.done
     scheduled, first, last = (requests.times(n)[mine] for n in ("scheduled", "first", "last"))
     prompts = PROMPT_PRICE * requests.counts("num_prompt")[mine].astype(np.float64)
@@ -162,7 +168,8 @@ def _served(requests: Requests, mine: NDArray[np.bool_], points: Floats) -> Floa
 
 
 def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Floats:
-    """The cumulative amount at each point; each amount comes evenly from begin to end."""
+    """The cumulative sum at each point in time [points], where each of ``amounts`` arrives evenly
+    between its begin and its end."""
     ends = np.maximum(ends, begins + 1e-9)
     rates = amounts / (ends - begins)
     total = np.zeros(len(points))
@@ -178,7 +185,7 @@ def _spread(begins: Floats, ends: Floats, amounts: Floats, points: Floats) -> Fl
 
 def jain_by_window(curve: Curves, window: Window) -> list[tuple[float, float, int]]:
     """For each fiftieth of the period in which two or more users waited throughout: its middle
-    (seconds), Jain's index of their service, and their number."""
+    (seconds), Jain's index of the service of these users, and how many they are."""
     edges = np.linspace(window.start, window.end, NUM_WINDOWS + 1)
     places = np.searchsorted(curve.times, edges)
     found: list[tuple[float, float, int]] = []
@@ -201,10 +208,11 @@ def _jain(curve: Curves, window: Window) -> float:
 
 
 class ServiceGap(NamedTuple):
-    """The largest difference between two users' service while both waited."""
+    """The largest difference in service between two users over a time in which both waited."""
 
     value: float
-    """Tokens at their prices over weights; NaN if no two users waited at the same time."""
+    """The difference in service: tokens, each counted at its price, divided by the user's weight.
+    NaN if no two users waited at the same time."""
     begin: float
     end: float
     """``begin`` and ``end``: the times in seconds between which the gap arose."""

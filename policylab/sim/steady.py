@@ -57,9 +57,9 @@ class Window(NamedTuple):
     start: float
     end: float
     num_warmup: int
-    """Requests that arrived before the window."""
+    """The number of requests that arrived before the window."""
     state: str
-    """One of: steady, overloaded, whole, and for a backlog: at once, backlog."""
+    """One of: steady, overloaded, whole; or for a backlog: at once, backlog."""
     is_short: bool = False
     """The warm-up takes nearly half of the run or more, so it may not be over."""
     growing: str = ""
@@ -77,13 +77,13 @@ class Window(NamedTuple):
         return self.state in (AT_ONCE, BACKLOG, WHOLE)
 
     def whole(self, state: str = WHOLE) -> Window:
-        """The window of the whole run."""
+        """The window of the whole run, with this ``state``."""
         if self.is_whole:
             return self
         return Window(0.0, self.until, 0, state, until=self.until)
 
     def joined(self, other: Window) -> Window:
-        """The window with the later start of the two."""
+        """This window, or if the other one starts later, this window with the other's start."""
         return self if self.num_warmup >= other.num_warmup else self._begin(other)
 
     def _begin(self, other: Window) -> Window:
@@ -148,8 +148,8 @@ def _classes(requests: Requests) -> Iterator[tuple[str, Mask]]:
 
 
 def in_engine(requests: Requests, which: Mask | slice = slice(None)) -> Floats:
-    """The number of requests in the engine at each arrival, including the arriving one [requests].
-    ``which``: count only these requests."""
+    """The number of requests in the engine at each arrival, including the request that arrives
+    [requests]. ``which``: consider only these requests."""
     arrival, last = requests.times("arrival")[which], requests.times("last")[which]
     ends = np.sort(np.where(np.isnan(last), arrival, last))  # refused ones were never in
     number = np.arange(1, len(arrival) + 1) - np.searchsorted(ends, arrival, side="right")
@@ -157,7 +157,8 @@ def in_engine(requests: Requests, which: Mask | slice = slice(None)) -> Floats:
 
 
 def warmup(series: Floats) -> int:
-    """The number of leading values to leave out (MSER-5)."""
+    """The number of values at the start of ``series`` that belong to the warm-up, found by
+    MSER-5."""
     fives = len(series) // FIVE
     if fives < 4:
         return 0
@@ -175,9 +176,10 @@ def is_growing(
     rising: int = MIN_RISING,
     least: int = MIN_ARRIVALS,
 ) -> bool:
-    """True if the number of requests in the engine keeps growing. It must rise by the share
-    ``slope`` of the arrivals, and in at least ``rising`` pairs of parts. ``least``: fewer requests
-    are not judged."""
+    """True if the number of requests in the engine keeps growing. From the first of eight parts to
+    the last it must rise by the share ``slope`` of the arrivals in between, and in at least
+    ``rising`` pairs of parts the later mean must be larger. With fewer than ``least`` requests the
+    result is False."""
     if len(inside) < least:
         return False
     parts = _parts(inside)

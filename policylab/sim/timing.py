@@ -26,16 +26,16 @@ class Timing(Protocol):
         ...
 
     def add_seconds(self, num_prompt: int) -> float:
-        """Seconds to add a request with a prompt of this many tokens."""
+        """Seconds that it takes to add a request with a prompt of this many tokens."""
         ...
 
 
 class Noise:
-    """Measured ratios, read in runs from random places (stationary bootstrap: Politis and Romano,
-    1994), so that slow spells last as long as they did.
+    """Ratios of measured to predicted step times, replayed in sequences that begin at random places
+    (stationary bootstrap: Politis and Romano, 1994), so that slow spells last as long as they did.
 
-    Each ratio has a kind, and a step takes the next ratio of its own kind, since noise is a larger
-    share of a short step.
+    Each ratio has a kind of step, and a step takes the next ratio of its own kind, since noise is a
+    larger share of a short step.
     """
 
     def __init__(self, ratios: Sequence[tuple[str, float]], dice: Random) -> None:
@@ -47,7 +47,7 @@ class Noise:
         self._place = dice.randrange(len(kinds))
 
     def draw(self, kind: str) -> float:
-        """The next ratio of this kind; of any kind if this one was not measured."""
+        """The next ratio of this kind, or of any kind if this one was not measured."""
         if self._dice.random() * MEAN_RUN < 1.0:
             self._place = self._dice.randrange(len(self._ratios))
         found = self._next.get(kind, self._any)[self._place]
@@ -56,7 +56,8 @@ class Noise:
 
 
 def _next_places(kinds: Sequence[str], kind: str) -> list[int]:
-    """For each place the first place from there on (cyclically) that has this kind."""
+    """For each index, the first index from there on (cyclically) at which ``kinds`` has this
+    kind."""
     places, following = [0] * len(kinds), kinds.index(kind)
     for place in reversed(range(len(kinds))):
         following = place if kinds[place] == kind else following

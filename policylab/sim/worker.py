@@ -31,18 +31,19 @@ class VirtualClock:
 
 @dataclass(frozen=True, kw_only=True)
 class StepCost:
-    """Seconds of a step, affine in its sizes. The defaults roughly match a small GPU."""
+    """The cost model of a step: seconds that grow linearly with its sizes. The defaults roughly
+    match a small GPU."""
 
     fixed: float = 5e-3
     per_seq: float = 4e-6
     per_token: float = 2e-5
     per_context: float = 1e-8
-    """Per token in the KV cache of a sequence in the step."""
+    """Seconds per token in the KV caches of the step's sequences."""
     per_attention: float = 1e-9
-    """Per pair of a new token and a token that it attends to."""
+    """Seconds per pair of a new token and a token that it attends to."""
 
     def seconds(self, shape: StepShape) -> float:
-        """The seconds of a step of this shape."""
+        """The duration in seconds of a step of this shape."""
         return (
             self.fixed
             + self.per_seq * shape.num_seqs
@@ -52,9 +53,9 @@ class StepCost:
         )
 
     def seconds_each(self, shape: StepShape, num_steps: int) -> Times:
-        """The seconds of each of ``num_steps`` steps, of which this is the first. In each later
-        step every row has one more token in the cache. Bit-identical to ``seconds`` of each
-        step."""
+        """The durations in seconds of ``num_steps`` decode steps, the first of which has this
+        shape. In each later step every row has one more token in the cache. Bit-identical to
+        ``seconds`` of each step."""
         more = np.arange(num_steps) * shape.num_seqs
         context, attention = shape.context + more, shape.attention + more
         seconds: Times = (
@@ -67,7 +68,7 @@ class StepCost:
         return seconds
 
     def host_seconds(self, num_seqs: int) -> float:
-        """Always 0: steps are counted from plan to plan."""
+        """Always 0: the time of a step includes the host's work up to the next plan."""
         return 0.0
 
     def __str__(self) -> str:
@@ -96,7 +97,7 @@ class Cost(Protocol):
 
 
 class Launched(NamedTuple):
-    """A step in flight."""
+    """A step in flight, and the time at which it ends."""
 
     result: StepResult
     ends_at: float
@@ -121,7 +122,7 @@ class TimedWorker(FakeExecutor):
         """Total seconds of all steps."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Start a step, after those started before."""
+        """Launch a step, which begins when those launched before it have ended."""
         for new in plan.new:
             self._ends[new.slot] = new.num_prompt + self._lengths[new.request_id]
         seconds = self._cost.seconds(StepShape.of(plan, 0.0)) if plan.num_tokens else 0.0
@@ -135,8 +136,8 @@ class TimedWorker(FakeExecutor):
         return Launched(result, self._free_at)
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Launched]) -> list[Launched]:
-        """Take the steps of a stretch that begin before ``until`` and before any row ends, and
-        launch the step in which a row ends."""
+        """Take the steps of a stretch that begin before ``stretch.until`` and before any request
+        ends, and launch the step in which one ends."""
         left = int((self._ends[stretch.slots] - stretch.starts).min()) - 2
         most = min(stretch.max_steps, left)
         if most < 1:
@@ -159,11 +160,12 @@ class TimedWorker(FakeExecutor):
     def repeated(
         self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
     ) -> None:
-        """Called when steps of a stretch were launched, with the end and the seconds of each step.
-        For subclasses."""
+        """Called after steps of a stretch were launched: ``launched`` has the time at which each of
+        them ends, ``seconds`` its duration. For subclasses."""
 
     def rest(self) -> None:
-        """Let the host's time pass; called after each step of the core."""
+        """Advance the clock by the time that the host needs after a step; called after each step of
+        the core."""
         if self._num_rows is not None:
             self._clock.now += self._cost.host_seconds(self._num_rows)
         self._num_rows = None
@@ -171,7 +173,8 @@ class TimedWorker(FakeExecutor):
     def _take_one_by_one(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Fill in a stretch's times; returns ends and seconds of launched steps."""
+        """Fill in the times of a stretch, step by step. Returns, for each launched step, the time
+        at which it ends and its duration in seconds."""
         now, free_at, num_rows = self._clock.now, self._free_at, len(stretch.rows)
         coming, launched, all_seconds = deque(in_flight), [], []
         begins: list[float] = []
@@ -192,7 +195,8 @@ class TimedWorker(FakeExecutor):
     def _take_together(
         self, stretch: Stretch, most: int, num_planned: int, in_flight: Sequence[float]
     ) -> tuple[list[float], list[float]]:
-        """Like ``_take_one_by_one`` with ``seconds_each`` and no host time."""
+        """Like ``_take_one_by_one``, but all steps in one call of ``seconds_each``, for a cost
+        model without host time."""
         now, begun, shape = self._clock.now, self._free_at, stretch.shape()
         assert self._cost_each is not None
         # Only few may begin before ``until``: compute a guess first, and all only if it is too
@@ -220,12 +224,12 @@ class TimedWorker(FakeExecutor):
         return StepResult(stretch.step + index, tokens, np.ones_like(tokens), seconds=seconds)
 
     def collect(self, ticket: Launched) -> StepResult:
-        """Advance the clock to the end of a step; returns its result."""
+        """Advance the clock to the end of this step; returns the step's result."""
         self._clock.now = max(self._clock.now, ticket.ends_at)
         self._num_rows = len(ticket.result.counts)
         return ticket.result
 
 
 def _sums(first: float, more: Iterable[float]) -> list[float]:
-    """The first value, and the running sum after each of the others."""
+    """Running sums: ``first``, then the sum after each of the values in ``more`` was added."""
     return list(accumulate(more, initial=first))

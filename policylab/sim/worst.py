@@ -74,13 +74,14 @@ class WorstCase:
     workload: Workload
     engine: Engine
     load: float | None
-    """``None``: the workload's own arrivals."""
+    """The load as a share of the rate that fcfs can serve; ``None``: the workload's own
+    arrivals."""
     seeds: tuple[int, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """The result of a case."""
+    """How much worse the first policy is than the other on one case."""
 
     worse: float
     """Logarithm of how many times as bad the first policy is; -inf for a case without figures."""
@@ -92,13 +93,14 @@ class Score:
 
     @property
     def times(self) -> float:
-        """How many times as bad the first policy is."""
+        """How many times as bad the first policy's figure is as the other's."""
         return exp(self.worse) if self.worse < inf else inf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hunt:
-    """A search: the policy, the one it is compared with, the figure, and the case to start from."""
+    """What to search for: the policy, the policy to compare it with, the figure to compare, and the
+    case to start from."""
 
     policy: Any
     other: Any
@@ -106,7 +108,7 @@ class Hunt:
     start: WorstCase
     slo: tuple[Limit, ...] = ()
     pinned: frozenset[str] = frozenset()
-    """Knobs that are not changed."""
+    """Names of the knobs that keep their start values."""
     seed: int = 0
     seconds: float = 60.0
     max_tries: float = inf
@@ -115,7 +117,7 @@ class Hunt:
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The worst case of a search."""
+    """The worst case that a search found."""
 
     case: WorstCase
     score: Score
@@ -178,7 +180,8 @@ class _WorstSearch:
         return replace(best, num_tries=len(self._scores))
 
     def _simpler(self, case: WorstCase, name: str) -> Iterator[WorstCase]:
-        """Cases with fewer requests, or with this knob at or nearer to its start value."""
+        """Simpler cases to try: with fewer requests if ``name`` is their number, else with this
+        knob at its start value or one step nearer to it."""
         now = choice(case, name)
         if name == NUM_REQUESTS:
             fewer = [n for n in (now // 2, now * 3 // 4) if LEAST_REQUESTS <= n < now]
@@ -194,8 +197,9 @@ class _WorstSearch:
                 yield from self._made(case, {name: values[place + (1 if goal > place else -1)]})
 
     def _drawn(self, case: WorstCase, *, restarts: bool) -> WorstCase:
-        """A valid case drawn around this one, or around the start of the hunt if it ``restarts``;
-        that case itself if ``NUM_DRAWS`` draws are not valid."""
+        """Draw a valid case: a neighbour of this one, or with ``restarts`` a random one around the
+        start of the hunt. If ``NUM_DRAWS`` draws are not valid, the case it was drawn around is
+        returned."""
         dice, knobs = self._dice, self._knobs
         case = self._hunt.start if restarts else case
         for _ in range(NUM_DRAWS):
@@ -211,7 +215,7 @@ class _WorstSearch:
         return case
 
     def _neighbour(self, name: str, value: Any) -> Any:
-        """A value near this one: mostly the next or the previous one of the knob."""
+        """Another value for this knob: mostly the next or the previous one, sometimes any."""
         values = self._knobs[name]
         if value not in values or self._dice.random() < 0.3:
             return self._dice.choice(values)
@@ -219,7 +223,7 @@ class _WorstSearch:
         return values[min(max(place, 0), len(values) - 1)]
 
     def _made(self, case: WorstCase, turned: Mapping[str, Any]) -> Iterator[WorstCase]:
-        """The case with these knob values, if it is valid."""
+        """Yield the case with these knob values, if it is valid; else nothing."""
         try:
             for name, value in turned.items():
                 case = _with(case, name, value)
@@ -242,7 +246,7 @@ class _WorstSearch:
 
 
 def score(hunt: Hunt, case: WorstCase) -> Score:
-    """How much worse the policy is than the other on this case."""
+    """Run both policies on this case, and return how much worse the hunted one is."""
     ours: list[float] = []
     theirs: list[float] = []
     engine, rate = replace(case.engine, max_idle_looks=MAX_IDLE_LOOKS), None
@@ -279,7 +283,8 @@ def score(hunt: Hunt, case: WorstCase) -> Score:
 
 def rate_of(case: WorstCase) -> float | None:
     """The arrival rate of the case in requests per second; ``None``: the workload's own. The rate
-    of fcfs is measured with few requests, since it would otherwise take longer than the runs."""
+    of fcfs, of which the load is a share, is measured with few requests, since that would otherwise
+    take longer than the runs."""
     if case.load is None:
         return None
     rough = capacity_of(case.workload, case.engine, num_requests=NUM_AT_ONCE)
@@ -297,7 +302,8 @@ def _has(case: WorstCase, name: str) -> bool:
 
 
 def choice(case: WorstCase, name: str) -> Any:
-    """The value of a knob or option; ``None`` if the case does not have it."""
+    """The value that the case has for a knob or another option; ``None`` if it has no such
+    option."""
     if name == LOAD:
         return case.load
     parts = (case.workload, case.engine)

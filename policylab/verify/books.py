@@ -1,4 +1,4 @@
-"""Check whether data that a policy keeps grows with finished requests.
+"""Check whether data that a policy keeps grows with the number of finished requests.
 
 Many small requests arrive and end. At some points, when none is left, everything reachable from the
 policy is measured: attributes and their contents, its classes, defaults and closures of their
@@ -37,7 +37,7 @@ FOREIGN = ("logging", "_pytest", "pytest", "unittest", "threading", "importlib")
 
 
 class BookGrowth(NamedTuple):
-    """The data that grows most, and its growth per request."""
+    """The attribute or variable whose data grows most, and its growth in bytes per request."""
 
     place: str
     bytes_per_request: float
@@ -45,7 +45,8 @@ class BookGrowth(NamedTuple):
 
 
 def find_growth(policy: Any, options: dict[str, Any]) -> BookGrowth | None:
-    """The data that grows most with finished requests; ``None`` if none grows.
+    """The data of the policy that grows most with the number of finished requests; ``None`` if none
+    grows.
 
     Raises ``AssertionError`` if a rule is broken during the run.
     """
@@ -66,7 +67,8 @@ def find_growth(policy: Any, options: dict[str, Any]) -> BookGrowth | None:
 
 
 def measured(policy: Policy) -> Counter[str]:
-    """The bytes reachable from a policy, by place."""
+    """The bytes of memory reachable from a policy, by place: the attribute or variable that leads
+    there."""
     sizes: Counter[str] = Counter()
     seen: set[int] = set()
     own = own_modules(policy)
@@ -85,7 +87,8 @@ def measured(policy: Policy) -> Counter[str]:
 
 
 def own_modules(policy: Policy) -> set[str]:
-    """The modules of the policy's own classes."""
+    """The modules that define the policy's class and its base classes, except ``Policy`` itself and
+    Python's own."""
     ready = (Policy.__module__, "builtins", "abc", "typing")
     return {cls.__module__ for cls in type(policy).__mro__ if cls.__module__ not in ready}
 
@@ -115,7 +118,7 @@ def _small(name: str, rng: Random, now: float) -> AddRequest:
 
 
 def _setup(policy: Any, options: dict[str, Any]) -> Setup:
-    """An engine with too few blocks, so that requests are also preempted."""
+    """A simulated engine with too few blocks, so that requests are also preempted."""
     config = SchedulerConfig(
         max_num_batched_tokens=32,
         max_num_seqs=8,
@@ -163,7 +166,8 @@ def _is_own_module(module: ModuleType, own: set[str]) -> bool:
 
 
 def _inside(place: str, value: object) -> Iterator[tuple[str, object]]:
-    """The values inside a value, with their places. Elements of a container have its place."""
+    """The values that a value refers to, each with its place: the attribute or variable that leads
+    there. Elements of a container have the place of the container."""
     if isinstance(value, MethodType):
         yield place, value.__self__
         value = value.__func__

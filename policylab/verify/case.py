@@ -20,10 +20,11 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The simulated engine of a case.
 
     ``windows``: one per group of layers, 0 for full attention. ``needs``: resources by name (see
-    ``needs.py`` and ``remote.py``) with their sizes. ``seed``: seed of the scheduler, the pace and
-    the worker: a steady engine launches and settles as the core does, any other in every allowed
-    order; for an odd seed the worker computes a step only when its result is collected. ``tick``:
-    seconds between two plans, a binary fraction, so that sums of times are exact.
+    ``needs.py`` and ``remote.py``) with their sizes. ``seed``: seed of the scheduler, of the
+    worker, and of the order in which steps are launched and settled; for an odd seed the worker
+    computes a step only when its result is collected. ``is_steady``: steps are launched and settled
+    as the engine core does, otherwise in random order, as far as allowed. ``tick``: seconds between
+    two plans, a binary fraction, so that sums of times are exact.
 
     ``config.speculative_config``: the engine's own drafts. ``grammar_ticks``: the engine's own
     grammars are ready after at most this many plans; -1: none (see ``halves.py``).
@@ -50,7 +51,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
-    """A request arrives. ``fails_at``: the first position that the worker cannot compute."""
+    """A request arrives. ``fails_at``: the first position for which the worker reports an error."""
 
     at: int
     request: AddRequest
@@ -58,7 +59,7 @@ class Add(msgspec.Struct, frozen=True, omit_defaults=True, tag="add"):
 
 
 class Abort(msgspec.Struct, frozen=True, omit_defaults=True, tag="abort"):
-    """A client aborts these requests, known or not; ``None``: all."""
+    """A client aborts the requests with these ids, which may be unknown; ``None``: all requests."""
 
     at: int
     request_ids: list[str] | None
@@ -79,14 +80,14 @@ class Pause(msgspec.Struct, frozen=True, omit_defaults=True, tag="pause"):
 
 
 class Jump(msgspec.Struct, frozen=True, omit_defaults=True, tag="jump"):
-    """The clock jumps by this many seconds, possibly back."""
+    """The clock jumps by this many seconds, which may be negative."""
 
     at: int
     seconds: float
 
 
 class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
-    """``wake`` is called for a request, which may not be parked or may not exist."""
+    """``wake`` is called for a request id; the request may not be parked, or may not exist."""
 
     at: int
     request_id: str
@@ -96,7 +97,8 @@ Event = Add | Abort | Reset | Pause | Jump | Wake
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An engine and a list of events. ``at`` of an event is the tick before which it happens.
+    """A simulated engine and a list of events. ``at`` of an event is the number of the tick before
+    which it happens.
 
     After the last event the engine continues until every request has finished.
     """
@@ -113,8 +115,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def plain_request(
     name: str, prompt: list[int], num_output: int, now: float, user: str, **fields: Any
 ) -> AddRequest:
-    """A request of a user with one program, which arrives at ``now`` (seconds) and has
-    ``num_output`` output tokens."""
+    """A request of this user that arrives at ``now`` (seconds) and generates up to ``num_output``
+    tokens. All requests of a user belong to one program."""
     fields.setdefault("hints", {"output_tokens": num_output, "program": f"program of {user}"})
     return AddRequest(
         name,
@@ -139,7 +141,7 @@ def from_json(line: str) -> Case:
 
 
 def to_python(value: Any) -> str:
-    """A Python expression for the value, without fields that have their default."""
+    """A Python expression that creates the value. It omits fields that have their default."""
     if isinstance(value, msgspec.Struct) or (is_dataclass(value) and not isinstance(value, type)):
         arguments = [
             f"{name}={to_python(getattr(value, name))}"
@@ -157,7 +159,8 @@ def to_python(value: Any) -> str:
 
 
 def _defaults(value: Any) -> dict[str, Any]:
-    """Defaults of the fields of a struct or dataclass; a marker for fields without one."""
+    """The default of each field of a struct or dataclass, by name; for a field without a default, a
+    marker that equals no value."""
     found = msgspec.structs.fields(value) if isinstance(value, msgspec.Struct) else fields(value)
     none = (MISSING, msgspec.NODEFAULT)
     return {

@@ -1,6 +1,6 @@
 """Checks of single plans and of the scheduler's state.
 
-Numbers in brackets refer to the invariants listed in ``invariants.py``.
+Numbers in brackets refer to the invariants in ``invariants.py``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FRUGAL_HOOKS = (
 
 
 def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check budgets [5] and single writers [3] of one step."""
+    """Check that a plan keeps its budgets [5] and that no KV slot has two writers [3]."""
     config, table, kv = scheduler.config, scheduler.roster.table, scheduler.kv
     rows, counts = plan.rows.tolist(), plan.counts.tolist()
     assert plan.num_tokens == sum(counts) <= config.max_num_batched_tokens, "token budget"
@@ -61,9 +61,10 @@ def check_plan(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
-    """Check blocks, reference counts, membership, ranks, seats and counts.
+    """Check blocks, reference counts, queues, ranks, seats and token counts.
 
-    ``num_drafts``: drafts for which a request may hold blocks and be computed, at most.
+    ``num_drafts``: the most draft tokens of a request, which may hold blocks and count as computed
+    in addition to its known tokens.
     """
     check_blocks(scheduler)
     check_members(scheduler)
@@ -73,7 +74,8 @@ def check_state(scheduler: Scheduler, *, num_drafts: int = 0) -> None:
 
 
 def check_blocks(scheduler: Scheduler) -> None:
-    """Check that each block is free or held, and counted once for each table and loan [1, 2]."""
+    """Check that each block is either free or held, and that its reference count is the number of
+    block tables and loans that name it [1, 2]."""
     kv, roster = scheduler.kv, scheduler.roster
     pool = kv.pool
     refs = [0] * pool.num_blocks
@@ -95,7 +97,8 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 
 def check_members(scheduler: Scheduler) -> None:
-    """Check that each live request is in one queue, and holds blocks only where it may [4, 6]."""
+    """Check that each live request is in exactly one queue [6], and that requests which do not run
+    hold no blocks, apart from registered holders [4]."""
     kv, roster = scheduler.kv, scheduler.roster
     running, waiting, parked = roster.running, roster.waiting, roster.parked
     members = [*running, *waiting, *parked.values()]
@@ -123,7 +126,7 @@ def check_members(scheduler: Scheduler) -> None:
 
 
 def check_ranks(scheduler: Scheduler) -> None:
-    """Check that ``rank`` and ``ranks`` of a policy that defines both agree [25]."""
+    """Check that ``rank`` and ``ranks`` give the same results, if the policy defines both [25]."""
     guard, view = scheduler.guard, scheduler.view
     if not guard.writes_both or guard.faults.num_faults:  # faults are reported by themselves
         return
@@ -151,7 +154,8 @@ def check_seats(scheduler: Scheduler) -> None:
 
 
 def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
-    """Check that known, pending and computed tokens fit each other, and the tables [4]."""
+    """Check that the numbers of known, pending and computed tokens are consistent with each other
+    and with the length of block tables [4]."""
     table, kv, size = scheduler.roster.table, scheduler.kv, scheduler.kv.block_size
     known, pending, computed = table.num_tokens.at, table.num_pending.at, table.num_computed.at
     for req in scheduler.roster.by_id.values():
@@ -175,7 +179,7 @@ def check_counts(scheduler: Scheduler, num_drafts: int = 0) -> None:
 
 
 def check_empty(scheduler: Scheduler) -> None:
-    """Check that without requests everything is free again [13]."""
+    """Check that everything is free again when there are no requests [13]."""
     check_state(scheduler)
     roster = scheduler.roster
     assert not roster.by_id, f"unfinished: {list(roster.by_id)}"
@@ -191,8 +195,8 @@ def check_empty(scheduler: Scheduler) -> None:
 
 
 def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that no request lacked blocks or was preempted while a request that it outranks was
-    granted tokens and held enough blocks for it [21].
+    """Check that no request was preempted, or refused for lack of blocks, while a request that
+    ranks behind it got tokens and held enough blocks to help [21].
 
     A policy that sets the order of offers, or chooses victims, is responsible itself.
     """
@@ -219,14 +223,16 @@ def _check_granted(scheduler: Scheduler, req: Request, granted: list[Request]) -
 
 
 def is_lower(scheduler: Scheduler, req: Request, other: Request) -> bool:
-    """True if ``req`` goes before ``other``, by rank and according to the policy's hooks."""
+    """True if ``other`` ranks behind ``req`` and, by the policy's hooks, may have to give up its
+    blocks to it."""
     guard = scheduler.guard
     may_take = guard.outranks if req.is_waiting else guard.takes_blocks
     return by_rank(req) < by_rank(other) and may_take(req, other)
 
 
 def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check that everything usable is used, if no plug-in decides which request gets what [20]."""
+    """Check that no tokens, seats or blocks were left over that a request could have used, unless
+    the policy or a resource decides which request gets what [20]."""
     frugal = scheduler.guard.overrides(*FRUGAL_HOOKS) or scheduler.guard.waiting_may_preempt
     is_paused = scheduler.pause_state is not PauseState.UNPAUSED
     if frugal or is_paused or scheduler.resources.members or type(scheduler) is not Scheduler:
@@ -244,7 +250,8 @@ def check_spare(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) -> None:
-    """Check that it has all tokens it can compute, within blocks and caps on prompts."""
+    """Check that a running request got all tokens it could compute, given its blocks and the limits
+    on prompts. ``count``: tokens it got; ``left``: tokens left of the step's budget."""
     missing, config = req.num_uncomputed - (req.num_pending if count else 0), scheduler.config
     if missing <= 0 or not (config.enable_chunked_prefill or missing <= left):
         return
@@ -257,19 +264,20 @@ def _check_running(scheduler: Scheduler, req: Request, count: int, left: int) ->
 
 
 def _spares_decodes(scheduler: Scheduler) -> bool:
-    """True if prompts are limited next to decodes."""
+    """True if the scheduler limits the prompt tokens in a step that also has decodes."""
     is_whole = scheduler.guard.overrides(*SHAPING) or type(scheduler) is not Scheduler
     return scheduler.config.max_mixed_prefill_tokens > 0 and not is_whole
 
 
 def _is_mixed_full(scheduler: Scheduler) -> bool:
-    """True if a prompt may have been deferred for the sake of this step's decodes."""
+    """True if part of a prompt may have been deferred because this step also has decodes."""
     step, size = scheduler.view.step, scheduler.config.max_mixed_prefill_tokens
     return _spares_decodes(scheduler) and step.has_decodes and step.num_prompt_tokens >= size
 
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check the limit on prompt tokens in a step with decodes, unless the queue needs more [24]."""
+    """Check the limit on prompt tokens in a step with decodes. More are allowed only as far as
+    those that wait would not fit into ``num_mixed_prefill_steps`` steps [24]."""
     config, roster, rows = scheduler.config, scheduler.roster, plan.rows
     size = config.max_mixed_prefill_tokens
     spread = config.num_mixed_prefill_steps * size
@@ -290,7 +298,8 @@ def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def _check_head(scheduler: Scheduler, left: int) -> None:
-    """Check that the head of the queue waits for a seat, for blocks, or for a pending token."""
+    """Check that the first waiting request has a reason to wait: no seat, no blocks or a pending
+    token. ``left``: tokens left of the step's budget."""
     kv, roster = scheduler.kv, scheduler.roster
     if not len(roster.waiting) or not roster.num_free_seats:
         return

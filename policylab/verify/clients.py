@@ -62,7 +62,8 @@ class Clients:
         self._guide = guide
 
     def accept(self, req: Request, fails_at: int | None, hints: dict[str, Any] | None) -> None:
-        """Record a request that the scheduler accepted. ``hints``: a copy of its original hints."""
+        """Record a request that the scheduler accepted. ``fails_at``: the position that the worker
+        cannot compute, if any. ``hints``: a copy of its original hints."""
         add = req.add
         assert add.request_id not in self.live, f"{req} is accepted twice"
         extras = extras_of(add)
@@ -86,14 +87,16 @@ class Clients:
         return None if live is None else live.answer
 
     def content(self, new: NewSeq) -> list[int]:
-        """What the worker sees at each known position."""
+        """The number that the fake model sees at each known position of a new sequence: its token,
+        plus extras such as a salt."""
         tokens = list(new.token_ids)
         for position, extra in self.live[new.request_id].extras.items():
             tokens[position] += extra
         return tokens
 
     def watch(self, plan: StepPlan) -> None:
-        """Record the position from which new sequences compute."""
+        """Record, for each request that starts in this plan, the position at which its computation
+        starts."""
         if not plan.new:
             return
         starts = dict(zip(plan.slots.tolist(), plan.starts.tolist(), strict=True))
@@ -104,14 +107,16 @@ class Clients:
                 live.num_cached = starts[new.slot]
 
     def fail(self, new: NewSeq, upto: int) -> str | None:
-        """The error if the worker computes a position that fails; else ``None``."""
+        """The error message if the worker, computing positions before ``upto``, reaches one that is
+        to fail; else ``None``."""
         live = self.live.get(new.request_id)  # it may have ended meanwhile
         if live is None or live.fails_at is None or upto <= live.fails_at:
             return None
         return "this position fails"
 
     def alive(self, ids: list[str] | None) -> list[Request]:
-        """The requests of these ids that have not ended, whether or not the end was reported."""
+        """The requests with these ids (``None``: all) that have not ended. A request counts as
+        ended even if its end is not yet reported to the client."""
         wanted = list(self.live) if ids is None else list(dict.fromkeys(ids))
         live = [self.live[name].req for name in wanted if name in self.live]
         return [req for req in live if not req.is_finished]
@@ -122,7 +127,7 @@ class Clients:
             self._end(req.request_id)
 
     def hear(self, outputs: StepOutputs, now: float) -> None:
-        """Check the outputs of a step."""
+        """Check the outputs that the clients get from a step."""
         for client, out in outputs.items():
             counts = out.counts or [1] * len(out.request_ids)
             assert len(counts) == len(out.request_ids) == len(set(out.request_ids)), "columns"
@@ -149,7 +154,7 @@ class Clients:
             self._end(name)
 
     def check_over(self) -> None:
-        """Check that every client has received the end of its requests."""
+        """Check that every client has been told of the end of its requests."""
         assert not self.live, f"no end was reported for {list(self.live)}"
 
     def _end(self, name: str) -> None:
@@ -167,7 +172,8 @@ class Clients:
 
 
 def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
-    """Check the history that comes with a request's first tokens after each start."""
+    """Check that a request's first output after each start, and no other, comes with its history:
+    cached tokens, preemptions, waits and events."""
     req, history, is_due = live.req, live.req.history, live.has_new_seat and count > 0
     assert (started is not None) == is_due, f"{req}: started is {started}, expected: {is_due}"
     if started is not None:
@@ -178,7 +184,7 @@ def check_start(live: LiveRequest, count: int, started: Started | None) -> None:
 
 
 def check_end(live: LiveRequest, end: Finished, now: float) -> None:
-    """Check that the request ends as expected."""
+    """Check that a request ends for the expected reason, with all tokens sent."""
     add, text = live.req.add, f"{live.req.request_id}: ends with {end.reason} {end.message!r}"
     assert end.num_preemptions == live.req.num_preempted, f"{text}: preemptions"
     if end.reason == "deadline":
@@ -201,8 +207,8 @@ def check_end(live: LiveRequest, end: Finished, now: float) -> None:
 
 
 def check_waits(req: Request) -> None:
-    """Check that every second in the queue has exactly one cause. Sums are exact, since all times
-    are binary fractions."""
+    """Check that every second that the request spent in the queue is charged to exactly one cause.
+    Sums are exact, since all times are binary fractions."""
     history = req.history
     total = sum(history.waits.values())
     assert total == history.queue_seconds, (
@@ -211,8 +217,8 @@ def check_waits(req: Request) -> None:
 
 
 def extras_of(add: AddRequest) -> dict[int, int]:
-    """What the model sees in addition to tokens: salt and adapter at position 0, media where they
-    begin."""
+    """What the model sees in addition to the tokens, by position: salt and adapter at position 0,
+    media where they begin."""
     extras = {}
     if add.cache_salt is not None or add.adapter is not None:
         extras[0] = _number(add.cache_salt, add.adapter)
@@ -231,7 +237,7 @@ def answer_to(
     num_tokens_used: int = VOCAB_SIZE,
     guide: Guide | None = None,
 ) -> tuple[list[int], tuple[str, int | None]]:
-    """The expected answer, at most ``most`` tokens, and how it ends."""
+    """The expected answer to a request, at most ``most`` tokens, and the reasons for its end."""
     digest = EMPTY_DIGEST
     for position, token in enumerate(add.prompt_token_ids):
         digest = mix(digest, token + extras.get(position, 0))

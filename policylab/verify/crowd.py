@@ -58,7 +58,7 @@ PATIENCE = 800  # likewise for any request
 
 
 class Starved(NamedTuple):
-    """A request without progress for too long, while others were computed."""
+    """A request that made no progress for too long, while others were computed."""
 
     request_id: str
     user: str
@@ -67,7 +67,7 @@ class Starved(NamedTuple):
     has_run: bool
     num_steps: int
     since: int
-    """The last step with progress."""
+    """The last step in which it made progress."""
 
 
 class SeenState(NamedTuple):
@@ -85,12 +85,13 @@ class SeenState(NamedTuple):
     num_idle: int
     """Steps that computed nothing although requests wanted to run."""
     num_rescued: int
-    """Steps planned by the default order, since the policy ran no request for too long."""
+    """Steps that were planned in the default order, because the policy had run no request for too
+    long."""
     num_taken: int
     num_refused: int
     starved: Starved | None
     steps_by_user: dict[str, float]
-    """Mean number of steps from arrival to end of a request."""
+    """For each user, the mean number of steps from arrival to end of a request."""
 
     @property
     def rate(self) -> float:
@@ -104,10 +105,10 @@ class SeenState(NamedTuple):
 
 
 class Crowd:
-    """A closed loop of one kind under one policy; every rule of ``Simulation`` is checked.
+    """Serves one kind of crowd under one policy; every rule of ``Simulation`` is checked.
 
-    ``is_patient``: no request counts as starved. ``users``: the users of the requests, in turn.
-    Raises ``AssertionError`` for a broken rule.
+    ``is_patient``: no request counts as starved. ``users``: the names of the users, to whom
+    requests belong in turn. Raises ``AssertionError`` for a broken rule.
     """
 
     def __init__(
@@ -152,7 +153,7 @@ class Crowd:
 
     @property
     def case(self) -> Case:
-        """All requests so far, as a case."""
+        """All requests that have arrived so far, as a case that can be run again."""
         return Case(setup=self.simulation.case.setup, events=list(self._events))
 
     @property
@@ -167,7 +168,7 @@ class Crowd:
         return self.finish()
 
     def step(self) -> None:
-        """Add requests while the queue has room; then plan and compute a step."""
+        """Add requests until the queue has its full length; then plan and compute a step."""
         simulation = self.simulation
         counts = simulation.scheduler.get_request_counts()
         left = min(MOST_LEFT, self._num_left)
@@ -181,7 +182,8 @@ class Crowd:
         self._watch(is_idle=not num_tokens)
 
     def finish(self) -> SeenState:
-        """Let the remaining requests end without new ones; returns what was seen before."""
+        """Finish the remaining requests without new ones. Returns what was seen of the crowd
+        before."""
         simulation, planned = self.simulation, replace(self.simulation.planned)
         num_steps = simulation.num_steps
         stats = simulation.scheduler.make_stats()
@@ -241,7 +243,7 @@ class Crowd:
                 self.starved = self.starved or _starved(live, step - since, since)
 
     def _stands_still(self, name: str, live: LiveRequest) -> int:
-        """The number of steps for which the request has had a seat without progress."""
+        """For how many steps the request has held a seat without progress."""
         req, step = live.req, self.simulation.num_steps
         now = (live.num_heard, -1 if req.is_waiting else req.num_computed)
         before, since = self._still.get(name, (now, step))
@@ -274,5 +276,5 @@ def _starved(live: LiveRequest, num_steps: int, since: int) -> Starved:
 
 
 def _between(rng: Random, least: int, most: int) -> int:
-    """A log-uniform number."""
+    """A log-uniform random number from ``least`` to ``most``."""
     return round(exp(rng.uniform(log(least), log(most))))

@@ -47,8 +47,8 @@ def draw_case(
     *,
     has_halves: bool = False,
 ) -> Case:
-    """The case of a seed. ``policy``: use this one instead of drawing a shipped one.
-    ``has_halves``: half of the cases have the engine's own drafts and grammars."""
+    """The case of a seed. ``policy``: use this policy instead of drawing a shipped one.
+    ``has_halves``: cases of odd seeds have the engine's own drafts, grammars or both."""
     case = draw_plain(seed, policy, options)
     return with_halves(case, seed) if has_halves and seed % 2 else case
 
@@ -100,7 +100,8 @@ def draw_setup(rng: Random, policy: Any, options: dict[str, Any] | None) -> Setu
 
 
 def crowded(rng: Random, setup: Setup) -> Setup:
-    """The engine with more seats than are granted one by one, and small chunks of long prompts."""
+    """The same engine with many seats, enough that requests are granted in bulk rather than one by
+    one. In some cases long prompts are split into small chunks."""
     threshold = setup.config.long_prefill_token_threshold or rng.choice((0, 3))
     config = replace(
         setup.config,
@@ -117,7 +118,7 @@ def crowded(rng: Random, setup: Setup) -> Setup:
 
 
 def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> SchedulerConfig:
-    """Options of the scheduler, and of the policy if none are given."""
+    """Random options of the scheduler, and of the policy if none are given."""
     name = policy if policy is not None else rng.choice((*sorted(POLICIES), WILD, WILD, WILD))
     if options is None:
         options = draw_options(rng, name)
@@ -148,7 +149,8 @@ def draw_config(rng: Random, policy: Any, options: dict[str, Any] | None) -> Sch
 
 
 def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
-    """Options around the defaults of the policy's constructor; none if it rejects them."""
+    """Random options for the policy's constructor, near their defaults; empty if the constructor
+    rejects them."""
     cls = POLICIES.get(policy, policy) if isinstance(policy, str) else policy
     if not (isinstance(cls, type) and issubclass(cls, Policy)) or rng.random() < 0.5:
         return {}
@@ -164,7 +166,7 @@ def draw_options(rng: Random, policy: Any) -> dict[str, Any]:
 
 
 def _near(rng: Random, default: Any) -> Any:
-    """A value of the same type; ``None``: keep the default."""
+    """A random value of the same type near the default; ``None``: keep the default."""
     if isinstance(default, bool):
         return rng.random() < 0.5
     if not isinstance(default, int | float):
@@ -177,7 +179,7 @@ def _near(rng: Random, default: Any) -> Any:
 
 
 class RequestMaker:
-    """Draws requests with shared prefixes that differ in all features."""
+    """Draws requests that share prefixes and use different mixtures of the features."""
 
     def __init__(self, rng: Random, setup: Setup, features: set[str]) -> None:
         self.rng = rng
@@ -190,7 +192,8 @@ class RequestMaker:
         self.shared = [rng.randrange(VOCAB_SIZE) for _ in range(self.longest)]
 
     def add(self, name: str, at: int) -> Add:
-        """A request that arrives before this tick, or at the start if there is a storm."""
+        """The event that a request arrives before the tick ``at``; in a case with storms, half of
+        the requests arrive at the start."""
         rng = self.rng
         if "twins" in self.features and rng.random() < 0.1:
             name = str(max(0, int(name) - rng.randint(1, 5)))
@@ -228,14 +231,15 @@ class RequestMaker:
         )
 
     def prompt(self, num_tokens: int) -> list[int]:
-        """A shared prefix followed by random tokens."""
+        """A prompt of a shared prefix and random tokens, ``num_tokens`` long."""
         rng = self.rng
         common = rng.randint(0, num_tokens) if rng.random() < 0.7 else num_tokens
         rest = [rng.randrange(VOCAB_SIZE) for _ in range(num_tokens - min(common, self.longest))]
         return self.shared[:common] + rest
 
     def params(self, max_tokens: int) -> SamplingParams:
-        """Stop conditions, and whether the prefix cache may be read."""
+        """Sampling parameters with random stop conditions. Some ask for prompt logprobs, so that
+        the prefix cache may not be read."""
         rng = self.rng
         stops = []
         if "stops" in self.features:
@@ -249,7 +253,7 @@ class RequestMaker:
         )
 
     def hints(self, max_tokens: int) -> dict[str, Any]:
-        """Hints for policies; the oracle needs the output length."""
+        """Random hints for policies. They include the output length, which the oracle needs."""
         rng = self.rng
         hints: dict[str, Any] = {"output_tokens": rng.randint(1, max_tokens)}
         if "hints" in self.features:
@@ -259,7 +263,8 @@ class RequestMaker:
         return hints
 
     def feature_fields(self, num_prompt: int) -> dict[str, Any]:
-        """The fields that the resources of this engine read."""
+        """The fields of a request that this engine's resources read, such as adapter, grammar and
+        media."""
         rng, needs = self.rng, self.setup.needs
         fields: dict[str, Any] = {}
         if "adapters" in needs or "salts" in self.features:
@@ -278,7 +283,8 @@ class RequestMaker:
         return fields
 
     def media(self, num_prompt: int) -> list[MediaItem]:
-        """Non-overlapping items of few contents, so that some are shared."""
+        """Non-overlapping media items in the prompt, with few different contents, so that requests
+        share some."""
         items: list[MediaItem] = []
         offset = self.rng.randrange(4)
         while offset < num_prompt and len(items) < 3:
@@ -288,7 +294,7 @@ class RequestMaker:
         return items
 
     def deadlines(self, at: int) -> dict[str, Any]:
-        """Soft and hard deadlines, in seconds."""
+        """Random soft and hard deadlines, in seconds on the clock."""
         rng = self.rng
         if "deadlines" not in self.features:
             return {}
@@ -307,7 +313,7 @@ class RequestMaker:
 def draw_troubles(
     rng: Random, features: set[str], num_ticks: int, num_requests: int
 ) -> list[Event]:
-    """Aborts, wakes, cache resets, pauses and clock jumps during the case."""
+    """Random aborts, wakes, cache resets, pauses and clock jumps during the case."""
     events: list[Event] = []
     for tick in range(num_ticks):
         if "aborts" in features and rng.random() < 0.1:
@@ -324,8 +330,8 @@ def draw_troubles(
 
 
 def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
-    """Aborts of most requests with remote KV, soon after they arrive: while they load, or wait
-    for steps in flight that still write the blocks which the load fills."""
+    """Aborts of most requests with remote KV, soon after they arrive: while the KV is loading, or
+    while the load waits for steps in flight that still write into its blocks."""
     return [
         Abort(at=event.at + rng.randint(1, 4), request_ids=[event.request.request_id])
         for event in events
@@ -334,7 +340,8 @@ def aborted_loads(rng: Random, events: list[Event]) -> list[Event]:
 
 
 def _some_ids(rng: Random, num_requests: int) -> list[str] | None:
-    """Ids of one or several requests, some of them finished, unknown or repeated; ``None``: all."""
+    """The ids of one or several requests, some of which are finished, unknown or repeated;
+    ``None``: all requests."""
     if rng.random() < 0.03:
         return None
     return [str(rng.randrange(num_requests + 2)) for _ in range(rng.choice((1, 1, 1, 3)))]

@@ -41,7 +41,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def with_halves(case: Case, seed: int) -> Case:
-    """The case with drafts, with grammars, or with both."""
+    """The case with the engine's own drafts, grammars, or both."""
     rng = Random(f"halves of {seed}")
     has_drafts = rng.random() < 0.8
     has_grammars = not has_drafts or rng.random() < 0.6
@@ -60,7 +60,7 @@ def with_halves(case: Case, seed: int) -> Case:
 
 
 def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
-    """The config with one of the draft methods, and few or many drafts, adaptive or not."""
+    """The config with a random draft method and a random number of drafts, adaptive or not."""
     most = config.max_num_batched_tokens - 1
     if most < 1:  # a step needs room for one token besides drafts
         config, most = replace(config, max_num_batched_tokens=2), 1
@@ -82,7 +82,8 @@ def with_drafts(rng: Random, config: SchedulerConfig) -> SchedulerConfig:
 
 
 def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:
-    """The event; an added request may get a grammar, and copies with the same prompt."""
+    """The event itself, and for an added request, sometimes copies of it with the same prompt. With
+    ``has_grammars`` the request may get a grammar."""
     if not isinstance(event, Add):
         yield event
         return
@@ -97,7 +98,8 @@ def rewritten(rng: Random, event: Event, has_grammars: bool) -> Iterator[Event]:
 
 
 def with_grammar(rng: Random, request: AddRequest) -> AddRequest:
-    """The request with a grammar. It ends with the end-of-text token or earlier."""
+    """The request with a random grammar, sometimes an invalid one. Its answer ends with the
+    end-of-text token, or earlier at another stop."""
     grammar = (
         WRONG if rng.random() < 0.05 else grammar_of(StructuredOutputsParams(**rng.choice(FORMS)))
     )

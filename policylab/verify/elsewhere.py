@@ -22,8 +22,8 @@ from policylab.verify.otherwise import HASHES, PARTS, PolicySource, ProcessAnswe
 
 
 class Elsewhere:
-    """Another interpreter. Two of them, with ``number`` 1 and 2, differ only in ``parts``, as far
-    as possible.
+    """The parent's side of a second interpreter. Two of them, with ``number`` 1 and 2, differ in
+    those aspects of the environment that ``parts`` names, and as little as possible in others.
 
     Raises ``ConfigError`` for a policy object that cannot be pickled.
     """
@@ -62,7 +62,7 @@ class Elsewhere:
         self._send(question)
 
     def end(self) -> ProcessAnswer:
-        """The answer to the oldest open question.
+        """The answer to the oldest question that has none yet.
 
         Raises ``ConfigError`` if the policy cannot be loaded there.
         """
@@ -89,7 +89,7 @@ class Elsewhere:
 
 
 def source_of(policy: Any) -> PolicySource:
-    """Where another process finds the policy. Raises ``ConfigError`` if it cannot."""
+    """From where another process can load the policy. Raises ``ConfigError`` if it cannot."""
     if isinstance(policy, str):
         return PolicySource(policy)
     cls = policy if isinstance(policy, type) else type(policy)

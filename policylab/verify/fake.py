@@ -36,13 +36,13 @@ RUBBISH = 0x5EED
 
 
 def mix(digest: int, token: int) -> int:
-    """Digest of a prefix with one more token (a multiply-xorshift step on 64 bits)."""
+    """The digest of a prefix after one more token (a multiply-xorshift step on 64 bits)."""
     digest = (digest ^ (token + 0x165667B19E3779F9)) * 0xBF58476D1CE4E5B9 & MASK
     return digest ^ (digest >> 29)
 
 
 def digest_of(tokens: Sequence[int]) -> int:
-    """Digest of a whole sequence."""
+    """The digest of a whole sequence of tokens."""
     digest = EMPTY_DIGEST
     for token in tokens:
         digest = mix(digest, token)
@@ -53,20 +53,21 @@ NONE_LEFT = -1  # in place of a token, if the mask allows none
 
 
 def token_after(tokens: Sequence[int], vocab_size: int = 1000) -> int:
-    """The next token of the fake model."""
+    """The token that the fake model generates after these tokens."""
     return digest_of(tokens) % vocab_size
 
 
 @dataclass(slots=True)
 class FakeSeq:
-    """A live sequence of the fake worker: its content at each position, and its block tables."""
+    """A live sequence in the fake worker: what the model sees at each position, and its block
+    tables."""
 
     tokens: list[int]
     tables: list[list[int]]  # block tables, one per group
     digests: list[int] = field(default_factory=list)  # digests of its prefixes, to check windows
 
     def digest_at(self, position: int) -> int:
-        """The digest that every group should hold at this position."""
+        """The digest that the KV of every group of layers should hold at this position."""
         while len(self.digests) <= position:
             before = self.digests[-1] if self.digests else EMPTY_DIGEST
             self.digests.append(mix(before, self.tokens[len(self.digests)]))
@@ -80,15 +81,16 @@ class FakeExecutor:
     methods: tuple[str, ...] = ()
 
     def preview(self, ticket: Any) -> Column | None:
-        """``None``: no token is known before the masks."""
+        """Always ``None``: no token is known before the masks."""
         return None
 
     def sample(self, ticket: Any, masks: Masks | None) -> None:
-        """Raise ``AssertionError``: plans for this worker have no masks."""
+        """Always raises ``AssertionError``: plans for this worker have no masks, so there is
+        nothing left to sample."""
         raise AssertionError(f"{type(self).__name__} samples when it launches a step")
 
     def call(self, name: str, *args: Any) -> Any:
-        """Raise ``ConfigError``: the worker has no methods."""
+        """Always raises ``ConfigError``: this worker has no methods to call."""
         raise ConfigError(f"{name} is not available: {type(self).__name__} has no model")
 
     def shutdown(self) -> None:
@@ -96,7 +98,7 @@ class FakeExecutor:
 
 
 class FakeWork(NamedTuple):
-    """The tokens that a row computes in a step."""
+    """What one row computes in a step."""
 
     seq: FakeSeq
     new: NewSeq
@@ -107,7 +109,8 @@ class FakeWork(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """A row after its forward pass. ``digests``: after its last known token and each draft."""
+    """A row after its forward pass. ``digests``: the digest after the row's last known token, then
+    one after each draft."""
 
     work: FakeWork
     digests: list[int]
@@ -167,7 +170,8 @@ class DigestWorker(FakeExecutor):
         return result
 
     def preview(self, ticket: StepResult) -> Column | None:
-        """Tokens of about every second row; -1 for the others."""
+        """The tokens already known, one per row: those of about every second row, -1 for the
+        others."""
         assert self._waiting is not None, "no step waits for masks"
         plan, rows = self._waiting
         assert plan.masks is not None and plan.masks.ahead is not None
@@ -184,11 +188,12 @@ class DigestWorker(FakeExecutor):
         self._finish(plan, rows, masks, ticket)
 
     def collect(self, ticket: StepResult) -> StepResult:
-        """The result of a launched step."""
+        """The result of a launched step, which ``launch`` or ``sample`` has completed."""
         return ticket
 
     def blocks_written(self, plan: StepPlan) -> set[int]:
-        """Blocks of all groups that the step writes, which was launched last."""
+        """The ids of all blocks, in all groups of layers, that this step writes. It must be the
+        step launched last."""
         spans = zip(plan.slots.tolist(), plan.starts.tolist(), plan.counts.tolist(), strict=True)
         return {
             block
@@ -200,7 +205,8 @@ class DigestWorker(FakeExecutor):
     def _finish(
         self, plan: StepPlan, rows: list[Computed], masks: Masks | None, result: StepResult
     ) -> None:
-        """Sample after the forward pass, with the masks of the plan."""
+        """Complete the result of a step after its forward pass: sample with the masks of the
+        plan."""
         of_row: list[list[NDArray[np.int32]]] = [[] for _ in rows]
         if plan.masks is not None:
             assert masks is not None, "the masks of a step are missing"
@@ -215,7 +221,7 @@ class DigestWorker(FakeExecutor):
             result.drafts = offered
 
     def _work(self, plan: StepPlan) -> list[FakeWork]:
-        """Apply a plan; returns what its rows compute, with their present tables."""
+        """Apply a plan to the worker's sequences; returns what each row computes."""
         check_parts(plan, self.capabilities)
         self.apply(plan)
         drafts = draft_rows(plan)
@@ -239,7 +245,7 @@ class DigestWorker(FakeExecutor):
         ]
 
     def _forward(self, work: Sequence[FakeWork]) -> list[Computed]:
-        """Write the KV of all rows in order."""
+        """Write the KV of all rows, in order; returns their digests."""
         rows = []
         for row in work:
             first_draft = row.start + row.num_tokens - len(row.drafts)
@@ -254,7 +260,8 @@ class DigestWorker(FakeExecutor):
     def draw(
         self, rows: list[Computed], masks: list[list[NDArray[np.int32]]], result: StepResult
     ) -> None:
-        """Sample and verify tokens. ``masks``: those of each row, [] for none."""
+        """Sample tokens and verify drafts; both go into ``result``. ``masks``: the masks of each
+        row, [] for a row without."""
         tokens: list[int] = []
         counts = [0] * len(rows)
         for index, ((work, digests, error), own) in enumerate(zip(rows, masks, strict=True)):
@@ -322,8 +329,9 @@ class DigestWorker(FakeExecutor):
             self._write(seq, position, RUBBISH)
 
     def _attend(self, seq: FakeSeq, last: int) -> int:
-        """The digest at the last position. It is wrong if the ends of a window, or one checked
-        position of a full table, hold other content than expected."""
+        """The digest at position ``last``, from which the next token follows. It comes out wrong if
+        the KV at either end of a window, or at one other position of a full table, is not as
+        expected."""
         digest = self._read(seq, 0, last)
         for group, window in enumerate(self.windows):
             any_one = mix(last, len(seq.tokens)) % (last + 1)
@@ -342,7 +350,8 @@ class DigestWorker(FakeExecutor):
 
 
 def allowed(token: int, mask: NDArray[np.int32]) -> int:
-    """The first token with its bit set, from this one on (cyclically); NONE_LEFT if none is."""
+    """The first token that the mask allows, counting up (cyclically) from this one; NONE_LEFT if it
+    allows none."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     if not bits.any():
         return NONE_LEFT
@@ -350,9 +359,9 @@ def allowed(token: int, mask: NDArray[np.int32]) -> int:
 
 
 def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
-    """The accepted tokens: those that equal their drafts, and one more. After accepted drafts the
-    last one may be missing if the mask allows none; the next step computes that position again,
-    with its own mask."""
+    """The tokens that a row gets after verification: all drafts up to the first that differs from
+    the drawn token, then that drawn token. After accepted drafts the last token may be missing if
+    its mask allows none; the next step computes that position again, with its own mask."""
     num_right = 0
     while num_right < len(drafts) and drafts[num_right] == drawn[num_right] != NONE_LEFT:
         num_right += 1
@@ -362,7 +371,7 @@ def standing(drawn: Sequence[int], drafts: Sequence[int]) -> list[int]:
 
 
 def draft_rows(plan: StepPlan) -> list[list[int]]:
-    """The drafts of each row; [] if the plan has none."""
+    """The drafts of each row of the plan; [] if the plan has no drafts."""
     return [] if plan.drafts is None else plan.drafts.by_row()
 
 
@@ -376,7 +385,7 @@ class LateWorker(DigestWorker):
         self._masks: dict[int, Masks] = {}  # by step, for steps not yet collected
 
     def launch(self, plan: StepPlan) -> StepResult:
-        """Apply the plan; ``collect`` fills in the result."""
+        """Apply the plan; returns an empty result, which ``collect`` fills in."""
         work = [
             row._replace(seq=replace(row.seq, tables=[table[:] for table in row.seq.tables]))
             for row in self._work(plan)
@@ -386,16 +395,16 @@ class LateWorker(DigestWorker):
         return result
 
     def preview(self, ticket: StepResult) -> Column | None:
-        """``None``: no token is known before the step is collected."""
+        """Always ``None``: no token is known before the step is collected."""
         return None
 
     def sample(self, ticket: StepResult, masks: Masks | None) -> None:
-        """Store the masks."""
+        """Keep the masks until the step is collected."""
         assert masks is not None, "the masks of a waiting step are missing"
         self._masks[ticket.step] = masks
 
     def collect(self, ticket: StepResult) -> StepResult:
-        """Compute the oldest step."""
+        """Compute the oldest step, now that its result is wanted."""
         work, due, plan = self._launched.popleft()
         assert due is ticket, "steps are not collected in the order of their launch"
         self.carry_out(plan)

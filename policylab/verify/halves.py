@@ -32,17 +32,19 @@ PUNCTUATION = ('{ "', '" :', "1 0")
 
 
 class Guide(Protocol):
-    """Follows one answer through its grammar. Both methods may raise if it cannot continue."""
+    """Follows one answer through its grammar. Both methods may raise if the grammar cannot
+    continue."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Advance by these generated tokens."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the bits of the allowed next tokens in [1 + drafts, words] int32, initially 0."""
+        """Set the bits of the tokens allowed next, and after each of the drafts, in ``masks`` [1 +
+        drafts, words] (int32, initially 0)."""
 
 
 class NoGuide:
-    """The guide for an invalid grammar: no token is allowed."""
+    """The guide of a request whose grammar is invalid: no token is allowed."""
 
     def advance(self, tokens: Sequence[int]) -> None:
         """Never called: no token is allowed."""
@@ -52,8 +54,8 @@ class NoGuide:
 
 
 class Halves(NamedTuple):
-    """The scheduler-side resources of real features in a run, and the guides that check its
-    answers."""
+    """The scheduler's part of real features in a run (``resources``), and what makes the guides
+    that check answers."""
 
     resources: tuple[Resource, ...]
     guide: Callable[[AddRequest], Guide]
@@ -63,8 +65,8 @@ MakeHalves = Callable[[Setup], Halves]
 
 
 def small_tokenizer() -> str:
-    """A tokenizer.json with a token for some characters and longer ones for some texts. The last
-    token ends texts. Other characters may occur in a text but have no token."""
+    """The text of a tokenizer.json with tokens for some single characters, and longer ones for some
+    texts. The last token ends texts. Other characters may occur in a text but have no token."""
     merges = [*MERGES, *PUNCTUATION]
     names = [*CHARACTERS, *(merge.replace(" ", "") for merge in merges)]
     vocab = {name: token for token, name in enumerate(names)} | {"<end>": END}
@@ -85,7 +87,8 @@ def small_tokenizer() -> str:
 
 
 def guided(guide: Guide, token: int) -> int:
-    """What the fake model samples under the grammar for ``token``; NONE_LEFT if nothing."""
+    """The token that the fake model samples under the grammar, where it would sample ``token``
+    without; NONE_LEFT if the grammar allows none."""
     masks: Column = np.zeros((1, WORDS), dtype=np.int32)
     try:
         guide.fill(masks, ())
@@ -101,7 +104,8 @@ def guided(guide: Guide, token: int) -> int:
 
 
 class DelayedMatcher:
-    """A grammar compiler whose results are ready after a reproducible number of polls.
+    """A stand-in for a grammar compiler, whose results are ready after a reproducible number of
+    polls.
 
     ``compiler``: the real compiler. ``most``: the largest number of polls.
     """
@@ -120,7 +124,7 @@ class DelayedMatcher:
 
 
 class DelayedCompilation:
-    """A compilation that is unfinished for this many polls."""
+    """A compilation that reports to be unfinished for this many polls."""
 
     def __init__(self, compilation: Any, looks: int) -> None:
         self._compilation = compilation
@@ -138,29 +142,30 @@ class DelayedCompilation:
 
 
 def max_drafts(setup: Setup) -> int:
-    """The most drafts per row and step in the case's engine."""
+    """The most drafts that a row can have in one step of the case's engine."""
     speculative = setup.config.speculative_config
     return 0 if speculative is None else SpeculativeConfig.of(speculative).num_speculative_tokens
 
 
 def worker_proposes(setup: Setup) -> bool:
-    """True if the worker proposes drafts."""
+    """True if drafts are proposed by the worker rather than by the scheduler."""
     speculative = setup.config.speculative_config
     return speculative is not None and speculative["method"] == "draft_model"
 
 
 def is_adaptive(setup: Setup) -> bool:
-    """True if the number of drafts depends on step times."""
+    """True if the engine adapts the number of drafts, so that it depends on step times."""
     speculative = setup.config.speculative_config
     return speculative is not None and SpeculativeConfig.of(speculative).adaptive
 
 
 class WorkersDrafts:
-    """Drafts that a worker proposes: the right tokens, but sometimes with a wrong one, none or too
-    few, more than requested, or for a row that wants none."""
+    """Proposes drafts for a worker. Mostly these are the tokens that the model will generate, but
+    sometimes one is wrong, there are none, too few or more than requested, or they are for a row
+    that wants none."""
 
     def __init__(self, answers: Callable[[str], Sequence[int] | None]) -> None:
-        """``answers``: the expected answer of a request; ``None`` if it has ended."""
+        """``answers`` returns the expected answer to a request, by id; ``None`` if it has ended."""
         self._answers = answers
 
     def __call__(self, plan: StepPlan, rows: Sequence[Computed]) -> DraftPart | None:
@@ -183,9 +188,9 @@ class WorkersDrafts:
 
 
 def check_wishes_for_drafts(scheduler: Scheduler, plan: StepPlan, most: int) -> None:
-    """Check the drafts that a plan requests from the worker: only for rows that sample, at most
-    ``most``, and none that no step can verify, such as after a request's last token but one
-    [22]."""
+    """Check the numbers of drafts that a plan requests from the worker: only for rows that sample,
+    at most ``most`` each, and only as many as a later step can verify, so none if at most one more
+    token follows [22]."""
     if plan.proposals is None:
         return
     wishes = plan.proposals
@@ -220,7 +225,8 @@ class DraftCounts:
                 self.num_accepted_tokens += num - 1
 
     def check(self, resources: Sequence[Resource]) -> None:
-        """Check that resources' counters agree, and that they keep nothing of ended requests."""
+        """Check that the counters of these resources agree with this count, and that the resources
+        keep no data of ended requests."""
         for resource in resources:
             assert not (kept := kept_by(resource)), f"{resource.name} keeps {kept}"
             if "num_draft_tokens" in (counters := resource.counters()):
@@ -230,7 +236,7 @@ class DraftCounts:
 
 
 def kept_by(resource: Resource) -> dict[str, object]:
-    """The non-empty containers of a resource, by attribute."""
+    """The attributes of a resource that are non-empty containers, by name."""
     return dict(_not_empty(vars(resource)))
 
 

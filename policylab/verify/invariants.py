@@ -102,19 +102,20 @@ class Invariants:
         self._look()
 
     def launched(self) -> None:
-        """Check the worker's tables after a launch."""
+        """Check the worker's block tables after a launch."""
         check_mirror(self.scheduler, self.worker)
 
     def settled(self) -> None:
-        """Check after results were applied."""
+        """Check after the results of a step were applied."""
         self._look()
 
     def changed(self) -> None:
-        """Check after a request, an abort or another event."""
+        """Check after something else happened: a new request, an abort or another event."""
         self._look()
 
     def ended(self, *, leaks: bool) -> None:
-        """Check that nothing is left after all requests ended and the worker was informed."""
+        """Check that nothing is left after all requests have ended and the worker was informed.
+        ``leaks``: also search everything for requests that are still referenced."""
         check_empty(self.scheduler)
         assert not self.worker.seqs, f"the worker keeps {list(self.worker.seqs)}"
         for need in self.needs:
@@ -137,8 +138,8 @@ class Invariants:
 
 
 class ProgressCheck:
-    """Checks that a request runs if one can, and that none is preempted repeatedly without
-    progress."""
+    """Checks that a request runs whenever one could, and that none is preempted repeatedly without
+    a new token."""
 
     def __init__(self, scheduler: Scheduler, needs: Sequence[Need]) -> None:
         self._scheduler = scheduler
@@ -186,7 +187,7 @@ class ProgressCheck:
 
 
 class CacheTruth:
-    """Knows the correct content for each block hash seen."""
+    """Computes the correct content for each block hash, and checks cached blocks against it."""
 
     def __init__(self, scheduler: Scheduler, worker: DigestWorker) -> None:
         self._kv = scheduler.kv
@@ -195,7 +196,8 @@ class CacheTruth:
         self._digests: dict[bytes, int] = {}  # by block hash: digest of the block's last position
 
     def learn(self, req: Request, extras: dict[int, int]) -> None:
-        """Record the blocks of a request that ends; its tokens are final."""
+        """Record the correct content of the blocks of a request that ends, when its tokens are
+        final. ``extras``: what the model sees in addition to the tokens, by position."""
         digest, size = EMPTY_DIGEST, self._kv.block_size
         chain: list[bytes] = []
         self._chains.extend(chain, req, len(req.tokens))
@@ -232,7 +234,8 @@ def check_wishes(scheduler: Scheduler, plan: StepPlan) -> None:
 
 
 def check_order(scheduler: Scheduler) -> None:
-    """Check that no request starts before a better-ranked one that was not itself refused [19]."""
+    """Check that no request started while a better-ranked one kept waiting, unless that one was
+    itself refused or preempted in this step [19]."""
     step = scheduler.view.step
     if not step.new or scheduler.guard.overrides("order", "next_waiting"):
         return
@@ -245,7 +248,8 @@ def check_order(scheduler: Scheduler) -> None:
 
 
 def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
-    """Check statistics of an engine without requests against the simulation's counts."""
+    """Check the scheduler's statistics, when it has no requests, against the tokens and steps that
+    the simulation counted."""
     stats = scheduler.make_stats()
     assert stats.num_scheduled_tokens == num_tokens, f"{stats.num_scheduled_tokens} tokens counted"
     assert stats.num_steps == num_steps, f"{stats.num_steps} steps counted, there were {num_steps}"
@@ -256,7 +260,8 @@ def check_stats(scheduler: Scheduler, num_tokens: int, num_steps: int) -> None:
 
 
 def check_mirror(scheduler: Scheduler, worker: DigestWorker) -> None:
-    """Check that the worker has the same sequences with the same tables."""
+    """Check that the worker has the same sequences, with the same block tables, as the
+    scheduler."""
     kv, seqs = scheduler.kv, worker.seqs
     running = scheduler.roster.running
     assert len(seqs) == len(running), f"the worker has {list(seqs)}, but {list(running)} run"
@@ -275,7 +280,8 @@ def check_faults(scheduler: Scheduler) -> None:
 
 
 def find_leak(root: object) -> str | None:
-    """The path from the scheduler to a request that it should have forgotten, if any."""
+    """The path by which a request can still be reached from ``root``, a scheduler that should have
+    none left; ``None`` if there is no such request."""
     seen: set[int] = set()
     todo: list[tuple[str, object]] = [(type(root).__name__, root)]
     while todo:

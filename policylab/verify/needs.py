@@ -20,9 +20,9 @@ Answers = Callable[[str], Sequence[int]]
 
 
 class Need(Resource):
-    """Base class of a limited resource. ``amount``: its size.
+    """Base class of the simulated engine's limited resources. ``amount``: the size of the resource.
 
-    ``answers`` returns the expected answer to a request.
+    ``answers`` returns the expected answer to a request, by id.
     """
 
     scheduler: Scheduler
@@ -40,19 +40,20 @@ class Need(Resource):
         return False
 
     def tick(self) -> None:
-        """Let the time of one step pass."""
+        """Called once per step, for resources that count time."""
 
     def check(self, running: Iterable[Request]) -> None:
-        """Check that everything taken belongs to running requests."""
+        """Check that everything taken from the resource belongs to running requests."""
 
     def refuse(self, num_tokens: int = 0, on_refuse: OnRefuse | None = None) -> Fit:
-        """Count a refusal; returns a ``Fit`` with only this many tokens."""
+        """Count a refusal; returns the ``Fit`` that grants only ``num_tokens``."""
         self.num_refusals += 1
         return Fit(num_tokens, self.name, on_refuse)
 
 
 class Adapters(Need):
-    """At most ``amount`` adapters are loaded at the same time; requests for others are skipped."""
+    """At most ``amount`` adapters are loaded at the same time. Requests that need another one are
+    skipped until there is room."""
 
     name = "adapters"
 
@@ -94,7 +95,8 @@ class Delayed(Need):
         self.left: dict[Request, int] = {}  # remaining ticks
 
     def ticks(self, req: Request) -> int | None:
-        """The ticks that the request waits; ``None``: it needs nothing; negative: then it fails."""
+        """The number of ticks for which the request must wait; if negative, the request fails after
+        as many. ``None``: it need not wait."""
         raise NotImplementedError
 
     def parked(self, req: Request) -> None:
@@ -118,7 +120,8 @@ class Delayed(Need):
 
 
 class Grammars(Delayed):
-    """``AddRequest.grammar``: ticks until it is compiled; if negative, until compilation fails."""
+    """Parks requests with a grammar until it is compiled. ``AddRequest.grammar`` is the number of
+    ticks that this takes; if negative, compilation fails after as many."""
 
     name = "grammars"
 
@@ -137,7 +140,8 @@ class Grammars(Delayed):
 
 
 class Loads(Delayed):
-    """``kv_transfer_params["ticks"]``: ticks until the KV for the request's blocks has arrived."""
+    """Parks requests until the KV for their blocks has arrived; ``kv_transfer_params["ticks"]`` is
+    the number of ticks that this takes."""
 
     name = "loads"
 
@@ -152,7 +156,8 @@ class Loads(Delayed):
 
 
 class NeededEncoder(Need):
-    """``amount`` tokens of media per step; a chunk ends before an item that exceeds them."""
+    """An encoder for ``amount`` tokens of media per step. A chunk of a prompt ends before an item
+    for which too few of them are left."""
 
     name = "encoder"
 
@@ -187,7 +192,7 @@ class NeededEncoder(Need):
 
 
 class Moods(Need):
-    """Refuses or reduces ``amount`` percent of grants at random."""
+    """At random, refuses or reduces ``amount`` percent of the grants to some requests."""
 
     name = "moods"
 
@@ -203,7 +208,7 @@ class Moods(Need):
 
 
 class NeededDrafts(Need):
-    """Up to ``amount`` drafts for some requests, partly right."""
+    """Gives some requests up to ``amount`` drafts per step, some of which are wrong."""
 
     name = "drafts"
 
@@ -240,7 +245,8 @@ class NeededDrafts(Need):
         plan.drafts = DraftPart(np.array(counts, dtype=np.int32), np.array(tokens, dtype=np.int32))
 
     def _guess(self, req: Request, first: int, count: int, step: int) -> list[int]:
-        """Right tokens up to a random place, then wrong ones; -1 at the end of the answer."""
+        """Drafts for ``count`` tokens of the answer from index ``first``: right ones up to a random
+        place, then wrong ones."""
         right = list(self.answers(req.request_id)[first : first + count])
         right += [-1] * (count - len(right))
         upto = mix(step, req.arrival + 1) % (count + 2)

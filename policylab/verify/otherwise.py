@@ -39,36 +39,36 @@ PARTS = (HASHES, ADDRESSES, CLOCKS, DICE, PROCESS, ENVIRONMENT)
 
 
 class PolicySource(NamedTuple):
-    """Where another process finds the policy."""
+    """From where another process can load the policy."""
 
     named: str | None
-    """A name or dotted path; ``None``: in a module."""
+    """The policy's name or dotted path; ``None``: it is a class in ``module``."""
     module: str = ""
     file: str | None = None
     """The module's file, if it cannot be imported by name."""
     qualname: str = ""
     given: Policy | None = None
-    """An object of the class ``qualname``."""
+    """The policy object, if one was given rather than its class."""
 
 
 class Question(NamedTuple):
-    """What the other process plans: the case of a seed, a given case, or a crowd."""
+    """What the other process is to plan: the case of a seed, this case, or a crowd."""
 
     seed: int | None = None
     case: Case | None = None
-    """Its policy is replaced by the one loaded there."""
+    """A case whose policy is replaced by the one loaded in the other process."""
     crowd: str = ""
     num_steps: int = 0
     """Steps during which requests of the crowd arrive."""
 
 
 class ProcessAnswer(NamedTuple):
-    """The result of a question."""
+    """The answer of the other process to a question."""
 
     digest: str
     """The digest of all plans, or the error that ended the run."""
     reads: tuple[str, ...] = ()
-    """Environment variables that hooks read, with the line."""
+    """The environment variables that hooks read, each with the line of code."""
 
 
 FIRST_HOUR, HOURS = 3.0, 12.3  # time of day of the first interpreter, and the distance to the next
@@ -112,7 +112,8 @@ def serve(line: Connection) -> None:
 def answer(
     question: Question, policy: Any, options: dict[str, Any] | None, world: World
 ) -> ProcessAnswer:
-    """The answer to a question: the digest of its plans in this environment."""
+    """Run what the question asks for in this environment; returns the digest of all plans, or the
+    error."""
     world.scatter()
     del world.reads[:]
     try:
@@ -123,7 +124,7 @@ def answer(
 
 
 def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -> str:
-    """The digest of all plans. Raises an error for a broken rule."""
+    """The digest of all plans for the question. Raises an error for a broken rule."""
     if question.crowd:
         [kind] = [kind for kind in KINDS if kind.name == question.crowd]
         kind = kind._replace(num_steps=question.num_steps)
@@ -138,14 +139,14 @@ def digest_of(question: Question, policy: Any, options: dict[str, Any] | None) -
 
 
 def with_policy(case: Case, policy: Any, options: dict[str, Any]) -> Case:
-    """The case with another policy."""
+    """The case with this policy and these options in place of its own."""
     given = {**vars(case.setup.config), "scheduling_policy": policy, "policy_options": options}
     setup = msgspec.structs.replace(case.setup, config=SchedulerConfig(**given))
     return msgspec.structs.replace(case, setup=setup)
 
 
 def load(source: PolicySource) -> Any:
-    """The policy from its source. Raises whatever its module raises."""
+    """Load the policy from its source. Raises whatever its module raises."""
     if source.named is not None:
         return source.named
     try:
@@ -178,7 +179,8 @@ def _from_file(name: str, file: str | None) -> Any:
 
 
 class World:
-    """The environment on which a policy must not depend. ``home``: the policy's module."""
+    """Changes everything in this process's environment on which a policy must not depend. ``home``:
+    the name of the policy's module."""
 
     def __init__(self, number: int, parts: Collection[str], home: str) -> None:
         self._home = home
@@ -193,7 +195,7 @@ class World:
         self._change_environment()
 
     def scatter(self) -> None:
-        """Give new objects other addresses, in another order."""
+        """Make objects created from now on get other addresses, in another order."""
         dice = random.Random(self._number_of[ADDRESSES])
         blocks = [bytes(size) for size in SIZES for _ in range(2 * HOLES)]
         dice.shuffle(blocks)
@@ -219,7 +221,8 @@ class World:
         world = self
 
         class Environment(type(os.environ)):  # type: ignore[misc]
-            """Records reads by hooks; in every second process all variables are set."""
+            """``os.environ``, with a record of what hooks read; in every second process all
+            variables are set."""
 
             def __getitem__(self, name: str) -> str:
                 world.note(name)
@@ -242,7 +245,7 @@ class World:
         return self._number_of[ENVIRONMENT] % 2 == 0
 
     def is_authors(self) -> bool:
-        """True if the caller is in the policy's package rather than a library."""
+        """True if the code that asks belongs to the policy's package rather than to a library."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename in READERS and frame.f_back is not None:
             frame = frame.f_back
@@ -250,7 +253,7 @@ class World:
         return bool(self._home) and name.partition(".")[0] == self._home.partition(".")[0]
 
     def note(self, name: str) -> None:
-        """Record the read of an environment variable if a hook reads it."""
+        """Record that an environment variable was read, if a hook did so."""
         reader, frame = None, sys._getframe(2)
         while frame is not None:
             file = frame.f_code.co_filename
@@ -272,12 +275,14 @@ def _in_ns(clock: Callable[[], float]) -> Callable[[], int]:
 
 
 def _now_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """A function such as ``time.localtime`` on the changed clock."""
+    """Wrap a function such as ``time.localtime``, so that without an argument it takes the time
+    from the changed clock."""
     return lambda seconds=None: ask(time.time() if seconds is None else seconds)
 
 
 def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
-    """A function such as ``time.strftime`` (time last) on the changed clock."""
+    """Wrap a function such as ``time.strftime``, whose last argument is a time, so that without it
+    the time comes from the changed clock."""
 
     def with_time(*given: Any) -> Any:
         has_time = given and not isinstance(given[-1], str)
@@ -287,7 +292,7 @@ def _local_if_none(ask: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Datetime(datetime.datetime):
-    """``datetime`` on the changed clock."""
+    """A ``datetime`` class whose current time comes from the changed clock."""
 
     @classmethod
     def now(cls, tz: Any = None) -> Any:
@@ -303,7 +308,7 @@ class Datetime(datetime.datetime):
 
 
 class Date(datetime.date):
-    """``date`` on the changed clock."""
+    """A ``date`` class whose current day comes from the changed clock."""
 
     @classmethod
     def today(cls) -> Any:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class CheckPolicy(Protocol):
-    """``policylab.verify.testing.check_policy`` with the marker's options as defaults."""
+    """Signature of the fixture: ``policylab.verify.testing.check_policy``, with defaults from the
+    marker."""
 
     def __call__(self, policy: object, **how: object) -> Report: ...
 

@@ -26,7 +26,7 @@ Digests = dict[tuple[int, int], int]  # by block and position in it
 
 
 class RemoteLoad(NamedTuple):
-    """A load in progress."""
+    """A load of KV that is in progress."""
 
     req: Request
     digests: Digests
@@ -71,13 +71,13 @@ class Store:
         self.started.append(load)
 
     def write(self, load: RemoteLoad, parity: int) -> None:
-        """Write the even or the odd positions of what arrives."""
+        """Write the KV that arrives for the even (``parity`` 0) or odd (1) positions of a load."""
         for index, ((block, place), digest) in enumerate(load.digests.items()):
             if index % 2 == parity and index < load.num_good:
                 self.kv[block][place] = digest
 
     def carry_out(self, plan: StepPlan) -> None:
-        """Write the KV that the plan loads within its step."""
+        """Write the KV of loads that the plan carries out within its own step."""
         if plan.kv_transfer is not None:
             for block, place, digest in msgspec.msgpack.decode(plan.kv_transfer):
                 self.kv[block][place] = digest
@@ -107,7 +107,7 @@ class Store:
 
 
 class Remote(Need):
-    """Parks requests whose KV can be loaded asynchronously; wakes them when it has arrived."""
+    """Parks requests whose KV can be loaded asynchronously, and wakes them when it has arrived."""
 
     name = "remote"
     needs = ("kv_transfer",)

@@ -26,12 +26,13 @@ GoesOn = Callable[[int, Case], bool]
 
 
 def to_its_end(num_tries: int, best: Case) -> bool:
-    """True: continue until no smaller case breaks the rule."""
+    """Always True: shrinking continues until no smaller case breaks the rule."""
     return True
 
 
 class Clocked:
-    """Continues for ``limit`` seconds from its creation; calls ``tell`` from time to time.
+    """A limit for shrinking: continue for ``limit`` seconds from its creation. It calls ``tell``
+    from time to time.
 
     ``tell(num_tries, best, seconds)``: number of tries, smallest case so far, elapsed seconds. A
     running case is not interrupted, so the limit may be exceeded by its duration.
@@ -73,7 +74,7 @@ def shrink(
     *,
     goes_on: GoesOn = to_its_end,
 ) -> Case:
-    """The smallest case found with at most ``max_tries`` runs that still ``breaks``.
+    """The smallest case for which ``breaks`` is still true, found with at most ``max_tries`` runs.
 
     ``goes_on`` is called before each run; False ends the search with the smallest case so far.
     """
@@ -96,7 +97,7 @@ def shrink(
 
 
 def simpler(case: Case) -> Iterator[Case]:
-    """Smaller cases, those with much less first."""
+    """Simpler variants of the case to try, those that are much smaller first."""
     for events in fewer(case.events):
         yield edit(case, events=events)
     for setup in simpler_setups(case.setup):
@@ -121,7 +122,8 @@ def is_ordered(events: list[Event]) -> bool:
 
 
 def fewer(events: list[Event]) -> Iterator[list[Event]]:
-    """The events without a half of them, a quarter, and so on down to one."""
+    """The list with parts left out: each half of the events, then each quarter, and so on down to
+    each single event."""
     size = len(events)
     while size > 1:
         size = (size + 1) // 2
@@ -132,7 +134,7 @@ def fewer(events: list[Event]) -> Iterator[list[Event]]:
 
 
 def simpler_setups(setup: Setup) -> Iterator[Setup]:
-    """Setups with fewer features and resources, and smaller sizes."""
+    """Setups that differ in one respect: a feature or resource less, or a smaller size."""
     for name in setup.needs:
         yield edit(setup, needs={key: size for key, size in setup.needs.items() if key != name})
     if setup.grammar_ticks > 0:
@@ -149,7 +151,7 @@ def simpler_setups(setup: Setup) -> Iterator[Setup]:
 
 
 def simpler_configs(config: SchedulerConfig) -> Iterator[SchedulerConfig]:
-    """Configs with a default or a smaller number in one option."""
+    """Configs in which one option has its default or a smaller number."""
     sizes = ("num_steps_in_flight", "max_num_seqs", "max_num_batched_tokens", "max_model_len")
     changes: list[dict[str, Any]] = []
     for option in fields(SchedulerConfig):
@@ -168,7 +170,7 @@ def simpler_configs(config: SchedulerConfig) -> Iterator[SchedulerConfig]:
 
 
 def simpler_adds(add: Add) -> Iterator[Add]:
-    """The request without its fault, or simplified."""
+    """The event without its fault, or with a simpler request."""
     if add.fails_at is not None:
         yield edit(add, fails_at=None)
     for request in simpler_requests(add.request):
@@ -176,7 +178,8 @@ def simpler_adds(add: Add) -> Iterator[Add]:
 
 
 def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
-    """Requests with default fields, shorter prompts of zeros, or fewer output tokens."""
+    """Requests that differ in one respect: a field with its default, a shorter prompt, one of
+    zeros, or fewer output tokens."""
     for field in msgspec.structs.fields(AddRequest):
         if field.name not in KEPT_FIELDS:
             value = field.default
@@ -200,7 +203,8 @@ def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
 
 
 def smaller(value: int, least: int) -> Iterator[int]:
-    """Half of the value, then one less than the value."""
+    """Smaller values to try, not below ``least``: half of the value, then one less than the
+    value."""
     if value > least:
         half = max(least, value // 2)
         yield half

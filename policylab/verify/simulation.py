@@ -66,9 +66,9 @@ class PlannedSums:
 
     num_tokens: int = 0
     num_full: int = 0
-    """Steps with tokens."""
+    """The number of steps that computed tokens."""
     seconds: float = 0.0
-    """Total time of the worker."""
+    """Total duration of the steps on the worker."""
 
 
 class Simulation:
@@ -136,7 +136,7 @@ class Simulation:
         self._trace = hashlib.blake2b(digest_size=16)
 
     def run(self) -> CaseOutcome:
-        """Run all events, and then until every request has finished."""
+        """Run all events of the case, then continue until every request has finished."""
         events = deque(sorted(self.case.events, key=lambda event: event.at))
         for tick in range(self.case.num_ticks):
             while events and events[0].at == tick:
@@ -153,7 +153,7 @@ class Simulation:
 
     @property
     def digest(self) -> str:
-        """The digest of all plans so far."""
+        """The digest of all plans so far, equal if the plans are."""
         return self._trace.hexdigest()
 
     # -- what happens
@@ -243,7 +243,7 @@ class Simulation:
         return True
 
     def settle(self) -> None:
-        """Collect and apply the oldest result."""
+        """Collect the result of the oldest step in flight and apply it."""
         self._draw_if_alone()
         plan, result = self._flight.popleft()
         collected = self.worker.collect(result)
@@ -256,7 +256,8 @@ class Simulation:
         self.invariants.settled()
 
     def step(self) -> None:
-        """Do what the core does: launch up to the depth, then settle the oldest step."""
+        """Do what the engine core does: launch steps up to the allowed number in flight, then
+        settle the oldest."""
         while len(self._flight) < self.scheduler.config.num_steps_in_flight and self.launch():
             pass
         if self._flight:
@@ -294,7 +295,8 @@ class Simulation:
         return Halves((), guide=lambda add: NoGuide())
 
     def _draw_if_alone(self) -> None:
-        """Sample the step that waits for masks if all steps before it are settled."""
+        """If a launched step still waits for its masks, and it is the only one in flight, sample
+        it."""
         if self._is_undrawn and len(self._flight) == 1:
             plan, result = self._flight[0]
             self._is_undrawn = False
@@ -326,7 +328,8 @@ class Simulation:
         return scheduler
 
     def _move(self) -> None:
-        """Take one tick of the script."""
+        """Do one tick of work: a whole step in a steady engine, else at random a step, only a
+        launch, or only a settlement."""
         dice = self._pace.random()  # one random number per tick, whatever happens
         if self.case.setup.is_steady or dice < 0.5:
             self.step()
@@ -345,13 +348,14 @@ class Simulation:
             need.tick()
 
     def _wait(self) -> None:
-        """Advance the clock to the next timer, since nothing can be computed now."""
+        """Nothing can be computed now, so advance the clock to the next timer."""
         due = self.scheduler.intake.timers.next_time()
         if due is not None and due > self.now:
             self.now = due
 
     def _work(self, live: LiveRequest) -> int:
-        """The steps that the request would take alone with one token per step."""
+        """The most steps that the request would take alone, with one token per step and its
+        waits."""
         req = live.req
         waits = self.case.setup.grammar_ticks + 1
         if not waits and req.add.grammar is not None:  # read by a resource of the case
@@ -361,7 +365,8 @@ class Simulation:
 
 
 def make_group(window: int, setup: Setup) -> Group:
-    """The group of layers with this window, and the most blocks that a request holds for it."""
+    """The group of layers with this window (0: full attention). It includes the most blocks that a
+    request holds in the group."""
     if not window:
         return FULL
     budget = setup.config.max_num_batched_tokens

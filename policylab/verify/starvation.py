@@ -17,7 +17,7 @@ TICK = 0.25  # seconds per step: a minute is 240 steps
 
 
 class Outcome(Enum):
-    """What the overload shows about a request, when better-ranked ones keep arriving."""
+    """What the overload showed about a request for which better-ranked ones kept arriving."""
 
     SERVED = "served"
     STARVED = "not served"
@@ -35,7 +35,8 @@ class Waited(NamedTuple):
 
 
 def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited:
-    """The time until the last of a full queue gets its last token, in at most ``limit`` steps.
+    """Overload an engine, and find whether the last request of a full queue gets its last token
+    within ``limit`` steps, and after how many.
 
     The request is long, shares no prefix, belongs to the user who was served most, and has the
     latest deadline and the lowest priority; requests that arrive later are short, share a prefix
@@ -72,7 +73,7 @@ def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited
 
 
 def _setup(policy: Any, options: dict[str, Any]) -> Setup:
-    """An engine with four seats."""
+    """A simulated engine with four seats."""
     config = SchedulerConfig(
         max_num_batched_tokens=16,
         max_num_seqs=4,

@@ -1,4 +1,4 @@
-"""Swarm: runs the cases of many seeds, and reports broken rules."""
+"""Swarm: runs the random cases of many seeds, and reports broken rules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ NO_CLOCK = ("fcfs", "priority")  # policies that do not depend on the clock
 
 
 class Broken(NamedTuple):
-    """An error and its place. Two failures with the same place count as the same."""
+    """An error, and the place in the code where it was raised. Two failures with the same place
+    count as the same."""
 
     message: str
     place: str
@@ -41,7 +42,7 @@ class FoundCase(NamedTuple):
 
 
 class KeptCases(msgspec.Struct, frozen=True):
-    """A line of the corpus: a case that once broke a rule, with a note about the rule."""
+    """A line of the corpus file: a case that once broke a rule, with a note about the rule."""
 
     note: str
     case: Case
@@ -49,7 +50,7 @@ class KeptCases(msgspec.Struct, frozen=True):
 
 @dataclass
 class Report:
-    """Counts of a swarm's runs."""
+    """What the runs of a swarm added up to, and the cases that broke a rule."""
 
     num_steps: int = 0
     num_runs: int = 0
@@ -109,7 +110,7 @@ class Swarm:
         return report
 
     def enter(self, report: Report, seed: int, case: Case) -> None:
-        """Run a case and add it to the report."""
+        """Run a case and add its outcome to the report."""
         done = self.judge(case, twice=seed % TWICE_EVERY == 0, leaks=seed % self.every == 0)
         report.num_runs += 1
         report.num_steps += done.num_steps
@@ -122,8 +123,9 @@ class Swarm:
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> CaseOutcome | Broken:
-        """Run a case. ``twice``: run it again, unchanged and without clock jumps, and compare the
-        plans."""
+        """Run a case; returns its outcome, or the rule it broke. ``twice``: run it again, unchanged
+        and without clock jumps, and compare the plans. ``leaks``: search for requests that are
+        still referenced at the end."""
         simulation = None
         try:
             simulation = Simulation(case, every=self.every, leaks=leaks, halves=self.halves)
@@ -154,13 +156,14 @@ def check_same(case: Case, outcome: CaseOutcome, halves: MakeHalves | None = Non
 
 
 def has_deadlines(case: Case) -> bool:
-    """True if the end of a request depends on the clock."""
+    """True if a request has a deadline, so that its end depends on the clock."""
     adds = [event.request for event in case.events if isinstance(event, Add)]
     return any(add.queue_deadline is not None or add.end_deadline is not None for add in adds)
 
 
 def what_broke(error: Exception, num_steps: int) -> Broken:
-    """The message of an error, and the innermost line of the traceback."""
+    """The broken rule as the message of an error, with the innermost line of its traceback as its
+    place."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = frames[-1]
     place = f"{type(error).__name__} in {Path(frame.filename).name}:{frame.lineno} {frame.name}"
@@ -192,7 +195,8 @@ def replay_corpus(swarm: Swarm, path: Path = CORPUS) -> Report:
 
 
 def keep(found: FoundCase, small: Case, path: Path) -> None:
-    """Add a case to a corpus. Raises ``TypeError`` for a policy that is not given by name."""
+    """Append the case to a corpus file, shrunk to ``small``. Raises ``TypeError`` for a policy that
+    is not given by name."""
     kept = KeptCases(f"seed {found.seed}: {found.broken.message[:200]}", small)
     with path.open("a", encoding="utf-8") as lines:
         lines.write(msgspec.json.encode(kept).decode() + "\n")
@@ -221,7 +225,7 @@ def smallest(
 
 
 def reproduction(case: Case) -> str:
-    """A program that runs the case."""
+    """The text of a Python program that runs the case."""
     config = case.setup.config
     lines = [
         "from engine.config.sched import SchedulerConfig",

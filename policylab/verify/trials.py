@@ -46,14 +46,15 @@ EXCUSES = (STARVATION, THROUGHPUT, RECOMPUTING)
 
 
 class TrialFailure(NamedTuple):
-    """A failure of a policy. ``excuse``: the key of ``by_design`` that allows it; empty: nothing
-    does. ``program``: the smallest program found that shows it, if any."""
+    """A failure of a policy in a trial. ``excuse``: the key with which ``by_design`` can declare it
+    intended; empty if nothing can. ``program``: the smallest program found that shows it, if
+    any."""
 
     message: str
     excuse: str = ""
     program: str = ""
     is_rule: bool = False
-    """A rule is broken, so further trials would show the same failure."""
+    """True if a rule is broken, so that further trials would only show the same failure."""
 
 
 @dataclass
@@ -62,11 +63,11 @@ class Trials:
 
     failures: list[TrialFailure] = field(default_factory=list)
     by_design: list[str] = field(default_factory=list)
-    """Results that the policy states as intended, with its reason."""
+    """Results that the policy declares to be intended, each with its reason."""
     not_shown: list[str] = field(default_factory=list)
-    """Trials that were not possible, and why."""
+    """Trials that were not possible, each with the reason."""
     waited: Waited | None = None
-    """The outcome of the request in the overload trial."""
+    """The outcome of the overload trial for the request that waits in it."""
 
 
 def run_trials(
@@ -110,7 +111,8 @@ def run_trials(
 
 
 def _caught(when: str, failures: Iterator[TrialFailure]) -> Iterator[TrialFailure]:
-    """The failures that a trial yields; an exception of the trial is a failure, too."""
+    """Pass on the failures that a trial yields. If the trial raises an exception, that is a
+    failure, too; ``when`` says in its message what was going on."""
     try:
         yield from failures
     except Exception as error:  # any error is a finding
@@ -125,7 +127,8 @@ def _with_way_out(failure: TrialFailure) -> str:
 
 
 def statements(policy: Policy) -> dict[str, str]:
-    """The policy's ``by_design`` statements. Raises ``ConfigError`` for invalid ones."""
+    """What the policy states in ``by_design``, by key. Raises ``ConfigError`` for invalid
+    statements."""
     name, stated = type(policy).__name__, policy.by_design
     if not hasattr(stated, "items"):
         raise ConfigError(
@@ -147,7 +150,8 @@ def statements(policy: Policy) -> dict[str, str]:
 def _in_overload(
     policy: Any, options: dict[str, Any], max_wait: int | None, trials: Trials
 ) -> Iterator[TrialFailure]:
-    """Failures of a request that waits while better-ranked ones keep arriving."""
+    """Failures of the overload trial, in which a request waits while better-ranked ones keep
+    arriving."""
     if max_wait is None:
         return
     waited = trials.waited = wait_in_overload(policy, options, max_wait)
@@ -184,7 +188,8 @@ def _in_crowds(
 
 
 def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[TrialFailure]:
-    """Failures in how a crowd was served. A crowd that was mostly refused is not judged."""
+    """Failures of a policy in serving a crowd, compared with fcfs. They are not judged if most
+    requests were refused, except that none may starve."""
     where = f"in a crowd of {kind.name}"
     if seen.starved is not None:
         yield TrialFailure(f"{_shown(seen.starved)} {where}", STARVATION)
@@ -214,7 +219,8 @@ def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[Trial
 
 
 def _unlike(seen: SeenState, where: str) -> Iterator[TrialFailure]:
-    """Failures of a user who is served much worse than others with the same requests."""
+    """A failure if one user's requests take much longer than those of others with the same
+    requests."""
     if len(seen.steps_by_user) < len(USERS):
         return
     usual = median(seen.steps_by_user.values())
@@ -239,7 +245,8 @@ def _shown(starved: Starved) -> str:
 
 @cache
 def of_fcfs(kind: CrowdKind, num_users: int) -> SeenState:
-    """What fcfs does with the crowd, for which the users' names do not matter."""
+    """What fcfs does with a crowd of this kind. The names of the users do not matter to it, only
+    their number."""
     return Crowd("fcfs", {}, kind, users=tuple(map(str, range(num_users)))).run()
 
 
@@ -294,7 +301,8 @@ def _over_time(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
 
 
 def _two_at_once(policy: Any, options: dict[str, Any]) -> Iterator[TrialFailure]:
-    """Failures if two engines take turns in one process: each must plan as if it were alone."""
+    """A failure if two engines that take turns in one process plan differently from one that is
+    alone."""
     kind = MIXED._replace(num_steps=CROWD_STEPS)
     both = [Crowd(policy, options, kind, is_patient=True) for _ in range(2)]
     while both[0].goes_on:
@@ -323,7 +331,8 @@ def _questions() -> list[Question]:
 def _begin_elsewhere(
     stack: ExitStack, policy: Any, options: dict[str, Any] | None, trials: Trials
 ) -> Others | None:
-    """Two other interpreters, with all questions already sent; ``None`` if impossible."""
+    """Start two other interpreters and send all questions to both; ``None`` if that is
+    impossible."""
     try:
         first, second = _pair(stack, policy, options)
     except ConfigError as error:
@@ -364,7 +373,8 @@ def _elsewhere(
 def _differs(
     policy: Any, options: dict[str, Any] | None, question: Question, goes_on: GoesOn
 ) -> TrialFailure:
-    """The failure for a question with different answers, with the smallest case that shows it."""
+    """The failure for a question that two interpreters answered differently. It includes the
+    smallest case found that shows this."""
     with ExitStack() as stack:
         both, program = _pair(stack, policy, options), ""
         case = _case(question, policy, options)
@@ -383,7 +393,8 @@ def _differs(
 
 
 def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> str:
-    """What makes the difference, found by letting single parts differ."""
+    """The parts of the environment on which the plans depend, as text; found by letting one part at
+    a time differ."""
     causes: list[str] = []
     for parts in ((), *((part,) for part in PARTS)):
         with ExitStack() as stack:
@@ -396,7 +407,7 @@ def _cause(policy: Any, options: dict[str, Any] | None, question: Question) -> s
 
 
 def _case(question: Question, policy: Any, options: dict[str, Any] | None) -> Case:
-    """The case of a question."""
+    """The case that a question stands for, with all requests of a crowd as events."""
     if question.seed is not None:
         return draw_case(question.seed, policy, options)
     [kind] = [kind for kind in KINDS if kind.name == question.crowd]

@@ -11,8 +11,8 @@ from engine.sched.request import Request
 class Wild(Policy):
     """Every hook gives a random answer with probability ``rate`` (0 to 1).
 
-    It evicts no request twice, so that every request ends. It remembers its answers within a step
-    and raises ``AssertionError`` if the scheduler does not follow them.
+    No request is evicted twice, so that every request ends. The policy remembers its answers within
+    a step and raises ``AssertionError`` if the scheduler does not follow them.
     """
 
     dynamic = True
@@ -30,7 +30,8 @@ class Wild(Policy):
         self.allowed: dict[Request, int] = {}
 
     def odd(self, view: SchedView) -> bool:
-        """True with probability ``rate``."""
+        """A random choice: True with probability ``rate``, in which case a hook answers at
+        random."""
         return view.rng.random() < self.rate
 
     def rank(self, req: Request, view: SchedView) -> tuple[int, int]:

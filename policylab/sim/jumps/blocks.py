@@ -13,11 +13,12 @@ from policylab.sim.jumps.stretch import Growth
 
 
 class RepeatingKV(KVManager):
-    """A KV manager that takes and publishes blocks as if each step had been taken by itself."""
+    """A KV manager that takes and publishes the blocks of many steps in one call, with the same
+    result as step by step."""
 
     def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
-        """The number of steps, up to ``most``, for which there are blocks for one token per row and
-        step.
+        """The number of steps, up to ``most``, for which enough blocks are free if each row
+        computes one token per step.
 
         ``starts``: position of the first token of each row. Returns 0 if blocks depend on windows
         or transfers, or if a listener must be called in each step.
@@ -39,7 +40,8 @@ class RepeatingKV(KVManager):
         return num_enough
 
     def may_gain(self, req: KVRequest, rows: Sequence[int]) -> bool:
-        """True if blocks published next in these rows could lengthen the hit of ``req``."""
+        """True if the prefix hit of a waiting request ``req`` could become longer through the
+        blocks that these running rows publish next."""
         if not self.caching:
             return False
         hashes = self._hashes(req)
@@ -63,8 +65,8 @@ class RepeatingKV(KVManager):
         blocks after the first ``num_commits`` steps; like ``reserve_next`` and ``commit_next``.
 
         ``starts``: position of each request's first token. ``known``: number of known and written
-        tokens before the first step; ``tokens`` already holds those of all steps. ``order``: the
-        order in which requests take blocks within a step.
+        tokens before the first step; ``tokens`` already holds those of all steps. ``order``: for
+        each request, its place in the order in which requests take blocks within a step.
         """
         size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
@@ -104,8 +106,9 @@ class RepeatingKV(KVManager):
         nth: list[int],
         places: Sequence[int],
     ) -> None:
-        """Publish blocks one after the other: the next block of the request at each of ``places``.
-        The first is the ``nth`` of the request's table. All tokens of the blocks are known."""
+        """Publish blocks in the order of ``places``: each entry is the index of a request, whose
+        next block is published. ``nth``: for each request, the index of its first such block in its
+        table. All tokens of the blocks are known."""
         counts = [0] * len(nth)
         for place in places:
             counts[place] += 1

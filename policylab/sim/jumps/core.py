@@ -14,7 +14,7 @@ from policylab.sim.jumps.stretch import Stretch
 
 
 class Repeats(Executor[Any], Protocol):
-    """An executor that knows how long steps take without computing them, and when rows end."""
+    """An executor that knows, without computing steps, how long they take and when requests end."""
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
         """Take the steps of a stretch that begin before ``until`` and before any row ends.
@@ -29,11 +29,11 @@ class Repeats(Executor[Any], Protocol):
 
 
 class JumpingCore(EngineCore):
-    """An engine core that jumps over repeating steps, with the plans, block ids and times of single
-    steps.
+    """An engine core that jumps over repeating steps, with the same plans, block ids and times as
+    single steps.
 
-    ``scheduler`` is new, without requests. A scheduler that is no ``Scheduler``, or that overrides
-    a part of the step, plans each step itself. ``clock``: the scheduler's clock, in seconds.
+    ``scheduler`` is new, without requests. If it is no ``Scheduler``, or overrides a part of the
+    step, every step is planned by itself. ``clock``: the scheduler's clock, in seconds.
     """
 
     def __init__(
@@ -54,12 +54,12 @@ class JumpingCore(EngineCore):
             self._stretches = Stretches(scheduler, clock)
 
     def step(self, until: float = inf) -> StepOutputs:
-        """Take all repeating steps until the one in which the time ``until`` comes, then a normal
-        step.
+        """Jump over all repeating steps that begin before ``until``, then take one normal step.
 
         ``until`` is the time at which the next request is added, in seconds on the engine's clock.
-        The repeated steps are in ``stretch`` and have no other outputs, since no request starts or
-        ends in them. If ``until`` comes within them, there is no further step, and {} is returned.
+        The steps jumped over are in ``stretch`` and have no other outputs, since no request starts
+        or ends in them. If ``until`` comes within them, there is no further step, and {} is
+        returned.
         """
         self.stretch = None
         if self._stretches is not None and len(self.flight) == self.depth - 1:
@@ -69,7 +69,8 @@ class JumpingCore(EngineCore):
         return super().step()
 
     def _jump(self, stretches: Stretches, until: float) -> Stretch | None:
-        """Take the repeating steps in one pass; ``None`` if there are none."""
+        """Take the repeating steps that come next in one pass, and return them; ``None`` if there
+        are none."""
         stretch = stretches.find(until, [plan.step for plan, _ in self.flight])
         if stretch is None:
             return None

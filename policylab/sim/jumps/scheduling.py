@@ -36,17 +36,18 @@ STEP_HOOKS = ("watches", "begin_step", "describe", "masks", "settle")
 
 
 def can_jump(scheduler: SchedulerInterface) -> TypeGuard[Scheduler]:
-    """True for a ``Scheduler`` that overrides no part of the step."""
+    """True for a ``Scheduler`` whose class overrides no part of the step."""
     return isinstance(scheduler, Scheduler) and all(
         getattr(type(scheduler), part) is getattr(Scheduler, part) for part in STEP_PARTS
     )
 
 
 class Stretches:
-    """Finds and settles stretches of a new scheduler whose KV manager is a ``RepeatingKV``.
+    """Finds stretches of repeating steps for a new scheduler whose KV manager is a ``RepeatingKV``,
+    and settles them.
 
-    The state after a stretch is that after its single steps. ``clock``: the scheduler's, in
-    seconds.
+    After a stretch the scheduler is in the same state as after the single steps. ``clock``: the
+    scheduler's, in seconds.
     """
 
     def __init__(self, scheduler: Scheduler, clock: Callable[[], float]) -> None:
@@ -66,7 +67,7 @@ class Stretches:
 
     @property
     def reentry(self) -> ReentryGuard:
-        """The scheduler's guard against calls from within a call."""
+        """The scheduler's guard against reentrant calls."""
         return self._scheduler.reentry
 
     @not_reentrant
@@ -113,7 +114,8 @@ class Stretches:
         )
 
     def settle(self, stretch: Stretch) -> None:
-        """Update the state for the last stretch found, whose steps were planned and computed."""
+        """Update the scheduler's state for the stretch that ``find`` returned last, whose steps
+        have been planned and computed."""
         roster, settler, step = self._roster, self._settler, self._step
         assert step is not None, "no stretch was found"
         table, rows, num_steps = roster.table, stretch.rows, stretch.num_steps
@@ -154,7 +156,8 @@ class Stretches:
     # -- helpers
 
     def _is_contested(self) -> bool:
-        """True if a waiting request could be offered a seat: a cheap test before the exact ones."""
+        """True if the first waiting request may get a seat in the next step, judged by a cheap test
+        before the exact ones."""
         roster, config = self._roster, self._scheduler.config
         if not (len(roster.waiting) and roster.num_free_seats):
             return False
@@ -163,11 +166,12 @@ class Stretches:
         return fits and not (is_full or self._guard.overrides("limits"))
 
     def _lacks_blocks(self, req: Request) -> bool:
-        """True if the first waiting request is refused for lack of blocks in each of the steps.
+        """True if the first waiting request is refused for lack of blocks in every step of the
+        stretch.
 
-        During the stretch free blocks only become fewer, and its prefix hit can only become
-        shorter. So it is refused again unless a running request publishes more of its prompt.
-        ``keeps_headroom`` matters only if the request itself fits.
+        During a stretch the number of free blocks only falls, and the prefix hit of ``req`` grows
+        only if a running request publishes more of its prompt. Without that the request is refused
+        again. ``keeps_headroom`` matters only if the request itself fits.
         """
         is_chunked = self._scheduler.config.enable_chunked_prefill
         if self._guard.overrides("admit") or not is_chunked:
@@ -197,9 +201,9 @@ class Stretches:
         return self._roster.running_rows.columns, self._settler.appender.running_members()
 
     def _first_step(self) -> Step | None:
-        """The state of a step after all decodes got their token. ``None`` if the tokens do not all
-        fit, or if a waiting request would be offered tokens. What closes admission then does so in
-        each step."""
+        """The state of the next step after each running request was granted its token. ``None`` if
+        the tokens do not all fit, or if a waiting request would be offered tokens. If something
+        closes admission in this step, it does so in each step of the stretch."""
         roster, guard, view = self._roster, self._guard, self._view
         step = Step(0, self._scheduler.config.max_num_batched_tokens, roster)
         limits, may_preempt = guard.limits(view), guard.waiting_may_preempt
@@ -225,7 +229,7 @@ class Stretches:
         return step
 
     def _order(self) -> list[int]:
-        """The rank of each running request, in order of rows."""
+        """For each running request, in order of rows, its place in the order of ranks."""
         roster, seated = self._roster, self._roster.running_rows
         if self._version == seated.version and not self._guard.dynamic:
             return self._places
@@ -233,7 +237,7 @@ class Stretches:
         return self._places
 
     def _count(self, stretch: Stretch) -> None:
-        """Update counters and the record of steps in flight."""
+        """Update the scheduler's counters and its record of steps in flight for the stretch."""
         counters, seated = self._settler.counters, self._roster.running_rows
         num_planned, num_steps = stretch.num_planned, stretch.num_steps
         counters.num_steps += num_planned
@@ -247,8 +251,9 @@ class Stretches:
             seated.add_full_step(step)
 
     def _note_shapes(self, stretch: Stretch, num_before: int) -> None:
-        """Call ``View.note`` for each settled step. For a policy with ``on_step`` the cost model
-        reads each step, as after single steps."""
+        """Tell the view the shape and duration of each settled step, as ``View.note`` does after a
+        single step. The cost model learns from each one at once if the policy has ``on_step``, else
+        later. ``num_before``: steps in flight before the stretch."""
         view, seconds = self._view, stretch.seconds
         first = -num_before
         if self._guard.overrides("on_step"):
@@ -262,7 +267,7 @@ class Stretches:
 
 
 def shape_of(step: tuple[Stretch, int], seconds: float) -> StepShape:
-    """The shape of one step of a stretch."""
+    """The shape of one step of a stretch. ``step``: the stretch and the step's index in it."""
     stretch, index = step
     return stretch.shape(index, seconds)
 
@@ -271,7 +276,8 @@ class RepeatedWaits(WaitLedger):
     """A wait ledger that charges the waits of many plans in one call."""
 
     def close_each(self, times: Sequence[float], cause: str) -> None:
-        """Call ``close`` for each time, without refused requests; sums are rounded alike."""
+        """Call ``close`` for each of these times, with this cause and without refused requests.
+        Sums are rounded as in single calls."""
         self.close(times[0], cause, ())
         since, total = times[0], self._totals.get(cause, 0.0)
         for now in times:

@@ -21,14 +21,14 @@ ALWAYS_STABLE = frozenset(
 
 
 class Stable(Protocol):
-    """A policy with ``stable_for``, for those that are ``dynamic`` or have ``limits`` or
-    ``on_step``."""
+    """What a policy implements so that its steps can be jumped over, if it is ``dynamic`` or has
+    ``limits`` or ``on_step``."""
 
     def stable_for(self, view: SchedView) -> float:
         """The number of steps from now on for which the policy's answers stay the same; ``inf``: no
-        bound. This holds for the ranks of running requests, ``limits`` and ``next_waiting``, and
-        says that ``on_step`` need not be called, while the same requests get one token each and
-        none arrives or ends."""
+        bound. The answers meant are the ranks of running requests, ``limits`` and ``next_waiting``;
+        also, ``on_step`` need not be called in these steps. The policy may assume that the same
+        requests get one token per step and that none arrives or ends."""
         ...
 
 
@@ -46,6 +46,7 @@ def stable_steps(guard: PolicyGuard, view: View) -> float:
 
 
 def wrong_steps(answer: object) -> str | None:
-    """The problem with an answer of ``stable_for``; ``None`` for a number of 0 or more."""
+    """What is wrong with an answer of ``stable_for``, as text; ``None`` if it is a number of 0 or
+    more."""
     is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and answer >= 0
     return None if is_number else f"returns {shown(answer)}, must be 0 or more"

@@ -18,7 +18,8 @@ NO_TIMES: Times = np.empty(0)
 
 @dataclass(eq=False, slots=True)
 class Growth:
-    """The blocks that steps of a stretch take, in the order in which they are taken."""
+    """The blocks that requests take during a stretch, one entry per block, in the order of
+    taking."""
 
     steps: list[int] = field(default_factory=list)  # 0 for the first step of the stretch
     places: list[int] = field(default_factory=list)  # index of the request within the stretch
@@ -69,12 +70,12 @@ class Stretch:
 
     @property
     def num_steps(self) -> int:
-        """The number of settled steps."""
+        """The number of steps that are settled."""
         return len(self.ends)
 
     @property
     def num_planned(self) -> int:
-        """The number of planned steps: ``num_steps`` or one more."""
+        """The number of steps that are planned: ``num_steps`` or one more."""
         return len(self.begins)
 
     def plan(self, index: int) -> StepPlan:
@@ -102,7 +103,8 @@ class Stretch:
         return map(self.plan, range(self.num_planned))
 
     def shape(self, index: int = 0, seconds: float = 0.0) -> StepShape:
-        """Sizes of the step at this index; below 0 for an earlier step of the same rows."""
+        """The sizes of the step at this index. A negative index means an earlier step with the same
+        rows."""
         count = len(self.rows)
         context = int(self.starts.sum(dtype=np.int64)) + index * count
         return StepShape(count, count, count, context, context + count, seconds)

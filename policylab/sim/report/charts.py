@@ -14,7 +14,7 @@ LINE, STEPS, DOTS, BOTH = "line", "steps", "dots", "line and dots"
 
 @dataclass(frozen=True, kw_only=True)
 class Series:
-    """One line, or one set of dots."""
+    """One line, or one set of dots, in a plot."""
 
     name: str
     x: Sequence[float]
@@ -26,7 +26,7 @@ class Series:
 
 
 class Level(NamedTuple):
-    """A line across the plot, with its name."""
+    """A horizontal or vertical line across the whole plot, with its name."""
 
     value: float
     name: str
@@ -34,14 +34,14 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Chart:
-    """A plot. ``key``: name of its files."""
+    """A plot. ``key``: base name of the files it is written to."""
 
     key: str
     title: str
     caption: str
 
     def rows(self) -> Iterator[list[Cell]]:
-        """The plotted numbers as a table, head first."""
+        """The plotted numbers as rows of a table, the first of which is its head."""
         raise NotImplementedError
 
     @property
@@ -52,7 +52,7 @@ class Chart:
 
 @dataclass(frozen=True, kw_only=True)
 class Lines(Chart):
-    """A plot of numbers over numbers."""
+    """A plot of series of points, with numbers on both axes."""
 
     x_label: str
     y_label: str
@@ -64,7 +64,7 @@ class Lines(Chart):
     moments: Sequence[Level] = ()
     """Vertical lines, at values of ``x``."""
     is_share: bool = False
-    """``y`` and its axis are within 0..1."""
+    """Values of ``y`` are shares, so they and the axis stay within 0..1."""
     is_apart: bool = False
     """Dots of several series at the same place are moved apart, so that none hides another."""
 
@@ -86,12 +86,12 @@ class Lines(Chart):
 
 @dataclass(frozen=True, kw_only=True)
 class Bars(Chart):
-    """A bar chart with a bar for each name in each group."""
+    """A bar chart: in each group there is one bar for each name."""
 
     y_label: str
     groups: Sequence[str]
     bars: dict[str, Sequence[float]] = field(default_factory=dict)
-    """For each name a value per group."""
+    """For each name, its value in every group."""
     levels: Sequence[Level] = ()
 
     def rows(self) -> Iterator[list[Cell]]:
@@ -110,7 +110,7 @@ class Grid(Chart):
     lines: Sequence[str]
     values: Sequence[Sequence[float]]
     unit: str
-    """What a value measures."""
+    """What the values measure."""
 
     def rows(self) -> Iterator[list[Cell]]:
         yield [self.y_label, self.x_label, self.unit]
@@ -121,7 +121,7 @@ class Grid(Chart):
 
 
 class Bar(NamedTuple):
-    """A period in one state, in the row of one request."""
+    """One bar of a Gantt chart: a period in which a request, shown in ``row``, was in one state."""
 
     row: int
     start: float
@@ -137,7 +137,7 @@ class Gantt(Chart):
     names: Sequence[str]
     bars: Sequence[Bar]
     states: Sequence[str]
-    """In the order of their colours."""
+    """The names of all states, in the order of their colours."""
 
     def rows(self) -> Iterator[list[Cell]]:
         yield ["request", "start", "end", "state", "why"]

@@ -31,7 +31,7 @@ def data_of(
     charts: Iterable[Chart],
     left_out: Mapping[str, str],
 ) -> dict[str, Any]:
-    """The data of the page as plain values; NaN and infinity are ``None``."""
+    """The data that the page contains, as plain values; NaN and infinity become ``None``."""
     return {
         "format": FORMAT,
         "left_out": dict(left_out),
@@ -44,8 +44,8 @@ def data_of(
 
 
 def encoded(data: dict[str, Any]) -> str:
-    """The data as JSON that is safe within an HTML element: it cannot end the element or begin
-    another."""
+    """The data as JSON that is safe inside an HTML element: it contains no text that could end the
+    element or begin another."""
     text = msgspec.json.encode(data).decode()
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")

@@ -57,8 +57,9 @@ def _cdf(subject: Subject, kind: str) -> Series:
 
 
 def cdf(values: Floats, weights: Floats) -> tuple[list[float], list[float]]:
-    """Values in ascending order, and the share of all that each does not exceed. Of many values a
-    selection, which includes those of the usual percentiles."""
+    """A cumulative distribution: values in ascending order, and for each the share of all values
+    that do not exceed it. If there are many values, only a selection is returned, which includes
+    those at the usual percentiles."""
     if not len(values):
         return [], []
     order = np.argsort(values, kind="stable")
@@ -104,7 +105,8 @@ def _range(first: int, last: int | None) -> str:
 
 
 def bounds(found: Sequence[Subject]) -> Iterator[Chart]:
-    """A chart of the ratio of makespan and mean E2E to their lower bounds."""
+    """A bar chart of makespan and mean E2E latency, each divided by its lower bound for any
+    scheduler."""
     known = [each for each in found if each.figures.bounds]
     yield Bars(
         key="bounds",
@@ -140,7 +142,8 @@ def hooks(found: Sequence[Subject]) -> Iterator[Chart]:
 
 
 def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Iterator[Chart]:
-    """A chart of the share of kept promises if every promised time were scaled."""
+    """A chart of the share of requests whose promises would be kept if all promised times were
+    multiplied by a factor."""
     series = []
     for each in found:
         needed = scale_needed(each, slo)
@@ -162,8 +165,8 @@ def attainment_by_scale(found: Sequence[Subject], slo: Sequence[Limit]) -> Itera
 
 
 def scale_needed(subject: Subject, slo: Sequence[Limit]) -> Floats:
-    """The factor by which the promised times of each request would have to be scaled to be kept;
-    infinity for failed requests [requests with promises]."""
+    """For each request with promises, the factor by which its promised times would have to be
+    multiplied so that all are just kept; infinity for failed requests [requests with promises]."""
     requests = subject.run.requests
     needed = np.full(len(requests), np.nan)
     if slo:

@@ -17,7 +17,7 @@ PIXELS_PER_POINT = 2.5  # a chart is 480 points wide
 
 
 def can_draw() -> bool:
-    """True if the libraries are installed."""
+    """True if the optional libraries for images are installed."""
     return all(find_spec(name) is not None for name in LIBRARIES)
 
 
@@ -48,7 +48,8 @@ def _pdf(chart: Chart) -> bytes:
 
 @cache
 def _register_font() -> None:
-    """Use a font file of reportlab for the charts."""
+    """Register a font file that comes with reportlab, so that charts do not depend on the system's
+    fonts."""
     import reportlab
     from svglib.fonts import register_font
 

@@ -87,7 +87,8 @@ def _has_loads(points: Sequence[Point]) -> bool:
 
 
 def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
-    """The points of each policy with their load or rate, in ascending order."""
+    """For each policy its points, each with its load or else its rate, in ascending order of
+    that."""
     has_loads = _has_loads(points)
     found: dict[str, list[tuple[float, Point]]] = {}
     for point in points:
@@ -96,7 +97,8 @@ def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    """For each load or rate, in ascending order: its label and its points."""
+    """All points that share a load or else a rate, under its label, in ascending order of the load
+    or rate."""
     found: dict[float, list[Point]] = {}
     has_loads = _has_loads(points)
     for point in points:
@@ -108,18 +110,18 @@ def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
 
 
 def _has(point: Point, name: str) -> bool:
-    """True if the point has the figure. Overloaded points have no latencies: the seeds that were
-    not overloaded are no fair sample."""
+    """True if the point has the figure ``name`` to show. Latencies of an overloaded point do not
+    count: the seeds that were not overloaded are no fair sample."""
     return isfinite(point.value(name)) and not (name in LATENCIES and point.is_overloaded)
 
 
 def _mark(points: Sequence[Point]) -> str:
-    """Lines and dots for three or more loads, else dots only."""
+    """The style of series: lines and dots if there are three or more loads, else only dots."""
     return BOTH if len(by_load(points)) > 2 else DOTS
 
 
 def _within(value: Estimate) -> Estimate:
-    """A share with its interval cut to 0..1."""
+    """The estimate of a share, with the ends of its interval cut to 0..1."""
     return Estimate(
         value.value,
         max(0.0, value.low) if isfinite(value.low) else value.low,
@@ -148,7 +150,7 @@ def _series(points: Sequence[Point], name: str, *, is_share: bool = False) -> li
 
 
 def _capacities(points: Sequence[Point]) -> list[Level]:
-    """Vertical lines at the lowest load at which each policy is overloaded."""
+    """Vertical lines at the lowest load at which each policy is overloaded, with its name."""
     found = []
     for name, pairs in by_policy(points).items():
         over = [x for x, point in pairs if point.is_overloaded]
@@ -184,7 +186,7 @@ def pareto(points: Sequence[Point]) -> Iterator[Chart]:
 
 
 def pressure(points: Sequence[Point]) -> Iterator[Chart]:
-    """A chart of recomputed tokens against how full the KV pool was."""
+    """A chart of the share of recomputed tokens over the peak usage of the KV pool."""
     series = []
     for name, pairs in by_policy(points).items():
         x = [point.value("kv_peak") for _, point in pairs]
@@ -204,7 +206,7 @@ def pressure(points: Sequence[Point]) -> Iterator[Chart]:
 
 
 def errors(points: Sequence[Point]) -> Iterator[Chart]:
-    """A chart of the error of simulated figures, where real ones exist."""
+    """A chart of how far simulated figures are from real ones, for points that exist as both."""
     real = {(p.policy, p.rate): p for p in points if p.kind == "real"}
     has_loads = _has_loads(points)
     series = []

@@ -47,7 +47,7 @@ def page(
     sections: Sequence[tuple[str, str, Sequence[Chart]]],
     data: dict[str, Any],
 ) -> str:
-    """The HTML of the page. ``sections``: a heading, an explanation and charts."""
+    """The HTML of the page. ``sections``: for each its heading, an explanation, and its charts."""
     parts = [
         "<!DOCTYPE html>",
         '<html lang="en"><head><meta charset="utf-8">',
@@ -76,7 +76,8 @@ def _text(value: object) -> str:
 
 
 def _about(found: Sequence[Subject]) -> Iterator[str]:
-    """The settings needed to reproduce the figures; those that all runs share come first."""
+    """HTML of the settings needed to reproduce the figures; settings that all runs share come
+    first."""
     facts = [_facts(each) for each in found]
     same = {n: v for n, v in facts[0].items() if all(f[n] == v for f in facts)} if facts else {}
     yield f'<p class="small">{_listed(same)}</p>'
@@ -176,7 +177,7 @@ def _table(found: Sequence[Subject]) -> Iterator[str]:
 def table(
     head: Sequence[str], rows: Sequence[Sequence[object]], kind: str = "numbers"
 ) -> Iterator[str]:
-    """An HTML table of texts and numbers. ``kind``: its CSS class."""
+    """An HTML table of texts and numbers; ``head``: column heads. ``kind``: its CSS class."""
     yield (
         f'<table class="{kind}"><tr>'
         + f"{''.join(f'<th>{_text(cell)}</th>' for cell in head)}</tr>"
@@ -225,7 +226,7 @@ this moment and request.</p>
 
 
 def _lists(found: Sequence[Subject]) -> Iterator[str]:
-    """Tables of the requests that waited longest or were preempted most."""
+    """HTML tables of the requests that waited longest or were preempted most."""
     if not found:
         return
     yield "<h2>Requests that waited longest or were preempted most</h2>"

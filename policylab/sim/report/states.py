@@ -17,7 +17,7 @@ STATES = (WAITING, PREFILL, DECODE, PAUSED, PREEMPTED)
 
 
 class State(NamedTuple):
-    """A period in one state; ``why``: causes of a wait."""
+    """A period that a request spent in one state; ``why``: the causes, if the state is waiting."""
 
     name: str
     start: float
@@ -26,7 +26,8 @@ class State(NamedTuple):
 
 
 def because(causes: Mapping[str, float], most: int | None = None) -> str:
-    """Causes with seconds, the largest first. ``most``: list only this many."""
+    """Causes of a wait as text, each with its seconds, the largest first. ``most``: list only this
+    many causes."""
     ordered = sorted(causes.items(), key=lambda item: (-item[1], item[0]))
     known = [(cause, seconds) for cause, seconds in ordered if seconds > 5e-4]
     text = [f"{cause} {seconds:.3f} s" for cause, seconds in known[:most]]
@@ -38,7 +39,8 @@ def because(causes: Mapping[str, float], most: int | None = None) -> str:
 
 
 def stays_in_queue(run: Run, place: int) -> list[Stay]:
-    """A request's stays in the queue; only the first one if no history was kept."""
+    """The stays in the queue of the request at index ``place``; at most the first stay if the run
+    kept no history."""
     if run.history is not None:
         return run.history.stays[place]
     requests = run.requests
@@ -69,7 +71,7 @@ class States:
             self._spans.setdefault(place, []).append((first, last, count))
 
     def of(self, place: int) -> list[State]:
-        """A request's states in order of time."""
+        """The states of the request at index ``place``, in order of time."""
         requests = self._run.requests
         stays = stays_in_queue(self._run, place)
         last = float(requests.times("last")[place])
@@ -84,7 +86,8 @@ class States:
         return found
 
     def _seated(self, place: int, start: float, end: float) -> Iterator[State]:
-        """The states of a request from ``start`` to ``end``, while it has a seat."""
+        """The states of the request at index ``place`` between ``start`` and ``end`` (seconds),
+        during which it has a seat."""
         first = float(self._run.requests.times("first")[place])
         steps = self._run.steps
         if steps is None or place not in self._spans:
@@ -107,7 +110,8 @@ class States:
 
 
 def preempted_by(causes: Mapping[str, float]) -> str:
-    """The request in favour of which another was preempted; empty if not known."""
+    """The request for which another one was preempted, found in the causes of the latter's wait;
+    empty if not known."""
     for cause in causes:
         if cause.startswith(f"{AGAIN} by "):
             return cause.removeprefix(f"{AGAIN} by ")

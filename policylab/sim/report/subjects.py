@@ -25,13 +25,14 @@ class Subject:
     run: Run
     figures: Figures
     where: str = ""
-    """Which of all simulated runs it is: its seed and load, and their numbers."""
+    """Which of all simulated runs this one is, as in "seed 0 at load 0.6, of 3 seeds and 2
+    loads"."""
     elsewhere: str = ""
-    """How many of the policy's runs in the comparison are overloaded, by load."""
+    """The overloaded runs of the same policy in the comparison, as in "2 of 3 at load 0.9"."""
 
     @property
     def counted(self) -> NDArray[np.bool_]:
-        """Mask of the requests that its figures count [requests]."""
+        """Mask of the requests that the run's figures count [requests]."""
         came = np.zeros(len(self.run.requests), dtype=np.bool_)
         came[self.figures.window.num_warmup :] = True
         counted: NDArray[np.bool_] = came & self.run.requests.done
@@ -39,18 +40,18 @@ class Subject:
 
     @property
     def rate(self) -> float:
-        """Requests per second; NaN if unknown."""
+        """The arrival rate in requests per second; NaN if unknown."""
         rate = self.run.head.get("rate")
         return float(rate) if rate is not None and rate < 1e299 else nan
 
 
 @dataclass(frozen=True, kw_only=True)
 class Point:
-    """Results of a policy at one load, over all seeds."""
+    """The results of a policy at one load (or rate), over all seeds."""
 
     policy: str
     rate: float
-    """Requests per second."""
+    """The arrival rate in requests per second."""
     values: Mapping[str, Estimate]
     """Figures by name, as ``Figures.values`` has them."""
     load: float = nan
@@ -62,16 +63,17 @@ class Point:
     num_overloaded: int = 0
     """The number of overloaded seeds."""
     counts: Mapping[str, int] = field(default_factory=dict)
-    """The number of seeds that have a figure, by its name, where not all have it."""
+    """For each figure that only some seeds have, the number of seeds that have it."""
     setting: str = ""
     """The swept option as ``option=value``."""
     base: str = ""
-    """The policy that it is compared with; empty for that policy itself."""
+    """The policy that this one is compared with; empty if it is that policy itself."""
     differences: Mapping[str, Difference] = field(default_factory=dict)
-    """The differences from ``base`` by figure, over pairs of runs with the same requests."""
+    """By name of the figure, its difference from that of ``base``, over pairs of runs with the same
+    requests."""
 
     def value(self, name: str) -> float:
-        """A figure by name; NaN if there is none."""
+        """The mean of the figure of this name; NaN if there is none."""
         found = self.values.get(name)
         return nan if found is None else found.value
 
@@ -82,15 +84,15 @@ class Point:
 
     @property
     def name(self) -> str:
-        """The name in legends."""
+        """The name of the policy in legends."""
         return self.policy if self.kind == "simulated" else f"{self.policy} ({self.kind})"
 
 
 def subjects(
     runs: Sequence[Run], slo: Sequence[Limit], points: Sequence[Point] = ()
 ) -> list[Subject]:
-    """The runs with figures, under distinct labels. ``points``: those of the comparison, if there
-    is one. Runs without figures are left out."""
+    """The runs as subjects with distinct labels. Runs without figures are left out. ``points``:
+    those of the comparison, if there is one."""
     runs = [run for run in runs if not run.not_own]
     found = [figures(run, slo=slo) for run in runs]
     return [
@@ -106,7 +108,8 @@ def subjects(
 
 
 def _where(run: Run, points: Sequence[Point]) -> str:
-    """The run within the comparison, as in "seed 0 at load 0.6, of 3 seeds and 2 loads"."""
+    """Which run of the comparison this one is, as in "seed 0 at load 0.6, of 3 seeds and 2
+    loads"."""
     seed, rate = run.head.get("seed"), run.head.get("rate")
     mine = next((p for p in points if p.rate == rate and p.kind == kind(run)), None)
     text = "" if seed is None else f"seed {seed}"
@@ -128,7 +131,8 @@ def _where(run: Run, points: Sequence[Point]) -> str:
 
 
 def _elsewhere(run: Run, points: Sequence[Point]) -> str:
-    """The policy's overloaded runs, as in "2 of 3 at load 0.9"."""
+    """How many runs of the same policy are overloaded in the comparison, as in "2 of 3 at load
+    0.9"; empty if none is."""
     mine = [p for p in points if p.policy in (run.policy, f"{run.policy}, {p.setting}")]
     return ", ".join(
         f"{p.num_overloaded} of {p.num_seeds} at {place_of(p)}"
@@ -139,13 +143,14 @@ def _elsewhere(run: Run, points: Sequence[Point]) -> str:
 
 
 def which_runs(found: Sequence[Subject]) -> str:
-    """A sentence that names the seed and load of the runs, if all runs share them."""
+    """A sentence that names the seed and load of the shown runs; empty unless all runs share
+    them."""
     alike = {each.where for each in found}
     return f"Single runs are shown: {alike.pop()}." if len(alike) == 1 and alike != {""} else ""
 
 
 def place_of(point: Point) -> str:
-    """The place of the point on the load axis."""
+    """The point's load, or else its rate, as text."""
     if isfinite(point.load):
         return f"load {point.load:.4g}"
     return f"{point.rate:.4g} requests per second"
@@ -159,7 +164,8 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _apart(labels: list[str], more: list[str]) -> list[str]:
-    """The labels; equal ones are extended by ``more`` if that differs."""
+    """The labels, where those that are equal get the text in ``more`` added, if that tells them
+    apart."""
     found = list(labels)
     for label, count in Counter(labels).items():
         places = [place for place, each in enumerate(labels) if each == label]
@@ -219,7 +225,8 @@ def _requests_of(subject: Subject) -> tuple[object, ...]:
 
 
 def _of_one_pair(ours: Figures, theirs: Figures) -> dict[str, Difference]:
-    """Differences between two runs: equal, or without a verdict."""
+    """Differences between the figures of two single runs. One pair gives no interval, so the
+    verdict is that values are equal, or undecided."""
     found = {}
     for name in NAMES:
         one, other = ours.value(name), theirs.value(name)

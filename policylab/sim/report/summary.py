@@ -20,7 +20,7 @@ MOST_TIMES = 6
 
 
 def of_run(subject: Subject) -> Iterator[str]:
-    """A run in a few sentences."""
+    """Sentences that summarise a run."""
     found = subject.figures
     yield from _which(subject)
     yield from _period(subject)
@@ -35,7 +35,8 @@ def of_run(subject: Subject) -> Iterator[str]:
 
 
 def _which(subject: Subject) -> Iterator[str]:
-    """Which of the comparison's runs this is, as their figures differ."""
+    """A sentence on which of the comparison's runs is shown, and which runs of the policy are
+    overloaded."""
     if not subject.where:
         return
     text = f"This is one run: {subject.where}; its state is {subject.figures.window.state!r}."
@@ -45,7 +46,7 @@ def _which(subject: Subject) -> Iterator[str]:
 
 
 def _period(subject: Subject) -> Iterator[str]:
-    """Which requests the figures count."""
+    """A sentence on which requests the figures count."""
     found, window = subject.figures, subject.figures.window
     if found.is_overloaded:
         return
@@ -108,7 +109,7 @@ def _preemptions(subject: Subject) -> Iterator[str]:
 
 
 def _valley(subject: Subject) -> Iterator[str]:
-    """The part of the run with the least output while requests waited."""
+    """A sentence on the part of the run in which output was lowest while requests waited."""
     edges = bins(subject, NUM_VALLEYS)
     if not len(edges):
         return
@@ -132,7 +133,7 @@ def _valley(subject: Subject) -> Iterator[str]:
 
 
 def _least(subject: Subject) -> Iterator[str]:
-    """The user who got the least service, and the widest gap."""
+    """Sentences on the user who got the least service, and on the widest gap between two users."""
     service = subject.figures.service
     if service is None:
         return
@@ -165,7 +166,7 @@ def _least(subject: Subject) -> Iterator[str]:
 
 
 def of_points(points: Sequence[Point]) -> Iterator[str]:
-    """Which policies are overloaded at which load, and which collapse."""
+    """Sentences on which policies are overloaded at which load, and which collapse."""
     label = x_label(points)
     for where, here in by_load(points):
         over = [

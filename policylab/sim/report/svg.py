@@ -22,7 +22,7 @@ NAMESPACE = 'xmlns="http://www.w3.org/2000/svg"'
 
 
 class Scale(NamedTuple):
-    """A map from values to coordinates in the picture."""
+    """A linear or logarithmic map from values to coordinates in the picture."""
 
     low: float
     high: float
@@ -38,7 +38,7 @@ class Scale(NamedTuple):
         return log10(value) if self.is_log else value
 
     def ticks(self) -> list[float]:
-        """About five round values."""
+        """About five round values for the ticks of the axis."""
         if self.is_log:
             powers = range(floor(log10(self.low)), ceil(log10(self.high)) + 1)
             for each in ((1,), (1, 2, 5)) if len(powers) >= 4 else ((1, 2, 5),):
@@ -64,7 +64,8 @@ def labels(ticks: Sequence[float]) -> list[str]:
 
 
 def scale(values: Iterable[float], start: float, end: float, *, is_log: bool = False) -> Scale:
-    """A scale that covers these values; it starts at 0 if that is near."""
+    """A scale that covers these values and maps them to coordinates from ``start`` to ``end``; it
+    begins at the value 0 if that is near."""
     known = [value for value in values if isfinite(value) and (value > 0 or not is_log)]
     low, high = min(known, default=1.0), max(known, default=1.0)
     if is_log:
@@ -94,7 +95,8 @@ def _safe(text: str) -> str:
 
 
 def number(value: float) -> str:
-    """A number with thousands separators or three digits."""
+    """A number as text: with thousands separators from 1,000 on, else with three significant
+    digits."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
 
 
@@ -113,7 +115,8 @@ def _box(x: float, y: float, width: float, height: float, colour: str, text: str
 
 
 def _legend(names: Sequence[str], top: float, red: str = "") -> tuple[float, list[str]]:
-    """Names with colours, and the meaning of red lines; returns height and elements."""
+    """The legend: names with the colours of their series, and the meaning of red lines. Returns its
+    height and its SVG elements."""
     parts, x, y = [], float(LEFT), top
     for place, name in enumerate(names):
         shown = name if len(name) <= 40 else f"{name[:39]}…"
@@ -213,7 +216,8 @@ def _series(chart: Lines, each: Series, place: int, x: Scale, y: Scale) -> Itera
 
 
 def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[str]:
-    """An interval; its ends are short lines, or arrows if it continues beyond the picture."""
+    """SVG of an interval at ``x``; its ends are short lines, or arrows where it continues beyond
+    the picture."""
     bottom, top = y(min(y.high, max(y.low, low))), y(max(y.low, min(y.high, high)))
     yield _line(x, bottom, x, top, hue)
     for at, is_cut, back in ((bottom, low < y.low, -5.0), (top, high > y.high, 5.0)):
@@ -225,7 +229,8 @@ def _whisker(x: float, low: float, high: float, y: Scale, hue: str) -> Iterator[
 
 
 def _near(values: Sequence[float], chart: Lines) -> list[float]:
-    """Ends of intervals for the axis; those far away are cut so that the values stay visible."""
+    """The ends of all intervals, for choosing the range of the axis. Ends far from the plotted
+    ``values`` are cut, so that the values do not shrink to a line."""
     low, high = min(values, default=1.0), max(values, default=1.0)
     room = high - low or abs(high)
     least, most = (low / 2, high * 2) if chart.log_y else (low - room, high + room)

@@ -30,7 +30,7 @@ def timelines(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def bins(subject: Subject, number: int = NUM_BINS) -> Floats:
-    """The edges of equal parts of a run, in seconds."""
+    """The edges (seconds) of ``number`` parts of equal length into which a run is divided."""
     last = subject.figures.makespan
     return np.linspace(0.0, last, number + 1) if last > 0 else np.empty(0)
 
@@ -94,12 +94,14 @@ def _engine(subject: Subject, place: int, edges: Floats) -> Iterator[Chart]:
 
 
 def _mean(steps: Floats, column: int, edges: Floats) -> Floats:
-    """The mean of a column of steps over each part; times without a step count as 0."""
+    """The mean over time, for each part between two ``edges``, of a column of the run's ``steps``;
+    times without a step count as 0."""
     return _amount(steps, steps[:, column] * (steps[:, 1] - steps[:, 0]), edges) / np.diff(edges)
 
 
 def _amount(steps: Floats, amounts: Floats, edges: Floats) -> Floats:
-    """The amount in each part; that of a step is spread evenly over its duration."""
+    """The sum for each part between two ``edges``, where the amount of every step (such as its
+    tokens) is spread evenly over the step's duration."""
     times = steps[:, :2].ravel()
     total = np.column_stack([np.cumsum(amounts) - amounts, np.cumsum(amounts)]).ravel()
     parts: Floats = np.diff(np.interp(edges, np.maximum.accumulate(times), total, left=0.0))
@@ -107,7 +109,7 @@ def _amount(steps: Floats, amounts: Floats, edges: Floats) -> Floats:
 
 
 def waiting(subject: Subject, edges: Floats) -> Floats:
-    """The mean number of requests in the queue in each part."""
+    """The mean number of requests in the queue, in each part between two ``edges``."""
     run = subject.run
     stays = [stay for p in range(len(run.requests)) for stay in stays_in_queue(run, p)]
     total = np.zeros(len(edges))
@@ -120,7 +122,7 @@ def waiting(subject: Subject, edges: Floats) -> Floats:
 
 
 def throughput(subject: Subject, edges: Floats) -> Floats:
-    """Output tokens per second in each part."""
+    """Output tokens per second, in each part between two ``edges``."""
     firsts = subject.run.requests.times("first")
     firsts = firsts[~np.isnan(firsts)]
     gaps = subject.run.gaps
@@ -154,7 +156,7 @@ def _gantt(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
-    """A chart of preemptions by how full the KV pool was."""
+    """A chart of preemptions per hundred steps, by how full the KV pool was in those steps."""
     run = subject.run
     if run.steps is None or run.history is None or not len(run.steps):
         return
@@ -175,7 +177,7 @@ def _pressure(subject: Subject, place: int) -> Iterator[Chart]:
 
 
 def promises(subject: Subject) -> bool:
-    """True if the policy guarantees VTC's bound of the gap."""
+    """True if the policy is VTC, which guarantees a bound on the gap between users' service."""
     return subject.run.policy.partition("(")[0] == "vtc"
 
 

@@ -54,7 +54,8 @@ def write_report(
 def charts_of(
     runs: Sequence[Run], *, points: Sequence[Point] = (), slo: Sequence[Limit] = ()
 ) -> list[Chart]:
-    """All charts of these runs that have something to plot; arguments as for ``write_report``."""
+    """All charts of these runs that have something to plot. The arguments are those of
+    ``write_report``."""
     found = subjects(runs, slo, points)
     sections = _sections(found, list(points) or points_of(found), slo)
     return [chart for _, _, each in sections for chart in each]

@@ -31,8 +31,8 @@ RAMP_STEPS = 1000
 
 
 class Curve(NamedTuple):
-    """How the rate changes over a run: at ``seconds`` [knots] the even clock shows ``even``
-    [knots]. After the last knot both clocks run alike."""
+    """How the arrival rate changes over a run: at each knot the even clock shows ``even`` when the
+    time is ``seconds`` [knots]. After the last knot both clocks run alike."""
 
     seconds: Floats
     even: Floats
@@ -44,8 +44,8 @@ class Curve(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Floats, rates: Floats, seconds: float) -> Curve:
-        """Consecutive periods of these lengths (seconds) and rates, cut at ``seconds``. Rates are
-        scaled to a mean of 1 up to there."""
+        """The curve of consecutive periods with these lengths (seconds) and rates, cut at
+        ``seconds``. The rates are scaled so that their mean up to there is 1."""
         ends = np.concatenate([[0.0], np.cumsum(lengths)])
         done = np.concatenate([[0.0], np.cumsum(lengths * rates)])
         total = float(np.interp(seconds, ends, done))
@@ -83,7 +83,7 @@ class Arrivals(ABC):
             yield from times.tolist()
 
     def _gaps(self, rng: np.random.Generator) -> Floats:
-        """Gaps with mean 1 [CHUNK]."""
+        """Random gaps between arrivals on the even clock, with mean 1 [CHUNK]."""
         if self.cv == 1.0:
             return rng.standard_exponential(CHUNK)
         if self.cv == 0.0:
@@ -92,14 +92,17 @@ class Arrivals(ABC):
 
     @abstractmethod
     def curve(self, rng: np.random.Generator, seconds: float) -> Curve | None:
-        """How the rate changes in a run of this many seconds; ``None``: it is constant."""
+        """How the arrival rate changes in a run of this many seconds; ``None`` if it is
+        constant."""
 
     def check(self, name: str, value: float, least: float, most: float = inf) -> None:
-        """Raise ``ConfigError`` if an option is outside its range."""
+        """Raise ``ConfigError`` if the value of the option ``name`` is not from ``least`` to
+        ``most``."""
         check_number(f"arrivals {self.kind}: {name}", value, least, most)
 
     def periods(self, seconds: float, length: float) -> int:
-        """Periods of this length (seconds) in a run. Raises ``ConfigError`` for too many."""
+        """How many periods of this ``length`` are needed to cover a run of this many ``seconds``.
+        Raises ``ConfigError`` for too many."""
         number = ceil(seconds / length) + 1
         if number > MAX_PERIODS:
             raise ConfigError(
@@ -185,7 +188,8 @@ class Ramp(Arrivals):
 
 @dataclass(frozen=True, kw_only=True)
 class Burst(Arrivals):
-    """For ``seconds`` in each ``every`` seconds, the rate is ``times_as_many`` times higher."""
+    """In every period of ``every`` seconds, the rate is ``times_as_many`` times higher for the last
+    ``seconds``."""
 
     kind: ClassVar[str] = "burst"
 

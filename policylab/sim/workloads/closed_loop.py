@@ -21,7 +21,8 @@ FEW = 64  # requests per client that are drawn in one call
 
 @dataclass(frozen=True, kw_only=True)
 class ClosedLoop(Workload):
-    """Clients with one request each: when it has ended, the next follows after a pause.
+    """Clients that each have one request at a time: when it has ended, the client pauses and then
+    sends its next one.
 
     Each client has its share of the requests, and sends the same ones whatever the order of
     answers.
@@ -81,7 +82,8 @@ class ClosedLoop(Workload):
         return JobSource(iter(sorted(first, key=lambda job: job.arrival)), follow)
 
     def draws(self, rng: np.random.Generator) -> Iterator[tuple[float, int, int]]:
-        """Per request: the pause before it (seconds), prompt and output tokens; endless."""
+        """For each request of a client: the pause before it (seconds), its prompt tokens and its
+        output tokens; infinite in number."""
         while True:
             columns = (
                 rng.exponential(self.think, FEW) if self.think else np.zeros(FEW),
@@ -104,7 +106,8 @@ class _Client:
         self._fields = {"user": name, **tag}
 
     def after(self, time: float) -> Iterator[Job]:
-        """The next request, if any, after the last one was answered at this time."""
+        """The client's next request, if it has any left, after its last one was answered at this
+        time."""
         if self._num_taken == self._num_left:
             return
         self._num_taken += 1

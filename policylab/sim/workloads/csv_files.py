@@ -36,7 +36,8 @@ class AzureCSV(FileWorkload):
 
 
 def seconds_of(place: JobPlace, stamp: str) -> float:
-    """The seconds of a date and time, whose fraction may have any number of digits."""
+    """A date and time as seconds since 1970. Its fraction of a second may have any number of
+    digits."""
     match = STAMP.fullmatch(stamp.strip())
     try:
         if match is None:
@@ -110,5 +111,5 @@ class VidurCSV(FileWorkload):
         return Body(prompt, place.tokens(OUTPUT, cells[OUTPUT]))
 
     def _times(self, dice: RandomDraws) -> Iterator[float]:
-        """Arrival times at one request per second."""
+        """Arrival times drawn at a mean rate of one request per second."""
         return self._process.times(dice, 1.0, self.num_requests)

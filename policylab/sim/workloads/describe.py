@@ -24,8 +24,9 @@ TOKEN_SECONDS = 0.02
 
 
 def as_if_served(source: JobSource) -> Iterator[Job]:
-    """All jobs in order of arrival. Jobs that others follow are assumed to get the first token
-    after half a second, and then fifty tokens per second."""
+    """All jobs in order of arrival, including those that follow the end of others. To time the
+    latter, every job is assumed to get its first token after half a second, and then fifty tokens
+    per second."""
     ends: list[tuple[float, int, Job]] = []
     number = 0
     while source.next_time < inf or ends:
@@ -43,16 +44,16 @@ def as_if_served(source: JobSource) -> Iterator[Job]:
 
 @dataclass
 class JobGroup:
-    """Sums over the requests of a user or a tier."""
+    """Counts and sums over the requests of one user or tier."""
 
     num_requests: int = 0
     num_prompt: int = 0
     """Prompt tokens."""
     num_output: int = 0
     with_deadline: int = 0
-    """Requests with a deadline."""
+    """The number of requests with a deadline."""
     with_promise: int = 0
-    """Requests with a promised TTFT or time between tokens."""
+    """The number of requests with a promised TTFT or time between tokens."""
     priorities: Counter[int] = field(default_factory=Counter)
 
     def add(self, job: Job) -> None:
@@ -79,7 +80,7 @@ class Description:
         self._outputs = array("q")
 
     def watch(self, jobs: Iterator[Job]) -> Iterator[Job]:
-        """Yield these jobs, and add each of them."""
+        """Pass these jobs on, adding each of them to the statistics."""
         for job in jobs:
             self.add(job)
             yield job
@@ -126,8 +127,8 @@ class Description:
         return float(counts.var() / counts.mean())
 
     def lengths(self) -> dict[str, Floats]:
-        """Lengths of prompts and outputs: the mean, then the quantiles at ``SHARES`` [1 +
-        len(SHARES)]."""
+        """Statistics of prompt and output lengths: for each an array of the mean, then the
+        quantiles at ``SHARES`` [1 + len(SHARES)]."""
         columns = {"prompt": self._prompts, "output": self._outputs}
         return {
             name: np.array([np.mean(column), *np.quantile(column, SHARES)])

@@ -27,7 +27,7 @@ FORMAT = 1
 
 
 class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workload"):
-    """The first line: how the requests were drawn."""
+    """The first line of the file: how its requests were drawn."""
 
     format: int
     workload: str
@@ -36,8 +36,8 @@ class Head(msgspec.Struct, omit_defaults=True, tag_field="metronome", tag="workl
 
 
 class JsonLine(msgspec.Struct, omit_defaults=True):
-    """A request. ``prompt``: spans of texts as name, length and start; ``texts``: token ids of real
-    texts. Other fields as in ``Job``."""
+    """A line of the file: one request. ``prompt``: spans of texts, each as name, length and start.
+    ``texts``: token ids of real texts. Other fields as in ``Job``."""
 
     id: str
     arrival: float

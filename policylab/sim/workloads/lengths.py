@@ -52,14 +52,15 @@ class LogUniformRange(NamedTuple):
 
 
 class Quantiles:
-    """Lengths of a trace with this mean, and with quantiles ``values`` at ``SHARES``; in tokens."""
+    """The distribution of lengths (tokens) in a trace, given by its mean and by the quantiles
+    ``values`` at the shares ``SHARES``."""
 
     def __init__(self, mean: float, *values: float) -> None:
         self.mean = mean
         self.values = values
 
     def scaled(self, scale: float) -> Quantiles:
-        """All lengths times ``scale``."""
+        """The distribution with all lengths multiplied by ``scale``."""
         return Quantiles(self.mean * scale, *(value * scale for value in self.values))
 
     @property
@@ -73,7 +74,8 @@ class Quantiles:
 
     @cached_property
     def _knots(self) -> tuple[Floats, Floats]:
-        """Shares and logarithms of lengths, including both ends."""
+        """The knots of the distribution function, including both ends: shares, and logarithms of
+        lengths."""
         p5, p25, p95, p99, longest = (self.values[i] for i in (0, 1, -3, -2, -1))
         slope = log(p25 / p5) / (SHARES[1] - SHARES[0])
         shortest = exp(log(p5) - slope * SHARES[0])
@@ -90,7 +92,9 @@ class Quantiles:
     def _solved(
         self, mean_at: Callable[[float], float], low: float, high: float, else_: float | None = None
     ) -> float:
-        """Where a rising function equals the trace's mean, or the nearer end."""
+        """The argument at which the rising function ``mean_at`` equals the trace's mean, found by
+        bisection between ``low`` and ``high``; the nearer end if it lies outside. ``else_`` is
+        returned instead if the mean is already right there."""
         if else_ is not None and abs(mean_at(else_) / self.mean - 1.0) < EXACT:
             return else_
         for _ in range(60):
@@ -141,12 +145,13 @@ ARXIV = Lengths(
 def log_uniform(
     prompt: tuple[int, int] = (16, 1024), output: tuple[int, int] = (8, 512)
 ) -> Lengths:
-    """Log-uniform lengths between the given ends. Raises ``ConfigError``."""
+    """Log-uniform lengths between the shortest and the longest, given as a pair for prompts and one
+    for outputs. Raises ``ConfigError``."""
     return Lengths(bounds("prompt", prompt), bounds("output", output))
 
 
 def fixed(prompt: int = 256, output: int = 64) -> Lengths:
-    """The same lengths for all requests. Raises ``ConfigError``."""
+    """The same prompt and output length for all requests. Raises ``ConfigError``."""
     return log_uniform((prompt, prompt), (output, output))
 
 

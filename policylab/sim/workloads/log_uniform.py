@@ -16,16 +16,17 @@ NUM_PREFIXES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class LogUniform(OpenLoop):
-    """Lengths log-uniform from the shortest to the longest, optionally with shared prefixes."""
+    """Requests with log-uniform lengths of prompt and output, optionally with shared prefixes."""
 
     kind: ClassVar[str] = "log-uniform"
 
     prompt_tokens: tuple[int, int] = (16, 1024)
-    """The shortest and the longest prompt, without a shared prefix."""
+    """The shortest and the longest prompt, without a shared prefix, in tokens."""
     output_tokens: tuple[int, int] = (8, 512)
-    """The shortest and the longest output."""
+    """The shortest and the longest output, in tokens."""
     shared_prefix: int = 0
-    """Tokens of a prefix that half of the prompts start with, one of eight texts; 0: none."""
+    """Half of the prompts start with a shared prefix of this many tokens, which is one of eight
+    texts; 0: none does."""
     num_users: int = 4
 
     def __post_init__(self) -> None:
@@ -35,7 +36,7 @@ class LogUniform(OpenLoop):
 
     @property
     def lengths(self) -> Lengths:
-        """Lengths of prompts without prefixes, and of outputs."""
+        """The distributions of prompt lengths (without shared prefixes) and output lengths."""
         return Lengths(
             bounds("prompt_tokens", self.prompt_tokens),
             bounds("output_tokens", self.output_tokens),

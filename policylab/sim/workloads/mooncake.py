@@ -28,7 +28,7 @@ class Mooncake(LikeTrace):
     looks: ClassVar[int]
 
     reuse: float
-    """Share of requests that extend an earlier prompt, if a pick fits."""
+    """The probability that a request extends an earlier prompt, if one that was picked fits."""
 
     def __post_init__(self) -> None:
         LikeTrace.__post_init__(self)
@@ -56,7 +56,8 @@ class Mooncake(LikeTrace):
     def _earlier(
         self, opened: list[tuple[int, tuple[Span, ...]]], num_prompt: int, looks: Iterator[float]
     ) -> int | None:
-        """The index of the longest picked prompt that fits; ``None`` if none does."""
+        """The index in ``opened``, the recent prompts, of the longest one that fits into
+        ``num_prompt`` tokens, among ``self.looks`` random picks; ``None`` if none of them fits."""
         best, longest = None, 0
         for _ in range(self.looks):
             place = int(next(looks) * len(opened))

@@ -27,7 +27,7 @@ BLOCK = 512
 
 
 class _Line(msgspec.Struct):
-    """A request; ``timestamp`` in milliseconds."""
+    """A line of the file: one request. ``timestamp`` is in milliseconds."""
 
     timestamp: float
     input_length: int
@@ -48,7 +48,8 @@ class MooncakeJSONL(FileWorkload):
     block_size: ClassVar[int] = BLOCK
 
     tick: float = 3.0
-    """Seconds per tick; 0: requests arrive at their timestamps."""
+    """Length of a tick in seconds, over which requests with the same timestamp are spread; 0:
+    requests arrive exactly at their timestamps."""
 
     def __post_init__(self) -> None:
         FileWorkload.__post_init__(self)

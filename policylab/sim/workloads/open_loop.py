@@ -21,8 +21,8 @@ TRACE = "trace"
 
 
 class Body(NamedTuple):
-    """A request's prompt and output length; ``fields``: further fields of the job, which requested
-    tags override."""
+    """The prompt and output length of a request. ``fields``: further fields of its job, which are
+    replaced where the workload's options for users, tiers and the like set them."""
 
     prompt: tuple[Span, ...]
     num_output: int
@@ -30,7 +30,8 @@ class Body(NamedTuple):
 
 
 def pairs(lengths: Lengths, dice: RandomDraws, name: str = "") -> Iterator[tuple[int, int]]:
-    """Lengths of prompt and output, infinite in number. ``name``: name of the random stream."""
+    """Pairs of a prompt and an output length, infinite in number. ``name``: name of the random
+    stream they are drawn from."""
     prompts, outputs = dice.stream(f"prompts{name}"), dice.stream(f"outputs{name}")
     while True:
         drawn = (lengths.prompt.draw(prompts, CHUNK), lengths.output.draw(outputs, CHUNK))
@@ -45,12 +46,12 @@ def uniform(rng: np.random.Generator) -> Iterator[float]:
 
 @dataclass(frozen=True, kw_only=True)
 class OpenLoop(Workload):
-    """A workload whose arrivals are an independent process."""
+    """A workload whose requests arrive independently of the engine."""
 
     trace: ClassVar[Arrivals | None] = None
     """The arrival process of the trace that the workload imitates, for ``arrivals="trace"``."""
     own_rate: ClassVar[float] = 1.0
-    """Requests a second where no other rate is given."""
+    """Requests per second if no other rate is given."""
 
     arrivals: str = "poisson"
     """``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(first=0.2,last=1.8)`` or
@@ -78,7 +79,7 @@ class OpenLoop(Workload):
 
     @abstractmethod
     def bodies(self, dice: RandomDraws) -> Iterator[Body]:
-        """Prompt and output length of each request, infinite in number."""
+        """The prompt and output length of each request, infinite in number."""
 
     def source(self, seed: int, rate: float | None = None) -> JobSource:
         return JobSource(self._jobs(RandomDraws(seed), rate or self.natural_rate))

@@ -33,24 +33,26 @@ class JobRow(NamedTuple):
     """Arrival in seconds, from any origin."""
     body: Body
     request_id: str = ""
-    """Empty: the request is named by its number."""
+    """The id of the request; if empty, it is named by its number."""
 
 
 class JobPlace(NamedTuple):
-    """A line of a file, for error messages."""
+    """The place of a line in a file, for error messages."""
 
     path: str
     line: int
 
     def error(self, name: str, value: object, expected: str) -> ConfigError:
-        """The error that a value in this line should have been ``expected``."""
+        """The error that says that ``name`` has this value in this line, but must be as
+        ``expected``."""
         shown = repr(value)
         if len(shown) > SHOWN_CHARS:
             shown = shown[:SHOWN_CHARS] + "..."
         return ConfigError(f"{self.path}, line {self.line}: {name} is {shown}, must be {expected}")
 
     def tokens(self, name: str, value: object, least: int = 1) -> int:
-        """The value as a number of tokens. Raises ``ConfigError``."""
+        """Return the value if it is a number of tokens, ``least`` or more. Otherwise raises
+        ``ConfigError``, which names the line."""
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -62,7 +64,8 @@ class JobPlace(NamedTuple):
         return int(number)
 
     def seconds(self, name: str, value: object) -> float:
-        """The value as a time. Raises ``ConfigError``."""
+        """Return the value if it can be a time in seconds. Otherwise raises ``ConfigError``, which
+        names the line."""
         try:
             number = float(value)  # type: ignore[arg-type]
         except (TypeError, ValueError):
@@ -73,7 +76,8 @@ class JobPlace(NamedTuple):
 
 
 class Size(NamedTuple):
-    """The number of requests in a file, the first and last time, and the longest lengths."""
+    """A file's number of requests, the times of the first and the last one, and the greatest prompt
+    and output lengths."""
 
     number: int
     first: float
@@ -84,20 +88,20 @@ class Size(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class FileWorkload(Workload):
-    """The requests of a file, as recorded. The file is read once for its size, and again for each
-    run. Another rate plays it faster or slower. Users, tiers, deadlines and priorities that are
-    requested replace those of the file."""
+    """The requests of a file, as recorded. The file is read once to find its size, and again for
+    each run. A rate other than the recorded one plays the file faster or slower. Users, tiers,
+    deadlines and priorities that are requested replace those of the file."""
 
     is_from_zero: ClassVar[bool] = False
-    """True if times are seconds since the start of the run; otherwise the first request arrives at
-    0."""
+    """True if the times in the file are seconds since the start of the run; otherwise the first
+    request is moved to 0."""
 
     path: str
     """Path of the file."""
     num_requests: int = MAX_REQUESTS
     """The most requests that are read."""
     speed: float = 1.0
-    """How many times as fast as recorded it is played, if no rate is given."""
+    """How many times as fast as recorded the file is played, if no rate is given."""
 
     def __post_init__(self) -> None:
         Workload.__post_init__(self)
@@ -126,7 +130,7 @@ class FileWorkload(Workload):
 
     @cached_property
     def size(self) -> Size:
-        """The size of the file, which is read for it. Raises ``ConfigError`` also for a file
+        """The size of the file, found by reading all of it. Also raises ``ConfigError`` for a file
         without requests."""
         number, first, last, max_prompt, max_output = 0, 0.0, 0.0, 1, 1
         for time, body, _ in self._read(RandomDraws(0)):
@@ -162,7 +166,7 @@ class FileWorkload(Workload):
 
 @contextmanager
 def opened(path: str) -> Iterator[IO[str]]:
-    """The file as text. Raises ``ConfigError``."""
+    """Open the file as text. Raises ``ConfigError``."""
     try:
         with Path(path).open(encoding="utf-8-sig", newline="") as file:
             yield file
@@ -173,8 +177,8 @@ def opened(path: str) -> Iterator[IO[str]]:
 
 
 def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]:
-    """The lines of a CSV file with a head, by column names. Raises ``ConfigError`` if one of
-    ``columns`` is missing."""
+    """The lines of a CSV file, each with its place and its values by column name. Raises
+    ``ConfigError`` if one of ``columns`` is missing."""
     with opened(path) as file:
         lines = csv.reader(file)
         try:
@@ -196,8 +200,8 @@ def table(path: str, *columns: str) -> Iterator[tuple[JobPlace, dict[str, str]]]
 def json_lines(
     path: str, file: Iterable[str], first: int, kind: type[Line]
 ) -> Iterator[tuple[JobPlace, Line]]:
-    """Lines of a JSONL file, as this kind of struct; ``first``: the number of the first line.
-    Raises ``ConfigError`` for a line that cannot be decoded."""
+    """The lines of a JSONL file, each with its place, decoded as a struct of this kind. ``first``:
+    the number of the first line. Raises ``ConfigError`` for a line that cannot be decoded."""
     decode = msgspec.json.Decoder(kind).decode
     for number, text in enumerate(file, first):
         if text.strip():
@@ -210,12 +214,14 @@ def json_lines(
 
 
 def in_order(place: JobPlace, name: str, value: object, time: float, last: float) -> float:
-    """The time, if it is not before the last one. Raises ``ConfigError``."""
+    """Return ``time``, if it is not before ``last``, the time of the line before. Otherwise raises
+    ``ConfigError``, which shows ``name`` and ``value`` as in the file."""
     if time < last:
         raise place.error(name, value, "no earlier than in the line before; sort the file")
     return time
 
 
 def plain(number: int, num_prompt: int) -> tuple[Span, ...]:
-    """A prompt that shares nothing with others."""
+    """A prompt of this many tokens that shares nothing with other prompts. ``number``: the number
+    of the request."""
     return (Span(f"prompt {number}", num_prompt),)

@@ -1,4 +1,5 @@
-"""Prefix reuse: what an unlimited cache would find of the prompts, in whole blocks."""
+"""Prefix reuse: the share of prompt tokens that an unlimited prefix cache would hit, in whole
+blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +9,11 @@ from policylab.sim.job import Job, Span
 
 
 class PrefixReuse:
-    """Counts prompt tokens with which earlier prompts started, too. Texts with different names
-    count as different; an answer is known once a prompt contains it.
+    """Counts the leading tokens of each prompt that an earlier prompt began with as well. Texts
+    with different names count as different; an answer counts as seen once a prompt contains it.
 
-    It stores a number for each distinct part of a prompt after the parts before it.
+    For each text that followed the same texts before it, only the greatest length seen so far is
+    stored.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -28,7 +30,8 @@ class PrefixReuse:
         return self.num_found / self.num_tokens if self.num_tokens else 0.0
 
     def add(self, job: Job) -> int:
-        """Count a job; returns its prompt tokens that were found."""
+        """Count a job. Returns how many tokens its prompt shares with the beginning of an earlier
+        one, in whole blocks."""
         common, is_known, before = 0, True, 0
         for text, length, start in merged(_parts(job, self.block_size)):
             key = hash((before, text, start))
@@ -46,7 +49,8 @@ class PrefixReuse:
 
 
 def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
-    """The spans of a job's prompt. Blocks of real tokens become texts named by their content."""
+    """The spans of a job's prompt. Real tokens are divided into blocks, each a text named by its
+    content."""
     if not job.texts:
         return job.prompt
     tokens = job.tokens()
@@ -55,7 +59,7 @@ def _parts(job: Job, block_size: int) -> tuple[Span, ...]:
 
 
 def merged(prompt: tuple[Span, ...]) -> list[Span]:
-    """The spans, with adjacent parts of one text joined."""
+    """The same spans, where adjacent pieces of one text are joined."""
     found: list[Span] = []
     for span in prompt:
         last = found[-1] if found else None

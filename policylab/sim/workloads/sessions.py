@@ -23,21 +23,22 @@ MAX_TURNS = 10_000
 
 
 class Turn(NamedTuple):
-    """A request of a session."""
+    """One request of a session and its answer."""
 
     pause: float
-    """Seconds since the last answer."""
+    """Seconds between the previous answer and this request."""
     num_new: int
-    """New tokens in the prompt."""
+    """Tokens that the prompt adds to the session so far."""
     num_output: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sessions(Workload):
-    """Sessions arrive by ``arrivals``; within a session, requests follow answers."""
+    """Sessions start at times drawn from ``arrivals``; within a session, each request follows the
+    answer to the previous one."""
 
     name: ClassVar[str]
-    """Name of its sessions, to which a number is added."""
+    """Prefix of the sessions' names, to which a number is added."""
 
     arrivals: str = "poisson"
     """Arrivals of sessions: ``poisson``, ``gamma(cv=2)``, ``onoff(on=10,off=30)``, ``ramp(...)`` or
@@ -98,8 +99,8 @@ class Sessions(Workload):
         return sum(map(len, sampled)) / NUM_SAMPLED
 
     def source(self, seed: int, rate: float | None = None) -> JobSource:
-        """The jobs at this mean rate. At an infinite rate all sessions start at once, without
-        pauses."""
+        """The jobs, arriving at this mean rate of requests. At an infinite rate all sessions start
+        at once, without pauses."""
         return _LiveSessions(self, RandomDraws(seed), rate or self.natural_rate).source()
 
     def sessions(self, dice: RandomDraws) -> Iterator[list[Turn]]:
@@ -155,7 +156,7 @@ class _LiveSession:
     num_taken: int = 0
 
     def next(self, time: float) -> Job:
-        """The next request, which arrives at this time."""
+        """The next request of the session, which arrives at this time."""
         turn = self.turns[self.num_taken]
         self.num_taken += 1
         request_id = f"{self.name}.{self.num_taken}"

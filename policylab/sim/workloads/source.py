@@ -1,4 +1,5 @@
-"""Workload and JobSource: requests of one kind, and the jobs of one seed and rate."""
+"""Workload, which describes requests of one kind, and JobSource, the jobs of a workload for one
+seed and rate."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ MAX_REQUESTS = 100_000_000
 
 
 class JobSource:
-    """Jobs in order of arrival, drawn when they are taken. ``jobs`` arrive by themselves, in order;
-    ``follow`` returns the jobs that follow the end of another."""
+    """Jobs in order of arrival, drawn when they are taken. The jobs in ``jobs`` arrive by
+    themselves, in order; ``follow(job, time)`` returns the jobs that follow the end of another
+    one."""
 
     def __init__(self, jobs: Iterator[Job], follow: Follow | None = None) -> None:
         self._jobs = jobs
@@ -30,7 +32,7 @@ class JobSource:
 
     @property
     def next_time(self) -> float:
-        """The arrival of the next job; infinity if there is none."""
+        """The arrival time of the next job; infinity if there is none."""
         return self._coming[0][0] if self._coming else inf
 
     @property
@@ -39,7 +41,7 @@ class JobSource:
         return self._follow is not None
 
     def take(self) -> Job:
-        """The next job."""
+        """Remove the next job and return it."""
         _, number, job = heappop(self._coming)
         if number == self._newest:
             self._draw()
@@ -57,7 +59,8 @@ class JobSource:
             yield self.take()
 
     def _draw(self) -> None:
-        """Move one job of the iterator into the heap; later ones arrive no earlier."""
+        """Draw the next job that arrives by itself, and add it to the heap of coming jobs. One at a
+        time is enough, since later ones do not arrive earlier."""
         self._newest = -1
         job = next(self._jobs, None)
         if job is not None:
@@ -85,19 +88,21 @@ class Workload(ABC):
     num_requests: int = 1000
     """Number of requests."""
     num_users: int = 0
-    """Number of users ``user0``, ``user1``, ...; 0: the users of the kind."""
+    """The number of users, named ``user0``, ``user1``, ...; 0: the users that this kind of workload
+    has by itself."""
     user_skew: float = 0.0
-    """The n-th user has a share of ``1 / n**user_skew`` (Zipf); 0: equal shares."""
+    """The n-th user has a share of the requests proportional to ``1 / n**user_skew`` (Zipf); 0:
+    equal shares."""
     users: str = ""
-    """Named users instead, as in ``ann(share=3),bob(weight=2)``."""
+    """Users with names of their own instead, as in ``ann(share=3),bob(weight=2)``."""
     tiers: str = ""
     """Classes of requests, as in ``chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,offline=True)``,
     with ``share``, ``ttft``, ``tbt``, ``deadline`` (seconds), ``priority``, ``offline``,
     ``hints``."""
     deadlines: tuple[float, float] | None = None
-    """Deadlines in seconds after arrival, log-uniform from the first to the second."""
+    """The least and the greatest deadline, in seconds after arrival; log-uniform in between."""
     num_priorities: int = 0
-    """Number of priorities, from 0 on, with equal shares."""
+    """How many priorities there are, numbered from 0, with equal shares of the requests."""
 
     def __post_init__(self) -> None:
         self.check("num_requests", self.num_requests, 1, MAX_REQUESTS)
@@ -126,8 +131,8 @@ class Workload(ABC):
     @property
     @abstractmethod
     def natural_rate(self) -> float | None:
-        """Requests per second if no rate is given; ``None``: there can be no rate, since requests
-        arrive when others have ended (closed loop)."""
+        """Requests per second if no rate is given. ``None``: the workload cannot have a rate, since
+        requests arrive when others have ended (closed loop)."""
 
     @property
     @abstractmethod
@@ -137,7 +142,8 @@ class Workload(ABC):
     @property
     @abstractmethod
     def max_output(self) -> int:
-        """The output tokens that every request asks for; each ends at its own length."""
+        """The maximum of output tokens that every request asks for, though each ends at its own
+        length."""
 
     @abstractmethod
     def source(self, seed: int, rate: float | None = None) -> JobSource:

@@ -24,11 +24,11 @@ NOT_TAKEN = -1
 
 @dataclass(frozen=True, kw_only=True)
 class StepsLog(FileWorkload):
-    """Requests of a step log, with their token ids and their output lengths.
+    """The requests in a step log, with their token ids and their output lengths.
 
-    Aborted and failed requests have the tokens that they got, at least one. Refused requests are
-    left out, since their output lengths are unknown. Lengths are found by replaying the log once,
-    so ``metronome replay`` must find it identical.
+    An aborted or failed request has as many output tokens as it got, but at least one. Refused
+    requests are left out, since their output lengths are unknown. Lengths are found by replaying
+    the log once, so the log must replay without a difference (``metronome replay``).
     """
 
     kind: ClassVar[str] = "steps-log"
@@ -53,7 +53,8 @@ class StepsLog(FileWorkload):
 
     @cached_property
     def _outputs(self) -> array[int]:
-        """Output tokens of each of these requests, ``NOT_TAKEN`` for refused ones."""
+        """The number of output tokens of each request of ``_added``; ``NOT_TAKEN`` for refused
+        ones."""
         log = self._log()
         counted = _CountedRecords(log)
         replayed = Replay(log.header, {}, counted.came).run(counted)  # type: ignore[arg-type]
@@ -66,7 +67,8 @@ class StepsLog(FileWorkload):
 
 
 class _CountedRecords:
-    """The records of a log, and the output tokens of each request during the replay."""
+    """Passes on the records of a log, and counts the output tokens of each request while the log is
+    replayed."""
 
     def __init__(self, log: StepLog) -> None:
         self._log = log
@@ -85,7 +87,7 @@ class _CountedRecords:
             yield record
 
     def came(self, outputs: StepOutputs) -> None:
-        """Count the tokens of a step."""
+        """Count the output tokens of a step, by request."""
         for batch in outputs.values():
             ids = batch.request_ids
             if batch.token_ids:

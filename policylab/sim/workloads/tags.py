@@ -25,7 +25,7 @@ MAX_SHARE = 1e9
 
 
 class User(NamedTuple):
-    """A user with this ``share`` of the requests, relative to other users; ``weight``: share of
+    """A user. ``share``: the share of the requests, relative to other users; ``weight``: share of
     service for policies that use it (the engine's option ``user_weights``)."""
 
     share: float = 1.0
@@ -46,7 +46,7 @@ class Tier(NamedTuple):
     hints: Mapping[str, Any] = {}
 
     def fields(self, name: str) -> dict[str, Any]:
-        """The fields of a job that the tier sets."""
+        """The fields that the tier sets in each of its jobs. ``name``: the name of the tier."""
         hints = {**({"offline": True} if self.offline else {}), **self.hints}
         set_ = {"ttft": self.ttft, "tbt": self.tbt, "deadline": self.deadline}
         found: dict[str, Any] = {k: float(value) for k, value in set_.items() if value is not None}
@@ -116,7 +116,7 @@ class Tags(NamedTuple):
     num_priorities: int = 0
 
     def check(self) -> None:
-        """Raise ``ConfigError`` for options that cannot be drawn."""
+        """Raise ``ConfigError`` for options from which no requests can be drawn."""
         check_number("num_users", self.num_users, 0, MAX_USERS)
         check_number("user_skew", self.user_skew, 0, 10)
         check_number("num_priorities", self.num_priorities, 0, 1000)
@@ -137,7 +137,8 @@ class Tags(NamedTuple):
             )
 
     def draw(self, dice: RandomDraws) -> Iterator[dict[str, Any]]:
-        """For each job the fields that are set; infinite in number."""
+        """For each job, the fields (user, tier, deadline, priority) that these options set;
+        infinite in number."""
         columns = list(self._columns(dice))
         while columns:
             for parts in zip(*(next(column) for column in columns), strict=True):
@@ -149,7 +150,8 @@ class Tags(NamedTuple):
             yield {}
 
     def _columns(self, dice: RandomDraws) -> Iterator[Iterator[Rows]]:
-        """Fields of ``CHUNK`` jobs at a time, by kind of tag; later ones override earlier."""
+        """For each kind of tag, an iterator over the fields it sets, for ``CHUNK`` jobs at a time.
+        Fields of later kinds replace those of earlier ones."""
         if self.num_priorities:
             levels: Rows = [{"priority": level} for level in range(self.num_priorities)]
             yield _pick(dice.stream("priorities"), levels, np.ones(len(levels)))

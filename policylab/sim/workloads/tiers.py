@@ -24,7 +24,8 @@ class Tiers(OpenLoop):
     chat_share: float = 0.7
     """Share of chats among the requests."""
     chat_prompt: tuple[int, int] = (16, 512)
-    """Tokens, log-uniform like all these lengths."""
+    """The shortest and the longest prompt of a chat, in tokens; like all lengths here, log-uniform
+    in between."""
     chat_output: tuple[int, int] = (16, 256)
     batch_prompt: tuple[int, int] = (256, 2048)
     batch_output: tuple[int, int] = (64, 512)
@@ -44,7 +45,7 @@ class Tiers(OpenLoop):
 
     @cached_property
     def _lengths(self) -> tuple[Lengths, Lengths]:
-        """Lengths of chats and of batch work."""
+        """The length distributions of chats and of batch work."""
         chat, batch = (
             Lengths(*(bounds(name, getattr(self, name)) for name in names))
             for names in (("chat_prompt", "chat_output"), ("batch_prompt", "batch_output"))

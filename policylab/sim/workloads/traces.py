@@ -28,7 +28,7 @@ class LikeTrace(OpenLoop):
 
     arrivals: str = TRACE
     scale: float = 1.0
-    """Factor of all lengths, for an engine too small for the trace."""
+    """Factor by which all lengths are multiplied, for an engine too small for the trace."""
 
     def __post_init__(self) -> None:
         OpenLoop.__post_init__(self)
@@ -36,7 +36,7 @@ class LikeTrace(OpenLoop):
 
     @cached_property
     def lengths(self) -> Lengths:
-        """Lengths of prompts and outputs, scaled."""
+        """The distributions of prompt and output lengths, scaled by ``scale``."""
         if self.scale == 1.0:
             return self.table
         return Lengths(*(scaled(part, self.scale) for part in self.table))
@@ -85,7 +85,7 @@ class AzureCode(LikeTrace):
 
 @dataclass(frozen=True, kw_only=True)
 class Arxiv(LikeTrace):
-    """Summaries of arXiv papers; arrivals were not recorded."""
+    """Summaries of arXiv papers. The trace has no arrival times."""
 
     kind: ClassVar[str] = "arxiv"
     table: ClassVar[Lengths] = ARXIV

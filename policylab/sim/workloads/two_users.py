@@ -16,15 +16,16 @@ from policylab.sim.workloads.open_loop import Body, OpenLoop, pairs, uniform
 
 @dataclass(frozen=True, kw_only=True)
 class TwoUsers(OpenLoop):
-    """Users ``calm`` and ``flood`` with equal requests; the second sends ``flood`` times as many.
+    """Two users, ``calm`` and ``flood``, whose requests have the same lengths; ``flood`` sends
+    ``self.flood`` times as many.
 
-    At a load above 1 a fair policy gives both the same service, up to what each requests.
+    At a load above 1 a fair policy gives both the same service, unless one requests less than that.
     """
 
     kind: ClassVar[str] = "two-users"
 
     flood: float = 9.0
-    """How many times as many requests ``flood`` sends."""
+    """How many times as many requests the user ``flood`` sends as ``calm``."""
     lengths: str = "log-uniform(prompt=(16, 512), output=(8, 256))"
     """Lengths: ``log-uniform(...)``, ``fixed(prompt=256, output=64)`` or the name of a trace."""
 
