@@ -14,9 +14,10 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "options.md"
 TABLE = ["| option | values | default | |", "|---|---|---|---|"]
 HEAD = """# Options of an engine
 
-Keywords of `EngineArgs(...)` and `LLM(...)`; the command line has them as flags (`max_num_seqs` is
-`--max-num-seqs`). Where the third column is empty, the last one has the default.
-This page is written by `python tools/options_page.py` from the classes in `engine/config`.
+This page lists the keywords of `EngineArgs(...)` and `LLM(...)`. On the command line they are
+flags: `max_num_seqs` is `--max-num-seqs`. Where the third column is empty, the last one has the
+default.
+`python tools/options_page.py` writes this page from the classes in `engine/config`.
 """
 
 

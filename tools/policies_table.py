@@ -51,8 +51,8 @@ lengths in tokens. `metronome policies --policies fcfs,edf,...` compares them on
 CLAIMED = """
 ## What their sources claim, and what was measured
 
-Everything here is simulated, with the scheduler that serves and a made-up cost of steps. Signs and
-rough sizes mean something; numbers are not those of a machine or a paper. Each policy gets the same
+Everything here is simulated, with the engine's scheduler and an assumed cost of steps. Signs and
+rough sizes are meaningful; numbers are not those of a machine or a paper. Each policy gets the same
 requests as `fcfs`. A difference is in % of the figure of `fcfs` (the mean of the logarithms of the
 seeds' ratios), or in points (`pt`) for shares. The number after ± is half of a 95 % interval,
 from {seeds} seeds; undecided differences are in parentheses.
