@@ -1,11 +1,12 @@
-"""The highest request rate at which a policy keeps limits on figures.
+"""The highest request rate at which a policy keeps given limits on its figures.
 
 The rate is found by bisection on its logarithm, to within 1 %, for each seed separately: at all
 rates a seed has the same requests in the same order, with scaled gaps between them. A rate passes
 if the run is valid and not overloaded, at most 1 % of the requests are refused, and every limit
-holds for the figures of the steady part. It cannot exceed what seats, tokens and KV area allow
-(`policylab.sim.demand`). `steady.window` calls a run overloaded if its queue grows by 6 % of the
-arrivals; here the threshold is 2 %, so a policy without another limit is rated up to 2 % too high.
+holds for the figures of the steady part. The rate cannot exceed what seats, tokens and KV area
+allow (`policylab.sim.demand`). `steady.window` calls a run overloaded if its queue grows by 6 % of
+the arrivals; here the threshold is 2 %, so a policy without another limit is rated up to 2 % too
+high.
 
 *Length*: a short run ends before a growing queue becomes long. So runs have at least 1,000
 requests, and 95 % of the rate must pass with four times as many requests. If it does not, the

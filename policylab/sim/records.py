@@ -158,9 +158,9 @@ class TokenTimes:
 
     @property
     def gaps(self) -> Floats:
-        """[n, 3]: the end of a gap, its length (both in seconds), and how many requests had it. It
-        is a view, no copy, since gaps are most of a long run's memory: read it after the last
-        token."""
+        """[n, 3]: the time at which a gap between two tokens ended, its length (both in seconds),
+        and how many requests had it. The array is a view, no copy, since gaps are most of a long
+        run's memory: read it after the last token."""
         return np.frombuffer(self._gaps).reshape(-1, 3)
 
     def came(self, ids: Sequence[str], places: dict[str, int], time: float) -> None:

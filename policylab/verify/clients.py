@@ -41,8 +41,8 @@ class LiveRequest:
 class Clients:
     """Receives all outputs. Raises ``AssertionError`` for an output that no client should get.
 
-    ``num_tokens_used``: number of tokens that the model generates. ``guide``: makes the checker's
-    matcher for the grammar of a request.
+    ``num_tokens_used``: how many different tokens the model generates. ``guide``: makes the
+    checker's matcher for the grammar of a request.
     """
 
     def __init__(

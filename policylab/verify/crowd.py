@@ -28,8 +28,9 @@ SYSTEM_TOKENS = 8  # prefix of each third prompt, so that the cache matters
 class CrowdKind(NamedTuple):
     """A population of requests, and an engine that is too small for it.
 
-    ``prompt``, ``output``: the smallest and the largest number of tokens. ``backlog``: requests
-    that wait at any time. ``num_steps``: steps during which requests arrive.
+    ``prompt``, ``output``: the smallest and the largest number of tokens of a request. ``backlog``:
+    the number of requests that are kept waiting at any time. ``num_steps``: the number of steps
+    during which requests arrive.
     """
 
     name: str

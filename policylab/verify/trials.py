@@ -81,8 +81,8 @@ def run_trials(
     """Run all trials of a policy.
 
     ``max_wait``: steps within which a request must be served while better-ranked ones keep
-    arriving; ``None``: requests may starve. ``predictor``: length predictor, in place of "history".
-    ``goes_on``: limit of shrinking, see ``shrink``. Raises ``ConfigError`` for invalid
+    arriving; ``None``: requests may starve. ``predictor``: the engine's length predictor; ``None``:
+    "history". ``goes_on``: limit of shrinking, see ``shrink``. Raises ``ConfigError`` for invalid
     ``by_design`` statements.
     """
     stated = statements(find_policy(policy, options or {}))

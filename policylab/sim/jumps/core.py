@@ -17,13 +17,14 @@ class Repeats(Executor[Any], Protocol):
     """An executor that knows, without computing steps, how long they take and when requests end."""
 
     def repeat(self, stretch: Stretch, tickets: Sequence[Any]) -> list[Any]:
-        """Take the steps of a stretch that begin before ``until`` and before any row ends.
+        """Take the steps of a stretch that begin before ``stretch.until`` and before any request
+        ends.
 
         ``tickets``: those of the steps in flight, oldest first; each repeated step is launched
         after them and before the oldest is collected. Fills in the executor's fields of
         ``Stretch``, sets the clock to ``next_begin``, and returns the tickets of the steps then in
-        flight: the same number, or one more, which is planned at ``next_begin``. Without such a
-        step nothing changes.
+        flight: the same number, or one more, which is planned at ``next_begin``. If no step can be
+        taken, nothing changes.
         """
         ...
 

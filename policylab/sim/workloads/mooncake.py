@@ -17,7 +17,7 @@ NUM_OPEN = 512  # open conversations; a new one replaces any of them
 
 @dataclass(frozen=True, kw_only=True)
 class Mooncake(LikeTrace):
-    """Prompts that extend earlier prompts.
+    """Requests whose prompts extend earlier prompts.
 
     The length is drawn first, so that lengths are those of the trace. With probability ``reuse``
     the prompt then starts with all of an earlier one: the longest that fits, among ``looks`` random

@@ -110,7 +110,7 @@ class Workload(ABC):
 
     @property
     def tags(self) -> Tags:
-        """The options for users, tiers, deadlines and priorities."""
+        """The workload's options for users, tiers, deadlines and priorities."""
         counts_by_default = self.num_users == type(self).num_users
         return Tags(
             users=read_users(self.users),
@@ -124,7 +124,7 @@ class Workload(ABC):
 
     @property
     def user_weights(self) -> dict[str, float]:
-        """Weights of users; empty if they are all the same."""
+        """The weight of each user for fair policies; empty if all are the same."""
         weights = {name: user.weight for name, user in self.tags.users.items()}
         return weights if len(set(weights.values())) > 1 else {}
 
