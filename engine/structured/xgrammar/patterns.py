@@ -102,8 +102,8 @@ class _PatternReader:
             found.append(self._sequence(is_outermost=is_outermost))
         if len(found) > 1 and not self._is_proved and _are_alike(found):
             raise self.refusal(
-                "ends alternatives that may begin alike or be empty, which xgrammar does not "
-                "enforce: write their common start before the bracket"
+                "closes a group whose alternatives may begin alike or be empty, which xgrammar "
+                "cannot enforce: write a common start before the group, and no empty alternative"
             )
         return _WrittenPart(
             "|".join(f"(?:{way.text})" for way in found),
