@@ -8,8 +8,18 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from e2e.tiny_models import BASE, FULL, LONGROPE, SLIDING, random_model, save
-from transformers import PreTrainedConfig
+from e2e.tiny_models import (
+    BASE,
+    CASES,
+    FULL,
+    LONGROPE,
+    SLIDING,
+    TinyModels,
+    random_model,
+    reference,
+    save,
+)
+from transformers import PreTrainedConfig, PreTrainedModel
 
 
 class GeneralCase(NamedTuple):
@@ -187,3 +197,13 @@ def make_general_model(name: str, directory: Path, dtype: torch.dtype = torch.fl
         config = general_config(*GENERAL_CASES[name])
         save(random_model(config, seed=zlib.crc32(name.encode())), path, dtype)
     return path
+
+
+def model_and_reference(
+    name: str, tiny_models: TinyModels, directory: Path
+) -> tuple[Path, PreTrainedModel]:
+    """The directory of a native or general case, and what transformers makes of it in float32."""
+    if name in CASES:
+        return tiny_models.path(name), tiny_models.reference(name)
+    path = make_general_model(name, directory)
+    return path, reference(path)

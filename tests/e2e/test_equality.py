@@ -14,9 +14,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import pytest
-import torch
-import transformers
-from e2e.general_models import make_general_model
+from e2e.general_models import model_and_reference
 from e2e.references import Reference, compare, engine_for, generate, prompts, run
 from e2e.tiny_models import TinyModels
 
@@ -76,13 +74,7 @@ def spread(values: Sequence[T], usual: int) -> list[Any]:
 @pytest.fixture(scope="module")
 def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, Reference]:
     name = request.param
-    if name in NATIVE:
-        path, model = tiny_models.path(name), tiny_models.reference(name)
-    else:
-        path = make_general_model(name, tmp_path_factory.mktemp("general"))
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    path, model = model_and_reference(name, tiny_models, tmp_path_factory.mktemp("general"))
     made = prompts(shortest=12 if name in LONG_ONLY else 1)
     answers = [generate(model, ids) for ids in made]
     reference = Reference(made, [a[0] for a in answers], [a[1] for a in answers])

@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from e2e.general_models import make_general_model
+from e2e.general_models import model_and_reference
 from e2e.references import Reference, compare, engine_for, generate, run
-from e2e.tiny_models import CASES, TinyModels
+from e2e.tiny_models import TinyModels
 
 from engine import SamplingParams
 from engine.config.kv_groups import request_blocks
@@ -45,13 +44,7 @@ MODES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module", params=list(WINDOWS))
 def case(request, tiny_models: TinyModels, tmp_path_factory) -> tuple[str, int, Reference]:
     name = request.param
-    if name in CASES:
-        path, model = tiny_models.path(name), tiny_models.reference(name)
-    else:
-        path = make_general_model(name, tmp_path_factory.mktemp("general"))
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            path, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+    path, model = model_and_reference(name, tiny_models, tmp_path_factory.mktemp("general"))
     window, generator = WINDOWS[name], torch.Generator().manual_seed(3)
     lengths = (1, window - 1, window, window + 1, 2 * window, 2 * window + 3, 5 * window + 2)
     made = [torch.randint(3, 290, (n,), generator=generator).tolist() for n in lengths]
