@@ -240,8 +240,8 @@ def _one_each(name: str, value: T | Sequence[T], count: int, kind: type[T]) -> l
 
 
 def _only_final(params: SamplingParams) -> SamplingParams:
-    """A copy of the parameters that asks for a single output at the end of the request, so that
-    no text is made before."""
+    """Copy the parameters, asking for one output at the end of the request, so that no text is made
+    for it earlier."""
     return msgspec.structs.replace(params, output_kind="final")
 
 

@@ -53,7 +53,7 @@ class LLMEngine:
         """Abort one or several requests; unknown ids are ignored.
 
         The next ``step`` returns their last outputs, with finish reason ``"abort"``. If separate
-        processes make the text, it may be a later ``step``, once the text has arrived.
+        processes detokenise, a later ``step`` may return them, once their text has arrived.
         """
         self._ready += self.session.abort(as_request_ids(request_id))
 
@@ -94,7 +94,7 @@ class LLMEngine:
         """Stop computing until ``resume``; with ``"new"``, running requests continue and others
         wait.
 
-        Requests may be added and aborted meanwhile; deadlines go on to count.
+        Requests may be added and aborted during a pause; their deadlines keep running.
         """
         self.session.client.call("pause", what)
 

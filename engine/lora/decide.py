@@ -12,9 +12,9 @@ from engine.sched.step_state import Step
 class AdapterSlots(Resource):
     """Allows at most ``max_loras`` different adapters among the running requests.
 
-    A waiting request with a further adapter is skipped; requests with other adapters or the base
-    model may go first. Unused adapters stay loaded until their slots are needed; the least
-    recently used one is replaced first.
+    A waiting request that would need one more is skipped; requests with other adapters or the base
+    model may go first. Unused adapters stay loaded until their slots are needed; the least recently
+    used one is replaced first.
     """
 
     name = "adapter"

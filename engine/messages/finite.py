@@ -50,15 +50,15 @@ SAYS_NOTHING = {"title", "description", "$comment", "default", "examples"}
 
 
 class Link(NamedTuple):
-    """The number of a schema, and the link to the schema whose reference or ``allOf`` led to it."""
+    """A schema's number, and the link of the schema whose reference or ``allOf`` led to it."""
 
     number: int
     led: Link | None = None
 
 
 class Way(NamedTuple):
-    """A way to build a value. It takes a value for each place in ``needed``, and for at least
-    ``num_others`` of the places in ``others``."""
+    """A way to build a JSON value from parts: one value for each place in ``needed``, and values
+    for at least ``num_others`` of the places in ``others``."""
 
     needed: tuple[Place, ...]
     others: tuple[Place, ...] = ()
@@ -175,7 +175,7 @@ def _parts(schema: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _led_into(references: References, parts: dict[Path, Any]) -> set[Path]:
-    """The paths of all schemas that have a part inside them to which a reference leads."""
+    """The paths of all schemas that contain, at any depth, a part to which a reference leads."""
     targets = {id(each) for part in references.schemas for each in references.targets(part)}
     found: set[Path] = set()
     for path, part in parts.items():

@@ -17,7 +17,7 @@ class BlockStored(msgspec.Struct, array_like=True, frozen=True, tag="stored"):
 
 
 class BlockRemoved(msgspec.Struct, array_like=True, frozen=True, tag="removed"):
-    """The last block with this hash was evicted."""
+    """A block was evicted, and no other cached block has its hash."""
 
     block_hash: bytes
     group: int = 0

@@ -36,7 +36,7 @@ class References:
                     self._named.setdefault(_joined(base, name), schema)
 
     def targets(self, schema: Schema) -> list[Any]:
-        """The schemas to which a schema refers, without those in other files or missing ones."""
+        """The schemas to which a schema refers, except those that are missing or in other files."""
         found = []
         for key in REFERENCES:
             if isinstance(reference := schema.get(key), str):

@@ -162,9 +162,9 @@ class Logprob(msgspec.Struct, gc=False):
 class RequestMetrics(msgspec.Struct, gc=False):
     """Times of a request in seconds on the engine's clock; ``None`` until they are known.
 
-    ``waits``: seconds in the queue by cause; their sum is the queue time over all its sequences.
-    ``events`` are in order of time. Both are up to date when the core sends an output; for an
-    aborted request, as of its last output before the abort.
+    ``waits``: seconds in the queue by cause, summed over its sequences. ``events`` are in order of
+    time. Both are up to date when the core sends an output; for an aborted request, as of its last
+    output before the abort.
     """
 
     arrival_time: float
@@ -210,8 +210,8 @@ class RequestOutput(msgspec.Struct, gc=False):
     num_cached_tokens: int = 0
     metrics: RequestMetrics | None = None  # as of this output; later outputs have their own
     kv_transfer_params: dict[str, Any] | None = None
-    """From the KV connector, for the engine that continues. Missing if the request ended at a stop
-    string or was aborted, since its last output does not wait for the core."""
+    """Data from the KV connector for the engine that continues the request. Missing if the request
+    ended at a stop string or was aborted: its last output does not wait for the core."""
 
 
 class FinishedRequest(msgspec.Struct, gc=False):
@@ -323,7 +323,7 @@ def check_request(request: AddRequest, vocab_size: int, capabilities: Collection
 
 
 def in_use(request_id: str) -> RequestError:
-    """The error for the id of a request that has not ended."""
+    """The error for a new request that has the id of an unfinished one."""
     return RequestError(
         f"request id {request_id!r:.80} is in use; wait until it has finished or choose another",
         param="request_id",
@@ -370,7 +370,7 @@ def _check_ids(name: str, token_ids: Sequence[int], vocab_size: int) -> None:
 
 
 def check_plain(name: str, value: Any, depth: int = 0) -> None:
-    """Raise ``RequestTypeError`` for an argument of a utility that is not plain data."""
+    """Raise ``RequestTypeError`` unless an argument of the utility ``name`` is plain data."""
     if isinstance(value, dict | list | tuple):
         if depth == MAX_PLAIN_DEPTH:
             raise RequestTypeError(

@@ -101,7 +101,7 @@ class AdapterPart(msgspec.Struct, array_like=True):
 
 
 class MediaPart(msgspec.Struct, array_like=True):
-    """Media to encode. The worker processes the fields in this order."""
+    """Media to encode. The worker processes these fields in the order in which they stand here."""
 
     free: list[str] = []  # hashes of encoder outputs to free
     media: dict[int, list[MediaItem]] = {}  # worker slot of a new sequence -> its media
@@ -153,8 +153,8 @@ class StepPlan(msgspec.Struct, array_like=True):
 
 
 class Received(msgspec.Struct, array_like=True):
-    """Report that the load of a request's KV has ended. The KV of its first ``num_tokens`` tokens
-    is valid; ``error``: why the rest is missing, empty if nothing is."""
+    """Report that loading a request's KV from elsewhere has ended. The KV of its first
+    ``num_tokens`` tokens is valid; ``error``: why the rest is missing, empty if nothing is."""
 
     request_id: str
     num_tokens: int

@@ -102,7 +102,7 @@ class Opening(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Grammar(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A grammar as sent to the core, as JSON: equal texts are the same grammar."""
+    """A grammar as sent to the core, in JSON; grammars with equal JSON text are the same."""
 
     kind: Kind
     text: str  # a schema or a tag as JSON, a choice as a JSON list of its texts

@@ -46,9 +46,9 @@ class TextWish(msgspec.Struct, array_like=True, frozen=True):
 
 
 class KnownText(msgspec.Struct, array_like=True, frozen=True):
-    """The state of a sequence that is new to the process. ``read``: the tokens whose text the front
-    end has already, in the groups in which they were detokenised, because a group that ends within
-    a character delays text."""
+    """The state of a sequence that is new to the process. ``read``: its tokens whose text the front
+    end has already, in the groups in which they were detokenised: where a group ends within a
+    character, that character's text comes later."""
 
     wish: TextWish
     prompt: bytes  # token ids
@@ -102,7 +102,7 @@ class TextDelta(msgspec.Struct, array_like=True, gc=False, tag="delta"):
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True, tag="failed"):
-    """The answer to a job that raised."""
+    """The answer to a job that failed with an exception."""
 
     failure: Failure
 

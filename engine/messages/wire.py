@@ -22,7 +22,7 @@ MAX_SUBMIT_REQUESTS = 4096  # requests in one message, so that one answer is eno
 
 
 class Failure(msgspec.Struct, array_like=True, frozen=True):
-    """An error. ``kind`` is its class; ``param`` and ``code`` are those of ``RequestError``."""
+    """An error. ``kind`` names its class; ``param`` and ``code`` are those of ``RequestError``."""
 
     kind: str
     message: str

@@ -26,7 +26,7 @@ from engine.sched.step_state import Step
 
 @dataclass(slots=True, eq=False)
 class Use:
-    """The use of one entry by one request; the entry cannot be evicted meanwhile."""
+    """One request's use of an encoder output, which cannot be evicted meanwhile."""
 
     item: MediaItem
     is_over: bool = False
@@ -117,11 +117,11 @@ class EncoderCache:
 
 
 class EncoderBudget(Resource):
-    """Limits media to ``max_encoder_tokens`` encoded per step and ``cache_size`` kept tokens.
+    """Limits media: ``max_encoder_tokens`` tokens encoded per step, ``cache_size`` tokens kept.
 
     ``whole_media``: all tokens of an item must be computed in one step, for models with
-    bidirectional attention within it. ``longest_item``: the model's longest item in tokens, 0 if
-    unknown. Raises ``ConfigError`` if such an item could never be served.
+    bidirectional attention within it. ``longest_item``: tokens of the model's longest item, 0 if
+    unknown. Raises ``ConfigError`` if an item of that length could never be served.
     """
 
     name = "encoder"
@@ -199,7 +199,7 @@ class EncoderBudget(Resource):
             plan.media = part
 
     def settle(self, plan: StepPlan, result: StepResult) -> None:
-        """End the uses whose last tokens this step has computed."""
+        """End requests' uses of encoder outputs that none of their later tokens reads."""
         for use in self._last_reads.pop(plan.step, ()):
             self.cache.end(use)
         for row, key in self._encoded_in.pop(plan.step, ()):
@@ -217,8 +217,8 @@ class EncoderBudget(Resource):
         return upto
 
     def _affordable(self, req: Request, start: int, upto: int) -> int:
-        """The start of the first item that is not cached and cannot be encoded in this step;
-        ``upto`` if there is none before it."""
+        """The position of the first media item in [start, upto) that is neither cached nor can be
+        encoded in this step; ``upto`` if there is none."""
         uses = self._uses.get(req.request_id, {})
         found: set[str] = set()
         room, tokens_left = self.cache.num_available, self._tokens_left
@@ -265,7 +265,7 @@ class EncoderBudget(Resource):
 
 
 def read_by(media: Sequence[MediaItem], start: int, upto: int) -> Iterator[tuple[int, MediaItem]]:
-    """Index and item of the media that the tokens at [start, upto) read."""
+    """Index and item of the media that the tokens at positions [start, upto) read."""
     for index, item in enumerate(media):
         if item.offset < upto and start < item.offset + item.length:
             yield index, item

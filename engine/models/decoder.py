@@ -98,7 +98,7 @@ class NativeDecoder:
 
     @property
     def can_be_recorded(self) -> bool:
-        """False if experts group tokens on the host, which needs their values during the pass."""
+        """False if experts group tokens on the host, which then waits for the device's routing."""
         return all(getattr(block.mlp, "can_be_recorded", True) for block in self.blocks)
 
     def group_experts(self) -> None:

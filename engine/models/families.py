@@ -209,7 +209,7 @@ def gemma3(hf: HF) -> DecoderSpec:
 
 
 def alternating(hf: HF, every: int) -> list[str]:
-    """Full attention in each ``every``-th layer, a sliding window in the others."""
+    """The type of each layer: full attention in every ``every``-th, else a sliding window."""
     return [
         "full_attention" if (i + 1) % every == 0 else "sliding_attention"
         for i in range(count(hf, "num_hidden_layers"))

@@ -176,7 +176,7 @@ class PagedState:
     """State shared by the attention modules of one model."""
 
     layers: tuple[AttentionLayer, ...]
-    """In call order."""
+    """The model's attention layers, in the order of their calls."""
     head_dim: int
     """Head size of the cache: the largest head size of keys and values."""
     step: AttentionStep | None = None

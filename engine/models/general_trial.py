@@ -157,7 +157,7 @@ def window_of(rule: MaskRule, max_model_len: int, device: torch.device) -> int:
 
 
 def _seen(rule: MaskRule, query: int, keys: torch.Tensor) -> torch.Tensor:
-    """True for the keys [max_model_len] that a query attends to."""
+    """A mask [keys]: True for the keys that the query at position ``query`` attends to."""
     zero, position = keys.new_tensor(0), keys.new_tensor(query)
     try:
         return rule(zero, zero, position, keys).expand(keys.shape)
@@ -174,8 +174,8 @@ def _cache_shape(calls: list[AttentionCall]) -> tuple[int, int]:
 
 
 def _compare(first: TrialRun, second: TrialRun, order: torch.Tensor) -> None:
-    """Raise ``Misfit`` if results of unmoved tokens differ. order: token of each row of the second
-    run."""
+    """Raise ``Misfit`` if results of unmoved tokens differ. order: which token each row of the
+    second run holds."""
     if [call.module for call in first.calls] != [call.module for call in second.calls]:
         raise Misfit("the number of its attention calls depends on its input")
     pairs = [(first.hidden, second.hidden)]

@@ -158,7 +158,7 @@ def load_decoder(
     form: Format | None,
     placement: Placement,
 ) -> NativeDecoder:
-    """Load the decoder of a native family. form: the format of quantised weights, if they are."""
+    """Load a native family's decoder. form: how weights are quantised; ``None``: they are not."""
     started = time.perf_counter()
     if config.load_format == "dummy":
         dtype = compute_dtype(config, info, placement.device)

@@ -64,8 +64,8 @@ class Weights:
 
 
 def allocate(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor. The memory of a large one returns to the system when it is freed,
-    where malloc would keep tens of megabytes after packing."""
+    """An uninitialised tensor. A large one has its own memory mapping, so that its memory returns
+    to the system when it is freed; malloc would keep tens of megabytes of it."""
     num_bytes = prod(shape) * dtype.itemsize
     if num_bytes < OWN_PAGES_BYTES:
         return torch.empty(shape, dtype=dtype)
@@ -107,7 +107,7 @@ class StoredWeights:
         return out
 
     def _one(self, part: TargetPart, dtype: torch.dtype) -> Weight:
-        """Read one part of a target that has quantised parts."""
+        """Read one part of a target of which some parts are quantised."""
         if self._modules is not None and self._modules.holds(part):
             return self._modules.read(part, dtype)
         out = allocate(part.shape, dtype)

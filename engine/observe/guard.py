@@ -19,7 +19,7 @@ from engine.messages.stats import SchedulerStats
 logger = logging.getLogger("engine.observe")
 
 PREFIX = "observer_failures."
-"""Prefix of these counters in the statistics."""
+"""Prefix of the names of failure counters in the statistics."""
 
 P = ParamSpec("P")
 T = TypeVar("T")

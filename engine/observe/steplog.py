@@ -95,8 +95,8 @@ class OutputsCall(msgspec.Struct, array_like=True, tag="take"):
 
 
 class TimedDecision(msgspec.Struct, array_like=True, tag="judge"):
-    """A decision that the scheduler based on measured times, in the call that the next record is
-    of. A replay repeats it, because its own floats may be rounded differently."""
+    """A decision that the scheduler based on measured times, in the call that the next record
+    describes. A replay repeats it, because its own floats may be rounded differently."""
 
     times: list[float]  # none
     step: int

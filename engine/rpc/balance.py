@@ -26,7 +26,7 @@ class Balancer:
         self, num_cores: int, block_size: int, *, max_remembered: int = MAX_REMEMBERED
     ) -> None:
         self.loads = [0] * num_cores
-        """Tokens of unfinished requests by core: prompts, and outputs at their longest."""
+        """Tokens of each core's unfinished requests: prompts, plus the longest possible outputs."""
         self._block_size = block_size
         self._max_remembered = max_remembered
         self._seen: dict[int, int] = {}  # hash of a prompt prefix -> the last core it was sent to

@@ -45,8 +45,8 @@ class ClockOffset:
         """Requests that have started, each with the offset by which all its events are dated."""
 
     def measure(self, sent: float, answered: float, received: float) -> None:
-        """Add a measurement: the core's time between two times of the client. For a message that
-        was not requested, ``sent`` is minus infinity."""
+        """Add a measurement: between ``sent`` and ``received`` of the client, the core's clock
+        showed ``answered``. For a message that was not requested, ``sent`` is minus infinity."""
         widened = MAX_DRIFT * (received - self._measured_at)
         self._least = max(self._least - widened, answered - received)
         self._most = min(self._most + widened, answered - sent)

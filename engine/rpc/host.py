@@ -99,7 +99,7 @@ class EngineCoreHost:
         self._thread = threading.Thread(target=self._run_control, name="core-control", daemon=True)
 
     def serve(self) -> None:
-        """Run steps and answer clients until the end. ``EngineDeadError`` if the core dies."""
+        """Run steps and answer clients until ended. Raises ``EngineDeadError`` if the core dies."""
         self._thread.start()
         try:
             self._loop.run()

@@ -88,4 +88,4 @@ JOINED: dict[str, Callable[[list[Any]], Any]] = {
     "stats": sum_of,
     "profile": traces_of,
 }
-"""The function that combines the answers, by utility."""
+"""For each utility, the function that combines the answers of the cores."""

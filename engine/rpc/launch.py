@@ -41,8 +41,8 @@ EXIT_SECONDS = 1.0  # time for the process to exit after its core has ended
 
 
 def open_core(config: EngineConfig) -> CoreClient:
-    """Open the configured core or cores: in this process, in new processes, or running ones.
-    Raises ``ConfigError`` for invalid combinations of options."""
+    """Open the configured core or cores: in this process, in new processes, or by connecting to
+    running ones. Raises ``ConfigError`` for invalid combinations of options."""
     addresses = config.core.core_addresses
     if len(addresses) > 1:
         return attach_cores(config, addresses)

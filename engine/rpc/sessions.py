@@ -84,7 +84,7 @@ class ClientSessions:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
     ) -> None:
         self.num_credits = num_credits
-        """Batches that may be on their way to a client."""
+        """Number of batches that may be on their way to each client."""
         self._router = router
         self._drop = drop
         self._max_clients = max_clients
@@ -242,8 +242,8 @@ class ClientSessions:
         self._limit(session, session.queue.batch_bytes, "ends", self._max_backlog_bytes // 2)
 
     def _limit(self, session: ClientSession, num_bytes: int, of: str, limit: int) -> None:
-        """Disconnect a client that does not read what it is sent: if ``num_bytes`` of unsent
-        messages exceed the limit. of: what they are, for the message."""
+        """Disconnect a client if ``num_bytes`` of messages that it has not read exceed ``limit``.
+        of: what these messages are, for the log."""
         if num_bytes <= limit:
             return
         reason = (

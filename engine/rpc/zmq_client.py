@@ -384,7 +384,7 @@ class ClientProtocol:
         return number, self._encoder.encode(Call(number, name, list(args)), MAX_CALL_BYTES)
 
     def request_stats(self) -> bytes | None:
-        """A call of ``stats`` for which no caller waits; ``None`` while one is unanswered."""
+        """The message of a ``stats`` call that no caller awaits; ``None`` if one is unanswered."""
         if self._stats_call is not None:
             return None
         self._stats_call, frame = self.call("stats", ())
@@ -407,10 +407,10 @@ class ClientProtocol:
     # -- received messages
 
     def feed(self, frames: list[bytes]) -> Reply | None:
-        """Process a message: outputs are stored, a reply is returned.
+        """Process a received message: store it if it has outputs, return it if it is a reply.
 
-        Raises ``EngineDeadError`` for ``Dead``, ``WireError`` if the core reports that it could
-        not read a message.
+        Raises ``EngineDeadError`` for ``Dead``, ``WireError`` if the core reports that it could not
+        read a message.
         """
         message = self._decoder.decode(frames)
         match message:

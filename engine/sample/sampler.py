@@ -164,9 +164,9 @@ class Sampler:
     ) -> Drawing:
         """Copy logits for log-probabilities, then edit the logits [R, V] float32 in place.
 
-        The draft tokens before a row must be in the history already. may_leave_masks: masks may be
-        left to ``draw``, which will be called with ``Drawing.masks``, and the host can read the
-        logits after it.
+        The draft tokens before a row must be in the history already. may_leave_masks: a mask that
+        is a row's only edit may be left to ``draw``; the caller then passes ``Drawing.masks`` to
+        it, and can read the logits on the host after it.
         """
         if not (self._edited or self._num_logprobs or masks):
             return Drawing({}, [], [], None, None, [], set())
@@ -301,8 +301,8 @@ class Sampler:
 
 
 def _divided(masks: RowMasks, rows: list[int]) -> tuple[RowMasks | None, RowMasks | None]:
-    """Split masks into those of the sampled rows in ``rows`` and those of all others; ``None`` for
-    a half without masks."""
+    """Split masks into those of the sampled rows in ``rows`` and those of all other rows; ``None``
+    for a part that has no masks."""
     if not rows:
         return None, masks
     is_one = np.zeros(len(masks.of_row), dtype=bool)

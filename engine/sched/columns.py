@@ -52,7 +52,7 @@ class Columns:
         requests: Callable[[NDArray[np.intp]], list[Request]],
     ) -> None:
         self.rows = rows
-        """The row of each request in the scheduler's table; it is the request's own until it
+        """The row of each request in the scheduler's table; no other request gets it until this one
         ends."""
         self._table = table
         self._predict = predict

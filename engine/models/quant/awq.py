@@ -33,7 +33,7 @@ ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Awq:
-    """``group_size`` inputs share a scale and a zero point; -1: all inputs."""
+    """The AWQ format. ``group_size`` inputs share a scale and a zero point; -1: all inputs."""
 
     group_size: int
     name: str = "awq"

@@ -48,7 +48,7 @@ class Scheme:
     """How weights are stored: float, int or packed."""
     bits: int
     group_size: int
-    """Inputs per scale; -1: one scale per output, or one for all."""
+    """Inputs per scale; -1: one scale per output, or one for the whole weight."""
     block: tuple[int, int] | None
     is_symmetric: bool
     is_sorted: bool

@@ -33,7 +33,7 @@ ONE: tuple[Shape, ...] = ((), (1,))
 
 @dataclass(frozen=True)
 class Fp8:
-    """``block``: outputs and inputs per scale; ``None``: one scale, or one per output."""
+    """FP8. ``block``: outputs and inputs per scale; ``None``: one scale, or one per output."""
 
     block: tuple[int, int] | None
     has_input_scale: bool

@@ -31,14 +31,14 @@ from kernels.quantized import Quantized
 
 @dataclass(frozen=True)
 class Gptq:
-    """``group_size`` inputs share a scale and a zero point; -1: all inputs."""
+    """The GPTQ format. ``group_size`` inputs share a scale and a zero point; -1: all inputs."""
 
     bits: int
     group_size: int
     is_sorted: bool
     """desc_act: inputs were quantised in another order, so a group's inputs are not adjacent."""
     zero_offset: int
-    """Added to stored zero points."""
+    """Number to add to each stored zero point."""
     name: str = "gptq"
 
     @classmethod

@@ -118,7 +118,7 @@ class ReentryGuard:
 
 
 class GuardsReentry(Protocol):
-    """Base class for ``not_reentrant`` methods."""
+    """A class with ``not_reentrant`` methods, which needs a ``ReentryGuard``."""
 
     @property
     def reentry(self) -> ReentryGuard: ...
@@ -505,7 +505,7 @@ class PolicyGuard(Policy):
         return (req.rank or (Last(),)) if self.is_left_out or fault is not None else rank
 
     def _wrong_ranks(self, num_requests: int, answer: object) -> str | None:
-        """Error text for the ranks of several requests; tuples are checked later, one by one."""
+        """Error text for invalid ranks of several requests; tuples are checked later."""
         columns = as_columns(answer)
         if columns is None:
             return answers.wrong_list(answer, num_requests)

@@ -27,7 +27,7 @@ ROW_HOOKS = ("extra", "fit", "take")  # called for one request in one step
 
 
 class Own(NamedTuple):
-    """A resource that overrides a hook."""
+    """A resource that overrides one of the hooks, and this hook's name in faults and times."""
 
     resource: Resource
     label: str  # name of the hook in faults and times

@@ -12,8 +12,8 @@ class BlendServe(Policy):
     memory: the mix of running requests is kept near ``blend``. For offline throughput. Needs a
     length predictor.
 
-    ``blend``: wanted mean share of prompt tokens to compute in all tokens (0 to 1). ``max_wait``:
-    seconds after which the oldest request goes next, whatever its share.
+    ``blend``: wanted mean share of uncached prompt tokens in a request's tokens (0 to 1).
+    ``max_wait``: seconds after which the oldest request goes next, whatever its share.
     """
 
     def __init__(self, blend: float = 0.5, max_wait: float = 60.0) -> None:

@@ -11,9 +11,9 @@ class ConServe(Policy):
     """Serves online requests first; offline ones fill the rest of each step's time.
 
     Requests with a true ``hints["offline"]`` are scheduled last and evicted first, also for waiting
-    online requests. Next to online requests they get as many tokens as keep the step, by the cost
-    model, within ``tbt`` seconds; alone they get all. Order of arrival within each class. Offline
-    requests may wait without limit.
+    online requests. Beside online requests, they get only as many tokens as keep the step within
+    ``tbt`` seconds, by the cost model; alone they get all. Order of arrival within each class.
+    Offline requests may wait without limit.
 
     ``tbt``: wanted seconds between tokens of online requests.
     """

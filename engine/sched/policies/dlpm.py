@@ -8,7 +8,7 @@ from engine.sched import Policy, Request, SchedView, require_positive
 
 
 class DLPM(Policy):
-    """Users pay tokens with credit; the longest prefix match among users with credit is next.
+    """Users pay for tokens with credit; the longest prefix match of users with credit is next.
 
     When no waiting user has credit left, each gets ``quantum`` more. So the service of two users
     who always have waiting requests differs by about ``quantum``; within that, the longest cached

@@ -8,8 +8,8 @@ from engine.sched import Policy, Refuse, Request, SchedView, require_positive, w
 class EarlyRejection(Policy):
     """Refuses requests that would get their first token too late, before computing anything.
 
-    The wait is predicted by the cost model from the prompt tokens ahead and the decodes next to
-    them; if seats or memory are short, from the durations of ended requests. Order of arrival.
+    The wait is predicted by the cost model from the prompt tokens ahead and the decodes in the same
+    steps; if seats or memory are short, from the durations of ended requests. Order of arrival.
 
     ``ttft``: acceptable seconds to the first token; ``hints["ttft"]`` overrides it.
     """

@@ -13,8 +13,8 @@ class FastServe(Policy):
     """Requests of lower levels preempt those of higher levels; each level has twice the quantum.
 
     A request starts at the first level whose quantum covers its prompt, and moves up one level when
-    it has used its quantum: short requests finish early although no length is known. As used
-    time counts what the cost model predicts for the request's tokens if they were computed in a
+    it has used its quantum: short requests finish early although no length is known. The time that
+    a request has used is what the cost model predicts for its tokens, as if they were computed in a
     step of their own. A running request is evicted only after it has got a token.
 
     ``quantum``: seconds at level 0. ``max_wait``: seconds without a token after which a request

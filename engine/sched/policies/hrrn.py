@@ -11,8 +11,8 @@ from engine.sched import Policy, Ranks, Request, SchedView, StepShape, newcomers
 class HRRN(Policy):
     """Highest ratio first: prompt tokens computed since a request came, per token it must compute.
 
-    Short prompts go first, but a waiting request's ratio grows, so no request starves. Counting
-    tokens instead of seconds makes the ratio independent of the machine.
+    Short prompts go first, but a waiting request's ratio grows as prompts of others are computed,
+    so no request starves. Counting tokens instead of seconds makes it independent of the machine.
     """
 
     dynamic = True

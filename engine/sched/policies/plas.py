@@ -12,11 +12,11 @@ class PLAS(Policy):
     """Requests of the program with the least service so far go first.
 
     So short programs wait less for the calls of long ones. ``hints["program"]`` names the program;
-    a request without it counts as a program. Service is that of its ended requests: prompt tokens
-    that were not cached, plus ``output_price`` per output token.
+    a request without it counts as a program. A program's service is that of its ended requests:
+    prompt tokens that were not cached, plus ``output_price`` per output token.
 
     ``max_wait``: seconds after which a request goes before others; ``max_programs``: number of
-    remembered programs; those idle for longest are dropped first.
+    programs to remember; those idle for longest are dropped first.
     """
 
     dynamic = True
