@@ -526,8 +526,8 @@ Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
 
 
 class Delivery:
-    """Delivers a step's outputs to readers in one event loop. A class, because its ``repr``, unlike
-    that of a partial, does not show outputs, which must not be logged."""
+    """Delivers a step's outputs to readers in one event loop. Its ``repr``, unlike that of
+    a ``functools.partial``, does not show outputs, which must not be logged."""
 
     def __init__(self, batch: list[tuple[Stream, RequestOutput]]) -> None:
         self._batch = batch

@@ -39,8 +39,8 @@ def add_further_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> EngineArgs:
-    """Return the engine's options. log_level: used unless an option or the environment sets one;
-    quieter than in a program, because a command's output is its result."""
+    """Return the engine's options. log_level: used unless an option or the environment sets one.
+    By default a command logs less than a program, since a command's output is its result."""
     args = read_options(parsed, EngineArgs)
     if args.log_level is not None:
         return args

@@ -33,7 +33,7 @@ class EngineReading:
     generated: int | None = None
     """Tokens delivered to requests since the start; only a server counts them."""
     prompts: int | None = None
-    """Prompt tokens of requests with a first token; only a server counts them."""
+    """Prompt tokens of requests that have got a first token; only a server counts them."""
     is_fresh: bool = True
     """False if the core does not answer its server, which then repeats older statistics."""
 

@@ -219,7 +219,7 @@ class LiveFigures(NamedTuple):
         return {key: value - before.get(key, 0) for key, value in now.items()}
 
     def rate(self, growth: float | None) -> float | None:
-        """Return a growth per second; ``None`` for a value that the engine does not count."""
+        """Divide a growth by the window's seconds; ``None`` for a value that is not counted."""
         if growth is None:
             return None
         return growth / self.seconds if self.seconds > 0 else 0.0
@@ -329,8 +329,8 @@ def _events(figures: LiveFigures) -> Iterator[Row]:
 
 
 def _waits(figures: LiveFigures) -> Iterator[Row]:
-    """Yield a row for each cause of waiting: how many seconds requests that have started had waited
-    for it. The largest comes first."""
+    """Yield a row for each cause of waiting: the seconds that requests waited for it until they
+    started, over the window and in total. The largest total comes first."""
     growth, total = figures.growth_by_key("wait_seconds"), figures.stats.wait_seconds
     for cause in _largest(total):
         yield f"waited for {cause}", _seconds(growth[cause]), _seconds(total[cause])

@@ -113,8 +113,8 @@ def decide(
     measure: Callable[[], int],
     capabilities: tuple[str, ...] = (),
 ) -> Decided:
-    """Decide all sizes. measure: returns the bytes available for the KV pool, called unless the
-    options set its size. Raises ``ConfigError``."""
+    """Decide all sizes. measure: returns the bytes available for the KV pool; called only if the
+    options do not set the pool's size. Raises ``ConfigError``."""
     cache, sched = config.cache, config.scheduler
     is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
     num_blocks = decide_num_blocks(
@@ -164,7 +164,7 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
 
 
 def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:
-    """Return the requested length, or the model's limit. Raises ``ConfigError`` if it is above."""
+    """Return the requested length, else the model's limit; ``ConfigError`` if it is above that."""
     own = info.max_position_embeddings
     if requested.max_model_len is None:
         return own

@@ -48,7 +48,7 @@ class GraphTrial:
     several: int
     """After the ``num_several`` largest steps are recorded instead of only the largest."""
     num_several: int
-    """At least one."""
+    """Number of steps recorded for ``several``, at least one."""
 
 
 def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:

@@ -11,7 +11,7 @@ LEAST_PREFIX = 4  # characters of a prefix that stands for the rest of a name
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return the nearest known names that differ by few typing errors, or start with ``name``.
+    """Return the known names that ``name`` may misspell, or the only one that starts with it.
 
     Case and separators do not count. Words that differ in half of their letters or more are
     different words: ``data_parallel_size`` is not near ``tensor_parallel_size``.
@@ -35,9 +35,8 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def near_options(name: str, known: Iterable[str]) -> list[str]:
-    """Return the option names that are near ``name``, also if it is only a part of one: ``policy``
-    is near ``scheduling_policy`` if no other option ends so, ``max_waiting`` near the few that
-    start so."""
+    """Return the options that ``name`` may mean: those spelt nearly alike, the only one that ends
+    in it (``policy``: ``scheduling_policy``), or the few that start with it (``max_waiting``)."""
     known, typed = list(dict.fromkeys(known)), _words(name)
     if not typed:
         return []
@@ -85,8 +84,8 @@ def _are_same_words(typed: list[str], meant: list[str]) -> bool:
 
 
 def _is_same_word(typed: str, meant: str) -> bool:
-    """Whether two words are near: they differ in less than half of their letters. A short one may
-    also lack one letter (k for kv), but not have a wrong one (k for p)."""
+    """Whether two words differ in less than half of their letters, or only in that one of them has
+    an additional letter: k and kv are near, k and p are not."""
     num = _num_slips(typed, meant)
     return (
         num == 0

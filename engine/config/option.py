@@ -23,7 +23,7 @@ BOTH = {READER: "both"}  # core and front end
 
 
 def options_of(options: type[Any], *readers: dict[str, str]) -> list[str]:
-    """Return the names of the options that one of these programs reads. ``readers``: constants of
+    """Return the names of the options that any of these programs reads. ``readers``: constants of
     this module, such as ``FRONT_END``."""
     wanted = [reader[READER] for reader in readers]
     return [option.name for option in fields(options) if option.metadata.get(READER) in wanted]

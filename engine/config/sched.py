@@ -35,7 +35,7 @@ class SchedulerOptions:
     long_prefill_token_threshold: int = 0
     """Most tokens of one prompt in a step while other requests compete; 0: no cap."""
     long_prefill_token_threshold_adaptive: bool = False
-    """Raise the threshold to an equal share of the step's tokens where that is more."""
+    """Raise the threshold to the token budget per unfinished request, where that is more."""
     max_mixed_prefill_tokens: int | None = None
     """Most prompt tokens in a step with decodes; 0: no cap. If much more is waiting (twelve times
     as much; six times with AMX and on processors like Zen 5), the excess is computed too. Default:
@@ -109,7 +109,7 @@ class SchedulerOptions:
                 )
 
     def _check_budget(self) -> None:
-        """Raise if requested sizes do not fit each other; decided ones are checked again."""
+        """Raise if sizes do not fit each other. Checks them as requested, and later as decided."""
         budget, longest = self.max_num_batched_tokens, self.max_model_len
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

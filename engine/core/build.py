@@ -139,7 +139,7 @@ def wire(
     chosen: Chosen | None = None,
     failures: Failures | None = None,
 ) -> EngineCore:
-    """Build the core for an executor, real or simulated. failures: counts those of observers."""
+    """Build the core for an executor, real or simulated. failures: counts observers' failures."""
     sched, seed = decided.scheduler, config.model.seed
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
@@ -198,8 +198,8 @@ def proposer_of(speculative: SpeculativeConfig) -> Proposer:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Add the resource that applies grammars to requests, if the worker computes masks and no
-    plug-in does."""
+    """Add the resource that applies grammars to requests, if the worker can mask tokens and no
+    plug-in applies grammars or masks already."""
     if "masks" not in capabilities:
         return chosen
     compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
@@ -229,8 +229,8 @@ def following_grammars(
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:
-    """Like ``with_grammars``, for a replay, which computes no tokens and has no tokenizer: grammars
-    are only checked."""
+    """Like ``with_grammars``, but grammars are only checked: for a replay of a step log, which
+    computes no tokens and has no tokenizer."""
     grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
     return chosen._replace(resources=joined_by_grammars(chosen.resources, grammars))
 
@@ -269,8 +269,8 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
 def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
-    """The features that run in the worker besides those that it has built in (drafts, masks): here
-    only a draft model. info: the main model's; drafting: the draft model, or None."""
+    """The features to add to those that are built into the worker (drafts, masks): a draft model
+    or none. info: facts about the main model; drafting: the draft model, if there is one."""
     if drafting is None:
         return []
     from engine.spec.compute import DraftModel

@@ -24,7 +24,7 @@ class CoreClient(Protocol):
     """The interface of a core. Only one thread at a time may use a client.
 
     Once the core has died, and after ``shutdown``, every call raises ``EngineDeadError``, except
-    counts and ``shutdown``.
+    ``num_unfinished``, ``num_cores`` and ``shutdown``.
     """
 
     decided: Decided | Welcome

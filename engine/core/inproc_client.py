@@ -118,8 +118,8 @@ class InprocClient(CoreClient):
         return self._live().is_idle
 
     def next_work(self, num_moved: int) -> Work:
-        """Whether the next step has prompts or only decodes. ``num_moved``: requests that got
-        tokens in the last step; if more are running, some are still computing their prompts."""
+        """Return ``"prefill"`` if the next step may have prompts, else ``"decode"``. ``num_moved``:
+        requests that got tokens in the last step; if more run, some still compute prompts."""
         counts = self._live().scheduler.get_request_counts()
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 

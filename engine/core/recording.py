@@ -60,7 +60,7 @@ def record(
 ) -> RecordingScheduler:
     """Create a scheduler with ``make`` and record it in a file. Raises ``ConfigError``.
 
-    failures: counts when the log can no longer be written; the scheduler then continues without it.
+    failures: counts an error of writing the log, after which the scheduler goes on without it.
     """
     recorded = RecordedClock(clock)
     effect = f"the log {str(path)!r} ends here and can be replayed up to here"

@@ -218,8 +218,8 @@ class Replay:
     def _compare(
         self, planned: steplog.PlanRecord, then: PlanColumns, plan: StepPlan
     ) -> PlanDifference | None:
-        """The first difference of two plans: in the tokens of a request, else in another field.
-        ``then``: the recorded plan; ``plan``: the new one; ``None`` if they are equal."""
+        """The first difference of two plans, in the tokens of a request or else in another field;
+        ``None`` if they are equal. ``then``: the recorded plan; ``plan``: the new one."""
         shares_then = _shares(then)
         shares_now = _shares(PlanColumns.of(plan))
         for row in shares_then | shares_now:
@@ -246,7 +246,7 @@ class Replay:
 
 
 def _shares(columns: PlanColumns) -> dict[int, str]:
-    """By row, a text that says which tokens of its request the plan computes, for comparisons."""
+    """For each row of a plan, say which tokens of the row's request are computed."""
     return {
         row: f"{count} tokens from position {start}"
         for row, count, start in zip(*(column.tolist() for column in columns), strict=True)

@@ -44,7 +44,7 @@ class OutputProcessor:
     """
 
     is_only_text_missing = False
-    """True if the core has finished all requests and only texts of other processes are missing."""
+    """True if the core has finished all requests but other processes still make their texts."""
     _reads_here = True
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
@@ -322,8 +322,8 @@ def reading_of(
 
 
 def outputs_of(moved: Moved) -> list[RequestOutput]:
-    """The outputs that are due for these requests, given the sequences of each that have
-    changed."""
+    """The outputs that are due for these requests. ``moved`` has, for each request, those of
+    its sequences that have changed."""
     outputs = [request.output(sequences) for request, sequences in moved.items()]
     return [output for output in outputs if output is not None]
 
@@ -489,8 +489,8 @@ class OutputSequence:
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
 
     def readable(self, token_ids: list[int], end: Finished | None) -> list[int]:
-        """The tokens to turn into text: all of these, or without the stop token at the end, if the
-        request does not want it in the text."""
+        """The tokens to turn into text: ``token_ids``, without a stop token at the end unless the
+        request wants it in the text."""
         is_stopped = end is not None and end.reason == "stop"
         if is_stopped and not self.params.include_stop_str_in_output:
             return token_ids[:-1]

@@ -70,12 +70,12 @@ class QueuePace:
             self._seats.forget()
 
     def num_queued(self, num_arriving: int = 0) -> int:
-        """Number of requests that wait because all seats are taken, with ``num_arriving`` new
-        ones."""
+        """Number of requests that will wait because all seats are taken, once ``num_arriving``
+        new ones have come."""
         return max(0, self.num_waiting + num_arriving - self._num_free)
 
     def estimated_wait(self, num_arriving: int = 0) -> float:
-        """Seconds until the first token of one more request after ``num_arriving`` new ones."""
+        """Seconds that a request behind ``num_arriving`` other new ones waits for a first token."""
         num_queued = self.num_queued(num_arriving)
         if not num_queued and self.num_seats:  # a seat is free for each
             return 0.0

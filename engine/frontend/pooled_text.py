@@ -107,7 +107,7 @@ class PooledOutputs(OutputProcessor):
         self._texts.wake()
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """End these requests. Those whose text is missing get their last output with the text."""
+        """End these requests. If a text is still being made, the last output comes with it."""
         outputs = super().abort(request_ids, time)
         self._texts.send()
         return outputs + self.take_texts()

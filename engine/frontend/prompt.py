@@ -535,7 +535,7 @@ class PromptEncoder:
 
 def too_long(length: str, limit: int, before: str = "") -> RequestError:
     """The error for a prompt that leaves no room for output. ``length``: how long it is, in words
-    ("5000 tokens"); ``before``: another measure, to show before that."""
+    ("5000 tokens"); ``before``: text to show in front of the length."""
     return PromptTooLongError(
         f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
         "and at least one output token together; shorten the prompt, set "
@@ -557,7 +557,7 @@ def render_chats(
     conversations: Iterable[Messages],
     options: dict[str, Any],
 ) -> list[TextPrompt]:
-    """Render conversations to prompts with token ids, without adding special tokens again.
+    """Render conversations to prompts with token ids; only the template adds special tokens.
 
     ``options``: as for ``Tokenizer.apply_chat_template``. Raises the ``RequestError`` of the first
     conversation that cannot be rendered.

@@ -224,7 +224,7 @@ class TaskQueue:
 
     @property
     def is_down(self) -> bool:
-        """True if no worker has a process or may start one yet."""
+        """True if every worker lacks a process and must wait before it may start one."""
         return all(worker.is_down for worker in self.workers)
 
     def put(self, tasks: Sequence[Task]) -> None:
@@ -339,7 +339,7 @@ class TextWorker:
 
     @property
     def is_down(self) -> bool:
-        """True if there is no process and none may be started yet."""
+        """True if there is no process and the worker must wait before it may start one."""
         return self.refusal is not None and time.monotonic() < self._down_until
 
     def _run(self) -> None:
@@ -560,8 +560,8 @@ class TextProcess:
 
 
 def _close(queues: list[TaskQueue], death: EngineDeadError, *, is_waiting: bool = True) -> None:
-    """End all workers and, unless ``is_waiting`` is false, wait for their threads. Does nothing in
-    a forked process."""
+    """End all workers and, if ``is_waiting``, wait for their threads. Does nothing in a forked
+    process."""
     for queue in queues:
         queue.close(death)
     for thread in (worker.thread for queue in queues for worker in queue.workers):

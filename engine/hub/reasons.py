@@ -31,7 +31,7 @@ def spelled(repository: Repository) -> str:
 
 
 def is_final(error: Exception) -> bool:
-    """Whether an answer of the hub must not be replaced by a cached repository."""
+    """True for an error after which the cached repository must not be used instead."""
     return isinstance(error, RevisionNotFoundError | HFValidationError)
 
 

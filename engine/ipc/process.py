@@ -262,8 +262,8 @@ class EndRequest:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Convert errors of starting a process to engine errors, which call it the process of the
-    ``name``."""
+    """Convert errors that the block raises while it starts a process to engine errors, which
+    name the process."""
     try:
         yield
     except OSError as error:

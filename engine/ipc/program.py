@@ -2,7 +2,7 @@
 
 ``ipc.process.Child`` accepts any object but imports the parent's main module again. A program gets
 one message of bytes and inherited file descriptors, so it starts in a fraction of a second,
-whatever the parent has imported. Both hold the same pipe:
+whatever the parent has imported. A pipe connects parent and child:
 
     parent   writes the start message and keeps its end open; when that is closed, the child ends
     child    reads the message; the end of the pipe raises a signal, even within library code

@@ -4,7 +4,7 @@ Every queue is bounded, no frame is larger than ``MAX_MESSAGE_BYTES``, and TCP c
 encrypted with keys derived from the shared secret. Queues count messages: a reader holds at most
 ``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB of unread messages from one sender. ZeroMQ counts
 a message of several frames only when it is complete, so this limit holds for single frames. Only a
-process that can enter the directory, or has the secret, can send at all.
+process that can open the socket file, or has the secret, can send at all.
 """
 
 from __future__ import annotations

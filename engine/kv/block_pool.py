@@ -37,7 +37,7 @@ class PrefixCache:
         return [] if block is None else [block, *self._twins.get(block_hash, ())]
 
     def prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The cached blocks of the leading hashes; ends before the first hash that is not
+        """The oldest cached block of each leading hash, up to the first hash that is not
         cached."""
         find, blocks = self._block.get, []
         for block_hash in hashes:
@@ -129,7 +129,7 @@ class CacheCounts:
 
     def add(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
         """Count the prefix lookup of one admission, which found ``num_hit`` of ``num_tokens``
-        tokens."""
+        tokens. ``preempted``: the request was preempted before."""
         if preempted:
             self.preempted_queries += num_tokens
             self.preempted_hits += num_hit
@@ -232,7 +232,7 @@ class BlockPool:
 def live_blocks(tables: Sequence[list[int]]) -> list[int]:
     """All blocks in the tables of a request, in table order, without null blocks.
 
-    Blocks of one entry are adjacent, so that releasing them frees the tail in all groups first.
+    The blocks at one index of all tables are adjacent, so that all groups free their tails first.
     """
     first, *others = tables
     if not others and first[:1] != [NULL_BLOCK]:

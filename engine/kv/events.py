@@ -25,7 +25,7 @@ class Publisher(Protocol):
 
 class EventLog:
     """Collects cache events and publishes one batch per step that has any. A subscriber can keep a
-    plain set of hashes: ``stored`` may repeat, ``removed`` comes when no block has the content."""
+    set of hashes: ``stored`` may repeat a hash, ``removed`` comes when no block has it any more."""
 
     def __init__(
         self, publisher: Publisher, *, block_size: int, clock: Callable[[], float]

@@ -110,7 +110,7 @@ def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:
         return sum(-(-count // num_parts) for count in counts.values())
 
     def kept(num_parts: int) -> int:
-        """How much memory the blocks of a request of full length take, in tokens times layers."""
+        """The memory that a request of full length takes, in tokens times layers."""
         return sum(-(-n // num_parts) * num_parts * tokens[w] for w, n in counts.items())
 
     few = range(1, max(counts.values()) + 1)

@@ -38,7 +38,7 @@ class KVManager:
     Positions are absolute: ``upto`` means the positions [0, upto). Queries (``lookup``, ``fits``,
     ``missing``) change nothing; ``reserve`` gets all blocks or none. Blocks are counted over all
     groups of layers; one table entry takes one block in each group.
-    ``num_held`` and ``num_published`` hold table entries per row, for vectorised scheduling.
+    ``num_held`` and ``num_published`` count table entries per row, for vectorised scheduling.
     """
 
     def __init__(
@@ -169,9 +169,9 @@ class KVManager:
         return hit.num_tokens + (0 if hit.asynchronous else hit.num_remote)
 
     def missing(self, req: KVRequest, upto: int) -> int:
-        """Number of free blocks needed to bring the request to positions [0, upto), step by step.
+        """Number of free blocks that the request needs to reach position ``upto`` in several steps.
 
-        Blocks that leave a window between steps are reused, so one ``reserve`` may take more.
+        One ``reserve`` may take more, since steps reuse blocks that leave a sliding window.
         """
         wanted = self._wanted(req, upto)
         if not self.tables.windows:
@@ -362,7 +362,7 @@ class KVManager:
 
     def count_lookup(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
         """Count the prefix lookup of one admission, which found ``num_hit`` of ``num_tokens``
-        tokens."""
+        tokens. ``preempted``: the request was preempted before."""
         if self.caching:
             self.counts.add(num_tokens, num_hit, preempted=preempted)
 

@@ -28,8 +28,8 @@ Rows = Callable[[torch.Tensor], torch.Tensor]
 def pack_module(
     root: nn.Module, dtype: torch.dtype, *, head: nn.Module | None, transposed: type[nn.Module]
 ) -> None:
-    """Replace all CPU products with bfloat16 and float16 weights in a module. Other tensors are
-    copied, so that no checkpoint file stays memory-mapped.
+    """Make a module's linear layers and experts with bfloat16 or float16 weights use our CPU
+    products. Other tensors are copied, so that no checkpoint file stays memory-mapped.
 
     dtype: of activations; remaining float16 tensors are converted to it. head: the output layer,
     which returns float32 sums. transposed: the class of linear layers with weights [in, out].

@@ -203,7 +203,7 @@ def can_be_together(linears: Sequence[Linear]) -> bool:
 
 
 def together(linears: Sequence[Linear]) -> torch.Tensor | Packed:
-    """The weights of all experts, stacked in one tensor. They must satisfy ``can_be_together``."""
+    """The weights of these layers in one tensor. The layers must satisfy ``can_be_together``."""
     packed = [one for one in map(packed_of, linears) if one is not None]
     if packed:
         return stack(packed)
