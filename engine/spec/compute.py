@@ -304,7 +304,7 @@ class Passes:
     def _draw(
         self, hidden: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor
     ) -> torch.Tensor:
-        """Sample a token for each row of ``hidden``, [R] int32. positions: of the new tokens."""
+        """Sample the tokens [R] int32 at these positions, each from its row of ``hidden``."""
         machine, drawn = self.machine, None
         if self._target.sampler.wants_largest_only:
             drawn = machine.model.largest(hidden)
@@ -314,7 +314,7 @@ class Passes:
 
 
 def _last_token(work: DraftWork) -> tuple[NDArray[np.int64], NDArray[np.int64], Column]:
-    """The last token of the batch: its row, its sequence, and the number of keys it attends to."""
+    """The batch's last token: its index, its sequence, and the number of keys it attends to."""
     rows = np.array([int(work.counts.sum()) - 1])
     return rows, np.array([len(work.slots) - 1]), (work.starts + work.counts)[-1:]
 

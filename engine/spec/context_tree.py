@@ -136,8 +136,8 @@ def _leave_index(tree: Any, row: Any) -> None:
 
 @compiled  # type: ignore[untyped-decorator]
 def _take(tree: Any, owner: Any, token: Any) -> Any:
-    """Take an unused row and return it. It is entered in the index under this key, unless ``owner``
-    is 0; its other fields are 0."""
+    """Take an unused row and return it. Unless ``owner`` is 0, it is entered in the hash index
+    under ``owner`` and ``token``; its other fields are 0."""
     row = np.int64(tree[FREE])
     if row:
         tree[FREE] = tree[row + TOKEN]
@@ -412,7 +412,7 @@ def _called(*kinds: Any, returns: Any) -> Any:
 
 @_called(_ints, returns=types.void)  # type: ignore[untyped-decorator]
 def enter_rows(tree: Any) -> None:
-    """Enter all rows into the empty index of a tree; no row of it was ever freed."""
+    """Enter all rows of a tree, none of which was ever freed, into its empty hash index."""
     for row in range(HEAD, np.int64(tree[FRESH]), ROW):
         if tree[row + OWNER]:
             at = _find(tree, np.int64(tree[row + OWNER]), np.int64(tree[row + TOKEN]))

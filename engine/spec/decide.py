@@ -54,12 +54,12 @@ class Proposer(Protocol):
 
 
 def keep_all(req: Request, drafts: Sequence[int]) -> int:
-    """The default of ``cut``: no draft is cut."""
+    """The default ``cut`` of ``Drafts``: the grammar allows all drafts."""
     return len(drafts)
 
 
 def none_forced(req: Request, num_tokens: int) -> Sequence[int]:
-    """The default of ``forced``: no token is forced."""
+    """The default ``forced`` of ``Drafts``: the grammar forces no token."""
     return ()
 
 

@@ -89,8 +89,8 @@ class KeptDrafts:
         self._noted[work.slots] = certain
 
     def _record(self, slots: Column, first: Column, end: Column) -> None:
-        """Record that the tokens [first, end) of these slots are computed and final: mark the
-        blocks from the first of them on that are full."""
+        """Record that the draft model has computed the tokens [first, end) of these slots, which
+        are final: mark each block that they complete."""
         size = self._block_size
         columns = (slots.tolist(), (first // size).tolist(), (end // size).tolist())
         for slot, begin, upto in zip(*columns, strict=True):
@@ -123,8 +123,8 @@ class SpareBlocks:
 
     def tables(self, num_blocks: int, width: int) -> NDArray[np.int32]:
         """Block tables [slots, width] that are filled with spare blocks, whose numbers follow the
-        ``num_blocks`` of the pool. A slot's blocks take turns, so that adjacent entries which its
-        drafts need at once are different blocks."""
+        ``num_blocks`` of the pool. Each row repeats the blocks of its slot in turn, so adjacent
+        entries, which drafts need at once, are different blocks."""
         slots = np.arange(self._num_slots, dtype=np.int32)[:, None]
         turns = np.arange(width, dtype=np.int32) % self._each
         tables: NDArray[np.int32] = num_blocks + slots * self._each + turns

@@ -27,8 +27,8 @@ MOST_REST = 64  # longest rest, in tokens
 
 
 class Rates:
-    """For each position, the share of drafts that were right, counting only drafts with none but
-    right ones before them. Old drafts weigh less."""
+    """For each position, the share of right drafts, of those before which all drafts were right.
+    Old drafts weigh less."""
 
     def __init__(
         self, num_places: int, keep: float, tried: float = 0.0, right: float = 0.0
@@ -61,7 +61,7 @@ class Worth:
         return until is not None and req.num_tokens < until[0]
 
     def has_rested(self, req: Request) -> bool:
-        """True if its drafts were not worth it at the last decision."""
+        """True if the request's drafts were not worth verifying at the last decision."""
         return req.arrival in self._rest
 
     def num_to_verify(self, req: Request, drafts: Sequence[int], price: float) -> int:

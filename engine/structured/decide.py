@@ -38,8 +38,8 @@ class Matcher(Protocol):
         """Advance past these tokens, all of which must be allowed."""
 
     def fill(self, masks: Column, drafts: Sequence[int]) -> None:
-        """Set the bits of the tokens that are allowed next, in the first mask, and after each
-        draft, in one mask each, up to the first draft that is not allowed. Changes nothing else.
+        """Set the bits of allowed tokens: in mask i, of those allowed after the first i drafts, for
+        each i up to the first draft that is not allowed. Changes nothing else.
         Raises if no token is allowed next; a draft after which no token is allowed gets an empty
         mask.
 
@@ -298,7 +298,7 @@ class GrammarReadiness(Resource):
 
     def num_allowed(self, req: Request, drafts: Sequence[int]) -> int:
         """Count the leading drafts that the request's grammar allows. If the matcher fails the
-        count is 0; the mask or the next token then reports the reason."""
+        count is 0; making the next mask or checking the next token then reports why."""
         if not self._is_followed(req):
             return len(drafts)
         try:

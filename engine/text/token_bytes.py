@@ -13,7 +13,7 @@ class TokenBytes(dict[int, bytes | None]):
     """The bytes of a token by id, computed at first use; for a special token, the bytes of its
     name.
 
-    ``None`` for a part of a character that the tokenizer does not reveal.
+    ``None`` for a part of a character if the tokenizer does not reveal its bytes.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:

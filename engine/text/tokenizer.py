@@ -128,8 +128,8 @@ class Tokenizer:
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """Return the bytes that one token adds to a text, for a special token those of its name;
-        the bytes of all tokens joined are the text. ``None`` for a part of a character that the
-        tokenizer does not reveal."""
+        the bytes of all tokens joined are the text. ``None`` for a part of a character if the
+        tokenizer does not reveal its bytes."""
         return self.backend.token_bytes(token_id)
 
     def apply_chat_template(

@@ -1,4 +1,4 @@
-"""The former place of ``policylab.verify.testing``; it goes with the next release."""
+"""The former place of ``policylab.verify.testing``; the next release removes it."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ class Batches:
         return Staged(rows, tokens, room, draws, picked, changes, padding)
 
     def mixed_room(self, num_tokens: int) -> Room:
-        """The tensors of a mixed graph: this many tokens, and the most sequences they can have."""
+        """The tensors of a mixed graph of this many tokens, with the most sequences possible."""
         return self._room(self._most_seqs(num_tokens), num_tokens)
 
     def build(self, room: Room, extent: Extent) -> ForwardBatch:

@@ -33,8 +33,8 @@ class Machine(NamedTuple):
 
 class Feature:
     """Base class of what takes part in a step's computation: adapters, media, remote KV. Only
-    ``part`` must be set, every hook has a default. A step that is run again in halves calls
-    ``extend`` again."""
+    ``part`` must be set, every hook has a default. If a step fails, ``extend`` is called again for
+    halves of its rows."""
 
     part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads

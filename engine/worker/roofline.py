@@ -123,9 +123,9 @@ def make_roofline(
 
 
 def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
-    """The stored ceilings. If there are none and ``is_quiet`` (this start compiles nothing), they
-    are measured (0.5 s) and stored. ``None`` if they cannot be stored, so that no start measures
-    twice."""
+    """Return the stored ceilings. If there are none, measure (0.5 s) and store them if ``is_quiet``
+    (this start compiles nothing), else return ``None``. Also ``None`` if there is no place to store
+    them: every start would measure."""
     file = kept_file(f"ceilings-{threads}.json")
     if file is None:
         return None

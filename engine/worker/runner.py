@@ -1,14 +1,14 @@
-"""Executes step plans on one device. The driver handles whole plans and failures of single
-requests; the runner computes the rows (requests) of a plan.
+"""Executes step plans on one device: the driver handles whole plans, the runner their rows.
 
     launch ─> stage, forward, draw ──────────> collect
        └──── stage, forward ─> sample: draw ──┘         (the plan has a ``MaskPart``)
 
-    begin    apply what the plan changes: slots, samplers, features stage    copy the step's input
-    to the device in one buffer forward  compute the logits of the rows that sample a token draw
-    edit logits, sample, advance the slots, start the copy of tokens to the host
+    begin    apply what the plan changes: slots, samplers, features
+    stage    copy the step's input to the device in one buffer
+    forward  compute the logits of the rows that sample a token
+    draw     edit logits, sample, advance the slots, start the copy of tokens to the host
 
-A row that fails does not fail the others; see ``Driver._isolated``."""
+A row (a request) that fails does not fail the others; see ``Driver._isolated``."""
 
 from __future__ import annotations
 
@@ -292,7 +292,7 @@ class Runner:
         self._unfit: dict[int, str] = {}  # slot -> why a feature cannot compute its request
 
     def begin(self, plan: StepPlan) -> list[SamplingSpec]:
-        """Free and fill the slots that the plan says. Returns the sampling options of the new
+        """Free and fill slots as the plan says. Returns the sampling options of the new
         sequences."""
         machine = self.machine
         machine.live.apply(plan)
@@ -331,8 +331,8 @@ class Runner:
 
     def preview(self, forwarded: ForwardedBatch, ahead: Column) -> Column | None:
         """Sample before the masks are known, for the plan rows ``ahead``. Returns the token of each
-        (-1: it has drafts, or its mask could change the token), or ``None`` if that is so for
-        all."""
+        row, -1 for one that has drafts or whose mask could change the token; ``None`` if all are
+        -1, or a decode graph computes the step."""
         step, draws = forwarded.step, forwarded.staged.draws
         if not isinstance(step, EagerStep):
             return None
@@ -380,8 +380,7 @@ class Runner:
         )
 
     def forget_scored(self, slot: int) -> None:
-        """Drop the prompt scores of this slot, which are delivered. Call it when no rerun can
-        follow."""
+        """Drop the prompt scores of this slot, once they are delivered and no rerun can follow."""
         self._prompt_scores.remove(slot)
         self.machine.live.prompt_scored.discard(slot)
 
@@ -495,5 +494,5 @@ def _follow(feature: Feature, rows: PlanRows) -> None:
 
 
 def columns_of(scores: Sequence[RowScores]) -> list[torch.Tensor]:
-    """The log-probability tensors to copy to the host, three for each group."""
+    """The log-probability tensors to copy to the host, three for each of ``scores``."""
     return [column for group in scores for column in group.scored]

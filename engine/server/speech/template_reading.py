@@ -177,8 +177,8 @@ def _json(text: str) -> Any:
 
 
 def _fitted(markers: Markers, template: dict[str, Any]) -> dict[str, Any]:
-    """Adapt a template to a vocabulary in which markers are no tokens: then thinking is recognised
-    at the beginning of the answer only, and the end of a call only after a brace."""
+    """Adapt a template to markers that are no tokens of the vocabulary: thinking then begins only
+    at the start of the answer, and the closing marker of a call counts only after a brace."""
     fields = {}
     for name, field in template["fields"].items():
         begin, end = field.get("open"), field.get("close")

@@ -134,8 +134,8 @@ class TextParser:
             source.mark = None
 
     def _is_last(self, openers: tuple[str, ...]) -> Waits[bool]:
-        """Skip an opening marker that ends the answer: the model wrote it in place of a closing
-        one. Returns True if there was one, and the answer was not cut off."""
+        """Skip an opening marker at the very end of the answer, where the model wrote it in place
+        of a closing marker. Returns True if there was one and the answer was not cut off."""
         source = self._source
         opener = yield from source.standing(0, openers)
         if not opener or (yield from source.look(len(opener)))[0] or not source.is_ended:

@@ -103,8 +103,8 @@ class FamilyParserFactory:
         has_calls: bool,
         more: list[str] | None = None,
     ) -> None:
-        """has_calls: whether answers may have tool calls; more: further markers, those of the
-        parser that handles the rest of the answer."""
+        """has_calls: whether answers may have tool calls; more: the markers of a response template
+        whose parser reads all of the answer but its tool calls."""
         own = family.markers if has_calls or family.reader is HarmonyCalls else ()
         self.markers = Markers(tokenizer, (*own, *(thinking or ()), *(more or ())))
         self._family = family

@@ -218,8 +218,8 @@ class Ahead:
         return True
 
     def _is_option(self, frame: ValueFrame, value: Exact, known: dict[Vector, bool]) -> bool:
-        """Whether a value that the schema lists may be written here. known: results by the value's
-        verdicts, for cases in which these alone decide."""
+        """Whether a value that the schema lists may be written here. known: a cache of results by
+        the value's verdicts, for cases in which the verdicts decide."""
         vector = frame.open_place.on_listed(value)
         is_own = frame.is_compared or (frame.table.is_unique and frame.table.place.prefix > 0)
         if is_own or (frame.table.is_unique and value in frame.seen):
@@ -351,7 +351,7 @@ class Ahead:
             yield self._filled(began)
 
     def _others(self, frame: ValueFrame, closed: ValueFrame) -> list[str]:
-        """Return the names that may still be added to the object; those that it lacks come last."""
+        """Return names that may still be added to the object; required names come last."""
         lacking = [n for n in closed.missing if isinstance(n, str) and n not in frame.names]
         if len(frame.table.place.known_names) > MOST_NAMES:
             return lacking

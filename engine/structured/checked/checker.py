@@ -46,8 +46,8 @@ class Checker:
     def __init__(self, schema: Any) -> None:
         """Raises ``SchemaError`` for a schema that cannot be checked."""
         self.is_only_of_names = schema is True
-        """Whether it only refuses repeated names and what is invalid in any text: huge numbers and
-        lone surrogates."""
+        """Whether the checker only refuses repeated names and what is invalid in any JSON text:
+        huge numbers and lone surrogates."""
         self.places = PlaceIndex()
         outermost = Rule()
         outermost.elements = Elements()
@@ -100,7 +100,7 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """The fewest quotation marks in a text that may be refused here, other than a text that is
+        """A text with fewer quotation marks than this is allowed next, unless it contains what is
         invalid in any JSON."""
         if not self.checker.is_only_of_names:
             return 0
@@ -112,8 +112,8 @@ class CheckerState:
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would complete a string or name that was used already and may not come again.
-        If the grammar allows no longer one either, nothing can follow such a text: check this."""
+        """Texts that would complete a string or name which may not be repeated here. Nothing can
+        follow such a text unless the grammar allows a longer string: the caller must check."""
         text, mode = self.buffer, self.mode
         if mode not in (VALUE, STRING, NAME) or not (taken := self._taken()):
             return []

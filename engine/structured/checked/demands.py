@@ -339,7 +339,7 @@ def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
 
 
 def _is_evaluated(rule: Rule, numbers: Numbers, key: Any, frame: Any) -> bool:
-    """Whether a part of the rule that may hold evaluates this member or item."""
+    """Whether some part of the rule evaluates this member or item, and may still hold."""
     if frame.may_contain(numbers[rule], key):
         return True
     waiting = _contributing(rule, numbers, frame)

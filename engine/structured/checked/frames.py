@@ -281,8 +281,8 @@ class ValueFrame:
         is_whole: bool,
         is_judged: bool = True,
     ) -> None:
-        """Record the verdicts on a member or item. is_whole: its value is complete; is_judged: then
-        judge the whole frame again."""
+        """Record the verdicts on a member or item. is_whole: its value is complete; is_judged:
+        judge the whole frame again afterwards."""
         self.open = None if is_whole else (key, member, vector)
         account = self.account
         for number, keyword, slot in member.wires:

@@ -60,7 +60,7 @@ class Layout:
 
 
 class Located:
-    """The state of a text with parts; a ``Following``."""
+    """The state of a text with JSON parts; implements ``Following``."""
 
     __slots__ = ("_after", "_layout", "_longer", "_scope", "_states", "_tail", "why")
 

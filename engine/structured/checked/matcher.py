@@ -73,8 +73,8 @@ class CheckedMatcher:
         return tokens[: self.num_allowed(tokens)] if len(tokens) else tokens
 
     def _clear_stuck(self, words: Column, state: Following, before: Sequence[int]) -> bool:
-        """Clear the bits of tokens from ``pressing`` after which no other token could follow.
-        Returns True if no bit is left. before: the drafts before these tokens."""
+        """Clear the mask bits of ``state.pressing`` tokens after which no token could follow.
+        Returns True if no bit is left. before: the drafts before this mask."""
         if not (pressing := state.pressing):
             return False
         bits = words.view(np.uint32)

@@ -26,13 +26,13 @@ class Following(Protocol):
 
     @property
     def least_quotes(self) -> int:
-        """The fewest quotation marks in a text that may be refused here, other than a text that is
+        """A text with fewer quotation marks than this is allowed next, unless it contains what is
         invalid in any JSON."""
 
     @property
     def pressing(self) -> list[bytes]:
-        """Texts that would complete a string, after which nothing can follow if the grammar does
-        not allow a longer string either."""
+        """Texts that would complete a string which may not be repeated here. Nothing can follow
+        such a text unless the grammar allows a longer string: the caller must check."""
 
     @property
     def may_end(self) -> bool:
@@ -54,8 +54,8 @@ class Narrowing:
         self.why = ""
 
     def forbidden(self, words: Column, without: Sequence[int], state: Following) -> Column:
-        """Return the tokens that the mask allows and the checker forbids; ``why`` is the reason of
-        one of them. without: tokens to skip."""
+        """Return the tokens that the mask ``words`` allows and the checker forbids; ``why`` then
+        has the reason for one of them. without: tokens to skip."""
         skipped = Skipped(state.stops, state.skips, state.least_quotes)
         ranks = self._vocabulary.candidates(words, without, skipped)
         self._look(ranks, 0, state)
@@ -63,8 +63,8 @@ class Narrowing:
         return found
 
     def _look(self, ranks: list[int], depth: int, state: Following) -> None:
-        """Check tokens, and note the forbidden ones. ranks: in order, of tokens whose first
-        ``depth`` bytes are equal and were fed to ``state``."""
+        """Check tokens, and note the forbidden ones. ranks: the tokens' ranks, ascending; the first
+        ``depth`` bytes of these tokens are equal and were fed to ``state``."""
         stops, texts = state.stops, self._vocabulary.in_order
         at = 0
         while at < len(ranks):

@@ -1,4 +1,4 @@
-"""The state of one value's rules: those that apply to it together, with a verdict for each.
+"""The rules that apply together to one value, and the verdict of each on the value.
 
 A verdict is ``True``, the name of the keyword that failed, or ``None`` while both are possible; the
 first two are final.
@@ -276,8 +276,8 @@ class PlaceIndex:
         self._num_scalars = 0
 
     def place(self, roots: tuple[Rule, ...], musts: tuple[bool, ...] = ()) -> Place:
-        """Return the place where these rules apply, one for equal arguments. musts: for each root,
-        whether the whole text is invalid if that root fails."""
+        """Return the place where these rules apply, the same for equal arguments. musts: for each
+        root, whether the whole text is invalid if that root fails."""
         key = roots, musts
         if key not in self._places:
             self._places[key] = Place(roots, self, musts)

@@ -93,14 +93,14 @@ class Rule:
 
     @property
     def names(self) -> list[str]:
-        """The names of properties that it mentions."""
+        """The names of properties that the rule mentions."""
         own = self.members
         found = [*own.properties, *own.required, *(name for name, _ in self.dependents)]
         return found + [name for first, rest in own.dependent_names for name in (first, *rest)]
 
     @property
     def same(self) -> list[Rule]:
-        """All rules it refers to that apply to the same value."""
+        """All rules that this rule applies to its own value, as in ``allOf`` or ``not``."""
         found = [*self.all_of, *(each for group in self.any_of + self.one_of for each in group)]
         single = (self.negated, self.condition, self.consequence, self.alternative)
         return [*found, *filter(None, single), *(each for _, each in self.dependents)]
@@ -222,8 +222,8 @@ def _domain(schema: Schema) -> range | None:
 
 
 def _end(schema: Schema, key: str, strict: str, step: int) -> int | None:
-    """Return the first or last integer that a limit allows; ``None`` if the schema has no such
-    limit, or it is no integer."""
+    """Return the first or last integer that a limit allows, ``step`` away from an exclusive one;
+    ``None`` if the schema has no such limit, or it is no integer."""
     if strict in schema:
         return schema[strict] + step if type(schema[strict]) is int else None
     return schema[key] if type(schema.get(key)) is int else None
@@ -287,7 +287,7 @@ def _many(attribute: str) -> Keyword:
 
 
 def _one(attribute: str, of: RulePart = _itself) -> Keyword:
-    """Make a reader for keywords with one schema. of: returns the part of the rule to set it in."""
+    """Make a reader for keywords with one schema. of: gives the rule's part with ``attribute``."""
 
     def read(reader: _RuleCompiler, rule: Rule, value: Any) -> None:
         setattr(of(rule), attribute, reader.rule(value))

@@ -142,8 +142,8 @@ class Objects:
         return found
 
     def _apart(self, names: ObjectSchema) -> ObjectSchema:
-        """Leave a recursive property whose name matches a recursive pattern to the pattern, since
-        llguidance cannot merge the two."""
+        """Remove each recursive property whose name matches a recursive pattern: the pattern covers
+        the name, and llguidance cannot merge the two schemas."""
         for pattern, value in names.patterns.items():
             if "$ref" not in str(value):
                 continue

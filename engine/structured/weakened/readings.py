@@ -365,8 +365,8 @@ def _any(schemas: list[Any]) -> Any:
 
 
 def together(alternatives: Sequence[Any]) -> list[list[Any]]:
-    """Return combinations of alternatives that may hold at once: all pairs, and all together, of
-    those that may name properties."""
+    """Return lists of alternatives that may hold at once: each pair of those that may name
+    properties, and all of these together; empty if there are too many."""
     able = [each for each in alternatives if _may_name(each)]
     if not 1 < len(able) <= MOST_TOGETHER:
         return []

@@ -82,7 +82,7 @@ def numbers(schemas: Sequence[Schema], loosen: Loosen) -> Schema | None:
 
 
 def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
-    """Merge a lower and an upper limit of all schemas; ``None`` if they contradict each other."""
+    """Merge all limits ``low`` and ``high``; ``None`` if they contradict each other."""
     least = max((int(value) for value in _each(schemas, low)), default=0)
     most = min((int(value) for value in _each(schemas, high)), default=None)
     if most is not None and most < least:
@@ -92,7 +92,7 @@ def limits(schemas: Sequence[Schema], low: str, high: str) -> Schema | None:
 
 
 def _bounds(schemas: Sequence[Schema], key: str, strict: str) -> Iterator[tuple[float, bool]]:
-    """Yield bounds and whether they are exclusive, which is a bool of its own in draft 4."""
+    """Yield each bound and whether it is exclusive; in draft 4 ``strict`` is a bool for ``key``."""
     for each in schemas:
         if is_number(each.get(key)):
             yield each[key], each.get(strict) is True

@@ -116,7 +116,7 @@ class _ContradictionError(SchemaError):
 
 
 class _TooManyError(Exception):
-    """More properties in a fixed order than llguidance can count symbols for."""
+    """So many properties in a fixed order need more symbols than llguidance allows."""
 
 
 class _SchemaWriter:
@@ -193,7 +193,7 @@ class _SchemaWriter:
         return id(home), self._digests.of(schema)
 
     def _followed(self, schema: Any) -> Any:
-        """Follow a schema that is only a reference to its target."""
+        """Return the target of a schema that is only a reference; any other schema as it is."""
         for _ in range(MOST_REFERENCES):
             if not isinstance(schema, dict) or schema.keys() - ANNOTATIONS != {"$ref"}:
                 break
