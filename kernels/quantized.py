@@ -74,7 +74,7 @@ class Packed(NamedTuple):
         return {name: one for name, one in self._asdict().items() if isinstance(one, torch.Tensor)}
 
     def _ordered(self) -> Packed:
-        """The same matrix with its order of inputs as an explicit tensor."""
+        """The same matrix, with its order of inputs as a tensor even if that is the usual order."""
         if self.order is not None:
             return self
         own = torch.arange(self.num_inputs, dtype=torch.int32, device=self.values.device)

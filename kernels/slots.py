@@ -56,8 +56,8 @@ T = TypeVar("T")
 
 
 def _by_device(reference: Callable[P, T], cpu: ModuleType) -> Callable[P, T]:
-    """The operation with the reference's name for the device of its first argument: a tensor, or a
-    tuple that begins with one."""
+    """A function that calls the operation of this name for the device of its first argument, which
+    is a tensor or a tuple that begins with one."""
     name = reference.__name__
 
     @wraps(reference)

@@ -54,12 +54,12 @@ class Shares(NamedTuple):
     least_keys: int
 
     def most_items(self, num_seqs: int) -> int:
-        """Maximum number of work items: one per share, and one more per sequence, which may begin
-        within a share."""
+        """Maximum number of work items: one per share, plus one per sequence, since a share is
+        split where a sequence begins inside it."""
         return self.num + num_seqs
 
     def most_slots(self, num_seqs: int) -> int:
-        """Maximum number of work items that are parts of a sequence, not all of it."""
+        """Maximum number of work items that have only a part of their sequence's keys."""
         return self.most_items(min(num_seqs, self.num))
 
 

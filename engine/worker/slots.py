@@ -20,8 +20,8 @@ from kernels.slots import Drawn, SamplingColumns, SlotState
 
 class LiveSeqs:
     """The host's table of running sequences by slot. ``tokens[slot, p]`` is the token at position p
-    of the sequence in that slot, for p below ``num_sent[slot]``: these tokens came with the plan.
-    Later tokens are only on the device."""
+    of the sequence in that slot, for p below ``num_sent[slot]``: the scheduler sent these. Later
+    tokens are only on the device."""
 
     def __init__(self, max_num_seqs: int, max_model_len: int) -> None:
         self.tokens: NDArray[np.int32] = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
@@ -48,7 +48,7 @@ class LiveSeqs:
 
 
 class NewSlots(NamedTuple):
-    """Values to write to the slots of new sequences; on the device, one entry per sequence [M]."""
+    """Tensors to write to the slots of new sequences; on the device, one entry per sequence [M]."""
 
     slots: torch.Tensor
     num_computed: torch.Tensor
@@ -108,9 +108,9 @@ class Slots:
         return other
 
     def apply(self, new: NewSlots | None, blocks: Sequence[torch.Tensor]) -> None:
-        """Enter new sequences, then extend block tables. ``blocks``: three tensors with one entry
-        per new block (row of its table, see `table_rows`; index in that table; block id), or [] if
-        no table changes."""
+        """Enter new sequences, then extend block tables. ``blocks``: [] if there are no new blocks,
+        otherwise three tensors with one entry per new block: row of the stacked block tables (see
+        `table_rows`), index in the row, block id."""
         if new is not None:
             self.state.num_computed[new.slots] = new.num_computed
             self.tables.num_prompt[new.slots] = new.num_prompt
@@ -120,8 +120,8 @@ class Slots:
             on_slots.grow_block_tables(self.state.block_tables.flatten(0, 1), *blocks)
 
     def table_rows(self, plan: StepPlan) -> Column:
-        """For each new block of a plan, the row of the table that it extends, in the block tables
-        of all groups of layers stacked: group * number of slots + slot."""
+        """For each new block of a plan, the row that it extends in the stacked block tables of all
+        groups of layers: group * number of slots + slot."""
         rows: Column = plan.block_slots.astype(np.int32, copy=False)
         if plan.block_groups is not None:
             rows = rows + plan.block_groups * np.int32(self.state.block_tables.shape[1])

@@ -63,9 +63,9 @@ def advance(machine: Machine, room: Room, drawn: torch.Tensor) -> None:
 
 
 class EagerStep:
-    """A staged step that no single graph computes. With a ``MixedGraph``, all layers but the last
-    are replayed, otherwise all kernels are launched one by one. The last layer computes only the
-    tokens whose logits are needed."""
+    """A step that is not replayed as a whole. With a ``MixedGraph``, all layers but the last are
+    replayed; otherwise all kernels are launched one by one. The last layer computes only the tokens
+    whose logits are needed."""
 
     def __init__(
         self,
@@ -111,8 +111,8 @@ class EagerStep:
 
     def preview(self, slots: Column) -> Column:
         """Sample before the grammar masks are known, for the rows whose entry in ``slots`` is not
-        -1. Returns tokens [R] int32. ``draw`` later keeps the token of a row whose logits are not
-        edited."""
+        -1. Returns tokens [R] int32. ``draw`` later keeps them, except in the rows of its
+        ``drawing.edited``."""
         self._early = self._machine.sampler.draw(self.rows._replace(slots=torch.from_numpy(slots)))
         return self._early.numpy()
 
@@ -311,7 +311,7 @@ class Pending:
     """A launched step. ``parts``: the step's rows in order, as one part, or as several if some rows
     failed.
 
-    ``spans``: pairs of marks, the begin and end of each stretch of the device's work for the step.
+    ``spans``: pairs of marks, the beginning and the end of each stretch of the device's work on it.
     A step that waits for masks has several, since the device may be idle before sampling.
     """
 

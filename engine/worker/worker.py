@@ -102,7 +102,7 @@ class ModelWorker:
 
     @property
     def layout(self) -> KVLayout:
-        """How the model's layers share the KV pool; there is one once the model is loaded."""
+        """How the model's layers share the KV pool. The model must be loaded."""
         assert self._layout is not None, "the model is not loaded"
         return self._layout
 

@@ -180,7 +180,7 @@ class Locator:
         return f"{folder.name}_{hashlib.sha256(str(folder).encode()).hexdigest()[:16]}"
 
     def ensure_cache_path(self) -> None:
-        """Numba's interface; the directory is created when something is stored."""
+        """Does nothing (Numba's interface): the directory is created when something is stored."""
 
     def get_source_stamp(self) -> bytes:
         """A hash of the function's source file, independent of its path and time."""
@@ -324,7 +324,7 @@ def kept(function: Callable[..., Any]) -> Any:
 
 
 def is_kept(body: Callable[..., Any], signature: Any) -> bool:
-    """True if a compiled version of this function is stored."""
+    """True if this function is stored, compiled for this signature."""
     with cache_of_these_sources():
         kept = caching.FunctionCache(body)
         key = kept._index_key(signature, cpu_target.target_context.codegen())

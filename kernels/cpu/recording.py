@@ -123,7 +123,7 @@ class Recorder:
 
 
 class _Kind(NamedTuple):
-    """Steps with an equal key have the same launches."""
+    """The key of a recording: all steps with an equal key have the same launches."""
 
     num_tokens: int
     has_singles: bool  # has sequences of one token, which are a separate launch of attention

@@ -313,7 +313,7 @@ def _gumbel(steps):
 
 @njit(**INNER)
 def _steps(key, token):
-    """The uniform random number of a token, as an integer number of its smallest steps."""
+    """The uniform random number of a token, as a whole number below UNIFORM_STEPS."""
     return np.float64(_hash(key, token) >> UNUSED_BITS)
 
 

@@ -103,8 +103,8 @@ def _share(control, syscall, body, threads, row):
 
 
 def _launch(control, syscall, body, threads, *parameters):
-    """Run a body on a row of a zero item counter and the parameters, with up to threads - 1
-    helpers."""
+    """Run a body on the row that it expects (a zero item counter, then the parameters), with up to
+    threads - 1 helpers."""
     _run(control, syscall, body, threads, parameters)
 
 

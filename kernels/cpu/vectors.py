@@ -216,8 +216,8 @@ class _DotTile(_FloatTile):
 
 
 class _SoftDotTile(_DotTile):
-    """Emulates `_DotTile` without its instruction. Like that, it adds the second product of a pair
-    first."""
+    """Emulates `_DotTile` without its instruction. Like the instruction, it adds the second product
+    of a pair first."""
 
     @staticmethod
     def multiply(builder, pair, pairs, total):

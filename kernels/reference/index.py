@@ -133,10 +133,10 @@ def advance(state: SlotState, slots: torch.Tensor, query_start: torch.Tensor, dr
     A sequence that samples has one row of ``drawn`` for each of its drafts and one more. Drafts are
     accepted as long as each equals the token sampled at its position. (This accepts a draft with
     the probability that the model gives it, and a seeded request gets the same tokens with and
-    without drafts.) Rows after a rejected draft become ``REJECTED``. So does a row without a token
-    after accepted drafts: the next step computes it as the first row of its sequence, and only a
-    first row reports a failure, as without drafts. Accepted tokens are entered into the history, 0
-    for a failed first row.
+    without drafts.) Rows after a rejected draft become ``REJECTED``. So does a row that failed
+    (token -1) after accepted drafts: the next step computes it again as its sequence's first row,
+    and only a first row reports a failure, as without drafts. Accepted tokens are entered into the
+    history; for a failed first row, 0.
     """
     bounds, starts = query_start.tolist(), drawn.starts.tolist()
     for s, slot in enumerate(slots.tolist()):

@@ -135,8 +135,7 @@ def forbid_words(
     history: torch.Tensor,
     num_prompt: torch.Tensor,
 ) -> None:
-    """For each word whose tokens but the last are the end of the output so far, forbid the last
-    one.
+    """Forbid the last token of each word whose other tokens are the end of the output so far.
 
     history [slots, max_len] int32: tokens by position, valid before positions[r]; num_prompt
     [slots] int32: number of prompt tokens.

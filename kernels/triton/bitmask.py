@@ -38,8 +38,8 @@ def bitmask_kernel(
 def edit_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, ids, values, until, stride, TILE: tl.constexpr
 ):  # fmt: skip
-    """One program per row. Values are added atomically, since a token id may have two edits; their
-    order does not change the result."""
+    """One program per row adds its edits to the logits, atomically, since a token id may have two
+    edits; their order does not change the result."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row)
     if slot < 0:
@@ -59,8 +59,8 @@ def words_kernel(  # noqa: PLR0913
     logits, slots, positions, starts, token_starts, token_ids, history, num_prompt,
     stride, stride_history, TILE: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Forbids the last token of each word whose other tokens the output ends
-    with."""
+    """One program per row. Forbids the last token of a word if the word's other tokens are the end
+    of the output."""
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     if slot < 0:

@@ -68,8 +68,8 @@ def target_of(top_p, total):
 
 @triton.jit
 def kth_of_tile(values, k, peak):
-    """The k-th largest of a tile's values, or the lowest finite number if fewer than k are
-    finite."""
+    """The k-th largest of a tile's values, or the lowest finite number if fewer than k are finite.
+    peak: the largest value."""
     low = to_key(tl.full([], LOWEST, tl.float32))
     high = to_key(peak)
     while low < high:

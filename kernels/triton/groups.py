@@ -60,8 +60,8 @@ def count_kernel(
 
 @triton.jit
 def counted(counts, before, num_chunks, num_groups, PAD: tl.constexpr):
-    """Number of pairs in each group: of all chunks, and of the chunks before chunk ``before``; both
-    [PAD]."""
+    """Returns the number of pairs in each group [PAD], over all chunks, and the same over the
+    chunks before number ``before``."""
     group = tl.arange(0, PAD)
     total, earlier = tl.zeros([PAD], tl.int32), tl.zeros([PAD], tl.int32)
     for start in range(0, num_chunks, 16):

@@ -75,7 +75,7 @@ def prepare_kernel(  # noqa: PLR0913
 
 @triton.jit(do_not_specialize=["num"])
 def grow_kernel(tables, slots, places, blocks, stride, num, TILE: tl.constexpr):
-    """One program per TILE of the new table entries."""
+    """One program per TILE new entries of block tables."""
     entry = tl.program_id(0) * TILE + tl.arange(0, TILE)
     slot = tl.load(slots + entry, mask=entry < num, other=-1)
     place = tl.load(places + entry, mask=slot >= 0, other=0)

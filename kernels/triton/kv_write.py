@@ -55,7 +55,7 @@ def partners(dims, S: tl.constexpr):
 
 @triton.jit
 def weigh(x, factor, weight, where, mask, dtype, S: tl.constexpr):
-    """Multiply x by the norm's factor and weight, rounded in the order of Llama or of Gemma."""
+    """Multiply x by the norm's factor 1 / rms(x) and its weight, rounded as in Llama or Gemma."""
     w = tl.load(weight + where, mask=mask, other=0.0).to(tl.float32)
     if S.ADD_ONE:
         y = (x * factor * (1 + w)).to(dtype)

@@ -71,8 +71,8 @@ def parameters_of(kernel: Any) -> list[tuple[str, bool]]:
 
 
 def _specialised(value: Any) -> Any:
-    """The properties of an argument by which Triton specialises a kernel. It may be more of them
-    than Triton uses."""
+    """The properties of an argument by which Triton specialises a kernel, and possibly some that it
+    ignores."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.data_ptr() % 16 == 0
     if type(value) is int:
@@ -104,8 +104,8 @@ def is_interpreting() -> bool:
 
 
 def arch_of(x: torch.Tensor) -> str:
-    """The architecture (a key of the tables in kernels.tuning) of a launch on this tensor. For a
-    CPU tensor, used to compile or in the interpreter, it is that of the driver's target."""
+    """The architecture (a key of the tables in kernels.tuning) of a launch on this tensor. In the
+    interpreter it is sm_90; for a CPU tensor, used to compile ahead, the driver's target."""
     if is_interpreting():
         return "sm_90"
     return _arch_of_device(x.device.index) if x.is_cuda else _arch_of_target()
@@ -129,10 +129,9 @@ def _arch_of_target() -> str:
 
 
 def family_of(capability: int, max_shared: int) -> str:
-    """The architecture whose settings an NVIDIA device uses, chosen by its shared memory per
-    program in bytes: devices newer than those in the tables have less (12.0) or as much (10.0), and
-    the compiler chooses their instructions. capability: 90 for 9.0. Raises ``ValueError`` for an
-    unsupported device."""
+    """The architecture whose settings an NVIDIA device uses. capability: 90 for 9.0; max_shared:
+    its shared memory per program in bytes, which decides for devices newer than 9.0, since they
+    have as much as 9.0 (10.0) or less (12.0). Raises ``ValueError`` for an unsupported device."""
     if capability < 80:
         raise ValueError(
             f"compute capability {capability / 10} is not supported; 8.0 is the minimum"

@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     @classmethod
     def of(cls, out: torch.Tensor, splits: Splits, *, first_row: int = 0) -> Parts:
         """Where attention writes for the rows of `out`, whose first is row `first_row` of the
-        batch. With several splits, some rows may get no result for a part."""
+        batch. A row that gets no result for a part of the keys keeps -inf in lse."""
         if splits.num == 1:
             return cls(out, None, splits, first_row, [])
         parts = out.new_empty((splits.num, *out.shape), dtype=torch.float32)
@@ -102,8 +102,8 @@ def spans_kernel(  # noqa: PLR0913
     PARTS: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
     """One program per (sequence x token, block of heads). parts [slots, most_tokens, NUM_HEADS, D],
-    part_lse without D; spans [sequences, 2]: first slot of the sequence's parts, and their number
-    (0: the sequence is skipped)."""
+    part_lse the same without D; spans [sequences, 2]: first slot of the sequence's parts, and their
+    number (0: the sequence is skipped)."""
     seq = tl.program_id(0) // most_tokens
     token = tl.program_id(0) % most_tokens
     num_parts = tl.load(spans + seq * 2 + 1)

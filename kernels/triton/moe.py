@@ -121,8 +121,8 @@ _TILES = {
 
 
 def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
-    """Pairs (token, expert) per program. If there are few per expert, tensor cores are idle
-    anyway."""
+    """Number of pairs (token, expert) per program: small if each expert has few pairs, since tensor
+    cores are then idle anyway."""
     a_group = num_pairs // num_groups
     if itemsize == 4:
         return 16 if a_group < 32 else 32
@@ -130,7 +130,7 @@ def block_rows(num_pairs: int, num_groups: int, itemsize: int) -> int:
 
 
 def rows_a_program(x: torch.Tensor, rows: int, experts: Experts) -> int:
-    """Pairs (token, expert) per program for these experts. rows: that number for plain matrices."""
+    """Number of pairs (token, expert) per program; rows: this number if experts are not packed."""
     return tile_of(x, rows, experts).rows if isinstance(experts, Packed) else rows
 
 

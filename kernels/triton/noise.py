@@ -32,19 +32,19 @@ def row_key(seed, position):
 
 @triton.jit
 def steps_of(key, ids):
-    """The uniform random numbers of tokens, as integer numbers of their smallest steps."""
+    """The uniform random numbers of tokens, as integers below STEPS."""
     return (mix(key + (ids.to(tl.uint64) + 1) * GOLDEN) >> UNUSED_BITS).to(tl.int64)
 
 
 @triton.jit
 def uniform(steps):
-    """Convert integer steps to a float64 inside (0, 1)."""
+    """Convert integers from `steps_of` to float64 inside (0, 1)."""
     return (steps.to(tl.float64) + 0.5) * STEP
 
 
 @triton.jit
 def gumbel(steps):
-    """Gumbel noise in float64 for integer steps; log1p by a log whose rounding errors cancel."""
+    """Gumbel noise in float64 for integers from `steps_of`. Rounding errors of its log1p cancel."""
     v = uniform(steps)
     rest = 1.0 - v
     logs = tl.where(rest == 1.0, -v, tl.log(rest) * (v / (1.0 - rest)))
@@ -53,8 +53,8 @@ def gumbel(steps):
 
 @triton.jit
 def rough_gumbel(steps):
-    """Gumbel noise in float32 for integer steps, with an error below 1e-5; the device's logarithms
-    are inexact near one."""
+    """Gumbel noise in float32 for integers from `steps_of`, with an error below 1e-5. A series
+    replaces the device's logarithm where that is inexact, near one."""
     v = (steps.to(tl.float32) + 0.5) * STEP
     rest = ((-steps + STEPS).to(tl.float32) - 0.5) * STEP
     series = 1.0 + v * (1.0 / 2 + v * (1.0 / 3 + v * (1.0 / 4 + v * (1.0 / 5 + v * (1.0 / 6)))))

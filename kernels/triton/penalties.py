@@ -49,8 +49,8 @@ def seat_kernel(  # noqa: PLR0913
     token_ids, prompt_bits, counts, slot, num_tokens, num_prompt, vocab_size, num_words,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per BLOCK of a request's tokens. Updates are integer atomics, whose order does
-    not matter."""
+    """One program per BLOCK of a request's tokens. It enters them with integer atomics, whose order
+    does not matter."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     ids = tl.load(token_ids + place, mask=place < num_tokens, other=0)
     slot = slot.to(tl.int64)

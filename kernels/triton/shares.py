@@ -110,9 +110,9 @@ class SharesPlan(NamedTuple):
     def of(
         cls, meta: AttentionMeta, shares: Shares, sizes: tuple[int, int], keys: int, window: int
     ) -> tuple[SharesPlan, list[Launch]]:
-        """The step's plan, cached, and the launches that compute it: one at its first use, else
-        none. sizes: number of sequences, and maximum query tokens of a sequence; keys: keys per
-        tile."""
+        """Returns the step's plan, cached, and the launches that compute it: one if the plan is
+        new, otherwise none. sizes: number of sequences, and maximum query tokens of a sequence;
+        keys: keys per tile."""
         scratch_key = ("shares", shares, sizes, keys, window)
         if scratch_key in meta.scratch:
             return meta.scratch[scratch_key], []

@@ -41,7 +41,7 @@ MASSES = tl.constexpr(2)
 
 @triton.jit(do_not_specialize=["num_maxima"])
 def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.constexpr):
-    """One program per (row, block). NaN is treated as +inf, since both make a row invalid."""
+    """One program per (row, block) finds the largest logit of each stretch, +inf for NaN."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
     if tl.load(slots + row) < 0:
@@ -55,7 +55,7 @@ def survey_kernel(logits, slots, maxima, stride, vocab_size, num_maxima, S: tl.c
 
 @triton.jit
 def first_of(row, vocab_size, maxima, peak, PAD: tl.constexpr, S: tl.constexpr):
-    """The lowest token id whose logit equals `peak`, the row's largest. maxima: of each stretch."""
+    """The lowest token id whose logit is `peak`, the row's largest. maxima: one per stretch."""
     stretch = tl.min(tl.where(maxima == peak, tl.arange(0, PAD), PAD))
     ids = stretch * S.STRETCH + tl.arange(0, S.STRETCH)
     x = load_part(row, stretch * S.STRETCH, vocab_size, S.STRETCH)
@@ -161,8 +161,8 @@ def count_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, state, marks, bins, masses,
     stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block); the last program of a row to finish finds the bins of the
-    cut."""
+    """One program per (row, block) counts tokens in bins; the row's last to finish finds the bins
+    of the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:
@@ -216,7 +216,7 @@ def gather_kernel(  # noqa: PLR0913
     logits, slots, maxima, temperature, top_k, top_p, value, last_tie, state, marks, bins, masses,
     room, room_ids, stride, vocab_size, num_maxima, S: tl.constexpr,
 ):  # fmt: skip
-    """One program per (row, block); the last program of a row to finish computes the cut."""
+    """One program per (row, block) collects candidates; the row's last to finish finds the cut."""
     n = tl.program_id(0).to(tl.int64)
     state += n * STATE
     if tl.load(state + IS_CUT) == 0:

@@ -72,7 +72,7 @@ def byte_as_float(byte, dtype: tl.constexpr):
 @triton.jit
 def piece_of(raw, half: tl.constexpr, zero, dtype: tl.constexpr, S: tl.constexpr):
     """The weights of one piece as integers, values minus zero points [N], exact: [N, PIECE] of
-    dtype. half: which bits of 4-bit bytes; 8-bit floats have no zero points."""
+    dtype. half: which half of each byte to use, with 4 bits; 8-bit floats have no zero points."""
     if raw.dtype != tl.uint8:
         value = raw.to(tl.float32)
     elif S.BITS == 4:

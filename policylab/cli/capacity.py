@@ -114,8 +114,8 @@ def described(found: Capacities) -> Iterable[str]:
 
 
 def _rates(found: Capacities, place: int) -> tuple[str, str]:
-    """Two table cells of a policy: its mean rate with the confidence interval, and the range of its
-    rates. If some seeds have no rate: how many have one."""
+    """Two table cells of the policy at index ``place``: its mean rate with confidence interval, and
+    the range of its rates. If some seeds have no rate: how many have one, and a dash."""
     count, seeds = found.num_answers(place), len(found.found[place])
     if count < seeds:
         return (f"{count} of {seeds}" if count else "-", "-")

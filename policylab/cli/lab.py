@@ -237,8 +237,8 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def mean(cell: Cell, place: int, figure: str, digits: int = 3) -> str:
-    """A policy's mean of a figure over the seeds, with half the width of its confidence interval.
-    If only some seeds have the figure: how many; a dash if none has it."""
+    """A figure's mean over the seeds for the policy at index ``place``, with half the width of its
+    confidence interval. If only some seeds have it: how many; a dash if none has it."""
     count, seeds = cell.num_with(place, figure), len(cell.figures[place])
     if 0 < count < seeds:
         return f"{count} of {seeds}"

@@ -57,8 +57,8 @@ STANDARD_PREDICTOR = "history"
 
 @cache
 def halves() -> SimulatedHalves:
-    """Resources that the features' halves need in simulated engines, such as compiled grammars; all
-    engines of this process share them."""
+    """What makes the scheduler's parts of features for simulated engines. All engines of this
+    process share it, and so its compiled grammars."""
     return SimulatedHalves()
 
 

@@ -145,8 +145,8 @@ class WorkBound:
         return chunks
 
     def _alone(self, context: Counts) -> Floats:
-        """Seconds of each request alone, where ``context`` is the number of tokens in the cache,
-        summed over all its prompt chunks after the first."""
+        """Seconds of each request on an idle engine. ``context``: the tokens in the cache before
+        each of its prompt chunks but the first, summed over these chunks."""
         more = self.cost.per_seq * (self._chunks - 1) + self.cost.per_context * context
         return self.cost.fixed * self.chain + self.busy() + more
 

@@ -104,7 +104,7 @@ def paged_attention(
     paired: str | None = PAIRED,
 ) -> torch.Tensor:
     """See kernels.ops.paged_attention. q: contiguous, float32 or bfloat16; sinks: float32. paired:
-    how to multiply bfloat16, a key of ``paired.HOW``, if not this processor's, for tests."""
+    how to multiply bfloat16, a key of ``paired.HOW``; only tests set it."""
     num_tokens, num_heads, head_dim = q.shape
     _, _, kv_heads, block, _ = kv_layer.shape
     group, threads = num_heads // kv_heads, num_threads()

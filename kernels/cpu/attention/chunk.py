@@ -122,9 +122,9 @@ def _add(scores, values, acc, num, count, vectors, lanes):
 
 @njit(**INLINE)
 def row_address(start, index, head, p, size):
-    """Byte offset, in the queries or in the output, of the first query head that shares KV head
-    `head`, for token `index` of the sequence whose first token is row `start`. size: bytes of the
-    query heads of one KV head."""
+    """Byte offset, in the queries or in the output, of the first query head of KV head `head`, for
+    token `index` of the sequence that starts at row `start`. size: bytes of the query heads of one
+    KV head."""
     return ((np.int64(start) + index) * p[5] + head) * size
 
 

@@ -141,9 +141,9 @@ def whole_units(span):
 
 @njit(**EXACT)
 def is_last(p, place, sums, room, factors, group):
-    """Store the sums of an item that is one of several of its token and KV head. If all the others
-    are stored, add all in order. Returns True if ``sums`` now has the token's complete sums. place:
-    the item and its index; room: scratch memory for the sums of a stretch."""
+    """True if ``sums`` has all keys of the item's token and KV head: the item is their only one, or
+    the last to finish, which adds the sums of all in order. Otherwise stores the item's sums.
+    place: the item and its index; room: scratch memory for the sums of a stretch."""
     (item, index), (outputs, total, largest) = place, sums
     if item[5] == 1:
         return True
@@ -280,8 +280,8 @@ def gather_pairs(p, seq, head, span, values, head_dim):
 
 @njit(**INLINE)
 def _see(positions, span, low, window, bounds):
-    """Compute for each row the first key and end of keys that it attends to, relative to key `low`
-    of the stretch, as `bounds`. Returns True if all rows attend to all 256 keys of the stretch."""
+    """Write to `bounds` which keys each row attends to: their first and end, relative to key `low`
+    of the stretch. Returns True if all rows attend to all 256 keys of the stretch."""
     start, first, end = span
     latest, soonest = first - low, end - low
     for v in range(bounds.shape[0]):
@@ -324,8 +324,8 @@ def _score_dots(left, q, scores, how):
 
 @njit(**INLINE)
 def _pair_up(source, values, first, num, head_dim):
-    """Copy values [num, head_dim] at address `source` to the pairs in `values`, where the first of
-    them belongs to place `first` of the stretch."""
+    """Copy the bfloat16 values [num, head_dim] at address `source` to `values`, in pairs of keys,
+    from place `first` of the stretch on."""
     j = 0
     while j < num:
         row, pair = u16(source + j * head_dim * _CELL, (head_dim,)), values[(first + j) // 2]

@@ -52,7 +52,7 @@ class AttentionPlan(NamedTuple):
     owned: tuple[NDArray, ...]
 
     def address(self, part: int) -> int:
-        """Address of entry ``part`` of the header."""
+        """Address of entry ``part`` (such as ``SINGLES``) of the header, which bodies read."""
         return int(self.header.ctypes.data) + 8 * part
 
 
@@ -123,7 +123,7 @@ class _Cutter(NamedTuple):
 
 
 def _repeat(parts: NDArray[np.int32]) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Thing i has ``parts[i]`` parts. Returns two arrays with one entry for each part of all
-    things, in order: the i of its thing, and its index among that thing's parts."""
+    """List the parts into which sequences are split: sequence i has ``parts[i]``. Returns two
+    arrays with one entry per part, in order: its sequence i, and its index in that sequence."""
     each = np.repeat(np.arange(len(parts)), parts)
     return each, np.arange(len(each)) - np.repeat(np.cumsum(parts) - parts, parts)

@@ -108,8 +108,8 @@ def tiled_single_body(head_dim: int, group: int, how: int):
 @njit(**INLINE)
 def _turn(p, item, q, shape):
     """Copy a token's queries to the columns of q [tile, pairs, 16]. Query head h becomes column h %
-    16 of tile (h // 16 + KV head), where h // 16 is its tile of scores; this sum is different for
-    each pair of tile of scores and KV head. shape: query heads per KV head, and head size."""
+    16 of tile (h // 16 + its KV head), so that all heads of a tile have the same KV head and the
+    same tile of scores (h // 16). shape: query heads per KV head, and head size."""
     group, head_dim = shape
     heads = p[5] * group
     pairs = i32(p[1] + np.int64(item[1]) * (heads * head_dim * _CELL), (heads, head_dim // 2))
@@ -121,8 +121,8 @@ def _turn(p, item, q, shape):
 
 @njit(**INLINE)
 def _place(p, item, places, head_dim):
-    """Compute `places`, the address of each run of 16 keys in the first KV head. The last one is
-    repeated up to a multiple of `_RUNS`."""
+    """Write to `places` the address of each run of 16 keys in the first KV head. The last address
+    is repeated up to a multiple of `_RUNS`."""
     table = i32(p[3] + item[0] * p[6] * 4, (p[6],))
     block, size = p[7], head_dim * _CELL
     start = item[3] - item[3] % _UNIT
@@ -286,8 +286,8 @@ def _keep(source, low, high, edge):
 
 @njit(inline="always")
 def _leave(own, room, acc, rows, column, soft):
-    """Store tiles 0 to 3, the sums of 64 columns, in `acc`: in rows[1] rows from row rows[0] on, in
-    the usual order of columns."""
+    """Store tiles 0 to 3, the sums of 64 columns from `column` on, in `acc`, in the usual order of
+    columns. rows: first row, and number of rows."""
     line = 4 * _LINE
     amx.store(own, 0, room, line, soft)
     amx.store(own, 1, room + _LINE, line, soft)

@@ -198,8 +198,8 @@ def _run(plan: _Plan, x: torch.Tensor, packed: torch.Tensor, target: _Target) ->
 
 
 def _evenly(num: int, most: int) -> int:
-    """Rows per work item, at most about `most`: items get almost equal numbers, which are multiples
-    of a tile's rows."""
+    """Rows per work item if `num` rows are split evenly into items of about `most` rows at most; a
+    multiple of a tile's rows, or `num`."""
     rows = -(-num // max(1, -(-num // most)))
     return max(1, min(num, -(-rows // amx.ROWS) * amx.ROWS))
 
