@@ -1,4 +1,4 @@
-"""The scheduler's part of real features (drafts, grammars), for use in simulated engines."""
+"""Real drafters and grammars in simulated engines: their scheduler-side resources."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from policylab.verify.halves import WRONG, DelayedMatcher, Guide, Halves, NoGuid
 
 
 class SimulatedHalves:
-    """Makes, for the engine of a case, the scheduler's part of the real features that it uses.
-    Compiled grammars are shared by all runs."""
+    """Makes the scheduler-side resources of the real drafters and grammars that the engine of a
+    case uses instead of simulated ones. Compiled grammars are shared by all runs."""
 
     def __init__(self) -> None:
         self._compiler = make_compiler(small_tokenizer, VOCAB_SIZE)
@@ -23,8 +23,8 @@ class SimulatedHalves:
         return Halves(resources, self._guide)
 
     def _guide(self, add: AddRequest) -> Guide:
-        """A matcher that follows the request's grammar for the checker, independent of the one that
-        the scheduler under test uses."""
+        """A matcher of the request's grammar for the checker, independent of the one that the
+        scheduler under test uses."""
         if add.grammar is None or add.grammar == WRONG:
             return NoGuide()
         return self._compiler.submit(add.grammar, add.eos_token_ids).wait()

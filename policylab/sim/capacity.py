@@ -14,7 +14,7 @@ search continues with that many, and is checked again; if that fails too, there 
 cannot be extended: a quarter of it is used in the search, and all of it in the check.
 
 *Luck*: the requests of a seed are longer or shorter than the average. The reported rate is for
-requests of mean size: the seed's rate times the demand of its requests over the mean demand.
+requests of mean size: the seed's rate times the ratio of its requests' demand to the mean demand.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class RateSearch:
     limits: tuple[Limit, ...]
     slo: tuple[Limit, ...] = ()
     least: int = MIN_REQUESTS
-    """The least number of requests in the first runs; it applies if the workload has fewer."""
+    """The first runs have at least this many requests, even if the workload has fewer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,7 +194,7 @@ def capacities(
 def _by_setting(
     what: Experiment, settings: Sequence[str], results: Sequence[Highest]
 ) -> list[Capacities]:
-    """Group results, which come by setting, policy and seed; drop policies without figures."""
+    """Group results ordered by setting, policy and seed; leave out policies without figures."""
     names = distinct(name_of(policy) for policy in what.policies)
     rest = iter(results)
     table = [[[next(rest) for _ in what.seeds] for _ in names] for _ in settings]

@@ -2,8 +2,8 @@
 
 Both policies of a pair get the same requests at the same times ("common random numbers"), so the
 effect of the requests on a figure cancels out of the difference. The interval of a difference is a
-95 % Student interval with one value per seed. If it contains 0, the verdict is "undecided". One in
-twenty figures that do not differ is called different.
+95 % Student interval with one value per seed. If it contains 0, the verdict is "undecided". By
+chance, one in twenty figures without a real difference gets another verdict.
 """
 
 from __future__ import annotations
@@ -156,9 +156,9 @@ class Experiment:
     sweep: tuple[str, Sequence[Any]] | None = None
     """An option of engine, workload or scheduler, and the values to try for it."""
     is_paired: bool = True
-    """All policies get the same requests; otherwise each policy has its own seeds."""
+    """Whether all policies get the same requests; if not, each policy has its own seeds."""
     is_whole: bool = False
-    """Count all requests, including warm-up and overloaded runs."""
+    """Whether all requests count, including those of the warm-up and of overloaded runs."""
 
 
 def compare(what: Experiment, *, jobs: int = 1) -> list[Cell]:
@@ -240,8 +240,8 @@ def _cells(
 
 
 def variations(what: Experiment) -> list[tuple[str, Workload, Engine]]:
-    """For each value of the swept option: ``option=value``, the workload and the engine. Raises
-    ``ConfigError``."""
+    """For each value of the swept option, the text ``option=value``, and the workload and engine
+    with this value. Raises ``ConfigError``."""
     if what.sweep is None:
         return [("", what.workload, what.engine)]
     name, values = what.sweep

@@ -27,7 +27,7 @@ from policylab.sim.workloads.source import JobSource
 
 MAX_TEXTS = 1_000_000
 MIDDLE = (0.2, 0.8)
-"""The part of the ends that counts: before it the engine fills, after it seats become free."""
+"""Shares of ended requests between which a run is measured, since its engine is then full."""
 
 Mask = NDArray[np.bool_]
 

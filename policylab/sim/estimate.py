@@ -101,9 +101,9 @@ def weighted_quantile(values: Floats, weights: Floats, share: float) -> Estimate
 
 @cache
 def ranks_around(count: int, share: float) -> tuple[int, int]:
-    """The 95 % interval of a quantile, as ranks: of ``count`` values in ascending order (ranks from
-    1), the ranks of the two between which the quantile for ``share`` lies. 0 or ``count + 1``
-    stands for an end without a bound."""
+    """The 95 % interval of the quantile for ``share``, given as the ranks of its two ends among
+    ``count`` values in ascending order (from 1). 0 or ``count + 1`` stands for an end without a
+    bound."""
     centre, spread = count * share, 8.0 * sqrt(count * share * (1.0 - share)) + 8.0
     first, last = max(0, int(centre - spread)), min(count, int(centre + spread) + 1)
     below = np.array([_binomial(count, share, k) for k in range(first, last + 1)]).cumsum()

@@ -40,9 +40,9 @@ class Setting:
     """Requests per second; ``None``: the workload's own rate."""
     slo: tuple[Limit, ...] = ()
     is_paired: bool = True
-    """All policies get the same requests; otherwise each policy has its own seed."""
+    """Whether all policies get the same requests; if not, each policy has its own seed."""
     is_whole: bool = False
-    """Count all requests, including warm-up and overloaded runs."""
+    """Whether all requests count, including those of the warm-up and of overloaded runs."""
 
     def seed_of(self, place: int) -> int:
         """The seed for the policy at index ``place``."""

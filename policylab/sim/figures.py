@@ -149,7 +149,7 @@ NAMES = (
     *("goodput", "jain", "gap", "recomputed", "preempted", "refused", "kv_peak", "prefix_hits"),
     *("num_steps", "makespan.bound", "e2e.bound"),
 )
-"""The keys of ``Figures.values``. ``.bound``: the value over its lower bound."""
+"""The keys of ``Figures.values``. ``X.bound`` is ``X`` divided by its lower bound."""
 
 
 def is_better_small(name: str) -> bool:

@@ -1,8 +1,8 @@
 """The events, stays in the queue and steps of each request, kept if the steps of a run are kept.
 
-The core reports the events of a request, and how long it has waited so far by cause, with the first
-output after each start, and at the end. What was added to the waits since the last report belongs
-to the stays that ended in between, so each stay has its own causes.
+With a request's first output after each start, and at its end, the core reports its events and its
+total waits by cause. What was added to the waits since the last report is distributed over the
+stays that ended in between, so each stay has its own causes.
 """
 
 from __future__ import annotations
@@ -120,8 +120,8 @@ def stays_of(events: Iterable[Event]) -> Iterator[Stay]:
 
 def _shared_out(stays: list[Stay], added: dict[str, float]) -> list[Stay]:
     """Distribute the waits in ``added`` (seconds by cause) over the stays that ended since the last
-    report. Stays after a preemption get only waits caused by preemptions: each the one of most
-    similar length, and the last stay all that remain. Other stays get the other causes."""
+    report. A stay after a preemption gets the preemption wait closest to its length or, as the last
+    stay, all that remain. Other stays get the waits with other causes."""
     found = []
     for place, stay in enumerate(stays):
         names = [cause for cause in added if cause.startswith(PREEMPTED) is stay.is_again]

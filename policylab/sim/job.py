@@ -167,4 +167,4 @@ def _table() -> list[int]:
 
 
 Follow = Callable[[Job, float], Iterable[Job]]
-"""The jobs that follow when this job ends at this time."""
+"""Called with a job and the time of its end; returns the jobs that follow it."""

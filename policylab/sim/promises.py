@@ -63,7 +63,7 @@ OF_REQUEST: dict[str, Callable[[Requests], Floats]] = {
     "delay": delay,
     "itl": longest_gap,
 }
-"""The latencies that can be promised to a request; ``itl`` must hold for each of its gaps."""
+"""The latencies that can be promised to a request; ``itl`` limits each gap between its tokens."""
 
 
 class Limit(NamedTuple):

@@ -106,7 +106,7 @@ class Requests:
         return np.array([outcome == DONE for outcome in self.names["outcome"]], dtype=np.bool_)
 
     def rows(self) -> Iterator[dict[str, Any]]:
-        """Each request as a dict of plain values, without empty ones."""
+        """Each request as a dict of plain values; empty values are left out."""
         waits = {cause: column.tolist() for cause, column in self.waits.items()}
         times = {name: self.times(name).tolist() for name in TIMES}
         counts = {name: self.counts(name).tolist() for name in COUNTS}

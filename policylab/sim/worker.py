@@ -160,8 +160,8 @@ class TimedWorker(FakeExecutor):
     def repeated(
         self, stretch: Stretch, launched: Sequence[float], seconds: Sequence[float]
     ) -> None:
-        """Called after steps of a stretch were launched: ``launched`` has the time at which each of
-        them ends, ``seconds`` its duration. For subclasses."""
+        """A hook for subclasses, called after steps of a stretch were launched. ``launched``: the
+        time at which each of them ends; ``seconds``: their durations."""
 
     def rest(self) -> None:
         """Advance the clock by the time that the host needs after a step; called after each step of

@@ -26,8 +26,8 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     as the engine core does, otherwise in random order, as far as allowed. ``tick``: seconds between
     two plans, a binary fraction, so that sums of times are exact.
 
-    ``config.speculative_config``: the engine's own drafts. ``grammar_ticks``: the engine's own
-    grammars are ready after at most this many plans; -1: none (see ``halves.py``).
+    ``config.speculative_config``: the engine's real drafter is used. ``grammar_ticks``: its real
+    grammars are used, and are ready after at most this many plans; -1: none (see ``halves.py``).
     ``num_tokens_used``: the model generates only this many tokens of the vocabulary, so that a text
     repeats itself if there are few.
     """
@@ -46,7 +46,7 @@ class Setup(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @property
     def has_halves(self) -> bool:
-        """True if the case needs resources of real features: drafts or grammars."""
+        """True if the case uses the engine's real drafters or grammars, not simulated ones."""
         return self.config.speculative_config is not None or self.grammar_ticks >= 0
 
 
@@ -87,7 +87,7 @@ class Jump(msgspec.Struct, frozen=True, omit_defaults=True, tag="jump"):
 
 
 class Wake(msgspec.Struct, frozen=True, omit_defaults=True, tag="wake"):
-    """``wake`` is called for a request id; the request may not be parked, or may not exist."""
+    """``wake`` is called for a request id, even if the request is not parked or does not exist."""
 
     at: int
     request_id: str

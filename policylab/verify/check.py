@@ -198,7 +198,7 @@ def check_ranked(scheduler: Scheduler, plan: StepPlan) -> None:
     """Check that no request was preempted, or refused for lack of blocks, while a request that
     ranks behind it got tokens and held enough blocks to help [21].
 
-    A policy that sets the order of offers, or chooses victims, is responsible itself.
+    Decisions that the policy makes itself (order of offers, choice of victims) are not checked.
     """
     step, guard = scheduler.view.step, scheduler.guard
     if type(scheduler) is not Scheduler or guard.overrides("order") or not plan.num_tokens:
@@ -276,8 +276,8 @@ def _is_mixed_full(scheduler: Scheduler) -> bool:
 
 
 def check_mixed(scheduler: Scheduler, plan: StepPlan) -> None:
-    """Check the limit on prompt tokens in a step with decodes. More are allowed only as far as
-    those that wait would not fit into ``num_mixed_prefill_steps`` steps [24]."""
+    """Check that a step with decodes has at most ``max_mixed_prefill_tokens`` prompt tokens or, if
+    that is more, those for which ``num_mixed_prefill_steps`` such steps do not suffice [24]."""
     config, roster, rows = scheduler.config, scheduler.roster, plan.rows
     size = config.max_mixed_prefill_tokens
     spread = config.num_mixed_prefill_steps * size

@@ -183,8 +183,8 @@ class Crowd:
         self._watch(is_idle=not num_tokens)
 
     def finish(self) -> SeenState:
-        """Finish the remaining requests without new ones. Returns what was seen of the crowd
-        before."""
+        """Finish the remaining requests without adding new ones. Returns what had been seen of the
+        crowd until then."""
         simulation, planned = self.simulation, replace(self.simulation.planned)
         num_steps = simulation.num_steps
         stats = simulation.scheduler.make_stats()

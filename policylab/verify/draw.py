@@ -48,13 +48,13 @@ def draw_case(
     has_halves: bool = False,
 ) -> Case:
     """The case of a seed. ``policy``: use this policy instead of drawing a shipped one.
-    ``has_halves``: cases of odd seeds have the engine's own drafts, grammars or both."""
+    ``has_halves``: odd seeds use the engine's real drafters or grammars, not simulated ones."""
     case = draw_plain(seed, policy, options)
     return with_halves(case, seed) if has_halves and seed % 2 else case
 
 
 def draw_plain(seed: int, policy: Any, options: dict[str, Any] | None) -> Case:
-    """The case of a seed, without the engine's own drafts and grammars."""
+    """The case of a seed, in which drafts and grammars, if any, are simulated."""
     rng = Random(seed)
     features = {name for name in FEATURES if rng.random() < 0.4}
     setup = draw_setup(rng, policy, options)

@@ -1,6 +1,6 @@
-"""Adds the engine's own drafts and grammars to a case.
+"""Gives a case the engine's real drafters and grammars in place of simulated ones.
 
-They are drawn from a separate generator, so that the rest of the seed's case stays unchanged.
+The real ones are drawn from a separate generator, so that the rest of the case stays unchanged.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ FORMS: tuple[dict[str, Any], ...] = (
 
 
 def with_halves(case: Case, seed: int) -> Case:
-    """The case with the engine's own drafts, grammars, or both."""
+    """The case with a real drafter of the engine, real grammars, or both."""
     rng = Random(f"halves of {seed}")
     has_drafts = rng.random() < 0.8
     has_grammars = not has_drafts or rng.random() < 0.6

@@ -1,9 +1,9 @@
-"""Real drafts and grammars in simulated engines.
+"""The engine's real drafters and grammars in simulated engines, in place of simulated ones.
 
-This module does not import features. Their scheduler-side resources (the "deciding halves", for
-``Setup.config.speculative_config`` and ``Setup.grammar_ticks``) are made by the caller and passed
-to the simulation. This module has the rest: a vocabulary for which a library can make masks, drafts
-proposed by the worker, and checks of plans and counters.
+This module does not import them. The caller makes their scheduler-side resources (for
+``Setup.config.speculative_config`` and ``Setup.grammar_ticks``), and passes them to the simulation.
+This module has the rest: a vocabulary for which a library can make masks, drafts proposed by the
+worker, and checks of plans and counters.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class NoGuide:
 
 
 class Halves(NamedTuple):
-    """The scheduler's part of real features in a run (``resources``), and what makes the guides
-    that check answers."""
+    """The scheduler-side resources of real drafters and grammars in a run. ``guide`` makes the
+    checker's guide for the answer to a request."""
 
     resources: tuple[Resource, ...]
     guide: Callable[[AddRequest], Guide]

@@ -62,9 +62,9 @@ FUTILE_PREEMPTIONS = 12  # preemptions of one request without a new token in bet
 class Invariants:
     """Checks a scheduler from outside after each of its operations.
 
-    ``every``: check the whole state after this many operations; plans, outputs and the worker's
+    ``every``: check the whole state once in this many operations; plans, outputs and the worker's
     tables are always checked. ``plugins``: also check the contracts of policy and resources.
-    ``num_drafts``: drafts per row at most, besides those of ``needs``.
+    ``num_drafts``: the most drafts that a row can have in addition to those of ``needs``.
     """
 
     def __init__(

@@ -35,7 +35,7 @@ DICE = "dice of the process"
 PROCESS = "number of the process"
 ENVIRONMENT = "environment variables"
 PARTS = (HASHES, ADDRESSES, CLOCKS, DICE, PROCESS, ENVIRONMENT)
-"""What two such interpreters can differ in."""
+"""The aspects of the environment in which two interpreters can be made to differ."""
 
 
 class PolicySource(NamedTuple):
@@ -52,7 +52,7 @@ class PolicySource(NamedTuple):
 
 
 class Question(NamedTuple):
-    """What the other process is to plan: the case of a seed, this case, or a crowd."""
+    """What the other process is to plan: one of ``seed`` (its case), ``case`` or ``crowd``."""
 
     seed: int | None = None
     case: Case | None = None
@@ -245,7 +245,7 @@ class World:
         return self._number_of[ENVIRONMENT] % 2 == 0
 
     def is_authors(self) -> bool:
-        """True if the code that asks belongs to the policy's package rather than to a library."""
+        """True if the code that reads the environment is of the policy's package, no library."""
         frame = sys._getframe(2)
         while frame.f_code.co_filename in READERS and frame.f_back is not None:
             frame = frame.f_back

@@ -178,7 +178,7 @@ def simpler_adds(add: Add) -> Iterator[Add]:
 
 
 def simpler_requests(request: AddRequest) -> Iterator[AddRequest]:
-    """Requests that differ in one respect: a field with its default, a shorter prompt, one of
+    """Requests that differ in one respect: a field with its default, a shorter prompt, a prompt of
     zeros, or fewer output tokens."""
     for field in msgspec.structs.fields(AddRequest):
         if field.name not in KEPT_FIELDS:

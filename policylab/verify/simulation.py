@@ -74,9 +74,9 @@ class PlannedSums:
 class Simulation:
     """One run of a case. Every method raises ``AssertionError`` for a broken rule.
 
-    ``every``: check the whole state after this many operations. ``leaks``: at the end search
+    ``every``: check the whole state once in this many operations. ``leaks``: at the end search
     everything for requests that are still referenced. ``plugins``: also check the contracts of
-    policy and resources. ``halves``: makes the resources of real features.
+    policy and resources. ``halves``: makes the resources of real drafters and grammars.
     """
 
     def __init__(

@@ -40,9 +40,8 @@ def wait_in_overload(policy: Any, options: dict[str, Any], limit: int) -> Waited
 
     The request is long, shares no prefix, belongs to the user who was served most, and has the
     latest deadline and the lowest priority; requests that arrive later are short, share a prefix
-    and are urgent. If it is refused it arrives again before the next step. In each step at most as
-    many requests arrive as fill the queue, refused or not, so the check ends whatever the policy
-    does.
+    and are urgent. If it is refused it arrives again before the next step. Each step adds at most a
+    full queue of requests, counting refused ones, so the check ends whatever the policy does.
     """
     simulation = Simulation(Case(setup=_setup(policy, options), events=[]), every=16)
     live, names = simulation.clients.live, map(str, count())

@@ -80,7 +80,7 @@ class Swarm:
     its ``options`` (``None``: drawn). ``every``: the whole state is checked once in this many
     operations, and one in this many runs is searched for requests that are still referenced; plans,
     outputs, tables and the end of each run are always checked. ``halves``: makes the resources of
-    real features; without it no case has the engine's own drafts or grammars.
+    real drafters and grammars; without it these are simulated in every case.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Swarm:
         report.steps_by_policy[name_of(case.setup.config.scheduling_policy)] += done.num_steps
 
     def judge(self, case: Case, *, twice: bool = True, leaks: bool = True) -> CaseOutcome | Broken:
-        """Run a case; returns its outcome, or the rule it broke. ``twice``: run it again, unchanged
-        and without clock jumps, and compare the plans. ``leaks``: search for requests that are
-        still referenced at the end."""
+        """Run a case; returns its outcome, or the rule it broke. ``twice``: also run it unchanged
+        again, and without clock jumps, and compare the plans. ``leaks``: search for requests that
+        are still referenced at the end."""
         simulation = None
         try:
             simulation = Simulation(case, every=self.every, leaks=leaks, halves=self.halves)

@@ -49,12 +49,12 @@ def check_policy(
     The policy runs in random engines with random requests of all features, from ``seed`` on, for
     ``steps`` steps. In each: every token is right and sent once, every request finishes within a
     bound on its work, none is preempted repeatedly without progress, no block, seat or request is
-    lost, hooks neither raise nor return invalid answers, blocks go by rank, and the same seed gives
-    the same plans. Then a request waits in an overload of better-ranked ones; if it is refused it
-    arrives again, and it must be served within ``max_wait`` steps. ``None`` allows starvation.
-    Refusing it every time is allowed, but shows nothing about starvation: ``waited`` of the report
-    has the result, and a ``NotShown`` warning is raised if it shows nothing, or if no request was
-    accepted at all.
+    lost, hooks neither raise nor return invalid answers, better-ranked requests get blocks first,
+    and the same seed gives the same plans. Then a request waits in an overload of better-ranked
+    ones; if it is refused it arrives again, and it must be served within ``max_wait`` steps.
+    ``None`` allows starvation. Refusing it every time is allowed, but shows nothing about
+    starvation: ``waited`` of the report has the result, and a ``NotShown`` warning is raised if it
+    shows nothing, or if no request was accepted at all.
 
     The policy also serves crowds, in which no request may starve and the policy must serve at least
     half of what fcfs serves. It must keep no data that grows with finished requests, and must plan

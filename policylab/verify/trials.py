@@ -188,8 +188,8 @@ def _in_crowds(
 
 
 def _judged(seen: SeenState, fcfs: SeenState, kind: CrowdKind) -> Iterator[TrialFailure]:
-    """Failures of a policy in serving a crowd, compared with fcfs. They are not judged if most
-    requests were refused, except that none may starve."""
+    """Failures of a policy in serving a crowd, compared with fcfs. If most requests were refused,
+    only starvation counts."""
     where = f"in a crowd of {kind.name}"
     if seen.starved is not None:
         yield TrialFailure(f"{_shown(seen.starved)} {where}", STARVATION)

@@ -17,11 +17,11 @@ class RepeatingKV(KVManager):
     result as step by step."""
 
     def most_repeats(self, rows: NDArray[np.intp], starts: NDArray[np.int32], most: int) -> int:
-        """The number of steps, up to ``most``, for which enough blocks are free if each row
-        computes one token per step.
+        """The number of steps, up to ``most``, for which enough blocks are free if each of the
+        requests in ``rows`` computes one token per step.
 
-        ``starts``: position of the first token of each row. Returns 0 if blocks depend on windows
-        or transfers, or if a listener must be called in each step.
+        ``starts``: position of each request's first token. Returns 0 if there are windows, several
+        groups of layers, KV transfers or listeners for cache events.
         """
         if self.tables.windows or self.num_groups > 1 or self.transfers is not None:
             return 0
@@ -41,7 +41,7 @@ class RepeatingKV(KVManager):
 
     def may_gain(self, req: KVRequest, rows: Sequence[int]) -> bool:
         """True if the prefix hit of a waiting request ``req`` could become longer through the
-        blocks that these running rows publish next."""
+        blocks that the running requests in ``rows`` publish next."""
         if not self.caching:
             return False
         hashes = self._hashes(req)
@@ -64,9 +64,9 @@ class RepeatingKV(KVManager):
         """Reserve blocks for this many steps with one token per request and step, and publish full
         blocks after the first ``num_commits`` steps; like ``reserve_next`` and ``commit_next``.
 
-        ``starts``: position of each request's first token. ``known``: number of known and written
-        tokens before the first step; ``tokens`` already holds those of all steps. ``order``: for
-        each request, its place in the order in which requests take blocks within a step.
+        ``starts``: position of each request's first token. ``known``: number of its tokens written
+        before the first step; ``tokens`` of the request already holds those of all steps.
+        ``order``: its place in the order in which requests take blocks within a step.
         """
         size, allocations = self.block_size, [self._allocations[row] for row in rows.tolist()]
         rest = self.num_held[rows] * size - starts  # tokens for which there is room
@@ -106,9 +106,9 @@ class RepeatingKV(KVManager):
         nth: list[int],
         places: Sequence[int],
     ) -> None:
-        """Publish blocks in the order of ``places``: each entry is the index of a request, whose
-        next block is published. ``nth``: for each request, the index of its first such block in its
-        table. All tokens of the blocks are known."""
+        """For each entry of ``places``, in order, publish the next full block of the request with
+        that index. ``nth``: for each request, the index in its block table of the first block to
+        publish. All tokens of these blocks are known."""
         counts = [0] * len(nth)
         for place in places:
             counts[place] += 1

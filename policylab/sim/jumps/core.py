@@ -48,7 +48,7 @@ class JumpingCore(EngineCore):
     ) -> None:
         super().__init__(scheduler, executor, depth)
         self.stretch: Stretch | None = None
-        """The steps taken by the last ``step`` before the one whose outputs it returned."""
+        """The steps that the last call of ``step`` jumped over; ``None`` if it jumped over none."""
         self._repeater = executor
         self._stretches: Stretches | None = None
         if jumps and can_jump(scheduler):

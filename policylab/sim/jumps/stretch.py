@@ -66,7 +66,7 @@ class Stretch:
     growth: Growth = field(default_factory=Growth)
     """Filled in when the stretch is settled, as is ``kv_usage``."""
     kv_usage: float = 0.0
-    """The share of the KV pool in use after the last planned step, the largest of all."""
+    """The share of the KV pool in use after the last planned step, which is the stretch's peak."""
 
     @property
     def num_steps(self) -> int:

@@ -78,7 +78,7 @@ def over_load(points: Sequence[Point]) -> Iterator[Chart]:
 
 
 def x_label(points: Sequence[Point]) -> str:
-    """The label of the x axis: the load, if all points have one."""
+    """The label of the x axis: the load if all points have one, else the rate."""
     return "load, over what fcfs can serve" if _has_loads(points) else "requests per second"
 
 
@@ -87,8 +87,8 @@ def _has_loads(points: Sequence[Point]) -> bool:
 
 
 def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
-    """For each policy its points, each with its load or else its rate, in ascending order of
-    that."""
+    """For each policy, pairs of x value and point in ascending order. The x value is the load if
+    all points have one, else the rate."""
     has_loads = _has_loads(points)
     found: dict[str, list[tuple[float, Point]]] = {}
     for point in points:
@@ -97,8 +97,8 @@ def by_policy(points: Sequence[Point]) -> dict[str, list[tuple[float, Point]]]:
 
 
 def by_load(points: Sequence[Point]) -> list[tuple[str, list[Point]]]:
-    """All points that share a load or else a rate, under its label, in ascending order of the load
-    or rate."""
+    """Groups of points with the same load (or rate, unless all points have a load), in ascending
+    order, each with a label such as "load 0.9"."""
     found: dict[float, list[Point]] = {}
     has_loads = _has_loads(points)
     for point in points:

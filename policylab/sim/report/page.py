@@ -15,7 +15,7 @@ from policylab.sim.report.subjects import Subject
 from policylab.sim.report.svg import colour, number, svg
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-"""The browser may load nothing."""
+"""The page's Content-Security-Policy, under which the browser may load nothing."""
 
 COLUMNS = {
     "TTFT mean": "ttft.mean",

@@ -110,8 +110,8 @@ class States:
 
 
 def preempted_by(causes: Mapping[str, float]) -> str:
-    """The request for which another one was preempted, found in the causes of the latter's wait;
-    empty if not known."""
+    """The id of the request in whose favour another one was preempted; empty if not known.
+    ``causes``: those of the preempted request's wait."""
     for cause in causes:
         if cause.startswith(f"{AGAIN} by "):
             return cause.removeprefix(f"{AGAIN} by ")

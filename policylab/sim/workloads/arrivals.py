@@ -32,7 +32,7 @@ RAMP_STEPS = 1000
 
 class Curve(NamedTuple):
     """How the arrival rate changes over a run: at each knot the even clock shows ``even`` when the
-    time is ``seconds`` [knots]. After the last knot both clocks run alike."""
+    time is ``seconds`` [knots]. After the last knot both clocks run equally fast."""
 
     seconds: Floats
     even: Floats

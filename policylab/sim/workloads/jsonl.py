@@ -85,7 +85,7 @@ def line_of(job: Job) -> JsonLine:
 @dataclass(frozen=True, kw_only=True)
 class JSONL(FileWorkload):
     """A file that ``metronome workload W --out FILE`` wrote. Requests arrive at the times in the
-    file, even those that followed others."""
+    file, even those that had waited for the end of another one."""
 
     kind: ClassVar[str] = "jsonl"
     is_from_zero: ClassVar[bool] = True

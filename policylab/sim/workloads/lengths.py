@@ -92,9 +92,9 @@ class Quantiles:
     def _solved(
         self, mean_at: Callable[[float], float], low: float, high: float, else_: float | None = None
     ) -> float:
-        """The argument at which the rising function ``mean_at`` equals the trace's mean, found by
-        bisection between ``low`` and ``high``; the nearer end if it lies outside. ``else_`` is
-        returned instead if the mean is already right there."""
+        """The argument from ``low`` to ``high`` at which the rising function ``mean_at`` equals the
+        trace's mean, found by bisection; the nearer end if there is none. If ``else_`` already
+        gives that mean, it is returned instead."""
         if else_ is not None and abs(mean_at(else_) / self.mean - 1.0) < EXACT:
             return else_
         for _ in range(60):

@@ -12,8 +12,7 @@ class PrefixReuse:
     """Counts the leading tokens of each prompt that an earlier prompt began with as well. Texts
     with different names count as different; an answer counts as seen once a prompt contains it.
 
-    For each text that followed the same texts before it, only the greatest length seen so far is
-    stored.
+    For each text after a given sequence of other texts, only its greatest length is stored.
     """
 
     def __init__(self, block_size: int) -> None:

@@ -94,7 +94,7 @@ class Workload(ABC):
     """The n-th user has a share of the requests proportional to ``1 / n**user_skew`` (Zipf); 0:
     equal shares."""
     users: str = ""
-    """Users with names of their own instead, as in ``ann(share=3),bob(weight=2)``."""
+    """Named users in place of numbered ones, as in ``ann(share=3),bob(weight=2)``."""
     tiers: str = ""
     """Classes of requests, as in ``chat(share=0.7,ttft=1,tbt=0.1),batch(share=0.3,offline=True)``,
     with ``share``, ``ttft``, ``tbt``, ``deadline`` (seconds), ``priority``, ``offline``,
