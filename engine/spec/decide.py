@@ -235,7 +235,8 @@ class Drafts(Resource):
             self._count(plan, plan.drafts, result)
         if self._payoff is not None:
             self._measure(self._payoff, plan, result)
-        self._moved.update(plan.rows[result.counts > 0].tolist())
+        # Requests that have ended since the plan was made get no more drafts.
+        self._moved |= self._running.keys() & plan.rows[result.counts > 0].tolist()
 
     # -- helpers
 

@@ -11,10 +11,15 @@ from itertools import count
 
 import pytest
 
+from engine.config.sched import SchedulerConfig
 from engine.config.speculative import METHODS
+from engine.messages.params import SamplingParams
+from engine.messages.requests import AddRequest
+from engine.sched.interface import PauseState
 from policylab.simulated import SimulatedHalves
-from policylab.verify.case import Case, from_json, to_json
+from policylab.verify.case import Add, Case, Pause, Reset, Setup, from_json, to_json
 from policylab.verify.draw import draw_case
+from policylab.verify.simulation import CaseOutcome
 from policylab.verify.swarm import Report, Swarm, reproduction, smallest
 
 NUM_CASES = 24
@@ -78,3 +83,46 @@ def test_a_case_with_drafts_and_grammars_travels_as_text() -> None:
     program = reproduction(next(case for case in cases if case.setup.has_halves))
     assert "from policylab.simulated import SimulatedHalves" in program
     assert "halves=SimulatedHalves()).run()" in program
+
+
+def test_a_request_that_ended_before_its_last_step_settles_is_forgotten() -> None:
+    """A second step is in flight when the first ends the request; no later step comes."""
+    config = SchedulerConfig(
+        max_model_len=3,
+        max_num_seqs=1,
+        max_num_batched_tokens=3,
+        num_steps_in_flight=2,
+        speculative_config={
+            "method": "draft_model",
+            "num_speculative_tokens": 2,
+            "adaptive": True,
+            "model": "of the worker",
+        },
+    )
+    setup = Setup(
+        config=config,
+        num_blocks=2,
+        block_size=2,
+        caching=False,
+        seed=845164107,
+        is_steady=False,
+        grammar_ticks=0,
+    )
+    request = AddRequest(
+        request_id="39",
+        prompt_token_ids=[0],
+        params=SamplingParams(max_tokens=2),
+        seed=0,
+        max_tokens=2,
+        arrival_time=0.0,
+        eos_token_ids=[60],
+        grammar='{"kind":"choice","text":"[\\"!\\"]"}',
+    )
+    events = [
+        Pause(at=188, state=PauseState.PAUSED_NEW),
+        Add(at=195, request=request),
+        Pause(at=232, state=PauseState.UNPAUSED),
+        Reset(at=234),
+    ]
+    outcome = Swarm(halves=halves()).judge(Case(setup=setup, events=events))
+    assert isinstance(outcome, CaseOutcome), outcome
