@@ -72,7 +72,7 @@ def as_array(tokens: list[int]) -> array[int]:
 class Request:
     """One sequence to generate. It exists until no step in flight contains it any more.
 
-    ``tokens`` holds the prompt and the output tokens of finished steps. Only the scheduler writes.
+    ``tokens``: the prompt, and the output of finished steps. Only the scheduler changes requests.
     """
 
     __slots__ = (

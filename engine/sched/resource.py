@@ -116,7 +116,7 @@ class Resource:
         """Called before a step is planned."""
 
     def extra(self, req: Request, step: Step) -> int:
-        """Number of draft tokens that a decode should verify, computed after its last token."""
+        """Number of draft tokens to be verified with a decode, in addition to its one token."""
         return 0
 
     def fit(self, req: Request, num_tokens: int, step: Step) -> Fit:

@@ -32,8 +32,8 @@ class RankedQueue(Sequence[Request]):
     """A list of requests, sorted by rank, smallest first.
 
     Ranks are tuples or, after ``rerank_columns``, numbers in the table. In the second case no sort
-    keys are kept, and the few requests that are added or removed between two steps are found by
-    bisection.
+    keys are kept, and bisection finds the places of the few requests that are added or removed
+    between two steps.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class RankedQueue(Sequence[Request]):
         self._late.clear()
 
     def rerank_columns(self, ranks: Sequence[Array], by_row: NDArray[np.object_]) -> None:
-        """``rerank`` with arrays. ``ranks[k]``: the k-th number of each request's rank, in the
+        """Do ``rerank`` with arrays. ``ranks[k]``: the k-th number of each request's rank, in the
         queue's present order; ``by_row``: the request in each row of the table."""
         if not self._reqs:
             return
@@ -237,7 +237,7 @@ class WaitLedger:
         }
 
     def add_up(self, waits: dict[str, float]) -> None:
-        """Add the waiting times of a request that has ended to ``sums``. ``waits``: its seconds by
+        """Add to ``sums`` the waiting times of a request that has ended: ``waits``, in seconds by
         cause."""
         for cause, seconds in waits.items():
             # The sums ignore which request or resource caused a preemption.
@@ -252,7 +252,7 @@ class WaitLedger:
         return totals
 
     def _charge_own(self, req: Request, now: float) -> None:
-        """Move the time since the last plan from the common cause to the request's own cause."""
+        """Charge the time since the last plan to the request's own cause, not the common one."""
         history, (_, cause) = req.history, self._refused[req.row]
         seconds = now - self._since
         for name, change in ((cause, seconds), (self._cause, -seconds)):
@@ -341,7 +341,7 @@ class Roster:
         self._enqueue(req)
 
     def park(self, req: Request, now: float, cause: str, *, holds: bool = False) -> None:
-        """Take a request out of the queue until ``wake``; ``holds``: it keeps blocks."""
+        """Take a request out of the queue until ``wake``. ``holds``: whether it has blocks."""
         self.waits.leave(req, now)
         self.waits.enter(req, now, own=cause)
         self.waiting.remove(req)

@@ -340,7 +340,7 @@ class Scheduler(SchedulerInterface):
     def preempt(self, req: Request, step: Step, by: str = "its policy") -> None:
         """Take the request's blocks and seat; it returns to the queue and will recompute.
 
-        Tokens that steps in flight sample for it are still appended: their KV was valid.
+        Tokens that steps in flight sample for it are still appended, since its KV was valid then.
         """
         self.settler.unseat(req, f"preempted by {by}")
         self.roster.table.considered.at[req.row] = step.index
@@ -451,10 +451,10 @@ class Scheduler(SchedulerInterface):
         """Make progress when no request got a token and no step is in flight: serve in the default
         order, unless it was used already; if still no request can run, preempt one.
 
-        A running request may only be waiting for a resource, which may allow it later. So while
-        requests run, one is preempted only if a request lacks blocks, or if the engine is stuck.
-        While a KV transfer uses blocks none is preempted unless the engine is stuck: when it ends,
-        blocks become free or a request can be preempted.
+        Perhaps the running requests merely wait for a resource. So while requests run, one is
+        preempted only if a request lacks blocks, or if the engine is stuck. While a KV transfer
+        uses blocks, none is preempted unless the engine is stuck: when the transfer ends, blocks
+        become free or a request can be preempted.
         """
         has_own_loop = type(self).schedule is not Scheduler.schedule
         if (has_own_loop or self.guard.overrides(*DECIDING)) and (

@@ -153,7 +153,7 @@ class View:
 
     @property
     def unoffered_columns(self) -> Columns:
-        """``columns`` of the requests of ``unoffered``."""
+        """Like ``columns``, but of the requests in ``unoffered``."""
         rows = self._roster.waiting.rows if self.step.admission_open else NO_ROWS
         considered = self._roster.table.considered.all[rows]
         return self._columns_of(rows[considered != self.step.index])

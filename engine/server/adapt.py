@@ -266,7 +266,7 @@ def with_text_in_results(messages: Messages) -> Messages:
 
 
 def with_bridges(messages: Messages, words: str = "") -> Messages:
-    """Insert an assistant message between a tool call and the next user message."""
+    """Insert an assistant message, ``words``, between a tool call and the next user message."""
     found: Messages = []
     for message in messages:
         is_open = bool(found) and (found[-1].get("tool_calls") or found[-1]["role"] == "tool")
@@ -319,7 +319,7 @@ def with_user_first(messages: Messages) -> Messages:
 
 
 def without_empty_answers(messages: Messages) -> Messages:
-    """Drop assistant messages without text and calls."""
+    """Drop assistant messages that have neither text nor calls."""
     kept = [
         message
         for message in messages

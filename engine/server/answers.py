@@ -110,7 +110,7 @@ class OpenAIAnswer(HttpAnswer):
         """kind: value of the answer's field ``object``; prefix: how its id begins."""
         self.body = body
         self.name = f"{prefix}-{uuid.uuid4().hex}"
-        """Id of the engine's request, or how the ids of several begin."""
+        """Id of the engine's request; if there are several, the beginning of their ids."""
         self.extra: dict[str, Any] = {}
         """Fields of the next answer or chunk besides its choices."""
         self._prefix = prefix

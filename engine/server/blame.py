@@ -41,9 +41,9 @@ def _given(body: msgspec.Struct, name: str) -> bool:
 
 
 def _reworded(message: str, before: str, now: str | None, body: msgspec.Struct) -> str:
-    """Replace the engine's names of fields in a message by the client's. The first word is replaced
-    if it is ``before``, by ``now``; other words only if they have an underscore, and so can only be
-    a field's name."""
+    """Replace the engine's names of fields in a message by the client's: ``before``, if it is the
+    first word, by ``now`` (if given), and other names only if they have an underscore, since no
+    ordinary word has one."""
     if now is not None:
         message = re.sub(rf"\A{re.escape(before)}(?= )", now, message)
     client_names: dict[str, Any] = getattr(body, "client_names", {})

@@ -194,7 +194,7 @@ def call_deltas(
     """The deltas of tool calls, one for each call that the events change.
 
     num_calls: calls that began before; custom: tools whose input is plain text; readers: decoders
-    of their inputs by index of the call, to which new calls are added.
+    of such inputs, by index of the call; those of new calls are added.
     """
     deltas: dict[int, dict[str, Any]] = {}
     for event in events:

@@ -69,7 +69,7 @@ def known_role(role: Any, known: Sequence[str], param: str) -> str:
 
 
 def system_text(content: Any, param: str = "messages", between: str = "") -> str:
-    """The text of a system message without metadata at the beginning of it or of its parts."""
+    """A system message's text: its parts without leading metadata, joined by ``between``."""
     if not isinstance(content, list):
         return without_metadata(plain_content(content, param))
     texts = [plain_content([part], param) for part in content]

@@ -111,7 +111,7 @@ def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
 
 
 def _parts(given: Any, kind: Any) -> list[tuple[str, Any, Any]]:
-    """The items of a list or an object: the suffix of the path, the item, and its type."""
+    """The items of a list or an object, each with the suffix for its path and its type."""
     origin, inner = get_origin(kind), get_args(kind)
     if origin is list and isinstance(given, list):
         return [(f"[{place}]", item, inner[0]) for place, item in enumerate(given)]

@@ -112,7 +112,7 @@ class LoadedChatModel(NamedTuple):
 
 
 class AnswerPiece(NamedTuple):
-    """The new part of one sequence: events, and the reader that has parsed all of its text."""
+    """The new part of one sequence. ``events``: this part; ``turn``: the answer so far."""
 
     completion: CompletionOutput
     events: list[Event]
@@ -200,9 +200,9 @@ class ChatGeneration:
         return prompt
 
     def _as_read(self, prompt: TextPrompt) -> TextPrompt:
-        """The prompt that the parser gets. If the client has begun the answer, the prompt is
-        reduced to the last marker of thinking in this beginning, which tells whether the model goes
-        on with thinking or after it."""
+        """The prompt for the parser, which reads from it whether the model is thinking. If the
+        client has begun the answer, only the last marker of thinking in that beginning is
+        given."""
         thinking = self._loaded.chat_format.thinking
         if self._begun is None or thinking is None:
             return prompt

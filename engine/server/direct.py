@@ -26,7 +26,7 @@ class DirectStream(Streaming):
         self._error: Exception | None = None
 
     async def begin(self) -> None:
-        """Wait for the first event. Raises the error of a request that ends before it."""
+        """Wait for the first event. Raises the error if the request fails before that."""
         reader = await self._answer.open()
         try:
             self._is_finished = False

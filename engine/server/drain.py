@@ -62,8 +62,8 @@ class Drain:
         self._until = 0.0
 
     async def finish(self) -> None:
-        """Wait until all requests have ended. At the deadline the others end with an error, even if
-        the core does not respond."""
+        """Wait until all requests have ended. Those still open at the deadline end with an error,
+        even if the core does not respond."""
         num_before, num_notified = self.num_open, 0
         while self.num_open and time.monotonic() < self._until:
             await asyncio.sleep(LOOK_SECONDS)

@@ -26,7 +26,7 @@ MAX_ENTRIES = {
 MAX_CHARS = {"stop": 1024, "bad_words": 1024, "user": 1024, "cache_salt": 1024}
 """Most characters of a text, or of each text in a list."""
 RANGES = {"repetition_penalty": (1e-6, 1e6)}
-"""Outside of this range logits would not be finite."""
+"""Least and greatest values of fields; outside of them logits would not be finite."""
 COUNTED_LOGPROBS = ("logprobs", "top_logprobs", "prompt_logprobs")
 FLAT = ("prompt",)  # decoded into a type that cannot be nested
 SENT_TO_CORE = ("hints",)  # as msgpack, which has integers of 64 bits

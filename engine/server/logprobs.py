@@ -51,7 +51,7 @@ def chat_logprobs(
 
 
 class LogprobEntry(NamedTuple):
-    """One token; ``at``: the log-probabilities at its position, ``None`` for the prompt's first."""
+    """One token. ``at``: log-probabilities at its position, ``None`` for a prompt's first token."""
 
     token: int
     at: Position | None
@@ -77,8 +77,8 @@ class TextLogprobs:
         *,
         may_be_cut: bool = False,
     ) -> None:
-        """Begin the text with the prompt; may_be_cut: ``token_ids`` may be only the prompt's
-        end."""
+        """Begin the text with the prompt. positions: log-probabilities at each of its tokens;
+        may_be_cut: ``token_ids`` may be only the prompt's end."""
         tokenizer = self._names.tokenizer
         begins = [0] * len(token_ids)
         if tokenizer is not None:

@@ -142,8 +142,8 @@ def messages_of(body: MessagesRequest) -> list[Message]:
 
 
 def is_begun(messages: list[Message]) -> bool:
-    """Whether the last message is the assistant's, which the answer continues. Raises ``ApiError``
-    if it ends with white space, as Anthropic's API does."""
+    """Whether the last message is the assistant's, so that the answer continues it. If it ends
+    with white space, raises ``ApiError``, like Anthropic's API."""
     last = messages[-1]
     if last["role"] != "assistant":
         return False

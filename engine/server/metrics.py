@@ -185,7 +185,7 @@ class RequestHistograms:
 
 
 def _values_of(finished: FinishedRequest) -> Iterator[tuple[str, float]]:
-    """The values of a finished request by histogram, without times that it has not reached."""
+    """Yield a finished request's values by histogram; skip times of stages it did not reach."""
     metrics, params = finished.metrics, finished.params
     arrival, scheduled = metrics.arrival_time, metrics.scheduled_time
     first, last, end = metrics.first_token_time, metrics.last_token_time, metrics.finished_time

@@ -131,7 +131,7 @@ class Operations:
         return _json({"traces": await self._engine.stop_profile()})
 
     async def _check_health(self) -> None:
-        """Check the cores, once for all that wait. Raises ``ApiError`` or ``EngineDeadError``."""
+        """Check the cores (callers share a check). Raises ``ApiError`` or ``EngineDeadError``."""
         if self._check is None or self._check.done():
             self._check = asyncio.create_task(self._engine.check_health(self._timeout))
             self._check.add_done_callback(_retrieve_error)

@@ -89,8 +89,8 @@ class RequestLog:
             record.add(finished)
 
     def refused(self, error: ApiError, scope: Scope | None) -> None:
-        """Log an error that the connection itself has answered with; ``scope``: the request's, if
-        the application has received the request and so logs it."""
+        """Log an error that the connection itself has answered with. ``scope``: the request's, if
+        the application has received it; its own log line then has the error."""
         code = error.code or error.type
         if scope is None:
             self._write(RequestRecord("-", "-", "-", 0.0, error.status, code))
@@ -149,7 +149,7 @@ def as_json(record: RequestRecord) -> str:
 
 
 def as_text(record: RequestRecord) -> str:
-    """``POST /v1/completions status=200 id=... prompt=12 ...``; times in seconds."""
+    """A record as ``POST /v1/completions status=200 id=... prompt=12 ...``, times in seconds."""
     known = record.fields()
     head = f"{known.pop('method')} {known.pop('path')} status={known.pop('status')}"
     return " ".join([head, *_pairs(known)])

@@ -31,8 +31,8 @@ MAX_STORED_BYTES = 64 << 20
 
 
 class StoredResponse(NamedTuple):
-    """A response as JSON, the conversation that it ends (as JSON, which takes an eighth of the
-    memory of objects), and its owner."""
+    """A response, the conversation that ends with it, and its owner. The first two are JSON, which
+    takes an eighth of the memory of objects; ``size``: their bytes."""
 
     response: bytes
     conversation: bytes
@@ -58,7 +58,7 @@ class ResponseStore:
             self._size -= self._stored.popitem(last=False)[1].size
 
     def get(self, name: str, owner: str, param: str | None = None) -> StoredResponse:
-        """Raises ``ApiError`` for ``param`` if the response is not stored, or another owner's."""
+        """Find a response. Raises ``ApiError`` for ``param`` if it is absent or another owner's."""
         found = self._stored.get(name)
         if found is None or found.owner != owner:
             raise ApiError(
@@ -189,7 +189,7 @@ class Responses(BlockAnswer):
         yield from self._item_done(block, item)
 
     def _call_change(self, change: BlockChange, call: CallBegin, place: Json) -> Iterator[Json]:
-        """The events for new arguments of a call, or for its end."""
+        """The events for new arguments of a call or its end; place: fields of all these events."""
         block, reader = change.block, None
         what, new = "function_call_arguments", change.text
         if call.name in self._generation.custom_tools:
@@ -243,7 +243,7 @@ class Responses(BlockAnswer):
         return self._ids.setdefault(block.index, f"{prefix}_{uuid.uuid4().hex}")
 
     def _new_logprobs(self, piece: AnswerPiece) -> list[Json]:
-        """Log-probabilities of visible text only. Text may arrive a step after its tokens."""
+        """Log-probabilities of new text (no thinking or calls); its tokens may have come before."""
         new_ones = chat_logprobs(piece.completion, self._body.top_logprobs or 0, self._token_names)
         self._pending += [] if new_ones is None else new_ones["content"]
         if not piece.events:

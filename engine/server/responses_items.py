@@ -110,5 +110,5 @@ def _output_of(item: dict[str, Any]) -> str:
 
 
 def _id_of(item: dict[str, Any]) -> Any:
-    """The id of a call; items of some types have it as their own id."""
+    """The id of a call; in items of some types it is the item's own id."""
     return item.get("call_id") or item.get("id")

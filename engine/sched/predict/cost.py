@@ -151,7 +151,7 @@ class LinearCost:
         self.coefficients = tuple((PRIOR * self._solve()).tolist())
 
     def _pull(self) -> float:
-        """How strongly each factor of ``_solve`` is pulled towards the mean factor."""
+        """The weight with which ``_solve`` pulls each factor towards the mean factor."""
         return 1e-3 * float(self._gram.sum()) / 5
 
     def _solve(self) -> Vector:
@@ -201,7 +201,7 @@ class StepShape(NamedTuple):
 
     @classmethod
     def _of_few(cls, plan: StepPlan, seconds: float) -> StepShape:
-        """``of`` in a loop, for few rows."""
+        """Do the same as ``of``, but in a loop, which is faster for few rows."""
         rows = list(zip(plan.starts.tolist(), plan.counts.tolist(), strict=True))
         return cls(
             num_seqs=len(rows),

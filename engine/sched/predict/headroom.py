@@ -20,18 +20,18 @@ NUM_ERRORS = 2.0  # half width of the confidence interval, in standard errors
 
 
 class Judgement(NamedTuple):
-    """A decision whether headroom is kept. It depends on measured times, so a step log records it
-    for replays."""
+    """A decision whether headroom is kept. Since it depends on measured times, a step log records
+    it, and a replay of the log repeats it."""
 
     step: int  # number of the step for which it was made
     is_kept: bool
 
 
 class Headroom:
-    """Decides by the cost model whether headroom is kept.
+    """Decides by the cost model whether headroom (free blocks for running requests) is kept.
 
-    No headroom is kept until the model has seen ``learning_steps`` steps, or while the confidence
-    interval of the comparison allows both decisions. A decision holds for ``look_every`` steps.
+    None is kept until the model has seen ``learning_steps`` steps, or while its confidence interval
+    leaves open which costs more. A decision holds for ``look_every`` steps.
     """
 
     def __init__(

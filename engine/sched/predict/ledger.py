@@ -56,8 +56,8 @@ class Ledger:
         """Count the prompt tokens among ``num_tokens`` granted tokens, which ``req.num_computed``
         includes already.
 
-        The grant of a decode need not be reported: ``on_tokens`` counts output tokens, and
-        ``on_finish`` a last prompt token.
+        Decodes need not be reported: ``on_tokens`` counts their output tokens, and ``on_finish``
+        the last token of a prompt if it was granted as a decode.
         """
         entered, upto = self._entered[req], min(req.num_computed, req.num_prompt)
         if upto <= entered:

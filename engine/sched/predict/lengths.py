@@ -197,7 +197,7 @@ class GuardedPredictor:
         self.num_failures = 0
         self.first_failure = ""
         self.lowest: float = 0
-        """The least number that it has returned. One below 0 is impossible: proofs refuse it."""
+        """The least prediction so far, or 0. ``policylab.verify`` rejects negative ones."""
 
     def predict(self, req: Request) -> int:
         try:

@@ -19,10 +19,10 @@ from engine.sched.predict.cost import UNLIMITED, StepShape
 
 FORMAT = 2
 FEATURES = ("step", "prompt", "sequence", "decode", "context", "attention")
-"""The features of a step: the number 1; 1 if the step has prompt tokens, else 0; its rows; its rows
-of one token; the tokens in the KV cache of its rows; the pairs of a new token and a token that it
-attends to. Further features follow: the step's number of tokens, divided into segments between the
-knots."""
+"""The features of a step: always 1; 1 if it has prompt tokens, else 0; the number of rows; of rows
+with one token; of tokens that its rows have in the KV cache; of pairs of a new token and a token
+that it attends to. More features follow: the step's new tokens, divided at the knots into those
+below the first, between two, and above the last."""
 
 REGIMES = ("decode", "mixed", "prompt")
 """Kinds of steps: only decodes, decodes and prompts, only prompts."""
@@ -61,10 +61,10 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True):
     factors: dict[str, float] = {}
     host: HostCost = HostCost()
     noise: list[tuple[str, float]] = []
-    """For each step of a sequence: its regime, and its measured seconds divided by the predicted
-    ones. The mean ratio is 1 in each regime. Short steps vary more."""
+    """For each of a number of consecutive steps: its regime, and its measured seconds divided by
+    the predicted ones. The mean ratio is 1 in each regime. Short steps vary more."""
     host_noise: list[float] = []
-    """Measured divided by predicted seconds for the times between two steps (``host``)."""
+    """Measured divided by predicted seconds, for times between two steps (see ``host``)."""
     source: dict[str, Any] = {}
     """Origin: logs, number of steps, processor."""
     report: dict[str, Any] = {}
@@ -131,8 +131,8 @@ def features(shape: StepShape, knots: list[int]) -> list[float]:
 
 
 class _Prompt(NamedTuple):
-    """A step with ``num_seqs`` decodes that have ``context`` cached tokens, filled up with one
-    prompt."""
+    """A step of ``num_seqs`` decodes, with ``context`` cached tokens altogether, and of the first
+    tokens of one prompt."""
 
     num_seqs: int
     context: int

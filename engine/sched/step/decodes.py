@@ -63,9 +63,9 @@ class DecodeFastPath:
 
         The order does not matter if the policy has no hooks that are called for each row, and the
         budget and the free blocks suffice for every running decode. (If only blocks are missing,
-        all decodes are plain and no running prompt needs blocks, other requests are preempted.) If
-        False is returned, nothing is granted: the plain rows, unless they are few, are marked in
-        ``table.plain``, to be granted one by one through ``granter``.
+        requests are preempted, provided that all decodes are plain and no running prompt needs
+        blocks.) If it matters, return False and grant nothing: the plain rows, unless they are few,
+        are marked in ``table.plain``, to be granted one by one through ``granter``.
         """
         if len(self._roster.running) <= self._few and not self._has_row_hooks:
             return self._grant_few(step)
@@ -164,9 +164,9 @@ class DecodeFastPath:
         """Get a block for each row in ``growing``, preempting other requests where no block is
         free.
 
-        ``rows`` are the plain rows, ``held`` those that wait for their last token. They are served
-        in order of rank; a row that has got its token cannot be preempted any more. Returns the
-        plain rows that were neither preempted nor refused.
+        ``rows`` are the plain rows, ``held`` those that wait for their last token. Both are served
+        in order of rank, and a row cannot be preempted after its turn. Returns the plain rows that
+        were neither preempted nor refused.
         """
         considered, index = self._table.considered, step.index
         decodes = {*rows.tolist(), *held.tolist()}

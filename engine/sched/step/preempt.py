@@ -35,8 +35,8 @@ def victims_for(req: Request, upto: int, policy: Policy, view: View) -> list[Req
 
 
 def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
-    """Number of free blocks that ``req`` must not take. If headroom is kept (and no watermark is
-    configured), a waiting request leaves the blocks that running prompts need."""
+    """Number of free blocks that ``req`` must not take: those that running prompts need, if ``req``
+    waits, no watermark is configured, and headroom is kept or there are enough blocks for all."""
     if not req.is_waiting or view.config.watermark is not None:
         return 0
     kv = view.kv
@@ -47,7 +47,7 @@ def reserved_blocks(req: Request, policy: Policy, view: View) -> int:
 
 
 def promised_to_others(req: Request, policy: Policy, view: View) -> int:
-    """Number of blocks that running prompts need, without prompts that ``req`` may preempt."""
+    """Number of blocks that those running prompts need which ``req`` may not preempt."""
     if not req.is_waiting or not (prompts := view.prompts):
         return 0
     if policy.waiting_may_preempt:

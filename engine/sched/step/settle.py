@@ -90,7 +90,7 @@ class Settler:
         self._ended.append(End(req, reason, message, code))
 
     def expire(self, req: Request, missed: str) -> None:
-        """End a request whose deadline passed; ``missed`` is "started" or "finished"."""
+        """End a request that was not ``missed`` ("started" or "finished") by its deadline."""
         self.counters.num_expired += 1
         self.end(req, "deadline", f"the request was not {missed} by its deadline")
 
@@ -105,7 +105,7 @@ class Settler:
         self.policy.on_finish(req, self.view)
 
     def end_if_never(self, req: Request, num_tokens: int) -> bool:
-        """End a request for whose ``num_tokens`` tokens all blocks together are too few, since it
+        """End a request whose ``num_tokens`` tokens do not fit into all blocks together, since it
         would block the queue for ever. Returns whether it was ended. Called when too few blocks are
         free."""
         needed = -(-num_tokens // self.kv.block_size) * self.kv.num_groups
@@ -152,9 +152,9 @@ class Settler:
         """Handle invalid KV: what the request wrote from position ``start`` on, and all KV that was
         computed from it.
 
-        Requests that took these blocks from the prefix cache restart. Requests that read them are
-        in a step in flight or in the one being settled, so their rows still exist, even if they
-        have ended.
+        Requests that took these blocks from the prefix cache restart. Their rows still exist even
+        if they have ended, since a request that reads the blocks is in a step in flight or in the
+        one being settled.
         """
         involved = [other for other in self.roster.by_row if other is not None]
         for row in self.kv.revoke(req, start, involved):
@@ -251,11 +251,11 @@ class Appender:
         return self._members_of(self._roster.running_rows.columns.rows, is_full=True)
 
     def commit_ends(self, rows: Rows, counts: Counts, other: TableColumn) -> None:
-        """Publish the blocks that are complete now: ``num_tokens`` and ``num_computed`` have both
-        reached their ends.
+        """Publish the blocks that are complete now. A block is complete if ``num_tokens`` and
+        ``num_computed`` have both reached its end.
 
-        One of these two columns of the rows has just grown by one, to ``counts``; ``other`` is the
-        other column.
+        One of these two table columns has just grown by one in these rows, to ``counts``; ``other``
+        is the other of the two.
         """
         ends = (counts % self._block_size == 0).nonzero()[0]
         if not ends.size:
@@ -422,8 +422,8 @@ class Members:
         return indices
 
     def may_have_ended(self, tokens: Counts, num_tokens: Counts) -> list[int]:
-        """Indices of requests that may end with these tokens. ``num_tokens``: the lengths of the
-        requests, including them."""
+        """Indices of requests that may end with their token in ``tokens``. ``num_tokens``: the
+        lengths of the requests, including these tokens."""
         ended = num_tokens >= self._limits
         if self._may_stop:
             ended |= self._stop_ids == tokens
@@ -535,15 +535,15 @@ class OutputColumns:
         ]
 
     def _with_details(self) -> Iterable[int]:
-        """Indices of requests whose output has more than tokens."""
+        """Indices of requests for which ``_details`` has something to copy, or may have."""
         result = self.result
         if result.logprobs or result.prompt_logprobs:
             return range(len(self.reqs))
         return sorted(self._started | self._finished.keys())
 
     def _details(self, out: CoreOutputs, index: int, i: int) -> None:
-        """Copy the details of request ``i`` that few requests have: first output, end,
-        log-probabilities. ``index``: its index in ``out``."""
+        """Copy what few outputs have to ``out``: the start or end of a request, log-probabilities.
+        ``i``: the request's index here; ``index``: its index in ``out``."""
         req, result = self.reqs[i], self.result
         at = self._places[i] if self._places else NOWHERE
         if i in self._started:

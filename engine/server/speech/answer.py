@@ -125,7 +125,7 @@ class ParsedAnswer(ABC):
         return events
 
     def _keep(self, event: CallBegin | CallArguments | CallEnd, max_calls: int | None) -> bool:
-        """Record an event of a call; False if the call is over the limit."""
+        """Record an event of a call, and return True; False if ``max_calls`` excludes the call."""
         if isinstance(event, CallBegin):
             self._is_left_out = max_calls is not None and len(self.calls) >= max_calls
             if not self._is_left_out:
@@ -221,8 +221,8 @@ class StructuredAnswer(ParsedAnswer):
         self._part, self._has_begun, self._spaces, self._is_closed = kind, False, [], False
 
     def _beginning(self, kind: type, text: str) -> str:
-        """The beginning of a part, trimmed. "" while the part has only white space, which is kept
-        for the next call."""
+        """The beginning of a part, trimmed. While the part has only white space, this is kept for
+        later, and "" is returned."""
         if not text.strip():
             self._spaces.append(text)
             return ""

@@ -59,11 +59,11 @@ class CallReader(ABC):
 
     @abstractmethod
     def attempt(self) -> Steps[bool]:
-        """Try to parse a call at an opener, and return whether there is one. If there is none, the
+        """Try to parse a call at an opener, and return whether it is a call. If it is not, the
         caller rewinds the source."""
 
     def following(self) -> Steps[bool]:
-        """Try to parse a call that follows another one without an opener of its own."""
+        """Try to parse a call that follows another without an opener; False if there is none."""
         return False
         yield
 

@@ -184,5 +184,5 @@ TOOL_FAMILIES = tuple(dict.fromkeys(family.name for family in FAMILIES))
 
 
 def family_of(chat_template: str) -> Family:
-    """The first family whose signs are all in the chat template; the last family has none."""
+    """The first family whose signs are all in the chat template; the last one requires none."""
     return next(f for f in FAMILIES if all(sign in chat_template for sign in f.signs))

@@ -124,9 +124,9 @@ class Rules:
         return self.part(schema_of_arguments(schema, is_strict=is_strict))
 
     def opens(self, text: str, *, scope: str = "", follows: bool = False) -> None:
-        """Record that ``text`` directly precedes the part that was added last. scope: one of
-        several alternative texts, of which it must have been the last to be written before;
-        follows: the text directly follows another part."""
+        """Record that the part that was added last may directly follow ``text``. scope: the text
+        that begins the call with this part; the last call begun must be that one. follows: ``text``
+        itself directly follows another part."""
         self._openings.append(Opening(text, len(self._parts) - 1, scope, follows))
 
     def answer(self, chat_format: ChatFormat, form: Grammar, prompt: str) -> str:

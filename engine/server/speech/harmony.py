@@ -84,7 +84,7 @@ class HarmonyParser:
                 is_header = yield from self._is_header()
 
     def _is_header(self) -> Waits[bool]:
-        """Whether the text continues a header, as at the start of an answer."""
+        """Whether a header follows without its first marker, as at the start of an answer."""
         source = self._source
         source.hold()
         yield from source.skip_space()

@@ -56,7 +56,7 @@ class JsonText:
         """plain: replaces marker characters by their texts; ends: texts that may follow the
         value."""
         self.end: Literal["whole", "mended", "cut"] = "whole"
-        """``mended``: incomplete, and its brackets were closed; ``cut``: incomplete."""
+        """How the value ended; ``mended``: missing brackets were added; ``cut``: incomplete."""
         self._source = source
         self._plain = plain
         self._ends = ends

@@ -16,7 +16,7 @@ SEPARATOR = "<｜tool▁sep｜>"
 
 
 class MistralCalls(ObjectCalls):
-    """``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``; older models write a list of objects."""
+    """Parses ``[TOOL_CALLS]weather[ARGS]{"city": "Rome"}``, or older models' list of objects."""
 
     def attempt(self) -> Steps[bool]:
         if not (yield from self.accept_openers(self.openers)):
@@ -59,8 +59,8 @@ class MistralCalls(ObjectCalls):
 
 
 class DeepSeekCalls(ObjectCalls):
-    """``<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>``; older
-    models write ``function``, the separator, the name, and the arguments in a code fence."""
+    """Parses ``<｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Rome"}<｜tool▁call▁end｜>``;
+    older models write ``function``, the separator, the name, and the arguments in a code fence."""
 
     def attempt(self) -> Steps[bool]:
         source, read = self.source, self.markers.read

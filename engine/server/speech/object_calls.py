@@ -19,19 +19,19 @@ SPACE_OR_SEPARATOR = re.compile(r"[\s;,]*")
 
 
 class ObjectCalls(CallReader):
-    """``{"name": ..., "arguments": {...}}`` or a list of such objects, perhaps in a code fence."""
+    """Parses ``{"name": ..., "arguments": {...}}``, or a list of these, perhaps in a code fence."""
 
     fences: tuple[str, ...] = (FENCE,)
     trailing: tuple[str, ...] = ("}", "]", FENCE)
 
     def attempt(self) -> Steps[bool]:
-        """Try to parse a call at an opener, a code fence, a bracket or a brace."""
+        """Try to parse a call at an opener, code fence, bracket or brace; False if it is none."""
         is_marked = yield from self.accept_openers(self.openers)
         return (yield from self.value(is_marked=is_marked))
 
     def value(self, *, is_marked: bool) -> Steps[bool]:
-        """Try to parse an object as a call; is_marked: an opener precedes it. Without an opener the
-        object must have no members besides those of a call."""
+        """Try to parse an object as a call; False if it is none. is_marked: an opener precedes it;
+        without one the object may have only the members of a call."""
         source = self.source
         char = yield from source.skip_space()
         if char == "`" and not (yield from self.fence()):
@@ -45,7 +45,7 @@ class ObjectCalls(CallReader):
         return (yield from ObjectCall(self, is_marked=is_marked).read())
 
     def following(self) -> Steps[bool]:
-        """Try to parse a call that follows another one without an opener of its own."""
+        """Try to parse a call that follows another without an opener; False if there is none."""
         yield from self.source.match(SPACE_OR_SEPARATOR)
         char = yield from self.source.peek()
         if not char or char not in "{[`":
@@ -53,7 +53,7 @@ class ObjectCalls(CallReader):
         return (yield from self.value(is_marked=False))
 
     def fence(self) -> Waits[bool]:
-        """Skip the beginning of a code fence; return whether it is one that may have calls."""
+        """Skip the start of a code fence; return whether its language is one that calls have."""
         if not (yield from self.source.accept(FENCE)):
             return False
         language = yield from self.source.match(LANGUAGE)

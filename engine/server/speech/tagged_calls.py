@@ -22,7 +22,7 @@ NOT_A_KEY = re.compile("[^<\n\ud800-\udfff]*")
 
 
 class TaggedCalls(ObjectCalls):
-    """Base class of both formats. A value is text if the tool's schema says so, otherwise JSON if
+    """Base class of both parsers. A value is text if the tool's schema says so, otherwise JSON if
     it is valid. An end tag ends a value only if another tag or the end of the answer follows."""
 
     trailing = ()
@@ -69,8 +69,8 @@ class TaggedCalls(ObjectCalls):
         yield CallEnd()
 
     def _any_arguments(self, name: str, first: tuple[str, ...], *, is_marked: bool) -> Steps[bool]:
-        """Try to parse the arguments of a call. first: the tags that they may begin with;
-        is_marked: an opener precedes the call, which may then have no arguments."""
+        """Try to parse the arguments of a call; False if there are none. first: tags that may begin
+        them; is_marked: an opener precedes the call, so that it needs no arguments."""
         char = yield from self.source.skip_space()
         if (yield from self.source.standing(0, (*first, *self.closers))):
             yield from self.tagged(name)
@@ -84,8 +84,8 @@ class TaggedCalls(ObjectCalls):
 
 
 class QwenCoderCalls(TaggedCalls):
-    """``<tool_call><function=weather><parameter=city>Rome</parameter></function></tool_call>``,
-    also without ``<tool_call>``."""
+    """Parses Qwen-Coder's calls, which may lack the outer tags:
+    ``<tool_call><function=weather><parameter=city>Rome</parameter></function></tool_call>``."""
 
     def attempt(self) -> Steps[bool]:
         source, read = self.source, self.markers.read
@@ -132,7 +132,7 @@ class QwenCoderCalls(TaggedCalls):
 
 
 class GlmCalls(TaggedCalls):
-    """``<tool_call>weather<arg_key>city</arg_key><arg_value>Rome</arg_value></tool_call>``."""
+    """Reads ``<tool_call>weather<arg_key>city</arg_key><arg_value>Ulm</arg_value></tool_call>``."""
 
     def attempt(self) -> Steps[bool]:
         source = self.source

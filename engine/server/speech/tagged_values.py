@@ -15,11 +15,11 @@ TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", list: 
 
 
 class EndTag(NamedTuple):
-    """A tag other than the value's own end tag that ends a value, because a model left that out."""
+    """Another tag that ends a value whose own end tag the model has left out."""
 
     follow: tuple[str, ...] = ()
-    """Texts one of which must follow the tag, unless the answer ends; empty: the name of another
-    argument must follow."""
+    """One of these texts must follow the tag, unless the answer ends there; if empty, the name of
+    another argument must follow."""
     on_own_line: bool = False
     """Whether the tag must be at the beginning of a line."""
 
@@ -63,7 +63,7 @@ class TaggedValue:
         self._newline = ""  # a line end that is held back, since the value's last one is dropped
 
     def read(self) -> Pieces:
-        """Yield pieces of the value's text, with the texts of markers."""
+        """Yield pieces of the value's text, in which markers are written out."""
         source, literals = self._source, self._tags.literals
         if self._tags.has_lines and (yield from source.peek()) == "\n":
             source.at += 1
