@@ -2,7 +2,7 @@
 
 Scripts, corpora of cases and printed programs contain these names. Importing one returns the
 contents of the module at its new place, with a ``DeprecationWarning``. The former names will be
-removed in the next release. The lab is not imported before one is used.
+removed in the next release. The lab is imported only when one is used.
 """
 
 from __future__ import annotations

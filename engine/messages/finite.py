@@ -67,7 +67,7 @@ class Way(NamedTuple):
 
 @dataclass
 class SchemaReading:
-    """The schemas found so far that must all hold for one value, while they are collected."""
+    """A collection in progress of the schemas that must all hold for one value."""
 
     waiting: list[Link]
     seen: set[int] = field(default_factory=set)
@@ -250,8 +250,8 @@ class Places:
         return frozenset(self._number(each) for each in schemas if each is not True)
 
     def path(self, place: Place) -> str:
-        """The path in the document of a schema at this place, or of the schema to which it
-        refers."""
+        """Where this place stands in the document: the path of one of its schemas, or of the schema
+        to which that one refers."""
         paths = self.references.paths
         for number in sorted(place):
             schema = self._schemas[number]

@@ -84,8 +84,8 @@ CODE_OF_REASON: dict[FinishReason, ErrorCode] = {
 
 
 def code_of(reason: FinishReason, code: str | None = None) -> ErrorCode | None:
-    """The error code of a request's end: ``code``, else the reason's default code; ``None`` for a
-    request that is complete."""
+    """The error code for the end of a request: ``code`` if given, else the reason's default code;
+    ``None`` for a request that is complete."""
     if reason in CODE_OF_REASON and code in ERROR_CODES:
         return cast(ErrorCode, code)
     return CODE_OF_REASON.get(reason)

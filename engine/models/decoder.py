@@ -152,8 +152,8 @@ class NativeDecoder:
     def _last_hidden(
         self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor
     ) -> torch.Tensor:
-        """Hidden states [N, H] of all tokens, because replays of a recorded step may want different
-        rows."""
+        """Hidden states [N, H] of all tokens: replays of a recorded step may want other rows than
+        the recorded one did."""
         return self._hidden(replace(batch, wanted=None), kv, x).last
 
     def _hidden(self, batch: ForwardBatch, kv: list[torch.Tensor], x: torch.Tensor) -> Hidden:

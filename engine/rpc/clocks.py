@@ -7,7 +7,7 @@ Both clocks are CLOCK_MONOTONIC, which counts from the start of each machine. Ea
 
 A batch of outputs has the core's time, too, which gives a lower bound. Each message narrows the
 bounds, and clock drift widens them in between. On one machine the difference is 0; until the bounds
-exclude 0, it is assumed, and no time is changed.
+exclude 0, it is taken to be 0, and no time is changed.
 
 Otherwise the lower bound is used. A core reads messages between two steps and answers immediately:
 a message may wait for a step, the answer does not, so the true difference is close to the lower

@@ -104,7 +104,7 @@ class Restarts:
 
     def begin(self, core: int, dead: EngineCoreClient | None = None) -> int:
         """Restart a core, after its ``dead`` client is shut down (``None``: its last start failed).
-        Returns the number of the try. ``why_not`` must have returned ``None``."""
+        Returns the number of this attempt. ``why_not`` must have returned ``None``."""
         now = self._clock()
         self._starts[core].append(now)
         self._began[core] = now

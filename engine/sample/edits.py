@@ -29,11 +29,11 @@ FIRST_SEATS = 8
 
 @dataclass(frozen=True, slots=True)
 class SamplingSpec:
-    """Sampling options of a request: edits of logits in the order of application, then options of
-    the choice.
+    """Sampling options of a request: edits of logits, in the order in which they are applied, then
+    options for choosing the token.
 
     A new sampling parameter becomes a field here, set in ``of``. Edits are read by a table below;
-    options of the choice are sent to the device's columns (``worker.batches``).
+    options for the choice are sent to the device's columns (``worker.batches``).
     """
 
     # Edits.

@@ -62,7 +62,7 @@ class RawRows(NamedTuple):
 
 
 class Drawing(NamedTuple):
-    """What ``prepare`` passes on to ``draw`` and ``finish``. Rows are sampled rows."""
+    """What ``prepare`` passes on to ``draw`` and ``finish``. Rows are indices of sampled rows."""
 
     errors: dict[int, str]  # by row that gets no token
     edited: list[int]  # rows whose logits were changed

@@ -37,7 +37,7 @@ class OwnNumbers:
 
 
 class Columns:
-    """Numbers of a list of requests as arrays: entry i belongs to request i. A snapshot.
+    """Properties of some requests as arrays of numbers: entry i belongs to request i. A snapshot.
 
     Names are those of ``Request``. Counts are int64, times are float64 seconds on the engine's
     clock. Each array is built when it is first read, and must not be written.

@@ -289,7 +289,7 @@ class Policy(ABC):  # noqa: B024 - ``rank`` is abstract, see below
         """True if ``req``, which runs and lacks blocks for its next tokens, may preempt ``other``.
 
         If no request may be preempted, ``req`` pauses with the blocks it holds. A policy whose
-        ``outranks`` is reluctant should decide by rank here: ``return self.precedes(req, other)``.
+        ``outranks`` is seldom True should decide by rank: ``return self.precedes(req, other)``.
         """
         return self.outranks(req, other)
 

@@ -45,14 +45,14 @@ class Format(Protocol):
         tensors: Mapping[str, torch.Tensor],
         dtype: torch.dtype,
     ) -> QuantizedWeight:
-        """The weight stored in ``tensors``, whose keys are the first name (``suffixes[0]``) of each
-        field."""
+        """The weight stored in ``tensors``, in which each field's tensor is found by the field's
+        first name (``suffixes[0]``)."""
         ...
 
 
 def field_of(config: Mapping[str, Any], *keys: str, default: Any = None) -> Any:
-    """The value of the first of these keys that the config has and that is not null; else the
-    default."""
+    """The value of the first of these keys that the config has with a value other than null; else
+    the default."""
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 

@@ -43,8 +43,8 @@ class QuantizedModules:
         )
 
     def tensors(self, part: TargetPart) -> dict[str, str]:
-        """Names of the tensors that store a part, by the first name (``suffixes[0]``) of their
-        field. Raises ``ModelError`` if one is missing or has a wrong shape or type."""
+        """The names of the tensors that store a part, by the first name (``suffixes[0]``) of each
+        field. Raises ``ModelError`` if a tensor is missing or has a wrong shape or type."""
         module, found = module_of(part), {}
         for field in self._form.fields(module, matrix_shape(part)):
             name = self._find(module, field)

@@ -339,8 +339,8 @@ class PolicyGuard(Policy):
         return self.chunks_of(num_tokens, view)(req)
 
     def chunks_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], int]:
-        """Return a function that calls ``chunk`` for a request with these ``num_tokens``. It is
-        faster than ``chunk`` for many requests."""
+        """Return ``chunk`` as a function of the request alone, for these ``num_tokens``. For many
+        requests, it is faster than ``chunk``."""
         ask, timer, seconds, label = self.inner.chunk, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["chunk"]
 
@@ -414,7 +414,7 @@ class PolicyGuard(Policy):
         self.grants_of(num_tokens, view)(req)
 
     def grants_of(self, num_tokens: int, view: SchedView) -> Callable[[Request], None]:
-        """Return a function that calls ``on_grant`` for a request with these ``num_tokens``."""
+        """Return ``on_grant`` as a function of the request alone, for these ``num_tokens``."""
         tell, timer, seconds, label = self.inner.on_grant, self._timer, self._seconds, self._label
         in_use, name = self._in_use, label["on_grant"]
 

@@ -79,7 +79,7 @@ class Resources:
         self._notify("begin_step", step)
 
     def extra(self, req: Request, step: Step) -> int:
-        """Number of draft tokens that a resource wants verified after the last token."""
+        """Number of draft tokens that a resource wants verified after the request's last token."""
         most = 0
         for own in self._own["extra"]:
             begun = self._timer()

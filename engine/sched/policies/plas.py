@@ -12,7 +12,7 @@ class PLAS(Policy):
     """Requests of the program with the least service so far go first.
 
     So short programs wait less for the calls of long ones. ``hints["program"]`` names the program;
-    a request without it counts as a program. A program's service is that of its ended requests:
+    a request without it is a program of its own. A program's service is that of its ended requests:
     prompt tokens that were not cached, plus ``output_price`` per output token.
 
     ``max_wait``: seconds after which a request goes before others; ``max_programs``: number of
