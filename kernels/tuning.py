@@ -224,8 +224,8 @@ def decode_shares(arch: str, num_programs: int, num_blocks: int, max_seq_len: in
     """How to split keys for `num_programs` programs (sequences x `num_blocks` blocks of heads).
     ``None``: each sequence is read by one program per block of heads.
 
-    If programs are few, the keys are shared among all processors. If they are many, keys are only
-    split for long sequences, since otherwise all would wait for the program of the longest.
+    If programs are few, the keys are shared among all processors. If they are many, only long
+    sequences are split, so that no program takes much longer than the others.
     """
     processors = PROCESSORS[arch]
     if is_lone(arch, num_programs):

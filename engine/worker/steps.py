@@ -388,8 +388,8 @@ def _copy(place: torch.Tensor, made: Callable[[], torch.Tensor]) -> None:
 
 
 def _read(part: PendingStep | FailedStep, result: StepResult) -> tuple[Column, Column]:
-    """Enter the results of a part into ``result``. Returns two arrays: for each accepted token its
-    row in the plan, and the tokens."""
+    """Enter the results of a part of a step into ``result``. Returns two arrays, with one entry per
+    accepted token: its row in the plan, and the token."""
     if isinstance(part, FailedStep):
         result.fail(part.first, part.message)
         return EMPTY, EMPTY

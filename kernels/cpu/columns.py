@@ -201,10 +201,10 @@ def soften_columns(typing_context, scores, stride, count, best, total, bounds):
 
 
 def _down_columns(joined, bounds, initial, join, work):
-    """Code generator for a loop down 16 columns of scores in four chains, each with every fourth
-    row. After the loop, `join` combines the chains' states with the value at the address in
-    argument `joined`. bounds: index of the argument with the bounds, or None. work(builder, args,
-    scores, state, is_seen) returns the row to store and the next state."""
+    """Code generator for a loop down 16 columns of scores, with four states that take turns at the
+    rows. After the loop, `join` merges them into the value at the address in argument number
+    `joined`. bounds: number of the argument with the bounds, or None. work(builder, args, scores,
+    state, is_seen) returns the row to store and the next state."""
 
     def build(context, builder, signature, args):
         scores, stride, count = args[:3]

@@ -105,7 +105,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 
 
 def workload_of(parsed: argparse.Namespace) -> Workload:
-    """The workload that the options name: by its name, or a step log by its path."""
+    """The workload that the options give: a workload by its name, or a step log by its path."""
     given = {
         "prompt_tokens": parsed.prompt_tokens and tuple(parsed.prompt_tokens),
         "output_tokens": parsed.output_tokens and tuple(parsed.output_tokens),

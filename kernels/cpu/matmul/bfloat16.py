@@ -142,8 +142,9 @@ def largest(
 
 
 class _Target(NamedTuple):
-    """Addresses to which a product writes. If `ids` is 0: outputs of `size` bytes each. Otherwise,
-    for each row and each group of panels, the largest output and its index, both [groups, N]."""
+    """Where a product writes. If `ids` is 0, outputs of `size` bytes each to `out`. Otherwise, for
+    each group of panels and row, the largest output to `out` and its index to `ids`, [groups,
+    N]."""
 
     out: int
     size: int
@@ -230,7 +231,7 @@ def _gate(p, gates, ups, count):
 @njit(**INLINE)
 def _compare(p, sums, first, count, panel):
     """Update each row's largest output so far, over the panels of this item, with a panel's sums.
-    It becomes NaN if an output is invalid."""
+    The largest becomes NaN if an output is invalid."""
     num, num_out, start = p[5], p[8], panel * sums.shape[1]
     place = (panel // p[10]) * num + first
     values, ids = f32(p[4] + place * 4, (count,)), i32(p[12] + place * 4, (count,))
