@@ -30,8 +30,8 @@ class CpuSteps(NamedTuple):
 
 
 Products = Literal["tiles", "wide pairs", ""]
-"""How a CPU multiplies the model's dtype: bfloat16 in tiles (AMX), bfloat16 in pairs at twice the
-float32 rate (AVX-512 BF16 from Zen 5 on), or any other way."""
+"""How a CPU multiplies matrices: bfloat16 in tiles (AMX), bfloat16 in pairs at twice the float32
+rate (AVX-512 BF16 from Zen 5 on), or any other way."""
 CPU_STEPS: dict[Products, CpuSteps] = {
     "tiles": CpuSteps(2048, 160, 6),
     "wide pairs": CpuSteps(1024, 128, 6),
@@ -84,7 +84,7 @@ def resolve(
 ) -> ResolvedConfig:
     """Decide open options for a device, and max_model_len, at most the model's own limit.
 
-    products: how the CPU multiplies the model's dtype. Raises ``ConfigError``.
+    products: how the CPU multiplies matrices of the model's dtype. Raises ``ConfigError``.
     """
     is_cpu, requested, ahead = device == "cpu", config.scheduler, config.async_scheduling
     if is_cpu and config.gpu.attention_backend is not None:

@@ -11,7 +11,7 @@ from engine.kv.tables import KVRequest
 class RemoteMatch(NamedTuple):
     """Number of tokens after the local prefix hit whose KV the source can supply.
 
-    ``asynchronous``: the request waits until they are loaded while others run. Otherwise they are
+    ``asynchronous``: the request waits until this KV is loaded, while others run. Otherwise it is
     loaded at the start of the step that computes the request's next tokens.
     """
 

@@ -140,8 +140,8 @@ class KVManager:
         known: NDArray[np.int64],
         requests: Callable[[NDArray[np.intp]], Sequence[KVRequest]],
     ) -> NDArray[np.int64]:
-        """``cached_prefix`` of the requests in ``rows``. ``arrivals`` and ``known`` are their
-        arrival numbers and token counts. Looks up only requests whose prefix may have changed."""
+        """``cached_prefix`` of the requests in ``rows``, with their arrival numbers and numbers of
+        ``known`` tokens. ``requests`` returns those to look up: whose prefix may have changed."""
         if self.groups != (FULL,) or self.transfers is not None or not self.caching:
             return np.array([self.cached_prefix(req) for req in requests(rows)], dtype=np.int64)
         watch = self.cache.watch

@@ -85,7 +85,7 @@ class Chains:
         self.block_size = block_size
 
     def root(self, content: Content) -> bytes:
-        """The parent of the first block, equal for requests with the same adapter and salt."""
+        """The hash before the first block, equal for requests with the same adapter and salt."""
         if content.cache_salt is None and content.adapter is None:
             return self.hasher.root
         extra = msgspec.msgpack.encode((content.cache_salt, content.adapter))
