@@ -10,8 +10,8 @@ high.
 
 *Length*: a short run ends before a growing queue becomes long. So runs have at least 1,000
 requests, and 95 % of the rate must pass with four times as many requests. If it does not, the
-search continues with that many, and is checked again; if that fails too, there is no result. A file
-cannot be extended: a quarter of it is used in the search, and all of it in the check.
+search goes on with runs of that length, checked likewise; if that fails too, there is no result. A
+file cannot be extended: a quarter of it is used in the search, and all of it in the check.
 
 *Luck*: the requests of a seed are longer or shorter than the average. The reported rate is for
 requests of mean size: the seed's rate times the ratio of its requests' demand to the mean demand.
@@ -244,7 +244,7 @@ class _NotOwnError(Exception):
 
 
 class _Searcher:
-    """Carries out a search; keeps the number of runs and the last one."""
+    """Carries out a search; keeps the number of runs so far and the last run."""
 
     def __init__(self, search: RateSearch) -> None:
         self._search = search

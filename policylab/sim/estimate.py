@@ -122,7 +122,8 @@ def _binomial(count: int, share: float, k: int) -> float:
 
 @cache
 def student(degrees: int) -> float:
-    """Half the width of a mean's 95 % interval, in standard errors (Student's distribution)."""
+    """Half the width of Student's 95 % interval in standard errors, for these degrees of
+    freedom."""
     scale = exp(lgamma((degrees + 1) / 2) - lgamma(degrees / 2)) / sqrt(degrees * pi)
 
     def inside(width: float) -> float:

@@ -32,7 +32,7 @@ class Timing(Protocol):
 
 class Noise:
     """Ratios of measured to predicted step times, replayed in sequences that begin at random places
-    (stationary bootstrap: Politis and Romano, 1994), so that slow spells last as long as they did.
+    (stationary bootstrap: Politis and Romano, 1994), so that slow spells last as long as measured.
 
     Each ratio has a kind of step, and a step takes the next ratio of its own kind, since noise is a
     larger share of a short step.

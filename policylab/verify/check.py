@@ -98,7 +98,7 @@ def check_blocks(scheduler: Scheduler) -> None:
 
 def check_members(scheduler: Scheduler) -> None:
     """Check that each live request is in exactly one queue [6], and that requests which do not run
-    hold no blocks, apart from registered holders [4]."""
+    hold no blocks, apart from those registered as holders [4]."""
     kv, roster = scheduler.kv, scheduler.roster
     running, waiting, parked = roster.running, roster.waiting, roster.parked
     members = [*running, *waiting, *parked.values()]

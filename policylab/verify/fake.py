@@ -126,8 +126,8 @@ class DigestWorker(FakeExecutor):
     adapters, media). ``fail(seq, upto)`` returns the error of a row that computes the positions
     before ``upto``, if it fails; such a row leaves garbage in its KV. ``carry_out`` executes the
     parts of a plan just before its rows are computed; ``offer`` makes drafts for the next step, if
-    the worker has any. With a mask the next token is the first allowed one from the sampled one on.
-    Subclasses extend ``apply`` (changes before the rows are computed) and ``draw``.
+    the worker has any. With a mask the next token is the first allowed one, counting up from the
+    sampled token. Subclasses extend ``apply`` (changes before the rows are computed) and ``draw``.
     """
 
     capabilities = frozenset(PARTS)

@@ -1,4 +1,4 @@
-"""The child's side of ``elsewhere``: change the environment, then plan what is sent.
+"""The child's side of ``elsewhere``: change the environment, then plan the cases it is sent.
 
 The environment is changed after the engine is imported and before the policy is, so that ``from
 time import time`` in the policy's module gets the changed clock. Engines do not import this module.
@@ -221,8 +221,8 @@ class World:
         world = self
 
         class Environment(type(os.environ)):  # type: ignore[misc]
-            """``os.environ``, with a record of what hooks read; in every second process all
-            variables are set."""
+            """``os.environ``, with a record of what hooks read. If the process's number is even,
+            the policy's own code finds every variable set."""
 
             def __getitem__(self, name: str) -> str:
                 world.note(name)

@@ -103,8 +103,8 @@ class Stretch:
         return map(self.plan, range(self.num_planned))
 
     def shape(self, index: int = 0, seconds: float = 0.0) -> StepShape:
-        """The sizes of the step at this index. A negative index means an earlier step with the same
-        rows."""
+        """The sizes of the step at this index. A negative index means a step before the stretch
+        with the same rows."""
         count = len(self.rows)
         context = int(self.starts.sum(dtype=np.int64)) + index * count
         return StepShape(count, count, count, context, context + count, seconds)

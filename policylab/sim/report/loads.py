@@ -150,7 +150,7 @@ def _series(points: Sequence[Point], name: str, *, is_share: bool = False) -> li
 
 
 def _capacities(points: Sequence[Point]) -> list[Level]:
-    """Vertical lines at the lowest load at which each policy is overloaded, with its name."""
+    """A vertical line for each policy, at the lowest load at which it is overloaded."""
     found = []
     for name, pairs in by_policy(points).items():
         over = [x for x, point in pairs if point.is_overloaded]
