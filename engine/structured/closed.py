@@ -198,8 +198,8 @@ class _Closer:
         return self._targets[id(schema)]
 
     def _joint(self, nest: Nest) -> Iterator[Schema]:
-        """Yield schemas of a property that several schemas describe together: each of them names
-        too few properties to be closed by itself."""
+        """Yield the schemas of each property that several schemas describe together: none of them
+        names enough properties to be closed by itself."""
         for schemas in nest.children.values():
             if len(schemas) == 1:
                 continue

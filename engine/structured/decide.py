@@ -339,7 +339,7 @@ class GrammarReadiness(Resource):
 
     def _in_need_of_masks(self, plan: StepPlan) -> dict[int, Request]:
         """Return the requests that need a mask, by row of the plan. A request whose token was
-        sampled early needs none if the grammar allows the token; that is recorded."""
+        sampled early needs none if the grammar allows the token; record whether it does."""
         part = plan.masks
         assert part is not None, "no row of this plan is masked"
         owners = {index: self._owner(plan, index) for index in part.rows.tolist()}
@@ -374,7 +374,7 @@ class GrammarReadiness(Resource):
             masks[:] = 0
 
     def _report_broken(self, plan: StepPlan, result: StepResult) -> None:
-        """Replace the worker's error, that no token was allowed, by the reason."""
+        """Replace the worker's error that no token was allowed by the reason for the empty mask."""
         assert plan.masks is not None
         for index in plan.masks.rows.tolist():
             req = self._owner(plan, index)

@@ -76,8 +76,8 @@ def is_idle(key: str, value: Any) -> bool:
 
 
 def check_shapes(schema: dict[str, Any], *, is_lenient: bool) -> None:
-    """Raise ``SchemaError`` for a keyword with a value of the wrong type, or one that is never
-    enforced. is_lenient: accept the latter."""
+    """Raise ``SchemaError`` for a keyword with a value of the wrong type, and, unless
+    ``is_lenient``, for a keyword that is never enforced."""
     for key, value in schema.items():
         if key in REFUSED and not is_lenient:
             raise SchemaError(f"{key} is {value!r:.80}, which {REFUSED[key]}")

@@ -102,7 +102,7 @@ class Detokenizer:
 
 
 class Context(NamedTuple):
-    """The end of a prompt: ids with complete text, then ids that begin a character."""
+    """The end of a prompt: ids whose text is complete, then ids that begin a further character."""
 
     complete: list[int]
     dangling: list[int]

@@ -172,8 +172,8 @@ class PagePrefault:
     """
 
     def __init__(self, kv: Sequence[torch.Tensor], num_bytes: int = PREFAULT_BYTES) -> None:
-        """kv: the tensor of each layer, made by ``lazy_zeros``; num_bytes: size of all of them
-        together."""
+        """kv: the tensor of each layer, made by ``lazy_zeros``; num_bytes: how many bytes to fault
+        in, in all tensors together."""
         self._kv = list({layer.data_ptr(): layer for layer in kv}.values())
         self._share = num_bytes // max(len(self._kv), 1)
         self._stopped = threading.Event()

@@ -97,8 +97,8 @@ class Driver:
 
     @torch.inference_mode()
     def preview(self, ticket: Pending) -> Column | None:
-        """Sample tokens before their masks are known, for ``MaskPart.drawn``. Returns ``None`` on a
-        GPU, where this would block the host, and if no row can be sampled early."""
+        """Sample tokens before their masks are known, and return them for ``MaskPart.drawn``;
+        ``None`` on a GPU, where this would block the host, or if no row can be sampled early."""
         part, forwarded = ticket.plan.masks, self._undrawn
         platform = self.runner.machine.platform
         if not (platform.shares_memory and isinstance(forwarded, ForwardedBatch)):
@@ -172,8 +172,8 @@ class Driver:
         return PlanRows.of(plan, self.runner.machine.model.vocab_size)
 
     def _finish(self, pending: Pending, rows: PlanRows, compute: Compute) -> None:
-        """Compute the rows of a step. The step is not run again after this, so the prompt scores
-        that it delivers are dropped."""
+        """Compute the rows of a step, and drop the prompt scores that it delivers: it is not run
+        again after this."""
         pending.parts = self._isolated(rows, 0, compute)
         for part in pending.parts:
             for row in part.prompt_logprobs:

@@ -100,7 +100,7 @@ class Ahead:
         return [v for v in place.listed(kind) if self._is_option(frame, v, verdicts)]
 
     def _kept_or(self, what: str, frame: ValueFrame, look: Callable[[ValueFrame], Found]) -> Found:
-        """Return the cached result for an equivalent frame at the same depth, or compute it."""
+        """Return ``look(frame)``, cached under ``what`` for equivalent frames at the same depth."""
         standing = frame.standing
         if standing is None:
             return look(frame)
@@ -210,7 +210,7 @@ class Ahead:
         return frame.last in frame.table.quiet and not frame.is_compared
 
     def _fits(self, vector: Vector) -> bool:
-        """Whether none of these verdicts failed."""
+        """Whether none of these verdicts is a failure."""
         for verdict in vector:
             if isinstance(verdict, str):
                 self.why = verdict

@@ -100,7 +100,7 @@ class CheckerState:
 
     @property
     def least_quotes(self) -> int:
-        """A text with fewer quotation marks than this is allowed next, unless it contains what is
+        """The checker allows every text with fewer quotation marks here, unless the text would be
         invalid in any JSON."""
         if not self.checker.is_only_of_names:
             return 0

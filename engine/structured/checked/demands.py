@@ -202,16 +202,16 @@ def _most_properties(most: int) -> Judge:
 
 
 def _early_names(rule: Rule) -> tuple[str, ...] | None:
-    """Return the only property names on whose values the rule makes demands; ``None`` if it may
-    make demands on the value of any property."""
+    """Return the names of the only properties whose values the rule limits; ``None`` if it may
+    limit the value of any property."""
     others = (rule.members.additional, rule.members.names, rule.members.unevaluated)
     is_open = rule.members.patterns or any(each is not None for each in others)
     return None if is_open else tuple(rule.members.properties)
 
 
 def _members(number: int, names: tuple[str, ...] | None) -> Judge:
-    """Make a judge of the values of members or items. number: the rule's; names: the only
-    properties with demands on their values, ``None`` if any may have."""
+    """Make a judge of the values of members or items. number: that of the rule; names: the only
+    properties whose values the rule limits, ``None`` if it may limit any."""
 
     def judge(frame: Any) -> Verdict:
         if (keyword := frame.account.failed.get(number)) is not None:
@@ -323,8 +323,8 @@ def _contains(rule: Rule, number: int) -> Judge:
 
 
 def _unevaluated(rule: Rule, numbers: Numbers, keyword: str) -> Judge:
-    """Make a judge that fails if a member or item is invalid as an unevaluated one, and no part of
-    the rule evaluates it."""
+    """Make a judge that fails if a member or item is invalid by the schema of ``keyword`` (such as
+    ``unevaluatedItems``), and no part of the rule evaluates it."""
     number = numbers[rule]
 
     def judge(frame: Any) -> Verdict:

@@ -63,7 +63,7 @@ class MemberAccount:
         return other
 
     def with_held(self, number: int, key: Key, verdict: Verdict) -> MemberAccount:
-        """Return a copy with the verdict whether item ``key`` satisfies the ``contains`` of a
+        """Return a copy with this verdict on whether item ``key`` satisfies the ``contains`` of a
         rule."""
         if isinstance(verdict, str):
             return self
@@ -258,7 +258,7 @@ class ValueFrame:
         return number in self._member(key).evaluators or self.may_contain(number, key)
 
     def may_contain(self, number: int, key: Key) -> bool:
-        """Whether item ``key`` may satisfy the ``contains`` of a rule, by which it counts as
+        """Whether item ``key`` may satisfy the ``contains`` of a rule, and so count as
         evaluated."""
         rule = self.table.place.rules[number]
         if rule.elements.contained is None or not rule.elements.contained_is_evaluated:

@@ -25,7 +25,7 @@ class PartOpening(NamedTuple):
 
 
 class Layout:
-    """All openings of a grammar, indexed for the search."""
+    """All openings of a grammar, indexed to find them in a text."""
 
     def __init__(self, openings: Sequence[PartOpening]) -> None:
         self._openings = openings

@@ -26,7 +26,7 @@ class Following(Protocol):
 
     @property
     def least_quotes(self) -> int:
-        """A text with fewer quotation marks than this is allowed next, unless it contains what is
+        """The checker allows every text with fewer quotation marks here, unless the text would be
         invalid in any JSON."""
 
     @property

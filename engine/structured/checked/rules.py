@@ -138,7 +138,7 @@ def _num_objects(rule: Rule, depth: int) -> int:
 
 def rules_of(schema: Any) -> Rule:
     """Compile a document to the rule of its root. Raises ``SchemaError`` for a reference to another
-    file, or one that leads back to itself for the same value."""
+    file, or one by which a schema applies itself to the same value."""
     reader = _RuleCompiler(Document(schema))
     root = reader.rule(schema)
     reader.read_all()
@@ -230,7 +230,7 @@ def _end(schema: Schema, key: str, strict: str, step: int) -> int | None:
 
 
 def _check_cycles(rules: Sequence[Rule]) -> None:
-    """Raise ``SchemaError`` for a schema that leads back to itself for the same value."""
+    """Raise ``SchemaError`` for a schema that applies itself to the same value once more."""
     done: set[Rule] = set()
     for first in rules:
         if not first.same:

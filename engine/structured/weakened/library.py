@@ -15,13 +15,13 @@ def is_taken(pattern: str) -> bool:
 
 @lru_cache(maxsize=4096)
 def no_name_matches(one: str, other: str) -> bool:
-    """Whether no property name matches both patterns, where llguidance can prove it."""
+    """Whether llguidance can prove that no property name matches both patterns."""
     return not _refusal({"type": "object", "patternProperties": {one: {}, other: {}}})
 
 
 @lru_cache(maxsize=4096)
 def no_text_matches(one: str, other: str) -> bool:
-    """Whether no string contains a match of both patterns."""
+    """Whether llguidance can prove that no string contains a match of both patterns."""
     both = [{"pattern": one}, {"pattern": other}]
     return "Unsatisfiable" in _refusal({"type": "string", "allOf": both})
 

@@ -1,4 +1,4 @@
-"""Splits a pattern with look-aheads at its start into patterns without, all of which must match."""
+"""Replaces a pattern that starts with look-aheads by patterns without any; all must match."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ class SchemaReading:
     excluded: dict[str, list[Exact]] = field(default_factory=dict)
     taken: dict[int, int] = field(default_factory=dict)  # ways of oneOf, by the choice's number
     loose: dict[str, Any] = field(default_factory=dict)
-    """Keywords that the reading does not fully enforce, with a value."""
+    """Keywords that the reading does not fully enforce, each with a value that it has."""
     holders: dict[int, Schema] = field(default_factory=dict)
 
     def by(self, choice: SchemaChoice, number: int) -> SchemaReading:
@@ -137,7 +137,7 @@ class SchemaReader:
         return schema
 
     def home(self, schema: Schema) -> SchemaResource | None:
-        """Return the resource that has the schema; ``None`` for a schema made here."""
+        """Return the resource that contains a schema; ``None`` if this module made the schema."""
         try:
             return self.document.home(schema)
         except KeyError:

@@ -456,8 +456,8 @@ def _typed_without(found: Schema) -> Any:
 
 
 def _typed(types: set[str], found: Schema, at: int) -> Any:
-    """Return a schema for these types only. at: its index among the schemas of a reading, of which
-    only the first allows other types than object."""
+    """Return a schema for these types only. at: the index of ``found`` among the schemas of a
+    reading, of which only the first allows other types than object."""
     kept = {"object"} & types if at else types
     if "number" in kept:
         kept = kept - {"integer"}
