@@ -142,9 +142,8 @@ def largest(
 
 
 class _Target(NamedTuple):
-    """Where a product writes. If `ids` is 0, outputs of `size` bytes each to `out`. Otherwise, for
-    each group of panels and row, the largest output to `out` and its index to `ids`, [groups,
-    N]."""
+    """Addresses to which a product writes: outputs of `size` bytes each or, unless `ids` is 0, the
+    largest output and its index, both [groups, N], for each group of panels and each row."""
 
     out: int
     size: int
