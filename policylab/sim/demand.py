@@ -27,7 +27,7 @@ from policylab.sim.workloads.source import JobSource
 
 MAX_TEXTS = 1_000_000
 MIDDLE = (0.2, 0.8)
-"""Shares of ended requests between which a run is measured, since its engine is then full."""
+"""A run is measured between these shares of ended requests, while its engine is full."""
 
 Mask = NDArray[np.bool_]
 

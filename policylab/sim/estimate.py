@@ -122,8 +122,7 @@ def _binomial(count: int, share: float, k: int) -> float:
 
 @cache
 def student(degrees: int) -> float:
-    """Half the width of Student's 95 % interval in standard errors, for these degrees of
-    freedom."""
+    """Half the width of Student's 95 % interval of a mean, in standard errors."""
     scale = exp(lgamma((degrees + 1) / 2) - lgamma(degrees / 2)) / sqrt(degrees * pi)
 
     def inside(width: float) -> float:

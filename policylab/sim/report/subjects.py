@@ -164,8 +164,8 @@ def _labels(runs: Sequence[Run]) -> list[str]:
 
 
 def _apart(labels: list[str], more: list[str]) -> list[str]:
-    """The labels, with the texts in ``more`` appended to labels that are equal, unless these texts
-    are equal as well."""
+    """The labels. Equal ones get their texts from ``more`` appended, unless these texts are equal
+    as well."""
     found = list(labels)
     for label, count in Counter(labels).items():
         places = [place for place, each in enumerate(labels) if each == label]
