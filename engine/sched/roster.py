@@ -24,7 +24,7 @@ NO_ROWS: Rows = np.empty(0, dtype=np.intp)
 
 
 def by_rank(req: Request) -> tuple[object, ...]:
-    """Sort key: rank, then arrival number."""
+    """The sort key of a request: its rank and, among equal ranks, its arrival number."""
     return (*req.rank, req.arrival)
 
 
@@ -48,7 +48,7 @@ class RankedQueue(Sequence[Request]):
         return len(self._reqs)
 
     def __iter__(self) -> Iterator[Request]:
-        """Iterate over a copy, since requests move between queues meanwhile."""
+        """Iterate over a copy, since requests may leave the queue during the iteration."""
         return iter(self._reqs.copy())
 
     @overload

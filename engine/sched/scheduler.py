@@ -1,7 +1,7 @@
 """Scheduler: plans steps. The policy states preferences; the scheduler checks and applies them.
 
 There are no prefill and decode phases. A request has ``num_computed`` tokens in the KV cache and
-computes the tokens it has beyond them (also those that steps in flight will sample); a decode is a
+computes its other tokens (also those that steps in flight will sample); a decode is a
 request with one token to compute. Each step distributes a budget of tokens, best rank first.
 
     begin_step ──> grant_plain (decodes without special needs, in bulk)

@@ -142,5 +142,5 @@ class Step:
 
 
 def num_draft_places(req: Request) -> int:
-    """Number of positions for drafts: tokens granted beyond the last one known or being sampled."""
+    """Number of positions granted for drafts: those after the last token known or being sampled."""
     return max(0, req.num_computed - req.num_tokens - req.num_pending + 1)

@@ -74,8 +74,8 @@ class Adapter:
         self._rewrites = chosen
 
     def _smallest(self, before: list[Rewrite], trait: Trait) -> Rewrite:
-        """The first rewrite of a trait with which the template accepts all its probes. If there is
-        none, the trait's first rewrite: the template then fails for another reason. ``before``:
+        """The first rewrite of a trait with which the template accepts all the trait's probes. If
+        none does, the very first: the template then fails for another reason. ``before``:
         rewrites that are applied first."""
         for rewrite in trait.rewrites:
             if all(self._accepts(probe, [*before, rewrite]) for probe in trait.probes):

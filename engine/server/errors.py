@@ -38,7 +38,7 @@ TEXT_OF_END: dict[ErrorCode, str] = {
     "core_died": "the core that ran this request has died: send it again",
     "deadline_exceeded": "the request took longer than its timeout: send it with a longer one",
 }
-"""Messages for these codes if the engine has none, or one for operators only."""
+"""Messages by code, used where the engine's own is missing or meant for operators only."""
 FOR_OPERATORS: tuple[ErrorCode, ...] = ("aborted", "core_died")
 
 CODES = {

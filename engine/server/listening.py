@@ -91,8 +91,8 @@ def _addresses_of(host: str) -> list[tuple[socket.AddressFamily, str]]:
 
 
 def _bind_all(addresses: list[tuple[socket.AddressFamily, str]], port: int) -> list[socket.socket]:
-    """Bind a socket to each address, all with the same port. Addresses that this machine does not
-    have, such as ``localhost``'s for IPv6, are skipped unless it has none of them."""
+    """Bind a socket to each address, all with the same port. Addresses that this machine
+    lacks, such as ``localhost``'s for IPv6, are skipped if it has another one."""
     listeners: list[socket.socket] = []
     missing: OSError | None = None
     with contextlib.ExitStack() as failing:

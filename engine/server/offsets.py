@@ -174,8 +174,8 @@ def _searched(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
 
 
 def _as_bytes(parts: list[bytes], text: str) -> tuple[list[int], int] | None:
-    """Where the parts begin and end in a text that has one U+FFFD for each of their bytes, ``None``
-    for another text. Some tokenizers write all bytes of a sequence so if one of them is invalid."""
+    """Where the parts begin and end in a text that has one U+FFFD for each of their bytes, as some
+    tokenizers write a sequence with an invalid byte; ``None`` for any other text."""
     num = sum(map(len, parts))
     if not num or text[:num] != SUBSTITUTE * num:
         return None

@@ -44,7 +44,7 @@ class AllowedOrigins:
 
 class CrossOrigin:
     """ASGI middleware that answers preflight requests of allowed pages and adds CORS headers to
-    their responses. It is the outermost one, so that errors of the others have the headers too."""
+    their responses. It is the outermost, so that errors of other middleware have them too."""
 
     def __init__(self, app: ASGIApp, allowed: AllowedOrigins) -> None:
         self._app = app

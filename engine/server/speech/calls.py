@@ -107,8 +107,8 @@ class CallReader(ABC):
         yield CallEnd()
 
     def arguments(self, name: str) -> Steps[bool]:
-        """Parse the arguments of a call: a JSON object, a string that has one, or null. Returns
-        whether there is one of them."""
+        """Parse the arguments of a call: a JSON object, a string that contains one, or null.
+        Returns whether one of these was found."""
         char = yield from self.source.peek()
         if char == "{":
             yield self.begin(name)

@@ -142,7 +142,7 @@ class Rules:
         return self.begun(calls, part)
 
     def thinking(self, chat_format: ChatFormat, prompt: str) -> list[str]:
-        """Rules for text up to the end of thinking: optional if the prompt has not begun it."""
+        """Rules for thinking and its end, which are optional unless the prompt begins thinking."""
         if chat_format.calls.before_text:
             end = chat_format.calls.message_end
             begins = map(self.text, chat_format.calls.before_text)

@@ -107,7 +107,7 @@ class TaggedValue:
 
 
 def json_of(value: TaggedValue, types: list[str]) -> Pieces:
-    """Yield the value as JSON text; types: those that the tool's schema allows, empty: any."""
+    """Yield the value as JSON text; types: JSON types that the tool's schema allows (none: any)."""
     if types and TEXTS.issuperset(types):
         yield from _text(value, is_nullable=NULL in types)
         return
