@@ -51,7 +51,7 @@ BOX = ModelConfig(model=str(BOX_MODEL))
 
 def test_a_model_that_was_not_named_is_the_one_in_the_box() -> None:
     with HostedCore(ModelBuild(model="/models/other")) as core:
-        with pytest.raises(ConfigError, match="runs /models/other, and this engine was given no"):
+        with pytest.raises(ConfigError, match="runs /models/other, but this engine has no model"):
             attach(core, BOX)
         assert core.host.health().state == "ready"
         for named in (

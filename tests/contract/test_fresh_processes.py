@@ -128,9 +128,9 @@ def test_the_log_of_a_program_that_shuts_nothing_down(tmp_path: Path) -> None:
     path = tmp_path / "log"
     done = run_python(
         "import gc\n"
-        "from engine.observe.steplog import FORMAT, Header, StepLogWriter, Taken\n"
+        "from engine.observe.steplog import FORMAT, Header, OutputsCall, StepLogWriter\n"
         f"writer = StepLogWriter({str(path)!r}, Header(FORMAT, '0', {{}}, {{}}, 2, 1, 0))\n"
-        "writer.write(Taken([0.5]))\n"
+        "writer.write(OutputsCall([0.5]))\n"
         "gc.freeze()\n"
     )
     assert done.returncode == 0, done.stderr

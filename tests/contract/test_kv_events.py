@@ -17,7 +17,7 @@ from support.simulate import make_request
 
 from engine.config.cache import CacheConfig
 from engine.config.engine import EngineConfig
-from engine.config.kv_groups import Group
+from engine.config.kv_groups import FULL, Group
 from engine.config.model import ModelConfig
 from engine.config.sched import SchedulerConfig
 from engine.core.build import wire
@@ -302,7 +302,9 @@ def test_an_engine_publishes_what_its_requests_leave_behind(tmp_path):
     )
     config = EngineConfig(model=ModelConfig(model=str(tmp_path)), cache=cache)
     scheduler = SchedulerConfig(max_num_batched_tokens=64, max_num_seqs=4, max_model_len=64)
-    decided = SimpleNamespace(num_kv_blocks=10, block_size=16, scheduler=scheduler)
+    decided = SimpleNamespace(
+        num_kv_blocks=10, block_size=16, scheduler=scheduler, kv_groups=(FULL,)
+    )
     core = wire(config, decided, DigestWorker(10, 16), clock=lambda: 1.5)
     subscriber = KVEventSubscriber(endpoint)
     core.scheduler.add_request(make_request("a", list(range(33)), 2))

@@ -61,5 +61,5 @@ def test_a_request_gives_the_same_bits_in_whatever_company(
 
 def test_only_what_can_keep_the_promise_makes_it(tmp_path: Path) -> None:
     path = make("gpt-neox", tmp_path, torch.bfloat16)
-    with pytest.raises(ConfigError, match=r"native family, and GPTNeoXForCausalLM .* leave it out"):
+    with pytest.raises(ConfigError, match="native family, and GPTNeoXForCausalLM"):
         engine_for(str(path), batch_invariant=True, device="cpu")

@@ -111,7 +111,7 @@ def test_all_observers_fail_and_requests_do_not(
 
 @pytest.mark.parametrize(
     ("option", "said"),
-    [("--step-log", "cannot be written"), ("--torch-profiler-dir", "cannot be made")],
+    [("--step-log", "cannot be written"), ("--torch-profiler-dir", "cannot be created")],
 )
 def test_what_is_known_at_the_start_is_an_error(option: str, said: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")

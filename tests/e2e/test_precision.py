@@ -78,7 +78,9 @@ def test_bfloat16_is_as_near_to_float32_as_that_of_transformers(
     texts = random_texts(seed, NUM_TEXTS * LENGTH // length, length, VOCAB)
     for ratio in measure(path, texts, VOCAB, ["batched", way], **PLAIN):
         assert ratio.num_positions >= len(texts) * (length // 2 - 8)
-        assert (ratio.num_preemptions > 0) == (ratio.way == "preempted" and length > 2 * BLOCK)
+        # Blocks of windowed layers hold fewer layers, so a pool of the same number is smaller.
+        if ratio.way == "preempted" and length > 2 * BLOCK:
+            assert ratio.num_preemptions > 0
         for value, (least, _) in zip(ratio.values[:2], ratio.intervals[:2], strict=True):
             assert (least if name in ROUTED else value) <= BAR, f"{name}: {ratio}"
 

@@ -484,7 +484,7 @@ def test_a_core_that_hangs_or_dies_is_seen(split: Served, log: Path) -> None:
         (("--api-key-file", os.devnull), "the file has no keys"),
         (("--api-key-file", "missing/file"), "No such file"),
         (("./no/model",), "model directory 'no/model' does not exist"),
-        (("one", "--model", "another"), "two models, 'one' and --model 'another'"),
+        (("one", "--model", "another"), "MODEL is 'one' and --model is 'another'"),
     ],
 )
 def test_a_wrong_option_is_named(

@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "an empty expression": ({"regex": ""}, "regex"),
     "a long expression": ({"regex": "[a-z]?" * 2000}, "12000 characters, the limit is 8192"),
     "a long text": ({"choice": ["a" * 5000]}, "5000 characters, the limit is 4096"),
-    "a tag of nothing": ({"structural_tag": "{}"}, "must have structures and triggers, as {"),
+    "a tag of nothing": ({"structural_tag": "{}"}, "must have structures and triggers, e.g. {"),
     "a newer tag": ({"structural_tag": {"format": {}}}, "use structures and triggers"),
     "a tag without a trigger": (
         {"structural_tag": {"structures": [TAG], "triggers": ["[f"]}},

@@ -324,7 +324,8 @@ class FakeCuda:
             ptrs = args[1] if name == "create_atomic_rmw" else args[0]
             mask = {"create_masked_load": 1, "create_masked_store": 2, "create_atomic_rmw": 3}
             places = ptrs.data
-            if name in mask and not (lanes := args[mask[name]].data).all():
+            # A mask made of several conditions may be of numbers.
+            if name in mask and not (lanes := args[mask[name]].data.astype(bool)).all():
                 places = places[lanes]
             if places.size:
                 begin, last = int(places.min()), int(places.max())
