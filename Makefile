@@ -15,7 +15,7 @@ FAST := tests/test_architecture.py tests/unit
 
 # The tests of the decision packages, by how the names of their files begin.
 DECIDING := boundaries cache_behaviours columns cost example_policies find hook_times kv ledger lengths limit_behaviours \
-	options overlap_rules own_scheduler pause policies queue_bounds random_blast ranks resources \
+	options overlap_rules own_scheduler pause policies profile queue_bounds random_blast ranks resources \
 	rubbish scheduler sim statistics strange verify view waits
 DECISIONS = $(foreach kind,unit contract property,\
 	$(foreach part,$(DECIDING),$(wildcard tests/$(kind)/test_$(part)*.py)))

@@ -242,8 +242,8 @@ class AsyncLLMEngine:
 
     @property
     def paused(self) -> PauseScope | None:
-        """The scope of this engine's pause; ``None`` without one. Other clients' pauses do not
-        count."""
+        """The scope of the pause that this engine requested; ``None`` without one. Pauses that other
+        clients of its core requested do not count."""
         return self._paused
 
     async def start_profile(self) -> None:

@@ -32,7 +32,7 @@ NEEDED = ("add_arguments", "run")
 
 
 class Runnable(Protocol):
-    """The module or object of a command."""
+    """A module or object that implements a command."""
 
     def add_arguments(self, parser: Any) -> None:
         """Declare the options on an ``argparse.ArgumentParser``."""

@@ -349,8 +349,8 @@ class Watched(TimedWorker):
 
     @property
     def decisions(self) -> str:
-        """A hash over all steps of which requests were computed, in their order, and how many
-        tokens of each."""
+        """A hash of what all steps computed: which requests, in which order, and how many tokens of
+        each."""
         self._close()
         return self._hash.hexdigest()
 
