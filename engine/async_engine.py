@@ -242,8 +242,8 @@ class AsyncLLMEngine:
 
     @property
     def paused(self) -> PauseScope | None:
-        """The scope of the pause that this engine requested; ``None`` without one. Pauses that other
-        clients of its core requested do not count."""
+        """The scope of the pause that this engine requested; ``None`` without one. Pauses of other
+        clients of its core do not count."""
         return self._paused
 
     async def start_profile(self) -> None:
