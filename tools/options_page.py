@@ -15,8 +15,8 @@ TABLE = ["| option | values | default | |", "|---|---|---|---|"]
 HEAD = """# Options of an engine
 
 This page lists the keywords of `EngineArgs(...)` and `LLM(...)`. On the command line they are
-flags: `max_num_seqs` is `--max-num-seqs`. Where the third column is empty, the last one has the
-default.
+flags: `max_num_seqs` is `--max-num-seqs`. Where the third column is empty, the last one states
+the default.
 `python tools/options_page.py` writes this page from the classes in `engine/config`.
 """
 

@@ -37,10 +37,10 @@ NO_REASON = "The reason is not known"
 HEAD = """# Policies that ship
 
 A scheduling policy decides which requests run first and which are preempted.
-`LLM(scheduling_policy="edf", policy_options={"default_deadline": 5.0})` selects one. Each is one
-file in `engine/sched/policies/`, whose docstring explains its options. Times are in seconds,
-lengths in tokens. `metronome policies --policies fcfs,edf,...` compares them on a virtual clock;
-[policy-guide.md](policy-guide.md) shows how to write another.
+`LLM(scheduling_policy="edf", policy_options={"default_deadline": 5.0})` selects one. Each policy
+is one file in `engine/sched/policies/`, whose docstring explains its options. Times are in
+seconds, lengths in tokens. `metronome policies --policies fcfs,edf,...` compares policies on a
+virtual clock; [policy-guide.md](policy-guide.md) shows how to write another.
 
 `python tools/policies_table.py` writes this page from docstrings and from the figures that
 `python tools/policies_measure.py --jobs 2` saves.
