@@ -271,8 +271,7 @@ class ModelWorker:
             max_num_batched_tokens=sched.max_num_batched_tokens,
             max_model_len=sched.max_model_len,
             # A feature that goes by the first group's blocks needs those of all tokens.
-            frees_windows=not any(layer.window for layer in layers)
-            or any(not layer.window for layer in layers)
+            frees_windows=any(not layer.window for layer in layers)
             or not any(feature.reads_first_group for feature in self._features),
         )
         return layers, layout
