@@ -93,8 +93,8 @@ class Adapter:
 
 
 def strictest(messages: Messages) -> Messages:
-    """Apply the strongest rewrite of each trait, for a template that accepted its probes and
-    refuses this conversation."""
+    """Rewrite the messages in every way that some template needs, for a template that accepted the
+    test conversations and refuses this one."""
     traits = (OF_SYSTEM, *OF_TURNS, OF_ARGUMENTS, OF_OPEN_CALLS)
     return _rewritten([trait.rewrites[-1] for trait in traits], messages)
 

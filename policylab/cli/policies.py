@@ -159,9 +159,9 @@ def coming(cell: Cell) -> str:
 
 
 def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
-    """One row of a table for each policy and seed, with every figure, the policy's number of seeds
-    and of overloaded runs, and the policies without figures. If no policy has figures, there is a
-    single row with their names."""
+    """One row of a table for each policy and seed with figures: every figure, the policy's number of
+    seeds and of overloaded runs, and the names of policies without figures. If no policy has
+    figures, a single row has only these names."""
     where = {"load": cell.load, "rate": cell.rate, "capacity": cell.capacity}
     more = {"setting": cell.setting, "left_out": lab.left_out_text(cell.left_out)}
     rows = [
@@ -214,7 +214,7 @@ def _row(cell: Cell, place: int, shown: dict[str, tuple[str, int]]) -> tuple[str
 
 
 def remarks(cell: Cell) -> Iterable[str]:
-    """Lines about the real time that hooks took, about lower bounds, and about what went wrong."""
+    """Lines about the real time in hooks, bounds that no policy can beat, and what went wrong."""
     columns = dict(zip(cell.names, cell.figures, strict=True))
     hooks = ", ".join(f"{name} {_hook_time(column):.0f}" for name, column in columns.items())
     yield f"real time in hooks, us per step (differs from run to run): {hooks}"

@@ -79,8 +79,8 @@ class Swarm:
     ``policy``: a name, dotted path, class or object in place of a shipped one drawn by name, with
     its ``options`` (``None``: drawn). ``every``: the whole state is checked once in this many
     operations, and one in this many runs is searched for requests that are still referenced; plans,
-    outputs, tables and the end of each run are always checked. ``halves``: makes the resources of
-    real drafters and grammars; without it these are simulated in every case.
+    outputs, tables and the end of each run are always checked. ``halves``: a function
+    that builds real drafters and grammars, which some runs use; without it, all simulate them.
     """
 
     def __init__(
