@@ -159,8 +159,8 @@ def coming(cell: Cell) -> str:
 
 
 def rows_of(cell: Cell, first_seed: int) -> list[dict[str, Any]]:
-    """One row of a table for each policy and seed with figures: every figure, the policy's number of
-    seeds and of overloaded runs, and the names of policies without figures. If no policy has
+    """One row of a table for each policy and seed with figures: every figure, the policy's number
+    of seeds and of overloaded runs, and the names of policies without figures. If no policy has
     figures, a single row has only these names."""
     where = {"load": cell.load, "rate": cell.rate, "capacity": cell.capacity}
     more = {"setting": cell.setting, "left_out": lab.left_out_text(cell.left_out)}

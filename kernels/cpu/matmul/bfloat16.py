@@ -432,8 +432,8 @@ def _panel_tiles(p, own, rows, copies, sums, place, soft):
 @njit(inline="always")
 def _two_tiles(own, left, b, c, span, ahead, soft):
     """Add left @ b to c [16, 32], or set c if the span starts at step 0. left: address and row
-    stride; span: (first step of 32 inputs, number of steps); ahead: address to prefetch, or 0; soft:
-    whether AMX is emulated, in the tiles `own`."""
+    stride; span: (first step of 32 inputs, number of steps); ahead: address to prefetch, or 0;
+    soft: whether AMX is emulated, in the tiles `own`."""
     (a, lda), (begin, num) = left, span
     if begin:
         amx.load(own, 0, c, 128, soft)
