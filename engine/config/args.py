@@ -116,7 +116,7 @@ def _absolute(name: str, path: str | Path | None) -> str | None:
     if path is None:
         return None
     if not str(path):
-        raise ConfigError(f"{name} is '', must be a path; leave it out if there is none")
+        raise ConfigError(f"{name} is '', must be a path, or be left out")
     return str(Path(path).expanduser().absolute())
 
 

@@ -60,7 +60,7 @@ class Decided:
     scheduler: SchedulerConfig
     """The scheduler's configuration; its max_model_len fits the pool."""
     model: str = ""
-    """Directory of the model, or its name on a hub; empty if there is none."""
+    """Directory of the model, or its name on a hub; empty without a model."""
     capabilities: tuple[str, ...] = ()
     """Optional parts of a plan that the worker supports (``engine.messages.step.PARTS``)."""
     kv_groups: tuple[Group, ...] = (FULL,)

@@ -111,13 +111,13 @@ class ModelInfo:
     path: Path
     """The model directory."""
     architecture: str
-    """First of config.json's ``architectures``; empty if there is none."""
+    """First of config.json's ``architectures``, or empty."""
     model_type: str
     """config.json's ``model_type``; for a multimodal model that of its text part."""
     hf: dict[str, Any]
     """config.json; for a multimodal model its text part."""
     generation: dict[str, Any] = field(default_factory=dict)
-    """generation_config.json; empty if there is none."""
+    """generation_config.json; empty without that file."""
     eos_token_ids: tuple[int, ...] = ()
     """End-of-text ids in config.json and generation_config.json."""
 

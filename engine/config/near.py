@@ -48,7 +48,7 @@ def near_options(name: str, known: Iterable[str]) -> list[str]:
 
 
 def suggestion(near: list[str]) -> str:
-    """Return the end of a message that suggests these names; "" if there are none."""
+    """Return the end of a message that suggests these names; "" without names."""
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 

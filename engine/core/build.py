@@ -112,13 +112,13 @@ def log_pool(decided: Decided, facts: ModelFacts) -> None:
         max_concurrency(num_usable, decided.kv_groups, block_size, decided.max_model_len),
         decided.max_model_len,
     )
-    for window, count in Counter(group.window for group in decided.kv_groups).items():
-        if window:
-            most = window_blocks(window, decided.scheduler.max_num_batched_tokens, block_size)
+    for group, count in Counter(decided.kv_groups).items():
+        if group.window:
             logger.info(
                 "layers with a window of %d tokens: %d KV groups, in each of which a request holds "
                 "at most %d blocks, and %d while it decodes",
-                *(window, count, most, window_blocks(window, 1, block_size)),
+                *(group.window, count, group.max_blocks),
+                window_blocks(group.window, 1, block_size),
             )
 
 

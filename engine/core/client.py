@@ -50,7 +50,7 @@ class CoreClient(Protocol):
         outputs. Raises ``RequestTypeError`` for ids that are not strings."""
 
     def step(self) -> list[CoreOutputs]:
-        """Return the outputs of the core's steps, [] if there are none.
+        """Return the outputs of the core's steps, [] without any.
 
         Runs one step if the core is in this process; else waits a short time for outputs.
         """

@@ -33,7 +33,7 @@ class Executor(Protocol[Ticket]):
     def sample(self, ticket: Ticket, masks: Masks | None) -> None:
         """Start to sample a step whose plan has a ``MaskPart``; called before the next launch.
 
-        ``masks``: ``None`` if there are none; the rows that need one then fail.
+        ``masks``: ``None`` without masks; the rows that need one then fail.
         """
         ...
 

@@ -24,13 +24,13 @@ from engine.errors import (
     RequestTypeError,
     WireError,
 )
+from engine.frontend.chats import render_chats
 from engine.frontend.text_workers import TextPool
 from engine.messages.finite import check_finite
 from engine.messages.params import SamplingParams, check_params_for_vocab, is_finite
 from engine.messages.requests import AddRequest
 from engine.messages.structured import NO_RULES, ObjectRules, grammar_of
-from engine.messages.text import Rendering
-from engine.text.chat import Messages, chat_values
+from engine.text.chat import Messages
 from engine.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -191,7 +191,8 @@ class InputProcessor:
         ``apply_chat_template``. Raises the ``RequestError`` of the first that cannot be
         rendered."""
         assert self._tokenizer is not None
-        return render_chats(self._tokenizer, self._pool, conversations, options)
+        rendered = render_chats(self._tokenizer, self._pool, conversations, options)
+        return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in rendered]
 
     def _grammar(self, params: SamplingParams) -> str | None:
         """The grammar for ``structured_outputs``, as a string for the core; ``None`` without."""
@@ -518,8 +519,8 @@ class PromptEncoder:
             started[place] = done
 
     def _begin(self, text: str) -> StartedIds:
-        """Start tokenising in a text process; ``None`` if there are none or the text is not valid
-        Unicode."""
+        """Start tokenising in a text process. Returns ``None`` without such processes, or if the
+        text is not valid Unicode."""
         try:
             return None if self._pool is None else self._pool.encode(text)
         except UnicodeError:
@@ -544,65 +545,6 @@ def too_long(length: str, limit: int, before: str = "") -> RequestError:
         length=length,
         limit=limit,
     )
-
-
-Begun = Callable[[], Rendering]
-"""Function that returns a rendered conversation, waiting for another process if that renders it;
-raises the error of the rendering."""
-
-
-def render_chats(
-    tokenizer: Tokenizer,
-    pool: TextPool | None,
-    conversations: Iterable[Messages],
-    options: dict[str, Any],
-) -> list[TextPrompt]:
-    """Render conversations to prompts with token ids; only the template adds special tokens.
-
-    ``options``: as for ``Tokenizer.apply_chat_template``. Raises the ``RequestError`` of the first
-    conversation that cannot be rendered.
-    """
-    begun = [_begin(tokenizer, pool, messages, options) for messages in conversations]
-    return [
-        {"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in (f() for f in begun)
-    ]
-
-
-def _begin(
-    tokenizer: Tokenizer, pool: TextPool | None, messages: Messages, options: dict[str, Any]
-) -> Begun:
-    here = partial(_render_here, tokenizer, messages, options)
-    if pool is None:
-        return here
-    try:
-        inputs = tokenizer.chat_inputs(messages, **options)
-        values = chat_values(inputs.messages, inputs.values)
-        if _has_tuple(values):  # it would arrive as a list, which templates render differently
-            return here
-        future = pool.render(inputs.template, values)
-    except Exception:  # raised again in order, since an earlier conversation may be invalid too
-        return here
-    return partial(_result, future.result, here)
-
-
-def _result(elsewhere: Begun, here: Begun) -> Rendering:
-    try:
-        return elsewhere()
-    except WireError:  # numbers or sizes that a message cannot hold
-        return here()
-
-
-def _render_here(tokenizer: Tokenizer, messages: Messages, options: dict[str, Any]) -> Rendering:
-    text = tokenizer.apply_chat_template(messages, **options)
-    return Rendering(text, tokenizer.encode(text, add_special_tokens=False))
-
-
-def _has_tuple(value: Any) -> bool:
-    if isinstance(value, dict):
-        return any(_has_tuple(item) for pair in value.items() for item in pair)
-    if isinstance(value, list):
-        return any(_has_tuple(item) for item in value)
-    return isinstance(value, tuple)
 
 
 def _without_schema(params: SamplingParams) -> SamplingParams:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from engine.config.kv_groups import Group, window_blocks
+from engine.config.kv_groups import FULL, Group, window_blocks
 from engine.errors import ConfigError
 
 
@@ -56,13 +56,15 @@ class KVLayout(NamedTuple):
 MOST_PADDED = 1.025  # most memory of a request of full length, relative to what its layers need
 
 
+def one_group(layers: Sequence[PagedKV], block_size: int) -> KVLayout:
+    """The layout in which all layers keep all tokens. Raises as ``make_layout``."""
+    num = len(layers)
+    block_bytes = num * _token_bytes(layers) * block_size
+    return KVLayout((FULL,), (0,) * num, tuple(range(num)), block_bytes)
+
+
 def make_layout(
-    layers: Sequence[PagedKV],
-    *,
-    block_size: int,
-    max_num_batched_tokens: int,
-    max_model_len: int,
-    frees_windows: bool = True,
+    layers: Sequence[PagedKV], *, block_size: int, max_num_batched_tokens: int, max_model_len: int
 ) -> KVLayout:
     """Group layers with the same window, and give each layer a part of its group's blocks.
 
@@ -70,23 +72,14 @@ def make_layout(
     fewer groups, which need fewer block tables, but leave more memory unused. So the number of
     parts is chosen for the fewest groups, as long as a request of ``max_model_len`` tokens takes at
     most ``MOST_PADDED`` times the memory that its layers need. Groups of full attention come first.
-    Without ``frees_windows``, blocks outside a window are kept, and all layers count as full
-    attention.
 
     Raises ``ConfigError`` if layers keep different numbers of bytes per token, since their blocks
     could not come from one pool.
     """
-    by_bytes: dict[int, list[int]] = {}
+    token_bytes = _token_bytes(layers)
     by_window: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
-        by_bytes.setdefault(layer.token_bytes, []).append(index)
-        by_window.setdefault(layer.window if frees_windows else 0, []).append(index)
-    if len(by_bytes) > 1:
-        sizes = "; ".join(f"{size} in layers {indices}" for size, indices in by_bytes.items())
-        raise ConfigError(
-            f"layers keep different numbers of bytes of KV per token ({sizes}), but all blocks of "
-            "the KV cache have one size; models with several layer sizes are not supported"
-        )
+        by_window.setdefault(layer.window, []).append(index)
     num_parts = _choose_parts({w: len(found) for w, found in by_window.items()}, max_model_len)
     groups: list[Group] = []
     group_of, parts = [0] * len(layers), [0] * len(layers)
@@ -97,8 +90,22 @@ def make_layout(
             if not parts[index]:
                 groups.append(Group(window=window, max_blocks=most))
             group_of[index] = len(groups) - 1
-    block_bytes = num_parts * layers[0].token_bytes * block_size
+    block_bytes = num_parts * token_bytes * block_size
     return KVLayout(tuple(groups), tuple(group_of), tuple(parts), block_bytes)
+
+
+def _token_bytes(layers: Sequence[PagedKV]) -> int:
+    """Bytes of K and V of one token in each layer. Raises ``ConfigError`` if layers differ."""
+    by_bytes: dict[int, list[int]] = {}
+    for index, layer in enumerate(layers):
+        by_bytes.setdefault(layer.token_bytes, []).append(index)
+    if len(by_bytes) > 1:
+        sizes = "; ".join(f"{size} in layers {indices}" for size, indices in by_bytes.items())
+        raise ConfigError(
+            f"layers keep different numbers of bytes of KV per token ({sizes}), but all blocks of "
+            "the KV cache have one size; models with several layer sizes are not supported"
+        )
+    return layers[0].token_bytes
 
 
 def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:

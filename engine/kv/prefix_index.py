@@ -129,7 +129,7 @@ def media_runs(
 ) -> list[tuple[int, int, bytes]]:
     """Split the blocks [first, before) into ranges. A new range starts at each block in which media
     items begin. Returns (start, end, key) of each range; the key encodes hash, offset and length of
-    the items that begin in its first block, b"" if there are none.
+    the items that begin in its first block, b"" without items.
 
     Items must be sorted by offset.
     """

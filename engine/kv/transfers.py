@@ -106,7 +106,7 @@ class Transfers:
         return farewell.params
 
     def sent(self, request_id: str) -> bool:
-        """Record the end of a transfer of an ended request. False if there is none of this id."""
+        """Record the end of a transfer of an ended request. False for an unknown id."""
         loan = self.lent.get(request_id)
         if loan is None:
             return False

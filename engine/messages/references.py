@@ -47,7 +47,7 @@ class References:
         return found
 
     def _at(self, reference: str) -> list[Any]:
-        """The schema to which a reference leads, as a list with one entry; [] if there is none."""
+        """The schema to which a reference leads, as a list with one entry, or []."""
         if reference in self._named:
             return [self._named[reference]]
         base, path = urldefrag(reference)

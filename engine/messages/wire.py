@@ -99,7 +99,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag="welcome"):
     num_kv_blocks: int
     block_size: int
     time: float  # seconds on the core's clock
-    model: str = ""  # directory of the model on the core's machine; "" if there is none
+    model: str = ""  # directory of the model on the core's machine; "" without one
     capabilities: list[str] = []  # supported plan parts, e.g. adapters or masks
 
 

@@ -218,7 +218,7 @@ class EncoderBudget(Resource):
 
     def _affordable(self, req: Request, start: int, upto: int) -> int:
         """The position of the first media item in [start, upto) that is neither cached nor can be
-        encoded in this step; ``upto`` if there is none."""
+        encoded in this step; ``upto`` without one."""
         uses = self._uses.get(req.request_id, {})
         found: set[str] = set()
         room, tokens_left = self.cache.num_available, self._tokens_left

@@ -78,7 +78,7 @@ def _check_config(hf: PreTrainedConfig) -> None:
 
 
 def layer_types(hf: PreTrainedConfig) -> set[str]:
-    """Layer types named in a config; empty if there are none."""
+    """Layer types that a config names; may be empty."""
     return set(getattr(hf.get_text_config(decoder=True), "layer_types", None) or ())
 
 

@@ -121,7 +121,7 @@ class StoredWeights:
             filled += part.size
 
     def _choose(self, target: Target) -> tuple[TargetPart, ...]:
-        """The first alternative whose tensors all exist. Raises ``ModelError`` if there is none."""
+        """The first alternative whose tensors all exist. Raises ``ModelError`` without one."""
         for way in target.ways:
             if all(map(self._is_there, way)):
                 return way

@@ -68,7 +68,7 @@ class Balancer:
 
     def _fair(self, beginnings: list[int]) -> int:
         """The core that was sent the longest beginning of this prompt before and is not too busy;
-        if there is none, the core with the least work."""
+        without one, the core with the least work."""
         least = min(self.loads[core] for core in self._here)
         limit = max(MAX_LEAD * least, least + MIN_LEAD_TOKENS)
         for beginning in reversed(beginnings):

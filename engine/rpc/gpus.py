@@ -18,7 +18,7 @@ AMD_DRIVER = Path("/dev/kfd")
 def environments_of(device: Device, num_cores: int) -> list[Mapping[str, str]]:
     """The environment variables of each core, which make one GPU visible to it.
 
-    Raises ``ConfigError`` if there are fewer GPUs than cores. If there are none, the cores raise
+    Raises ``ConfigError`` if there are fewer GPUs than cores. Without GPUs, the cores raise
     the error when they resolve the device.
     """
     nothing: list[Mapping[str, str]] = [NO_VALUES] * num_cores

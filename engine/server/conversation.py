@@ -148,7 +148,7 @@ def with_text(message: Message, text: str, between: str = "\n") -> Message:
 
 
 def thought_of(message: Message) -> str:
-    """The thinking of an assistant message, empty if there is none."""
+    """The thinking of an assistant message, empty without thinking."""
     found = next((message[name] for name in REASONING_NAMES if message.get(name)), "")
     return found if isinstance(found, str) else ""
 

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, ModelInfo
 from engine.errors import ConfigError
-from engine.kv.layout import make_layout
+from engine.kv.layout import one_group
 from engine.messages.step import Column, DraftPart, StepPlan, StepResult
 from engine.models.assemble import compute_dtype
 from engine.models.decoder import NativeDecoder
@@ -87,13 +87,7 @@ class DraftModel(Feature):
         self._kv_dtype = apply_kv_dtype(model, requested, platform.device)
         dtype_bytes = self._kv_dtype.itemsize
         self._layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
-        self._layout = make_layout(
-            self._layers,
-            block_size=config.block_size,
-            max_num_batched_tokens=sched.max_num_batched_tokens,
-            max_model_len=sched.max_model_len,
-            frees_windows=False,
-        )
+        self._layout = one_group(self._layers, config.block_size)
         self._target = machine
         slots = machine.slots.twin(platform)
         num_seqs, num_tokens = sched.max_num_seqs, sched.max_num_batched_tokens
@@ -339,8 +333,8 @@ class _Proposals:
         self._parts.append((work, fetched))
 
     def drafts(self) -> DraftPart | None:
-        """Wait for the copies from the device. Returns the drafts of all rows of the plan, ``None``
-        if there are none."""
+        """Wait for the copies from the device. Returns the drafts of all rows of the plan, or
+        ``None``."""
         by_slot: dict[int, list[int]] = {}
         for work, fetched in self._parts:
             fetched.done.synchronize()

@@ -33,7 +33,7 @@ class NgramProposer:
         self._places: dict[int, NgramPlaces] = {}  # by arrival number of the request
 
     def propose(self, req: Request, num_tokens: int) -> Sequence[int]:
-        """The tokens after an earlier occurrence of the last tokens; empty if there is none."""
+        """The tokens after an earlier occurrence of the last tokens; empty without one."""
         places = self._places.get(req.arrival)
         if places is None:
             places = self._places[req.arrival] = NgramPlaces(
@@ -76,7 +76,7 @@ class NgramPlaces:
 
     def find(self, tokens: array[int]) -> int | None:
         """Find the longest n-gram at the end of the text that also occurred earlier. Returns the
-        index after its last earlier occurrence; ``None`` if there is none."""
+        index after its last earlier occurrence; ``None`` without one."""
         end = len(tokens)
         codes = self._codes(tokens, end)
         self._last = end, codes

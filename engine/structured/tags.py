@@ -43,7 +43,7 @@ def lark_of(tags: dict[str, Any], special_of: SpecialOf, name: str = "of") -> st
 
 
 def trigger_of(structure: dict[str, Any], triggers: list[str]) -> str:
-    """Find the longest trigger that starts the tag. Raises ``ValueError`` if there is none."""
+    """Find the longest trigger that starts the tag. Raises ``ValueError`` without one."""
     found = [trigger for trigger in triggers if structure["begin"].startswith(trigger)]
     if not found:
         raise ValueError(

@@ -86,7 +86,7 @@ class Tokenizer:
 
     @cached_property
     def max_chars_per_token(self) -> int | None:
-        """A bound on the characters of a text per token; ``None`` if there is none."""
+        """A bound on the characters of a text per token; ``None`` if it has no bound."""
         return self.backend.max_chars_per_token()
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
@@ -197,7 +197,7 @@ class Tokenizer:
 
 
 def load_tokenizer(config: ModelConfig) -> Tokenizer:
-    """Load the tokenizer of a model. Raises ``ModelError`` if there is none."""
+    """Load the tokenizer of a model. Raises ``ModelError`` if the model has none."""
     root = Path(config.tokenizer or config.model).expanduser()
     if config.tokenizer is None:
         read_model_info(root)  # raises for a directory without a model

@@ -23,7 +23,7 @@ LEAST_CAPABILITY = (8, 0)  # compute capability that the kernels need: Ampere
 def resolve_device(requested: Device) -> Device:
     """Return "cpu" or "cuda". "auto" selects a GPU if there is one.
 
-    Raises ``ConfigError`` if a GPU is requested and there is none.
+    Raises ``ConfigError`` if a GPU is requested and none is available.
     """
     if requested == "cpu" or (requested == "auto" and not torch.cuda.is_available()):
         return "cpu"

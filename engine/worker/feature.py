@@ -38,7 +38,7 @@ class Feature:
 
     part = ""  # field of the plan that it reads (``engine.messages.step.CAPABILITIES``)
     aux_layers: tuple[int, ...] = ()  # layers whose outputs ``drawn`` reads
-    reads_first_group = False  # it goes by the block tables of the first KV group, for all tokens
+    reads_first_group = False  # uses the first KV group's blocks, which must keep all tokens
 
     @property
     def methods(self) -> Mapping[str, Callable[..., Any]]:

@@ -123,7 +123,7 @@ def make_roofline(
 
 
 def known_ceilings(threads: int, *, is_quiet: bool) -> Ceilings | None:
-    """Return the stored ceilings. If there are none, measure (0.5 s) and store them if ``is_quiet``
+    """Return the stored ceilings. Without any, measure (0.5 s) and store them if ``is_quiet``
     (this start compiles nothing), else return ``None``. Also ``None`` if there is no place to store
     them: every start would measure."""
     file = kept_file(f"ceilings-{threads}.json")

@@ -23,7 +23,7 @@ from engine.config.gpu_memory import GIB, kv_budget, most_mixed
 from engine.config.kv_groups import request_blocks
 from engine.config.model import ModelInfo
 from engine.errors import ConfigError
-from engine.kv.layout import KVLayout, PagedKV, make_layout
+from engine.kv.layout import KVLayout, PagedKV, make_layout, one_group
 from engine.messages.step import Column, Masks, StepPlan, StepResult, check_parts
 from engine.models.assemble import activation_dtype, compute_dtype
 from engine.models.decoder import NativeDecoder
@@ -265,14 +265,14 @@ class ModelWorker:
         config, sched = self.config, self.config.scheduler
         dtype_bytes = self._kv_dtype.itemsize
         layers = [replace(layer, dtype_bytes=dtype_bytes) for layer in model.cache_spec]
+        keeps_all = any(feature.reads_first_group for feature in self._features)
+        if keeps_all and all(layer.window for layer in layers):
+            return layers, one_group(layers, config.block_size)
         layout = make_layout(
             layers,
             block_size=config.block_size,
             max_num_batched_tokens=sched.max_num_batched_tokens,
             max_model_len=sched.max_model_len,
-            # A feature that goes by the first group's blocks needs those of all tokens.
-            frees_windows=any(not layer.window for layer in layers)
-            or not any(feature.reads_first_group for feature in self._features),
         )
         return layers, layout
 

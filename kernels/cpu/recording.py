@@ -141,7 +141,7 @@ def record(
     work: Work, given: torch.Tensor, meta: AttentionMeta, memory: torch.Tensor
 ) -> tuple[torch.Tensor, Recording | None]:
     """Compute the work and record it, if it consists only of kernel launches. Returns the result
-    and the recording, ``None`` if there is none. memory: the arena, uint8."""
+    and the recording, or ``None``. memory: the arena, uint8."""
     watch = _Watch(memory)
     given = watch.placed(torch.empty_like(given)).copy_(given)
     with noted() as launches, watch:

@@ -49,7 +49,7 @@ def delay(requests: Requests) -> Floats:
 
 
 def longest_gap(requests: Requests) -> Floats:
-    """Seconds of the longest gap between two tokens; 0 if there is none [requests]."""
+    """Seconds of the longest gap between two tokens; 0 without gaps [requests]."""
     gaps = requests.times("longest_gap")
     is_one = requests.counts("num_output") <= 1
     return np.where(np.isnan(gaps) & is_one, 0.0, gaps)

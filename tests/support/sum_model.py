@@ -6,7 +6,7 @@ import torch
 
 from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig
-from engine.kv.layout import PagedKV, make_layout
+from engine.kv.layout import PagedKV, one_group
 from engine.layers.batch import Hidden
 from engine.worker.platform.host import CpuPlatform, HostPlatform
 from engine.worker.runner import Driver, Runner
@@ -104,9 +104,7 @@ def make_run(
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     made_here = [] if make_feature is None else [make_feature(config)]
     features = (*features, *made_here)
-    layout = make_layout(
-        SumModel.cache_spec, block_size=BLOCK, max_num_batched_tokens=64, max_model_len=LONGEST
-    )
+    layout = one_group(SumModel.cache_spec, BLOCK)
     machine = make_machine(model or SumModel(), platform, config, layout, features)
     machine.kv.append(torch.full((num_blocks, 2, 1, BLOCK, 1), torch.nan))
     machine.kv[0][0] = 0  # the null block takes what nobody reads

@@ -25,6 +25,7 @@ from engine.kv.layout import (
     agreed_num_blocks,
     cross_attention_blocks,
     make_layout,
+    one_group,
 )
 from engine.kv.manager import KVManager
 from engine.sched.policies import POLICIES
@@ -263,10 +264,10 @@ def test_layers_that_keep_different_amounts_are_named():
         make_layout(layers, block_size=16, max_num_batched_tokens=512, max_model_len=8192)
 
 
-def layout_of(windows, max_model_len=32768, **options):
+def layout_of(windows, max_model_len=32768):
     layers = [PagedKV(num_kv_heads=2, head_dim=64, window=window) for window in windows]
     sizes = {"block_size": 16, "max_num_batched_tokens": 512, "max_model_len": max_model_len}
-    return make_layout(layers, **sizes, **options)
+    return make_layout(layers, **sizes)
 
 
 def test_layers_with_the_same_window_form_groups():
@@ -300,7 +301,8 @@ def test_a_request_takes_what_its_layers_need(windows, shape):
 
 
 def test_one_group_keeps_everything_where_windows_are_not_freed():
-    layout = layout_of((1024, 0, 1024), frees_windows=False)
+    layers = [PagedKV(num_kv_heads=2, head_dim=64, window=window) for window in (1024, 0, 1024)]
+    layout = one_group(layers, 16)
     assert layout.groups == (FULL_GROUP,) and layout.parts == (0, 1, 2)
 
 

@@ -12,7 +12,7 @@ from support.timed import timed_run
 from engine.errors import ConfigError, RequestError
 from engine.sched import Policy
 from engine.sched.plugins.find import find_policy
-from engine.sched.plugins.hooks import RankCheck
+from engine.sched.plugins.ranks import RankCheck
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.table import Users
 from policylab.verify.testing import PolicyError, check_policy

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from support.simulate import make_request, make_run
 
-from engine.sched.plugins.hooks import Last, RankCheck
+from engine.sched.plugins.ranks import Last, RankCheck
 from engine.sched.policies.fcfs import FCFS
 from engine.sched.request import Request
 from engine.sched.roster import RankedQueue

@@ -15,7 +15,7 @@ from engine.config.engine import ResolvedConfig
 from engine.config.model import ModelConfig, read_model_info
 from engine.core.engine_core import EngineCore
 from engine.errors import ConfigError
-from engine.kv.layout import make_layout
+from engine.kv.layout import one_group
 from engine.lora.decide import AdapterSlots
 from engine.messages.params import SamplingParams
 from engine.messages.step import KVReport
@@ -66,7 +66,7 @@ def run_of(model, features=(), resources=(), sizes=CPU, depth: int = 1) -> Run:
     )
     platform = CpuPlatform() if sizes is CPU else HostPlatform()
     layers = model.cache_spec
-    layout = make_layout(layers, block_size=BLOCK, max_num_batched_tokens=64, max_model_len=LONGEST)
+    layout = one_group(layers, BLOCK)
     machine = make_machine(model, platform, config, layout, features)
     shape = (64, 2, layers[0].num_kv_heads, BLOCK, layers[0].head_dim)
     machine.kv.extend(torch.zeros(shape) for _ in layers)

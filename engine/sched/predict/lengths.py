@@ -135,7 +135,7 @@ class NoPredictor:
 class HistoryPredictor:
     """Predicts the mean length of finished outputs that are longer than the request's is now.
 
-    If there are none, the longest output that the request may have is assumed.
+    Without any, the longest output that the request may have is assumed.
     """
 
     name = "history"

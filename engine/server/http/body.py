@@ -49,5 +49,5 @@ class Bodies:
 
 
 def _declared(request: Request) -> int:
-    """The Content-Length, which the HTTP parser has checked; 0 if there is none."""
+    """The Content-Length, which the HTTP parser has checked; 0 without the header."""
     return int(request.headers.get("content-length", 0))

@@ -63,7 +63,7 @@ class CallReader(ABC):
         caller rewinds the source."""
 
     def following(self) -> Steps[bool]:
-        """Try to parse a call that follows another without an opener; False if there is none."""
+        """Try to parse a call that follows another without an opener; False if none follows."""
         return False
         yield
 

@@ -25,12 +25,12 @@ class ObjectCalls(CallReader):
     trailing: tuple[str, ...] = ("}", "]", FENCE)
 
     def attempt(self) -> Steps[bool]:
-        """Try to parse a call at an opener, code fence, bracket or brace; False if it is none."""
+        """Try to parse a call at an opener, code fence, bracket or brace, or return False."""
         is_marked = yield from self.accept_openers(self.openers)
         return (yield from self.value(is_marked=is_marked))
 
     def value(self, *, is_marked: bool) -> Steps[bool]:
-        """Try to parse an object as a call; False if it is none. is_marked: an opener precedes it;
+        """Try to parse an object as a call, or return False. is_marked: an opener precedes it;
         without one the object may have only the members of a call."""
         source = self.source
         char = yield from source.skip_space()
@@ -45,7 +45,7 @@ class ObjectCalls(CallReader):
         return (yield from ObjectCall(self, is_marked=is_marked).read())
 
     def following(self) -> Steps[bool]:
-        """Try to parse a call that follows another without an opener; False if there is none."""
+        """Try to parse a call that follows another without an opener; False if none follows."""
         yield from self.source.match(SPACE_OR_SEPARATOR)
         char = yield from self.source.peek()
         if not char or char not in "{[`":

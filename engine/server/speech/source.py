@@ -87,7 +87,7 @@ class TextSource:
         return found
 
     def match(self, pattern: re.Pattern[str]) -> Waits[re.Match[str] | None]:
-        """Skip and return a match at the position; ``None`` if there is none. ``pattern`` must also
+        """Skip and return a match at the position; ``None`` without a match. ``pattern`` must also
         match every beginning of a text that it matches."""
         yield from self.peek()
         while True:

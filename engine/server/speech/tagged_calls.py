@@ -41,7 +41,7 @@ class TaggedCalls(ObjectCalls):
 
     @abstractmethod
     def _key(self) -> Waits[str | None]:
-        """Parse the name of the next argument, up to its value; ``None`` if there is none."""
+        """Parse the name of the next argument, up to its value; ``None`` if no argument follows."""
 
     @abstractmethod
     def _next_keys(self, names: Iterable[str]) -> Iterable[str]:
@@ -69,7 +69,7 @@ class TaggedCalls(ObjectCalls):
         yield CallEnd()
 
     def _any_arguments(self, name: str, first: tuple[str, ...], *, is_marked: bool) -> Steps[bool]:
-        """Try to parse the arguments of a call; False if there are none. first: tags that may begin
+        """Try to parse the arguments of a call, or return False. first: tags that may begin
         them; is_marked: an opener precedes the call, so that it needs no arguments."""
         char = yield from self.source.skip_space()
         if (yield from self.source.standing(0, (*first, *self.closers))):

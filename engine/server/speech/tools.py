@@ -80,7 +80,7 @@ def tools_of(
     given: list[dict[str, Any]] | None, choice: Any, parallel: bool | None
 ) -> Tools | None:
     """The tools that may be called, by a request's ``tools``, ``tool_choice`` and
-    ``parallel_tool_calls``; ``None`` if there are none. Raises ``ApiError``."""
+    ``parallel_tool_calls``; ``None`` without tools. Raises ``ApiError``."""
     if not given:
         if choice not in (None, "none", "auto"):
             raise field_error(
@@ -220,7 +220,7 @@ def kinds_of(schema: Any, root: dict[str, Any], depth: int = 0) -> ValueKinds:
 
 
 def _at(root: Any, reference: str) -> Any:
-    """The schema that a local reference points to; ``None`` if there is none."""
+    """The schema that a local reference points to, or ``None``."""
     found = root
     for part in reference.removeprefix("#").strip("/").split("/"):
         name = part.replace("~1", "/").replace("~0", "~")

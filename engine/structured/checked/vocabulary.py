@@ -70,7 +70,7 @@ class Vocabulary:
         return self._texts[token]
 
     def spelling(self, text: bytes) -> int | None:
-        """Return the token with exactly this text, ``None`` if there is none."""
+        """Return the token with exactly this text, or ``None``."""
         at = bisect_left(self.in_order, text)
         is_there = at < len(self.in_order) and self.in_order[at] == text
         return int(self.tokens[at]) if is_there else None

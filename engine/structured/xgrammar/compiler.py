@@ -180,7 +180,7 @@ class XGrammarMatcher:
 
 
 def wrong_in(grammar: Grammar) -> str:
-    """Compile a grammar for a vocabulary of bytes. Returns the error, "" if there is none."""
+    """Compile a grammar for a vocabulary of bytes. Returns the error, or ""."""
     try:
         source = source_of(grammar)
         tokens = [bytes([each]) for each in range(256)]

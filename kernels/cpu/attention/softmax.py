@@ -81,7 +81,7 @@ def settle(values, total, largest, sink, target, size):
 
 @njit(**EXACT)
 def largest_between(scores, first, end):
-    """The largest of scores[first:end], EMPTY if there are none. NaN is ignored here; its weight
+    """The largest of scores[first:end], EMPTY for no scores. NaN is ignored here; its weight
     and so the row's sum of weights become NaN anyway."""
     return largest_of(scores.ctypes.data + first * 4, end - first, EMPTY)
 

@@ -73,7 +73,7 @@ class Point:
     requests."""
 
     def value(self, name: str) -> float:
-        """The mean of the figure of this name; NaN if there is none."""
+        """The mean of the figure of this name; NaN without values."""
         found = self.values.get(name)
         return nan if found is None else found.value
 

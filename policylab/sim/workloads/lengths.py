@@ -93,7 +93,7 @@ class Quantiles:
         self, mean_at: Callable[[float], float], low: float, high: float, else_: float | None = None
     ) -> float:
         """The argument from ``low`` to ``high`` at which the rising function ``mean_at`` equals the
-        trace's mean, found by bisection; the nearer end if there is none. If ``else_`` already
+        trace's mean, found by bisection; the nearer end if none fits. If ``else_`` already
         gives that mean, it is returned instead."""
         if else_ is not None and abs(mean_at(else_) / self.mean - 1.0) < EXACT:
             return else_

@@ -32,7 +32,7 @@ class JobSource:
 
     @property
     def next_time(self) -> float:
-        """The arrival time of the next job; infinity if there is none."""
+        """The arrival time of the next job; infinity if no job follows."""
         return self._coming[0][0] if self._coming else inf
 
     @property
