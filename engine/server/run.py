@@ -51,9 +51,7 @@ DEAD = 1  # exit status when the engine has died
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 QUEUE_PER_SEAT = 8  # waiting requests per ``max_num_seqs``, by default
 MIN_QUEUE = 256  # waiting requests, by default at least
-SEND_BUFFER = (
-    64 << 10
-)  # bytes; the system's default grows to megabytes for a client that does not read
+SEND_BUFFER = 64 << 10  # bytes; the system's default grows to megabytes for a slow reader
 
 
 @dataclass(frozen=True)

@@ -47,17 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X,Y,...",
         help=f"arrival rates as shares of the rate that fcfs can serve; default: {lab.LOAD}",
     )
-    parser.add_argument(
-        "--rate", type=float, metavar="R", help="requests per second, in place of --loads"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=10,
-        metavar="N",
-        help="number of seeds; default: 10",
-    )
-    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
+    lab.add_rate_and_seeds(parser, in_place_of="--loads", num_seeds=10)
     parser.add_argument(
         "--sweep",
         metavar="OPTION=A,B,...",

@@ -66,6 +66,18 @@ def add_requests(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_rate_and_seeds(
+    parser: argparse.ArgumentParser, *, in_place_of: str, num_seeds: int
+) -> None:
+    """Add the options of runs over several seeds. in_place_of: the option of loads; num_seeds: the
+    default."""
+    rate = f"requests per second, in place of {in_place_of}"
+    parser.add_argument("--rate", type=float, metavar="R", help=rate)
+    seeds = "number of seeds; default: %(default)s"
+    parser.add_argument("--seeds", type=int, default=num_seeds, metavar="N", help=seeds)
+    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
+
+
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Add the options that size the simulated engine."""
     group = parser.add_argument_group("engine")

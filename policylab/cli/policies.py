@@ -56,17 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help=f"arrival rate as a share of the rate that fcfs can serve; default: {lab.LOAD}",
     )
-    parser.add_argument(
-        "--rate", type=float, metavar="R", help="requests per second, in place of --load"
-    )
-    parser.add_argument(
-        "--seeds",
-        type=int,
-        default=1,
-        metavar="N",
-        help="number of seeds; default: 1",
-    )
-    parser.add_argument("--jobs", type=int, default=1, metavar="J", help="processes; default: 1")
+    lab.add_rate_and_seeds(parser, in_place_of="--load", num_seeds=1)
     parser.add_argument("--json", action="store_true", help="all figures, as JSON")
     parser.add_argument("--csv", action="store_true", help="all figures, as CSV")
     seeing.add_arguments(parser)
