@@ -4,9 +4,9 @@
     task ── ...                                               ├─> commands ─> thread: core, Session
     task <── Stream, merges outputs for slow readers <────────┴── one wake-up per step
 
-Commands (add, abort, utility calls) are executed in order between steps. The thread waits on a
-condition while there is no work. Only this thread uses the session; streams belong to their event
-loop.
+The thread executes commands (add, abort, utility calls) in their order between two steps, and
+sleeps while there is no work. Only the thread uses the ``Session``; each ``Stream`` belongs to one
+event loop.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ HEALTH_SECONDS = 10.0  # timeout of a health check
 class AsyncLLMEngine:
     """The engine for servers: any number of tasks may call ``generate``.
 
-    Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``.
-    """
+    Times in outputs, ``arrival_time`` and ``deadline`` are seconds of ``time.monotonic``."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -121,8 +120,8 @@ class AsyncLLMEngine:
         request_id: str,
         **options: Unpack[RequestOptions],
     ) -> OutputReader:
-        """Like ``generate``, but returns an ``OutputReader``: call ``next`` until an output is
-        ``finished``, then ``close``."""
+        """Submit a request like ``generate``, but return an ``OutputReader``: call its ``next``
+        until an output is ``finished``, then its ``close``."""
         self._check_alive()
         self.check_room()
         inputs, began = self._session.inputs, self._session.clock()
@@ -169,12 +168,11 @@ class AsyncLLMEngine:
             raise TimeoutError(f"the core has not answered within {timeout:g} s") from None
 
     def add_observer(self, observer: Observer) -> None:
-        """Call ``observer`` with each request that ends from now on: finished, aborted or left by
-        its reader, but not refused ones or those of a core that died.
+        """Call ``observer`` with a summary of each request that ends from now on.
 
-        The engine's thread calls it, and waits for it, in the context (``contextvars``) of the task
-        that reads the request. Its first error is logged and all are counted
-        (``observer_failures``); they have no other effect.
+        Requests that were refused, or that a core's death ended, are not reported. The engine's
+        thread makes the call, in the context (``contextvars``) of the task that reads the request,
+        and waits for it. An observer's errors are counted in ``failures``; the first is logged.
         """
         with self._changed:
             self._check_alive()
@@ -189,17 +187,17 @@ class AsyncLLMEngine:
             callback()
 
     def end_restarts(self) -> None:
-        """Do not restart cores that die from now on, because the engine is about to end."""
+        """Leave cores that die from now on dead: no restart, because the engine is about to end."""
         self._session.client.end_restarts()
 
     @property
     def failures(self) -> Failures:
-        """Numbers of failures of observers in this process. Other parts of the program may add
-        their own."""
+        """Counters of errors that observers raised in this process. Other modules may add
+        theirs."""
         return self._session.failures
 
     def measure(self) -> Latencies:
-        """Latency histograms, which start with the first call. Thread-safe."""
+        """Latency histograms of requests. The first call starts the measurement. Thread-safe."""
         with self._changed:
             return self._session.outputs.measure()
 
@@ -242,8 +240,8 @@ class AsyncLLMEngine:
 
     @property
     def paused(self) -> PauseScope | None:
-        """The scope of the pause that this engine requested; ``None`` without one. Pauses of other
-        clients of its core do not count."""
+        """The scope of the pause that this engine requested, ``None`` if it is not paused. Pauses
+        requested by other clients of the core are not included."""
         return self._paused
 
     async def start_profile(self) -> None:
@@ -293,8 +291,8 @@ class AsyncLLMEngine:
 
     @property
     def object_rules(self) -> ObjectRules:
-        """The engine's defaults for JSON objects in schemas: whether a schema that does not say so
-        allows further properties, and the order of properties."""
+        """Defaults for JSON objects in schemas of structured outputs: whether an object may have
+        properties that its schema does not list, and the order of properties."""
         return self._session.inputs.object_rules
 
     @property
@@ -342,11 +340,11 @@ class AsyncLLMEngine:
     def limit_queue(
         self, max_requests: int, max_seconds: float | None = None, *, num_seats: int = 0
     ) -> None:
-        """Refuse new requests while ``max_requests`` are waiting, or while a new one is estimated
-        to wait more than ``max_seconds`` for its first token.
+        """Refuse new requests while the queue is too long.
 
-        num_seats: maximum number of running requests; 0: unknown. Raises ``ConfigError`` if
-        requests are open; call it before the first request.
+        The queue is too long if it has ``max_requests`` waiting requests, or if a new request would
+        probably wait more than ``max_seconds`` for its first token. num_seats: maximum number of
+        running requests, 0 if unknown. Raises ``ConfigError`` after the first request.
         """
         if self._open:
             raise ConfigError("limit_queue must be called before the first request")
@@ -418,7 +416,8 @@ class AsyncLLMEngine:
         self._die(cause)
 
     def _take_commands(self) -> bool:
-        """Execute commands; block while there is no work. Returns False at a shutdown."""
+        """Execute all queued commands; without work, block until there is some. Returns False if
+        the engine is shutting down."""
         with self._changed:
             while not (self._commands or self._is_closing or self._session.has_unfinished):
                 if not self._changed.wait(ALIVE_SECONDS):
@@ -439,7 +438,8 @@ class AsyncLLMEngine:
         return not self._is_closing
 
     def _submit(self, arrivals: list[Arrival]) -> None:
-        """Add requests. A refused one raises in its own reader only."""
+        """Send new requests to the core. If it refuses a request, only that request's reader gets
+        an error."""
         if not arrivals:
             return
         try:
@@ -455,8 +455,8 @@ class AsyncLLMEngine:
                 stream.post(partial(stream.fail, error))
 
     def _leave(self, stream: Stream) -> None:
-        """Abort the request of a reader that stopped reading, unless a newer request now has its
-        id."""
+        """Abort the request of a reader that stopped reading. Does nothing if that request has
+        ended and a newer one uses its id."""
         if self._live.get(stream.request_id) is stream:
             self._session.drop([stream.request_id])
             del self._live[stream.request_id]
@@ -526,8 +526,8 @@ Deliveries = dict[asyncio.AbstractEventLoop, list[tuple[Stream, RequestOutput]]]
 
 
 class Delivery:
-    """Delivers a step's outputs to readers in one event loop. Its ``repr``, unlike that of
-    a ``functools.partial``, does not show outputs, which must not be logged."""
+    """A callable that delivers one step's outputs to the readers in one event loop. Its ``repr``
+    hides the outputs, so that asyncio never logs users' texts."""
 
     def __init__(self, batch: list[tuple[Stream, RequestOutput]]) -> None:
         self._batch = batch
@@ -561,8 +561,8 @@ def log_death(death: EngineDeadError) -> None:
 
 
 def _run_for(future: Future[Any], function: Callable[[], Any]) -> None:
-    """Run ``function`` and set the future to its result or error. An ``EngineDeadError`` is also
-    raised here, so that the engine's thread ends when a health check finds the core dead."""
+    """Run ``function`` and set the future to its result or error. An ``EngineDeadError`` is raised
+    as well, because it must end the engine's thread."""
     if not future.set_running_or_notify_cancel():
         return
     try:

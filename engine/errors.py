@@ -34,8 +34,7 @@ class RequestError(EngineError, ValueError):
 
     ``param``: the field that is wrong, by its name in the engine (a field of ``SamplingParams`` or
     ``AddRequest``, an option of a request, ``prompt``, ``messages``); ``None``: no single field.
-    ``code``: a stable identifier of the kind of error for programs; messages may change.
-    """
+    ``code``: a stable identifier of the kind of error for programs; messages may change."""
 
     code: str | None = None
 
@@ -53,8 +52,10 @@ class RequestTypeError(RequestError, TypeError):
 
 
 class PromptTooLongError(RequestError):
-    """A prompt that leaves no room for output. ``length``: its length in words ("5000 tokens");
-    ``limit``: the maximum number of tokens of prompt and output. They are "" and 0 if unknown."""
+    """A prompt that leaves no room for output.
+
+    ``length``: the prompt's length as a text ("5000 tokens"), "" if unknown; ``limit``: the maximum
+    number of tokens of prompt and output together, 0 if unknown."""
 
     code = "context_length_exceeded"
 
@@ -75,8 +76,7 @@ class PromptTooLongError(RequestError):
 class RefusedError(RequestError):
     """A valid request that is refused now, because the queue is full or the policy decides so.
 
-    ``retry_after``: estimated seconds after which to try again; ``None`` if unknown.
-    """
+    ``retry_after``: estimated seconds after which to try again; ``None`` if unknown."""
 
     code = "queue_full"
 
@@ -111,5 +111,5 @@ class EngineDeadError(EngineError, RuntimeError):
 
 
 def reason_of(error: Exception) -> str:
-    """Why a file cannot be used, without its path, which callers add."""
+    """The reason why a file cannot be used, in words. Excludes the file's path: callers add it."""
     return error.strerror if isinstance(error, OSError) and error.strerror else str(error)

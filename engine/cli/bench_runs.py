@@ -46,7 +46,7 @@ class BenchWorkload:
 
 
 def measure_throughput(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
-    """Measure the best of ``num_iters`` runs that start all prompts at the same time."""
+    """Run all prompts at once, ``num_iters`` times. Returns counts and rates of the fastest run."""
     with LLMEngine.from_engine_args(args) as engine:
         prompts = workload.prompts(engine.session.client.decided.vocab_size)
         _run(engine, prompts, workload.output_len)
@@ -67,7 +67,7 @@ def measure_throughput(args: EngineArgs, workload: BenchWorkload) -> dict[str, f
 
 
 def measure_latency(args: EngineArgs, workload: BenchWorkload) -> dict[str, float | int]:
-    """Measure the times of requests over ``num_iters`` batches, in milliseconds."""
+    """Run ``num_iters`` batches. Returns mean, median and 99th percentile of each latency in ms."""
     with LLMEngine.from_engine_args(args) as engine:
         prompts = workload.prompts(engine.session.client.decided.vocab_size)
         _run(engine, prompts, workload.output_len)
@@ -120,8 +120,8 @@ def _probe(encoded: str, workload: BenchWorkload) -> dict[str, float]:
 
 
 def _fetched(args: EngineArgs) -> EngineArgs:
-    """Fetch the model and return arguments that name its local directory: measured starts then need
-    no download, and no command line contains an access token."""
+    """Return the arguments with a local model directory, after a download if needed. Child
+    processes then need neither a download nor an access token."""
     is_here, has_text = args.core_address is None, not args.skip_tokenizer_init
     there = fetched(args.create_config().model, for_core=is_here, for_text=has_text)
     return replace(
@@ -150,8 +150,8 @@ def _timed(
 
 
 def _record(engine: LLMEngine, args: EngineArgs, prompts: list[Prompt], output_len: int) -> None:
-    """Run the prompts once more under the profiler, if a trace is requested; a run of its own,
-    since profiling costs time."""
+    """Profile an additional run of the prompts if a trace directory is set: profiling costs
+    time."""
     if args.torch_profiler_dir is not None:
         engine.reset_prefix_cache()
         with profiled(engine, args):

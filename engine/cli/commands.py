@@ -1,7 +1,6 @@
 """Finds the commands of ``metronome``: the engine's own, and those of installed packages.
 
-A package adds a command with an entry point of the group ``metronome.commands``, as this one does
-for the policy lab:
+A package adds a command with an entry point of the group ``metronome.commands``, for example:
 
     [project.entry-points."metronome.commands"]
     simulate = "policylab.cli.simulate"

@@ -35,10 +35,9 @@ class ConfigEntry(NamedTuple):
 
 
 def apply(parser: OptionParser, parsed: argparse.Namespace, arguments: Sequence[str]) -> None:
-    """Set options that the command line leaves out to the values of the option file, if given.
+    """Set options that the command line leaves out to the values in the ``--config`` file, if any.
 
-    arguments: the command line. Raises ``ConfigError`` that names file, line and key.
-    """
+    arguments: the command line. Raises ``ConfigError`` that names file, line and key."""
     path = getattr(parsed, "config", None)
     if path is None:
         return
@@ -131,7 +130,8 @@ def _flag(action: argparse.Action, entry: ConfigEntry) -> bool:
 
 
 def _read(parser: OptionParser, action: argparse.Action, entry: ConfigEntry, value: Any) -> Any:
-    """Convert one value of an entry, with the checks that the command line makes."""
+    """Convert a single value, or one element of a list, with the option's own parser. Raises
+    ``ConfigError`` if it is invalid."""
     is_object = isinstance(value, dict)
     if (is_object and action.metavar != "JSON") or not isinstance(value, str | int | float | dict):
         wanted = "a JSON object" if action.metavar == "JSON" else "one value"

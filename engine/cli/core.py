@@ -69,15 +69,15 @@ def _serve(address: Address | None, config: EngineConfig) -> None:
 
 
 def check_free(address: Address) -> None:
-    """Raise ``ConfigError`` if the address cannot be used, before a model is loaded."""
+    """Raise ``ConfigError`` if a core cannot listen at the address. Quick: loads no model."""
     with zmq.Context() as context:
         for each in (address.data, address.control):
             sockets.close(sockets.bind(context, each, address.secret))
 
 
 def _host_at(address: Address | None, core: InprocClient, config: EngineConfig) -> EngineCoreHost:
-    """Make the host that lets other processes use ``core``, at this address; ``None``: at a new
-    socket file."""
+    """Make the host that serves ``core`` to other processes at ``address``, or at a new socket file
+    if the address is ``None``."""
     if address is not None:
         return EngineCoreHost(core, config, address)
     directory = Directory.create()

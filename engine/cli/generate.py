@@ -1,4 +1,4 @@
-"""Complete prompts; one prompt is streamed, several run side by side."""
+"""Complete prompts: one prompt is streamed, several are computed together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ends the command with one line at an interrupt, at any moment, even during imports.
+"""Ends the command with a one-line message when it is interrupted, even during imports.
 
 Imports little, so that its signal handlers are installed before slow imports.
 """
@@ -33,10 +33,9 @@ class Terminated(SystemExit):
 class Interrupts:
     """Handles SIGINT and SIGTERM for the whole command.
 
-    While the command runs, they raise ``KeyboardInterrupt`` and ``Terminated``. Before and after
-    that, and during an import (where libraries would turn the exception into another error), they
-    end the process immediately.
-    """
+    While the command runs, the signals raise ``KeyboardInterrupt`` and ``Terminated``. Before and
+    after the run, they end the process immediately. During an import they do so too, because
+    libraries would turn an exception there into another error."""
 
     can_be_held = True  # raising KeyboardInterrupt may be postponed a little
 
@@ -46,7 +45,8 @@ class Interrupts:
 
     @classmethod
     def install(cls) -> Interrupts:
-        """Install the handlers. A signal that the parent process has us ignore stays ignored."""
+        """Install the signal handlers. A signal that the parent process set to "ignore" stays
+        ignored."""
         _prepare_streams()
         self = cls()
         if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
@@ -76,8 +76,8 @@ class Interrupts:
         self.end(*INTERRUPTION)
 
     def end(self, status: int, why: str = "") -> NoReturn:
-        """End the process: kill the workers of process pools, flush output and run exit functions,
-        without waiting for threads. ``why``: printed unless a reason was printed before."""
+        """End the process with this exit status, without waiting for threads. ``why``: the reason
+        to print, unless one was printed before. Workers of process pools are killed."""
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         if why and not self._is_reported:
@@ -130,7 +130,7 @@ def _try(step: Callable[[], object]) -> None:
 
 
 def _kill_workers() -> None:
-    """Kill the processes of pools, which the end of this process would otherwise wait for."""
+    """Kill the workers of process pools, since this process would wait for them at its exit."""
     if (multiprocessing := sys.modules.get("multiprocessing")) is not None:
         for child in multiprocessing.active_children():
             if not child.daemon:

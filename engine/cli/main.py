@@ -24,10 +24,9 @@ BROKEN_PIPE = 141  # the exit status that shells use
 
 
 def make_parser(arguments: Sequence[str] = ()) -> OptionParser:
-    """Make the parser for these arguments. Imports only the command that they name.
+    """Make the parser for a command line. Imports only the command that ``arguments`` name.
 
-    Raises ``EngineError`` if that command belongs to another package and cannot be loaded.
-    """
+    Raises ``EngineError`` if that command belongs to another package and cannot be loaded."""
     parser = OptionParser(
         prog="metronome",
         description="Language model inference with pluggable schedulers. Without --model every "
@@ -51,7 +50,8 @@ def make_parser(arguments: Sequence[str] = ()) -> OptionParser:
 
 
 def _commands_for(chosen: str) -> dict[str, Command]:
-    """Return commands by name. If ``chosen`` is the engine's own, other packages are left out."""
+    """Return the commands to parse, by name. Other packages are searched for commands only if
+    ``chosen`` is not one of the engine's own."""
     if chosen in OWN:
         return own_commands()
     known, left_out = all_commands()

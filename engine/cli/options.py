@@ -39,8 +39,8 @@ def add_further_options(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> EngineArgs:
-    """Return the engine's options. log_level: used unless an option or the environment sets one.
-    By default a command logs less than a program, since a command's output is its result."""
+    """Return the engine's options from the command line. log_level: the level if neither an option
+    nor the environment sets one. It is low, since a command's output is its result."""
     args = read_options(parsed, EngineArgs)
     if args.log_level is not None:
         return args
@@ -48,8 +48,7 @@ def engine_args(parsed: argparse.Namespace, log_level: str = "warning") -> Engin
 
 
 def take_model(parsed: argparse.Namespace) -> None:
-    """Use the model given as a positional argument. Raises ``ConfigError`` if ``--model`` names
-    another."""
+    """Set the model from the positional argument. Raises ``ConfigError`` if ``--model`` differs."""
     if parsed.model_tag is None:
         return
     if getattr(parsed, "model", parsed.model_tag) != parsed.model_tag:
@@ -60,7 +59,8 @@ def take_model(parsed: argparse.Namespace) -> None:
 
 
 def add_sampling_options(parser: argparse.ArgumentParser, max_tokens: int) -> None:
-    """Add sampling options. Defaults are the model's recommended values, otherwise greedy."""
+    """Add sampling options. An option that is not given takes the model's recommended value, or
+    else selects greedy sampling. max_tokens: upper limit of the default of ``--max-tokens``."""
     group = parser.add_argument_group("SamplingParams (default: see --generation-config)")
     group.add_argument("--max-tokens", type=int, metavar="N", help=f"default: {max_tokens} at most")
     group.add_argument("--temperature", type=float, metavar="X", help="0: greedy, the default")
@@ -83,7 +83,7 @@ def sampling_params(
     parsed: argparse.Namespace, recommended: Mapping[str, Any] | None = None
 ) -> SamplingParams:
     """Return the sampling parameters of the command line. ``recommended``: the model's defaults for
-    those that are not given. Raises ``RequestError`` for a value out of range."""
+    options that are not given. Raises ``RequestError`` for a value out of range."""
     values: dict[str, Any] = {"temperature": 0.0, "max_tokens": parsed.most_tokens}
     values |= recommended or {}
     values["max_tokens"] = min(parsed.most_tokens, values["max_tokens"])

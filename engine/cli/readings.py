@@ -55,8 +55,7 @@ class ReadingSource(Protocol):
 class CoreSource:
     """Reads from a core in another process, as a client without requests.
 
-    Raises ``ConfigError`` for an invalid address, ``EngineDeadError`` if no core answers.
-    """
+    Raises ``ConfigError`` for an invalid address, ``EngineDeadError`` if no core answers."""
 
     def __init__(self, address: str, secret: str | None) -> None:
         self._address = address
@@ -172,7 +171,8 @@ class Page:
         return sum(value.number for value in self._by_name.get(name, ()))
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """Sum a metric by the values of one label."""
+        """Sum a metric separately for each value of ``label``; the result is keyed by that
+        value."""
         found: dict[str, float] = {}
         for value in self._by_name.get(name, ()):
             key = value.labels.get(label, "")

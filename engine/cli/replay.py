@@ -1,6 +1,6 @@
 """Replay a step log: check that the same inputs give the same plans.
 
-Options replace those that the log was recorded with; the first plan that differs is reported.
+Options that are given replace the recorded ones. The first plan that differs is reported.
 """
 
 from __future__ import annotations

@@ -210,15 +210,15 @@ def _template(path: str | None) -> str | None:
 
 
 def _given(parsed: argparse.Namespace, names: dict[str, str]) -> dict[str, Any]:
-    """Return the values of the options that are given, by field. ``names``: option -> the field
-    that it sets."""
+    """Return the options that the user set, as field values. ``names`` maps each option to the
+    field that it sets."""
     given = {field: getattr(parsed, name) for name, field in names.items()}
     return {field: value for field, value in given.items() if value is not None}
 
 
 def core_apart(args: EngineArgs, parsed: argparse.Namespace) -> EngineArgs:
-    """Run the core in its own process unless an option decides otherwise, so that it does not share
-    Python's lock with the HTTP streams."""
+    """Run the core in its own process unless the user chose otherwise: in the server's process, the
+    core and the HTTP streams would compete for Python's global lock."""
     if "multiprocess" in parsed or args.core_address is not None:
         return args
     return replace(args, multiprocess=True)

@@ -112,8 +112,8 @@ def _ended_by_sigterm() -> Iterator[None]:
 def readings(
     source: ReadingSource, interval: float, screen: Screen, most: int | None = None
 ) -> Iterator[None]:
-    """Add one reading per interval to the screen and yield after each; end after ``most`` readings.
-    Never reads more often: a late reading is followed by a full pause."""
+    """Add a reading to the screen every ``interval`` seconds and yield after each, ``most`` times
+    at most. A late reading is followed by a whole interval."""
     while True:
         begun = time.monotonic()
         screen.add(source.read())
@@ -219,7 +219,8 @@ class LiveFigures(NamedTuple):
         return {key: value - before.get(key, 0) for key, value in now.items()}
 
     def rate(self, growth: float | None) -> float | None:
-        """Divide a growth by the window's seconds; ``None`` for a value that is not counted."""
+        """Convert a growth in the window to a rate per second; ``None`` if the value is not
+        counted."""
         if growth is None:
             return None
         return growth / self.seconds if self.seconds > 0 else 0.0
@@ -234,7 +235,7 @@ class LiveFigures(NamedTuple):
 
     @property
     def hits(self) -> float | None:
-        """The share of looked-up prompt tokens that were in the prefix cache."""
+        """The fraction (0 to 1) of looked-up prompt tokens that were in the prefix cache."""
         return _share(self.growth("prefix_hits"), self.growth("prefix_queries"))
 
     @property
@@ -242,7 +243,7 @@ class LiveFigures(NamedTuple):
         return _share(self.stats.prefix_hits, self.stats.prefix_queries)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return plain values: gauges, rates per second, growth over ``seconds``, and totals."""
+        """Return gauges, rates per second, growth in the window of ``seconds``, and totals."""
         stats = self.stats
         return {
             "seconds": self.seconds,
@@ -288,7 +289,7 @@ Row = tuple[str, str, str]
 
 
 def rows(figures: LiveFigures) -> Iterator[Row]:
-    """Yield rows: a name, the value now or over the window, and the total since the start."""
+    """Yield the table's rows: name, value now or in the window, total since the start."""
     stats = figures.stats
     yield "requests running", str(stats.num_running), ""
     yield "requests waiting", str(stats.num_waiting), ""
@@ -321,24 +322,23 @@ def _counted(figures: LiveFigures, name: str, word: str) -> Row:
 
 
 def _events(figures: LiveFigures) -> Iterator[Row]:
-    """Yield a row for each counter of features and policies that is not zero, in the order of
-    names."""
+    """Yield a row for each counter of features and policies that is not zero, sorted by name."""
     growth, total = figures.growth_by_key("counters"), figures.stats.counters
     for name in sorted(name for name, value in total.items() if value):
         yield f"{name}/s", _number(figures.rate(growth[name])), f"{total[name]:,}"
 
 
 def _waits(figures: LiveFigures) -> Iterator[Row]:
-    """Yield a row for each cause of waiting: the seconds that requests waited for it until they
-    started, over the window and in total. The largest total comes first."""
+    """Yield a row for each cause of waiting: the seconds that requests waited for that cause in the
+    window and in total. The largest total comes first."""
     growth, total = figures.growth_by_key("wait_seconds"), figures.stats.wait_seconds
     for cause in _largest(total):
         yield f"waited for {cause}", _seconds(growth[cause]), _seconds(total[cause])
 
 
 def _hooks(figures: LiveFigures) -> Iterator[Row]:
-    """Yield a row for each hook of the policy: its share of the window's time, and its seconds
-    since the start. The longest comes first."""
+    """Yield a row for each hook of the policy: the fraction of the window's time spent in the hook,
+    and its seconds since the start. The slowest hook comes first."""
     growth, total = figures.growth_by_key("hook_seconds"), figures.stats.hook_seconds
     for hook in _largest(total):
         yield f"in {hook}", _percent(figures.rate(growth[hook])), _seconds(total[hook])

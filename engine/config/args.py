@@ -1,4 +1,4 @@
-"""The flat options of an engine, as users set them, with vLLM's names where they mean the same."""
+"""The flat options of an engine, as users set them. Options that vLLM has too keep vLLM's names."""
 
 from __future__ import annotations
 
@@ -38,10 +38,9 @@ class EngineArgs(  # fields come from the last base first
     SchedulerOptions,
     ModelOptions,
 ):
-    """The options of all groups. Raises ``ConfigError`` for an unknown name.
+    """All options of an engine, as users set them. Raises ``ConfigError`` for an unknown name.
 
-    ``create_config`` checks the values and raises ``ConfigError``.
-    """
+    ``create_config`` checks the values and raises ``ConfigError``."""
 
     if not TYPE_CHECKING:  # type checkers read the dataclass's own signature
 
@@ -59,10 +58,11 @@ class EngineArgs(  # fields come from the last base first
             return super().__new__(cls)
 
     def __post_init__(self) -> None:
-        """Check nothing: ``create_config`` checks each group."""
+        """Skip the checks of the base classes: ``create_config`` checks each group."""
 
     def create_config(self) -> EngineConfig:
-        """Make the checked configuration. Raises ``ConfigError`` naming value, limit, way out."""
+        """Check all options. Raises ``ConfigError`` with the bad value, its limit and what to
+        do."""
         check_types(self)
         self._check_attached()
         warn_of_typos()
@@ -89,7 +89,7 @@ class EngineArgs(  # fields come from the last base first
         )
 
     def _check_attached(self) -> None:
-        """Raise for an option that only the start of a core can set, if the core already runs."""
+        """Raise ``ConfigError`` for an option of starting a core, if the core runs already."""
         if self.core_address is None:
             return
         for option in fields(self):

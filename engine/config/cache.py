@@ -17,7 +17,7 @@ MAX_BLOCKS = 2**24  # their free list alone takes half a GiB
 
 @dataclass(frozen=True, kw_only=True)
 class CacheConfig:
-    """The KV cache: size, type, sharing."""
+    """The KV cache: size, type, prefix sharing."""
 
     block_size: int | None = None
     """Tokens in a KV block. Default: 64 on a GPU, 16 on a CPU."""

@@ -25,8 +25,7 @@ WORDS = {
 def check_types(options: Any) -> None:
     """Raise ``ConfigError`` for the first field of a dataclass with a value of the wrong type.
 
-    The error names option, value and type, or the choices of a ``Literal``.
-    """
+    The error names option, value and type, or the choices of a ``Literal``."""
     cls: type = type(options)
     secrets = {option.name for option in fields(options) if not option.repr}
     for name, (kinds, choices) in _rules_by_field(cls).items():
@@ -40,8 +39,8 @@ def check_types(options: Any) -> None:
 def check_kind(
     name: str, value: object, kinds: tuple[type, ...], *, is_secret: bool = False
 ) -> None:
-    """Raise ``ConfigError`` if a value has none of these types; ``()`` allows any. ``is_secret``:
-    the error does not show the value."""
+    """Raise ``ConfigError`` if ``value`` has none of the types ``kinds``; ``()`` allows any type.
+    ``is_secret``: the error does not show the value."""
     if kinds and not any(_is_a(value, kind) for kind in kinds):
         named = [kind for kind in kinds if kind is not tuple or list not in kinds]
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in named)
@@ -52,10 +51,10 @@ def check_kind(
 
 
 def check_range(options: Any, low: float, high: float | None, *names: str) -> None:
-    """Raise ``ConfigError`` for the first of these fields outside [low, high]. ``None`` is allowed.
+    """Raise ``ConfigError`` for the first field in ``names`` whose value is outside [low, high] and
+    not ``None``.
 
-    Without ``high`` there is no upper limit.
-    """
+    Without ``high`` there is no upper limit."""
     for name in names:
         value = getattr(options, name)
         if value is None or (low <= value and (high is None or value <= high)):
@@ -66,7 +65,7 @@ def check_range(options: Any, low: float, high: float | None, *names: str) -> No
 
 @cache
 def _rules_by_field(cls: type) -> dict[str, tuple[tuple[type, ...], tuple[object, ...]]]:
-    """Return types and choices of each field; ``()`` where all are allowed."""
+    """Return for each field its allowed types and its allowed values; an empty tuple allows all."""
     hints = {option.name: get_type_hints(cls)[option.name] for option in fields(cls)}
     return {name: (kinds_of(hint), _choices_of(hint)) for name, hint in hints.items()}
 
@@ -81,7 +80,8 @@ def _choices_of(hint: Any) -> tuple[object, ...]:
 
 
 def kinds_of(hint: Any) -> tuple[type, ...]:
-    """Return the types that a value may have; ``()`` if it may have any or is checked elsewhere."""
+    """Return the types that a value may have; ``()`` if any type is allowed, or for a
+    ``Literal``."""
     if get_origin(hint) in (Union, types.UnionType):
         parts = [kinds_of(part) for part in get_args(hint)]
         return sum(parts, ()) if all(parts) else ()

@@ -26,8 +26,7 @@ def add_options(
     """Add one ``--flag`` per field of the dataclass ``options``, except those in ``without``.
     Flags that are not given are missing in the parsed result.
 
-    Each dataclass that ``options`` inherits from makes a group, headed by its docstring.
-    """
+    Each dataclass that ``options`` inherits from makes a group, headed by its docstring."""
     for each in groups_of(options):
         group = parser.add_argument_group(summary(each))
         names = [option.name for option in fields(each) if option.name not in without]
@@ -37,7 +36,7 @@ def add_options(
 def add_named_options(
     group: argparse._ArgumentGroup, options: type[Any], names: Iterable[str]
 ) -> None:
-    """Add the flags of these fields, in this order."""
+    """Add the flags of the fields ``names`` of the dataclass ``options``, in this order."""
     hints, docs = get_type_hints(options), field_docs(options)
     found = {option.name: option for option in fields(options)}
     for name in names:
@@ -48,13 +47,14 @@ def add_named_options(
 
 
 def read_options(parsed: argparse.Namespace, options: type[T]) -> T:
-    """Make the dataclass from the values given on the command line."""
+    """Make the dataclass ``options`` from the values given on the command line."""
     names = {option.name for option in fields(options)}  # type: ignore[arg-type]
     return options(**{name: value for name, value in vars(parsed).items() if name in names})
 
 
 def argument_kind(hint: Any, example: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Return argparse's keywords for a type. example: a value to show, for a dict."""
+    """Return the keywords of ``add_argument`` for a field's type. example: shown in the error if
+    the value of a dict is invalid."""
     if get_origin(hint) in (Union, types.UnionType):
         hint = next(part for part in get_args(hint) if part is not type(None))
     if hint is bool:
@@ -112,7 +112,7 @@ def _shown_default(option: Field[Any]) -> str:
 
 
 def json_object(text: str, example: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Parse an argument that must be a JSON object; the error for any other shows ``example``."""
+    """Parse an argument that must be a JSON object. The error shows ``example``."""
     hint = f"write one like '{json.dumps(example or ANY_OBJECT)}', with the quotes"
     try:
         value = json.loads(text)

@@ -45,7 +45,7 @@ class CoreOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class CoreConfig(CoreOptions):
-    """Where the core runs, and what its clients need."""
+    """Where the core runs, its timeouts, and the secret that its clients need."""
 
     core_secret: str | None = field(default=None, repr=False)
     """Secret shared by core and clients, for TCP addresses."""
@@ -79,7 +79,7 @@ class CoreConfig(CoreOptions):
 
     @property
     def core_addresses(self) -> list[str]:
-        """The addresses in ``core_address``; [] if this engine starts its core."""
+        """The addresses in ``core_address``; [] if the engine starts its own core."""
         if self.core_address is None:
             return []
         return [address.strip() for address in self.core_address.split(",")]
@@ -110,7 +110,7 @@ class PollConfig(PollOptions):
 
 
 def requested_decode_poll_timeout_ms(option: int | None) -> int:
-    """Return the option, else the environment's value, else 0.
+    """Return the value of the option, or of the environment's variable, or 0 if neither is set.
 
     Raises ``ConfigError`` for a variable that is not a number of milliseconds.
     """

@@ -22,7 +22,7 @@ TOKEN_BUDGET = 8192  # tokens per step
 
 
 class CpuSteps(NamedTuple):
-    """Default token budgets of steps on a CPU."""
+    """Default token budgets of steps on a CPU, for one way to multiply matrices."""
 
     most: int  # takes some tenths of a second; larger steps gain little and delay decodes
     mixed: int  # prompt tokens next to decodes: the step takes three to five times as long
@@ -82,10 +82,9 @@ class ModelFacts:
 def resolve(
     config: EngineConfig, info: ModelInfo, device: Device, *, products: Products = ""
 ) -> ResolvedConfig:
-    """Decide open options for a device, and max_model_len, at most the model's own limit.
+    """Set the options that depend on device and model, such as max_model_len and token budgets.
 
-    products: how the CPU multiplies matrices of the model's dtype. Raises ``ConfigError``.
-    """
+    products: how the CPU multiplies matrices of the model's dtype. Raises ``ConfigError``."""
     is_cpu, requested, ahead = device == "cpu", config.scheduler, config.async_scheduling
     if is_cpu and config.gpu.attention_backend is not None:
         raise ConfigError(
@@ -113,8 +112,8 @@ def decide(
     measure: Callable[[], int],
     capabilities: tuple[str, ...] = (),
 ) -> Decided:
-    """Decide all sizes. measure: returns the bytes available for the KV pool; called only if the
-    options do not set the pool's size. Raises ``ConfigError``."""
+    """Decide all sizes, including the number of KV blocks. measure: returns the bytes available for
+    the KV pool, called only if no option sets the pool's size. Raises ``ConfigError``."""
     cache, sched = config.cache, config.scheduler
     is_given = cache.num_kv_blocks is not None or cache.kv_cache_memory_bytes is not None
     num_blocks = decide_num_blocks(
@@ -144,8 +143,8 @@ def decide(
 def decide_token_budget(
     requested: SchedulerOptions, *, is_cpu: bool, products: Products = ""
 ) -> int:
-    """Return the token budget of a step: as requested, or the device's default, which is raised to
-    max_num_seqs if that is more."""
+    """Return the token budget of a step: the requested one, or else the device's default. The
+    default is at least max_num_seqs."""
     if requested.max_num_batched_tokens is not None:
         return requested.max_num_batched_tokens
     is_small = is_cpu and requested.enable_chunked_prefill
@@ -153,9 +152,9 @@ def decide_token_budget(
 
 
 def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Products = "") -> int:
-    """Return the most prompt tokens in a step that also has decodes (0: no limit): as requested, or
-    the device's default. A GPU has no limit, since some hundred prompt tokens hardly lengthen its
-    steps."""
+    """Return the maximum number of prompt tokens in a step that also decodes (0: no limit).
+
+    The default on a GPU is 0: some hundred prompt tokens hardly lengthen its steps."""
     if requested.max_mixed_prefill_tokens is not None:
         return requested.max_mixed_prefill_tokens
     if not (is_cpu and requested.enable_chunked_prefill):
@@ -164,7 +163,7 @@ def decide_mixed(requested: SchedulerOptions, *, is_cpu: bool, products: Product
 
 
 def decide_max_model_len(requested: SchedulerOptions, info: ModelInfo) -> int:
-    """Return the requested length, else the model's limit; ``ConfigError`` if it is above that."""
+    """Return the requested max_model_len, or else the model's limit, which is never exceeded."""
     own = info.max_position_embeddings
     if requested.max_model_len is None:
         return own
@@ -186,11 +185,11 @@ def decide_num_blocks(
     max_num_seqs: int,
     groups: Sequence[Group] = (FULL,),
 ) -> int:
-    """Return the blocks of the pool: as requested, or from the requested or available bytes.
+    """Return the number of blocks in the KV pool: the requested one, or what fits into the
+    requested or available bytes.
 
-    Never more than max_num_seqs requests of full length need. Raises ``ConfigError`` with the
-    numbers if the memory does not hold one request of full length.
-    """
+    The latter is at most what max_num_seqs requests of max_model_len need. Raises ``ConfigError``
+    if not even one such request fits."""
     per_request = request_blocks(groups, block_size, max_model_len)
     if cache.num_kv_blocks is not None:
         return cache.num_kv_blocks
@@ -213,7 +212,8 @@ def decide_num_blocks(
 def cap_to_pool(
     sched: SchedulerConfig, block_size: int, num_blocks: int, groups: Sequence[Group] = (FULL,)
 ) -> SchedulerConfig:
-    """Lower max_model_len to what the pool holds, if the requested pool is smaller."""
+    """Lower max_model_len to the longest request that the KV pool can hold. ``sched`` is returned
+    unchanged if the pool is large enough."""
     longest = longest_request(num_blocks - 1, groups, block_size)
     room = sched.max_model_len if longest is None else longest + 1  # the last token needs no KV
     if sched.max_model_len <= room:

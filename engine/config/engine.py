@@ -1,4 +1,4 @@
-"""All options of one engine in a frozen object, and the same with open options decided."""
+"""All options of one engine in a frozen object: as requested, and with defaults filled in."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ class EngineOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig(EngineOptions):
-    """The options that a user requested. Sizes that depend on model and machine are still open."""
+    """The options that a user requested. Options that depend on model or machine may still be
+    unset."""
 
     model: ModelConfig
     """The model and how it is loaded."""
@@ -111,9 +112,8 @@ class EngineConfig(EngineOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class ResolvedConfig(EngineConfig):
-    """The requested options with all open ones decided, for a device and a model.
-
-    A worker is made from it. Only the number of KV blocks is still open.
+    """The options for one device and model, with all defaults filled in, from which a worker is
+    made. Only the number of KV blocks is decided later.
     """
 
     scheduler: SchedulerConfig

@@ -67,8 +67,8 @@ _LENT = threading.Lock()
 
 @contextmanager
 def environment_for_child(values: Mapping[str, str]) -> Iterator[None]:
-    """Set these variables while a child process is started in this block. They cannot be set in the
-    child: its main module may import what reads them before any code of ours runs."""
+    """Set environment variables for child processes that are started in this block. A child could
+    not set them itself in time: importing its main module may already read them."""
     if not values:
         yield
         return
@@ -154,7 +154,7 @@ def default_num_threads() -> int | None:
 def core_secret() -> str | None:
     """Return ``METRONOME_CORE_SECRET``, ``None`` if it is not set.
 
-    Raises ``ConfigError`` for a value that is not UTF-8, because keys are derived from text.
+    Raises ``ConfigError`` if it is not valid UTF-8.
     """
     value = os.environ.get(CORE_SECRET)
     if value is not None and not _is_utf8(value):

@@ -1,4 +1,4 @@
-"""vLLM's options that have another name here or do not exist, each with the way out."""
+"""vLLM's options that have another name here or do not exist, each with advice on what to do."""
 
 from __future__ import annotations
 

@@ -51,8 +51,8 @@ class GPUConfig:
 
 
 def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
-    """Return the numbers of rows of the decode steps to record as CUDA graphs, ascending. Larger
-    steps are launched kernel by kernel."""
+    """Return the batch sizes of decode steps to record as CUDA graphs, ascending. Larger batches
+    run without a graph."""
     if config.enforce_eager:
         return []
     if config.cudagraph_capture_sizes is not None:
@@ -63,8 +63,8 @@ def graph_sizes(config: GPUConfig, max_num_seqs: int) -> list[int]:
 
 
 def mixed_sizes(config: GPUConfig, max_num_tokens: int, most: int = MOST_RECORDED) -> list[int]:
-    """Return the numbers of tokens of the mixed steps to record as CUDA graphs, ascending. Steps
-    with prompts or drafts are mixed. ``most``: the largest number, if the option is not set."""
+    """Return the token counts for which to record mixed steps (with prompts or drafts) as CUDA
+    graphs, ascending. ``most``: the largest default; ``cudagraph_capture_sizes`` may exceed it."""
     if config.enforce_eager:
         return []
     if config.cudagraph_capture_sizes is not None:

@@ -22,8 +22,8 @@ memory that the step needs."""
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:
-    """A device's memory in bytes as torch allocated it, gaps between tensors included, measured in
-    the largest possible step."""
+    """A GPU's memory use in bytes, measured in the largest possible step. Includes the gaps that
+    torch's allocator leaves between tensors."""
 
     total: int
     """Memory of the device."""
@@ -37,8 +37,7 @@ class MemoryUse:
 
 @dataclass(frozen=True, kw_only=True)
 class GraphTrial:
-    """Free bytes of a device before and after a few step sizes are recorded as CUDA graphs on
-    trial."""
+    """Free bytes of a GPU, measured around a trial that records a few step sizes as CUDA graphs."""
 
     before: int
     """Before any step is recorded."""
@@ -52,9 +51,9 @@ class GraphTrial:
 
 
 def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
-    """Estimate the bytes of CUDA graphs for this many step sizes. All graphs of a device share the
-    memory of the largest one; each further graph adds what the driver keeps for it, which varies
-    little."""
+    """Estimate the bytes that CUDA graphs for ``num_sizes`` step sizes take. The graphs share the
+    tensors' memory of the largest one, so each further graph adds only what the driver keeps for
+    it."""
     # Differences may be negative: the driver allocates in pieces, and other processes free some.
     further = max(0, trial.one - trial.several)
     each = further / max(1, trial.num_several - 1)
@@ -63,9 +62,9 @@ def graphs_bytes(trial: GraphTrial, num_sizes: int) -> int:
 
 
 def most_mixed(use: MemoryUse, utilization: float) -> int:
-    """Return the largest number of tokens of a mixed step (with prompts or drafts) to record as a
-    CUDA graph. A graph keeps the memory that its step needs, which must not take much of the KV
-    pool."""
+    """Return the largest mixed step (with prompts or drafts), in tokens, to record as a CUDA graph.
+    A graph keeps its step's memory allocated, so the result is small if the KV pool would lose too
+    much."""
     left = int(use.total * utilization) - use.loaded - use.activations - use.others
     return MOST_RECORDED if use.activations * LEAST_POOL <= left else FEW_RECORDED
 
@@ -73,10 +72,11 @@ def most_mixed(use: MemoryUse, utilization: float) -> int:
 def kv_budget(
     use: MemoryUse, utilization: float, *, one_request: int, graphs: int = 0, num_tensors: int = 0
 ) -> int:
-    """Return the bytes for the KV pool, enough for at least one request of full length.
+    """Return the bytes left for the KV pool. one_request: the bytes that one request of full length
+    needs.
 
-    graphs: bytes of recorded steps; num_tensors: tensors of the pool, each rounded up by torch.
-    Raises ``ConfigError`` with the numbers and the ways out if too few are left.
+    graphs: bytes of CUDA graphs; num_tensors: tensors of the pool, each rounded up by torch. Raises
+    ``ConfigError`` if fewer than ``one_request`` bytes are left.
     """
     allowed = int(use.total * utilization)
     left = allowed - use.loaded - use.activations - graphs - use.others - num_tensors * GRANULE
@@ -94,8 +94,8 @@ def kv_budget(
 
 
 def shortage(doing: str, *, free: int, total: int) -> str:
-    """Return an error message for exhausted GPU memory, with the ways out. ``doing``: what happened
-    meanwhile, such as "the weights were loaded"; ``free``, ``total``: bytes of the GPU."""
+    """Return an error message for exhausted GPU memory, with advice. ``doing``: what ran out of
+    memory, such as "the weights were loaded"; ``free``, ``total``: bytes of the GPU."""
     return (
         f"out of GPU memory while {doing}: {free / GIB:.2f} GiB of {total / GIB:.2f} GiB are free. "
         "End other processes on the GPU, take a smaller model, dtype or quantization, or lower "

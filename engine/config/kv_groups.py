@@ -1,4 +1,4 @@
-"""Groups of layers that hold KV blocks for as long as each other, and how many blocks they take."""
+"""Groups of layers with the same attention window, and how many KV blocks requests take in them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NULL_BLOCK = 0
 
 @dataclass(frozen=True, kw_only=True)
 class Group:
-    """Layers that read the same keys and share a block table."""
+    """A group of layers that have the same attention window and share a block table."""
 
     window: int = 0
     """Tokens that a query sees, itself included; 0: all tokens."""
@@ -20,23 +20,24 @@ class Group:
     """Most table entries of a request that are not null at the same time; 0: no bound."""
 
     def first_needed(self, position: int, block_size: int) -> int:
-        """The first table entry that queries at ``position`` or later read."""
+        """Index of the first block table entry that a query at ``position`` or later reads."""
         return max(0, position - self.window + 1) // block_size if self.window else 0
 
     def outside(self, table: Sequence[int], position: int, block_size: int) -> range:
-        """Entries that are not null and that no query at ``position`` or later reads."""
+        """Indexes of entries that are not null but are read by no query at ``position`` or
+        later."""
         before = first = min(self.first_needed(position, block_size), len(table))
         while first and table[first - 1] != NULL_BLOCK:
             first -= 1
         return range(first, before)
 
     def bound(self, num_blocks: int) -> int:
-        """The most blocks that a table of ``num_blocks`` entries holds at any time."""
+        """The most blocks that a table of ``num_blocks`` entries holds at the same time."""
         return min(num_blocks, self.max_blocks) if self.max_blocks else num_blocks
 
     def longest(self, cached: Sequence[int | None], limit: int, block_size: int) -> int:
-        """The most leading entries, up to ``limit``, such that all keys that the next query reads
-        are cached. ``cached`` has the block of each entry, or None."""
+        """How many leading table entries, up to ``limit``, a new request can reuse: all keys that
+        its next query reads are cached. ``cached``: the cached block of each entry, or None."""
         reach = -(-(self.window - 1) // block_size) if self.window else limit
         while limit:
             needed = range(max(0, limit - reach), limit)
@@ -51,16 +52,15 @@ FULL = Group()
 
 
 def window_blocks(window: int, max_num_batched_tokens: int, block_size: int) -> int:
-    """The most blocks that a request needs in layers with this window (in tokens).
+    """The most blocks that a request holds at once in layers with this sliding window (in tokens).
 
-    The first token of a step reads the ``window - 1`` tokens before it; this range may begin and
-    end inside a block.
-    """
+    A step's first token reads the ``window - 1`` tokens before it; the range that the step reads
+    may begin and end inside a block."""
     return -(-(window - 1 + max_num_batched_tokens) // block_size) + 1
 
 
 def request_blocks(groups: Sequence[Group], block_size: int, num_tokens: int) -> int:
-    """The most blocks that a request of this many tokens holds at once."""
+    """The most blocks, over all groups, that a request of this many tokens holds at once."""
     entries = -(-num_tokens // block_size)
     return sum(group.bound(entries) for group in groups)
 
@@ -73,8 +73,8 @@ def max_concurrency(
 
 
 def longest_request(num_usable_blocks: int, groups: Sequence[Group], block_size: int) -> int | None:
-    """Tokens of the longest request whose keys and values fit into the pool; ``None`` if the pool
-    does not limit it, as all layers have windows."""
+    """The most tokens of one request whose keys and values fit into the KV pool; ``None`` if there
+    is no limit, because all layers have windows."""
     bounded = sum(group.max_blocks for group in groups)
     num_full = sum(not group.max_blocks for group in groups)
     if num_full == 0 and bounded <= num_usable_blocks:

@@ -63,7 +63,7 @@ class ModelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(ModelOptions):
-    """The model that a user chose, or the one in the package."""
+    """The model to load: one that the user chose, or the one in the package."""
 
     model: str
     """Directory with config.json and weights (Hugging Face layout), or the name of a repository."""
@@ -137,7 +137,7 @@ class ModelInfo:
 
     @property
     def max_position_embeddings(self) -> int:
-        """Longest sequence the model was made for, in tokens."""
+        """Longest sequence that the model supports, in tokens."""
         for key in ("max_position_embeddings", "max_sequence_length", "n_positions", "seq_length"):
             value = self.hf.get(key)
             if value and not isinstance(value, int):
@@ -150,7 +150,7 @@ class ModelInfo:
 
     @property
     def name(self) -> str:
-        """The model's directory, or its repository if that is a hub's cache (``models--A--B``)."""
+        """The model's repository (``A/B``) if it is in a hub's cache, else its directory."""
         path = self.path.absolute()
         cached = path.parent.parent.name
         if path.parent.name == "snapshots" and cached.startswith("models--"):
@@ -161,8 +161,7 @@ class ModelInfo:
 def read_model_info(path: str | Path) -> ModelInfo:
     """Read a model directory's JSON files.
 
-    Raises ``ModelError`` naming the missing or damaged file.
-    """
+    Raises ``ModelError`` naming the missing or damaged file."""
     root = Path(path).expanduser()
     if not root.is_dir():
         raise ModelError(
@@ -209,7 +208,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _ids(file: Path, config: dict[str, Any]) -> list[int]:
-    """Return the end-of-text ids of a file, which may have one, several or none."""
+    """Return the end-of-text ids in a file's configuration; [] if there are none."""
     value = config.get("eos_token_id")
     ids = value if isinstance(value, list) else [] if value is None else [value]
     if not all(isinstance(token, int) for token in ids):

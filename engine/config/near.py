@@ -1,4 +1,4 @@
-"""Suggests names that a user probably meant. Wrong suggestions mislead, so few names are near."""
+"""Suggests names that a user probably meant: at most a few, as wrong suggestions mislead."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ LEAST_PREFIX = 4  # characters of a prefix that stands for the rest of a name
 
 
 def near_names(name: str, known: Iterable[str]) -> list[str]:
-    """Return the known names that ``name`` may misspell, or the only one that starts with it.
+    """Return the known names that ``name`` may misspell, or else the only one that starts with it.
 
-    Case and separators do not count. Words that differ in half of their letters or more are
-    different words: ``data_parallel_size`` is not near ``tensor_parallel_size``.
-    """
+    Case and separators are ignored. Words that differ in half of their letters are not alike:
+    ``data_parallel_size`` is no misspelling of ``tensor_parallel_size``."""
     typed = _words(name)
     if not typed:
         return []
@@ -35,8 +34,8 @@ def near_names(name: str, known: Iterable[str]) -> list[str]:
 
 
 def near_options(name: str, known: Iterable[str]) -> list[str]:
-    """Return the options that ``name`` may mean: those spelt nearly alike, the only one that ends
-    in it (``policy``: ``scheduling_policy``), or the few that start with it (``max_waiting``)."""
+    """Return the options that ``name`` may mean: the only one that ends in it (``policy`` for
+    ``scheduling_policy``), else similar ones, else the few that start with it."""
     known, typed = list(dict.fromkeys(known)), _words(name)
     if not typed:
         return []
@@ -48,7 +47,7 @@ def near_options(name: str, known: Iterable[str]) -> list[str]:
 
 
 def suggestion(near: list[str]) -> str:
-    """Return the end of a message that suggests these names; "" without names."""
+    """Return the end of a message that suggests the names in ``near``; "" if there are none."""
     return f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
 
 
@@ -58,8 +57,8 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def near_value(value: object, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown value, as ``did_you_mean`` does; "" if the value
-    is not a string."""
+    """Return the end of a message that suggests known values; "" if ``value`` is not a string or
+    like none of them."""
     return did_you_mean(value, known) if isinstance(value, str) else ""
 
 
@@ -84,8 +83,8 @@ def _are_same_words(typed: list[str], meant: list[str]) -> bool:
 
 
 def _is_same_word(typed: str, meant: str) -> bool:
-    """Whether two words differ in less than half of their letters, or only in that one of them has
-    an additional letter: k and kv are near, k and p are not."""
+    """Whether one word may be a misspelling of the other: less than half of the letters differ, or
+    one of them has a single additional letter (k and kv)."""
     num = _num_slips(typed, meant)
     return (
         num == 0
@@ -95,7 +94,8 @@ def _is_same_word(typed: str, meant: str) -> bool:
 
 
 def _num_slips(typed: str, meant: str) -> int:
-    """Count the letters that are missing, added, wrong or swapped with the next one."""
+    """Return the number of typing slips: letters missing, added, wrong or swapped with the next
+    one."""
     if abs(len(typed) - len(meant)) > MOST_SLIPS:
         return MOST_SLIPS + 1
     rows: list[list[int]] = [[*range(len(meant) + 1)]]

@@ -1,7 +1,7 @@
 """Converts options to configurations, and names the metadata of their fields.
 
-Every option is a field of its group's class. ``EngineArgs`` inherits from all groups; ``part``
-extracts the options of one group again.
+Options are fields of one class per group. ``EngineArgs`` inherits from all groups; ``part`` makes
+the configuration of one group.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ BOTH = {READER: "both"}  # core and front end
 
 
 def options_of(options: type[Any], *readers: dict[str, str]) -> list[str]:
-    """Return the names of the options that any of these programs reads. ``readers``: constants of
-    this module, such as ``FRONT_END``."""
+    """Return the names of the fields that any of the given programs reads. ``readers``: constants
+    of this module, such as ``FRONT_END``."""
     wanted = [reader[READER] for reader in readers]
     return [option.name for option in fields(options) if option.metadata.get(READER) in wanted]
 
 
 def part(config: type[T], options: object, **decided: Any) -> T:
-    """Make a ``config`` from the fields of ``options``, except those that ``decided`` sets."""
+    """Make a ``config`` from ``decided``, and the fields of ``options`` that ``decided`` lacks."""
     names = [field.name for field in fields(config)]  # type: ignore[arg-type]
     given = {name: _kept(getattr(options, name)) for name in names if name not in decided}
     return config(**given, **decided)
 
 
 def _kept(value: Any) -> Any:
-    """Copy plain data, so that the caller's later changes do not affect it."""
+    """Copy plain data, so that the caller's later changes have no effect: lists become tuples."""
     if isinstance(value, Path):
         return str(value)
     if isinstance(value, list):

@@ -19,8 +19,7 @@ MAX_SEATS = 2**20
 class SchedulerOptions:
     """The scheduler: budgets, policy, drafts.
 
-    ``None`` is decided later, from model and device.
-    """
+    An option that is ``None`` gets its value later, from model and device."""
 
     max_model_len: int | None = None
     """Longest prompt plus output, in tokens. Default: the model's limit."""
@@ -109,7 +108,8 @@ class SchedulerOptions:
                 )
 
     def _check_budget(self) -> None:
-        """Raise if sizes do not fit each other. Checks them as requested, and later as decided."""
+        """Raise ``ConfigError`` if token budget, max_num_seqs and max_model_len contradict each
+        other."""
         budget, longest = self.max_num_batched_tokens, self.max_model_len
         if budget is not None and budget < self.max_num_seqs:
             raise ConfigError(

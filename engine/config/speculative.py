@@ -132,7 +132,7 @@ class SpeculativeConfig:
 
 
 def check_given(given: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` for a missing option or an option of another method."""
+    """Raise ``ConfigError`` if a required option is missing, or belongs to another method."""
     for name in ("method", "num_speculative_tokens"):
         if name not in given and given.get("method") != "suffix":
             example = EXAMPLE_OF_MODEL if "model" in given else EXAMPLE

@@ -89,8 +89,8 @@ def build_core(
 
 @contextmanager
 def not_collecting() -> Iterator[None]:
-    """Switch off garbage collection during imports and freeze the objects they create, which
-    saves a tenth of their time, and a tenth of a second in each later collection."""
+    """Disable garbage collection while modules are imported, and exempt their objects from later
+    collections. Saves a tenth of the import time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -123,7 +123,7 @@ def log_pool(decided: Decided, facts: ModelFacts) -> None:
 
 
 def read_ahead(path: Path) -> None:
-    """Let the operating system read the weights from disk while Python is still importing."""
+    """Start reading the weight files in ``path`` from disk while Python still imports."""
     for file in path.glob("*.safetensors"):
         # Files that cannot be opened are reported later by the loader.
         with suppress(OSError), file.open("rb") as handle:
@@ -139,7 +139,8 @@ def wire(
     chosen: Chosen | None = None,
     failures: Failures | None = None,
 ) -> EngineCore:
-    """Build the core for an executor, real or simulated. failures: counts observers' failures."""
+    """Build the core around an executor, real or simulated. chosen: policy and resources, by
+    default those of the options. failures: counts observers' errors."""
     sched, seed = decided.scheduler, config.model.seed
     chosen = chosen or choose_all(sched)
     check_capabilities(chosen.resources, executor.capabilities)
@@ -166,8 +167,8 @@ def choose_all(config: SchedulerOptions) -> Chosen:
 
 
 def features_of(config: SchedulerOptions) -> list[Resource]:
-    """The scheduler's resources for the enabled features. They may depend on the scheduler's
-    options only, because a replay of a step log knows no others."""
+    """Create the resources for the enabled features. They may depend on nothing but the scheduler's
+    options, because a replay of a step log has no other options."""
     if config.speculative_config is None:
         return []
     speculative = SpeculativeConfig.of(config.speculative_config)
@@ -179,8 +180,8 @@ def features_of(config: SchedulerOptions) -> list[Resource]:
 
 
 def proposer_of(speculative: SpeculativeConfig) -> Proposer:
-    """The object that drafts tokens in the scheduler's process, for any configured method but
-    ``draft_model``, with which the worker drafts."""
+    """Create the object that drafts tokens in the scheduler's process. Not for ``draft_model``,
+    whose drafts are computed by the worker."""
     if speculative.method == "grammar":
         return NoProposer()
     if speculative.method == "ngram":
@@ -198,8 +199,7 @@ def proposer_of(speculative: SpeculativeConfig) -> Proposer:
 def with_grammars(
     chosen: Chosen, config: EngineConfig, capabilities: frozenset[str], vocab_size: int
 ) -> Chosen:
-    """Add the resource that applies grammars to requests, if the worker can mask tokens and no
-    plug-in applies grammars or masks already."""
+    """Add the resource that applies grammars, if the worker can mask tokens and no plug-in does."""
     if "masks" not in capabilities:
         return chosen
     compiler = make_compiler(partial(tokenizer_json, config.model), vocab_size)
@@ -212,15 +212,15 @@ def with_grammars(
 
 
 def make_compiler(read_tokenizer: Callable[[], str | None], vocab_size: int) -> GrammarCompiler:
-    """The grammar compiler for a model; ``read_tokenizer`` returns its tokenizer.json."""
+    """Make the grammar compiler of a model. ``read_tokenizer`` returns its tokenizer.json."""
     return guidance_of(read_tokenizer, vocab_size)
 
 
 def following_grammars(
     resources: Sequence[Resource], compiler: GrammarCompiler, vocab_size: int, *, may_cut: bool
 ) -> tuple[Resource, ...]:
-    """Add the resource that makes requests follow their grammars. may_cut: also remove drafts that
-    a grammar forbids, and draft the tokens that a grammar forces."""
+    """Add the resource that makes outputs follow grammars. may_cut: let grammars also change
+    drafts: remove forbidden tokens, add tokens that are the only choice."""
     grammars = GrammarReadiness(compiler, vocab_size)
     for resource in resources:
         if isinstance(resource, Drafts) and may_cut:
@@ -229,7 +229,7 @@ def following_grammars(
 
 
 def with_checked_grammars(chosen: Chosen) -> Chosen:
-    """Like ``with_grammars``, but grammars are only checked: for a replay of a step log, which
+    """Add a resource that checks grammars but masks nothing: for a replay of a step log, which
     computes no tokens and has no tokenizer."""
     grammars = GrammarReadiness(CheckedOnly(), vocab_size=0)
     return chosen._replace(resources=joined_by_grammars(chosen.resources, grammars))
@@ -269,8 +269,8 @@ def fetched_draft_model(config: EngineConfig) -> ModelConfig | None:
 def computing_halves(
     config: ResolvedConfig, info: ModelInfo, drafting: ModelConfig | None
 ) -> list[Feature]:
-    """The features to add to those that are built into the worker (drafts, masks): a draft model
-    or none. info: facts about the main model; drafting: the draft model, if there is one."""
+    """The features to add to the worker: the draft model, or none. info: facts about the main
+    model; drafting: the draft model's configuration, if there is one."""
     if drafting is None:
         return []
     from engine.spec.compute import DraftModel
@@ -292,10 +292,10 @@ def computing_halves(
 
 
 def parts_of(resources: Iterable[Resource]) -> tuple[str, ...]:
-    """The plan parts that these resources write, in the order of ``engine.messages.step.PARTS``.
+    """The parts of a plan that these resources write, in the order of
+    ``engine.messages.step.PARTS``.
 
-    Raises ``ConfigError`` for an unknown part, a part with two writers, or a repeated object.
-    """
+    Raises ``ConfigError`` for an unknown part, a part with two writers, or a repeated object."""
     writers: dict[str, Resource] = {}
     seen: set[int] = set()
     for resource in resources:
@@ -386,5 +386,5 @@ def make_hasher(cache: CacheConfig, seed: int) -> BlockHasher:
 
 
 def fault_of_grammar(form: Grammar) -> str:
-    """Why a core would refuse this grammar (checked without a core); "" if it would not."""
+    """The reason why a core would refuse this grammar, found without a core; "" if it is valid."""
     return fault_of(form)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # clients in other processes import little
 
 
 class NumCores(NamedTuple):
-    """The number of living cores of a client, and the number it was created with."""
+    """The number of living cores of a client, and the number of cores that it was created with."""
 
     alive: int
     total: int
@@ -24,8 +24,7 @@ class CoreClient(Protocol):
     """The interface of a core. Only one thread at a time may use a client.
 
     Once the core has died, and after ``shutdown``, every call raises ``EngineDeadError``, except
-    ``num_unfinished``, ``num_cores`` and ``shutdown``.
-    """
+    ``num_unfinished``, ``num_cores`` and ``shutdown``."""
 
     decided: Decided | Welcome
     """The settings that the core has decided (number of blocks, longest request, ...)."""
@@ -41,8 +40,8 @@ class CoreClient(Protocol):
     def add_all(self, requests: Sequence[AddRequest]) -> dict[int, Exception]:
         """Queue several requests in order. Returns the errors that ``add`` would raise, by index.
 
-        If an exception such as ``KeyboardInterrupt`` ends this call, some of the requests may be
-        queued already: abort all of them.
+        If an exception such as ``KeyboardInterrupt`` interrupts this call, some requests may
+        already be queued: abort all of them.
         """
 
     def abort(self, request_ids: Sequence[str]) -> None:
@@ -62,11 +61,11 @@ class CoreClient(Protocol):
         """Raise ``EngineDeadError`` if the core has died."""
 
     def has_unfinished(self) -> bool:
-        """True while ``step`` has not returned the end of every request."""
+        """True while ``num_unfinished`` is not zero."""
         return self.num_unfinished() > 0
 
     def num_unfinished(self) -> int:
-        """Number of queued requests whose end ``step`` has not returned yet."""
+        """Number of queued requests whose last output ``step`` has not returned yet."""
 
     def num_cores(self) -> NumCores:
         """How many cores are alive. Any thread may call this."""
@@ -82,7 +81,8 @@ class CoreClient(Protocol):
         return stats
 
     def latest_stats(self) -> SchedulerStats | None:
-        """The latest known ``stats``, without waiting. Also requests newer ones."""
+        """The newest statistics that have arrived, without waiting; requests an update for later
+        calls."""
 
     def call(self, name: str, *args: Any) -> Any:
         """Call a utility of the core by name. Raises ``ConfigError`` for an unknown name."""

@@ -17,9 +17,9 @@ PAUSES = {"new": PauseState.PAUSED_NEW, "all": PauseState.PAUSED_ALL}
 
 
 class Utilities:
-    """The utilities by name: functions of the scheduler, and ``methods`` of the worker.
+    """The functions of a core that clients may call by name.
 
-    They return plain values or a message of the protocol.
+    They belong to the scheduler or, if listed in its ``methods``, to the worker.
     """
 
     def __init__(
@@ -44,8 +44,8 @@ class Utilities:
     def call(self, name: str, args: tuple[Any, ...]) -> Any:
         """Call a utility. Raises ``ConfigError`` for an unknown name.
 
-        An error of the utility is raised with the utility's name, as the same class if it is an
-        engine error.
+        If the utility fails, the error raised has the utility's name in its message, and the class
+        of the original error if that is one of the engine's.
         """
         utility = self._by_name.get(name)
         if utility is None:
@@ -86,11 +86,11 @@ class Utilities:
             raise ConfigError(f"this engine's scheduler cannot pause: {error}") from error
 
     def stats(self) -> SchedulerStats | None:
-        """The scheduler's statistics, with the numbers of failures of observers in this process."""
+        """The scheduler's statistics, which include the failures of observers in this process."""
         return with_failures(self._scheduler.make_stats(), self._failures)
 
 
 def _kind_of(error: EngineError) -> type[EngineError]:
-    """The most specific of the engine's own error classes to which an error belongs. A plug-in's
-    class cannot be sent, since other processes may be unable to import it."""
+    """The most specific of the engine's own classes of an error. The class of a plug-in's error
+    cannot be sent: other processes may be unable to import it."""
     return next(kind for kind in type(error).__mro__ if kind.__module__ == EngineError.__module__)

@@ -1,4 +1,4 @@
-"""EngineCore: the step loop. It schedules plans, launches them, and settles their results."""
+"""EngineCore: the step loop. It schedules plans, launches them and applies their results."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class Executor(Protocol[Ticket]):
 
     @property
     def capabilities(self) -> frozenset[str]:
-        """The plan parts it can compute, and whether it proposes drafts (names in
-        ``engine.messages.step.CAPABILITIES``)."""
+        """Names (in ``engine.messages.step.CAPABILITIES``) of the plan parts that the executor can
+        compute, and of whether it proposes drafts."""
         ...
 
     def launch(self, plan: StepPlan) -> Ticket:
@@ -26,15 +26,14 @@ class Executor(Protocol[Ticket]):
         ...
 
     def preview(self, ticket: Ticket) -> Column | None:
-        """The tokens of a launched step that were sampled before their masks were ready
-        (``MaskPart.drawn``); ``None`` if reading them would require waiting."""
+        """Tokens of a launched step that were sampled before their masks were ready, for
+        ``MaskPart.drawn``. ``None`` if the step is still running."""
         ...
 
     def sample(self, ticket: Ticket, masks: Masks | None) -> None:
-        """Start to sample a step whose plan has a ``MaskPart``; called before the next launch.
+        """Start sampling a step whose plan has a ``MaskPart``. Called before the next launch.
 
-        ``masks``: ``None`` without masks; the rows that need one then fail.
-        """
+        ``masks``: the allowed tokens of each row; with ``None``, rows that need a mask fail."""
         ...
 
     def collect(self, ticket: Ticket) -> StepResult:
@@ -56,13 +55,13 @@ class Executor(Protocol[Ticket]):
 
 
 class EngineCore:
-    """Keeps up to ``depth`` steps in flight: 1 is synchronous, 2 plans a step during another.
+    """The step loop, with up to ``depth`` steps in flight: with 2, a step is planned while another
+    runs.
 
         launch N+1 (forward) ─> collect N, settle N ─> [masks, sample N+1] ─> launch N+2 ...
 
-    A step whose plan has a ``MaskPart`` is sampled when all earlier steps are settled; the next
-    step is launched after that.
-    """
+    To settle a step is to apply its results to the scheduler. A step whose plan has a ``MaskPart``
+    is sampled once all earlier steps are settled; the next launch waits for this."""
 
     def __init__(
         self, scheduler: SchedulerInterface, executor: Executor[Any], depth: int = 1
@@ -75,11 +74,11 @@ class EngineCore:
         self._has_undrawn = False  # the newest step in flight waits for masks to be sampled
 
     def step(self) -> StepOutputs:
-        """Launch steps until ``depth`` are in flight, then settle the oldest and return its
+        """Launch steps until ``depth`` are in flight, then wait for the oldest and return its
         outputs.
 
-        If there is nothing to compute, returns the outputs that the scheduler has anyway.
-        """
+        Without anything to compute, it returns outputs that need no step, such as those of
+        aborts."""
         while len(self.flight) < self.depth:
             self._draw_if_alone()
             if self._has_undrawn:
@@ -105,7 +104,8 @@ class EngineCore:
         return outputs
 
     def _draw_if_alone(self) -> None:
-        """Sample the step that waits for masks, if all earlier steps are settled."""
+        """Start sampling the newest step if it waits for masks and all earlier steps are
+        finished."""
         if self._has_undrawn and len(self.flight) == 1:
             plan, ticket = self.flight[0]
             self._has_undrawn = False
@@ -116,5 +116,5 @@ class EngineCore:
 
     @property
     def has_work(self) -> bool:
-        """True if there is anything to compute, to settle or to send to the worker."""
+        """True if there is anything to compute, to collect from the worker or to send to it."""
         return bool(self.flight) or self.scheduler.has_requests()

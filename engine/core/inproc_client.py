@@ -32,8 +32,7 @@ IDLE_SECONDS = 0.001  # sleep between two steps while all requests wait for some
 class InprocClient(CoreClient):
     """Calls the core directly; ``step`` runs one engine step in the caller's thread.
 
-    If a step raises, the core is dead.
-    """
+    An exception in a step leaves the core dead."""
 
     decided: Decided
     id_prefix = ""
@@ -46,7 +45,7 @@ class InprocClient(CoreClient):
         clock: Callable[[], float] = time.monotonic,
         failures: Failures | None = None,
     ) -> None:
-        """failures: counts failures of this core's observers, for its statistics."""
+        """Wrap a core. failures: counts the errors of the core's observers, for its statistics."""
         self.decided = decided
         self._core: EngineCore | None = core
         self._clock = clock
@@ -88,7 +87,7 @@ class InprocClient(CoreClient):
         return outputs
 
     def turn(self) -> StepOutputs:
-        """Run one engine step without sleeping; returns its outputs by client index."""
+        """Run one engine step without sleeping; returns its outputs, keyed by client index."""
         core = self._live()
         try:
             outputs = core.step()
@@ -114,12 +113,13 @@ class InprocClient(CoreClient):
 
     @property
     def is_idle(self) -> bool:
-        """True if the last step had nothing to compute and nothing to settle."""
+        """True if the last step had no plan to compute and no result to collect."""
         return self._live().is_idle
 
     def next_work(self, num_moved: int) -> Work:
-        """Return ``"prefill"`` if the next step may have prompts, else ``"decode"``. ``num_moved``:
-        requests that got tokens in the last step; if more run, some still compute prompts."""
+        """Return ``"prefill"`` if the next step may compute prompt tokens, else ``"decode"``.
+        ``num_moved``: requests that got output tokens in the last step; if more are running, some
+        still compute their prompts."""
         counts = self._live().scheduler.get_request_counts()
         return "prefill" if counts.waiting or counts.running > num_moved else "decode"
 
@@ -143,7 +143,7 @@ class InprocClient(CoreClient):
             self._core = None
 
     def _with_aborted(self, outputs: StepOutputs) -> StepOutputs:
-        """Add the ends of aborted requests to the outputs."""
+        """Add the last outputs of aborted requests to the outputs of a step."""
         ends: defaultdict[int, list[tuple[str, Finished]]] = defaultdict(list)
         for name, (client_index, end) in self._aborted.items():
             ends[client_index].append((name, end))

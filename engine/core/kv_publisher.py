@@ -3,8 +3,8 @@
     PUB      sends [sequence, batch] for each batch; batches for a slow subscriber are dropped
     ROUTER   receives [sequence], replies with up to 500 batches from there on and an end marker
 
-Events contain prompt tokens, so by default the socket is a file that only this user can open.
-Batches are sent as msgpack. Of incoming messages only a number is decoded.
+Batches are sent as msgpack. They contain prompt tokens, so by default the socket is a file that
+only its user can open. From subscribers, nothing but a sequence number is decoded.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ SEQUENCE_BYTES = 8
 
 
 def replay_endpoint(endpoint: str) -> str:
-    """Address at which subscribers request past batches: a socket file next to the publisher's, or
-    the port after its port."""
+    """Address at which subscribers request past batches: the publisher's socket file with the
+    suffix "-replay", or the next TCP port."""
     if endpoint.startswith(IPC):
         return endpoint + "-replay"
     host, _, port = endpoint.rpartition(":")
@@ -42,8 +42,7 @@ class KVEventPublisher:
     """Publishes batches and keeps the last ``num_remembered`` for replay. Must be closed.
 
     ``endpoint`` may be ``None`` for a new socket file in a new private directory. Raises
-    ``ConfigError`` if the address cannot be used.
-    """
+    ``ConfigError`` if the address cannot be used."""
 
     def __init__(
         self,
@@ -70,7 +69,8 @@ class KVEventPublisher:
         self._thread.start()
 
     def publish(self, batch: KVEventBatch) -> None:
-        """Send and keep a batch. Never waits and never raises: failures are counted."""
+        """Send a batch and store it for replay. Never waits and never raises: failures are
+        counted."""
         self._guard.run(self._publish, batch)
 
     def _publish(self, batch: KVEventBatch) -> None:
@@ -141,10 +141,10 @@ def _is_served(endpoint: str) -> bool:
 
 
 def to_bytes(sequence: int) -> bytes:
-    """Encode the sequence number of a batch."""
+    """Encode the sequence number of a batch in 8 bytes."""
     return sequence.to_bytes(SEQUENCE_BYTES, "big", signed=True)
 
 
 def from_bytes(sequence: bytes) -> int:
-    """Decode the sequence number of a batch."""
+    """Decode the sequence number of a batch from 8 bytes."""
     return int.from_bytes(sequence, "big", signed=True)

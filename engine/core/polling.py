@@ -11,7 +11,7 @@ Work = Literal["none", "prefill", "decode"]
 
 
 def poll_timeout_ms(config: EngineConfig, work: Work) -> int:
-    """Milliseconds to wait for the first message before a step; 0 if a prompt is to be computed."""
+    """Milliseconds to wait for messages before a step; 0 if the step will compute a prompt."""
     if work == "prefill":
         return 0
     options = config.polling

@@ -46,7 +46,7 @@ class RecordedClock:
         return now
 
     def take(self) -> list[float]:
-        """Return the readings since the last call, and forget them."""
+        """Return the readings since the last call of ``take``."""
         readings, self._readings = self._readings, []
         return readings
 
@@ -60,8 +60,7 @@ def record(
 ) -> RecordingScheduler:
     """Create a scheduler with ``make`` and record it in a file. Raises ``ConfigError``.
 
-    failures: counts an error of writing the log, after which the scheduler goes on without it.
-    """
+    If writing the log fails, the error is counted in ``failures`` and the recording ends."""
     recorded = RecordedClock(clock)
     effect = f"the log {str(path)!r} ends here and can be replayed up to here"
     guard = ObserverGuard(failures or Failures(), STEP_LOG, effect, stops=True)
@@ -69,7 +68,8 @@ def record(
 
 
 def describe(config: SchedulerConfig, cache: CacheConfig, kv: KVManager, seed: int) -> Header:
-    """The header of the log, from which an equal scheduler can be created."""
+    """The header of a step log: all that is needed to create an identical scheduler for a
+    replay."""
     return Header(
         format=FORMAT,
         version=version("metronome-engine"),
@@ -87,7 +87,8 @@ def _fields(options: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Options as plain data: classes as dotted paths, objects as the dotted path of their class."""
+    """Convert an option to plain data. Classes, and other objects by their class, become dotted
+    paths."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):
@@ -102,9 +103,8 @@ def _plain(value: Any) -> Any:
 class RecordingScheduler(SchedulerInterface):
     """Wraps a scheduler and records each call that changes it.
 
-    A ``wake`` that the scheduler itself makes during another call is not recorded, since the replay
-    repeats it. If writing the log fails, ``guard`` ends the recording and the scheduler goes on.
-    """
+    Calls that the scheduler makes to its own ``wake`` are not recorded, since a replay repeats
+    them. If writing the log fails, the recording ends and the scheduler continues."""
 
     def __init__(
         self,
@@ -182,7 +182,7 @@ class RecordingScheduler(SchedulerInterface):
         self.inner.shutdown()
 
     def _record(self, make: Callable[[list[float]], Record]) -> None:
-        """Write a record with the clock readings since the last record."""
+        """Write the record that ``make`` creates from the clock readings since the last record."""
         times = self._clock.take()
         self._guard.run(lambda: self._log.write(make(times)))
 

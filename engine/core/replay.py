@@ -27,7 +27,8 @@ NOTHING = "nothing"
 
 
 class PlanDifference(NamedTuple):
-    """The first difference of plans. ``request_id`` is empty if it concerns several requests."""
+    """The first difference between a recorded plan (``then``) and the new plan (``now``).
+    ``request_id`` is empty if the difference concerns several requests."""
 
     step: int
     request_id: str
@@ -40,7 +41,7 @@ class PlanDifference(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """How far a log was replayed, and the first difference."""
+    """The number of replayed steps, and the first difference of plans, if any."""
 
     num_steps: int  # number of equal plans
     num_requests: int
@@ -78,10 +79,8 @@ def replay(
 ) -> Replayed:
     """Replay a step log and compare the plans, up to the first difference.
 
-    ``policy`` (like ``scheduling_policy``), ``resources`` and ``changes`` (fields of
-    ``SchedulerConfig``) replace the recorded ones. Raises ``ConfigError`` for a log that cannot be
-    read and for invalid options.
-    """
+    ``policy``, ``resources`` and ``changes`` (fields of ``SchedulerConfig``) replace the recorded
+    options. Raises ``ConfigError`` for invalid options and a log that cannot be read."""
     recorded = StepLog(log, allow_truncated=allow_truncated)
     if policy is not None:
         changes = {"policy_options": {}, **changes, "scheduling_policy": policy}
@@ -115,7 +114,7 @@ def _check_names(cls: type, options: dict[str, Any], owner: str) -> None:
 
 
 class Replay:
-    """Replays records with a new scheduler. ``outputs`` is called with the outputs of its steps."""
+    """Replays records with a new scheduler. ``outputs`` is called with the outputs of each step."""
 
     def __init__(
         self,
@@ -149,7 +148,7 @@ class Replay:
         self.last_plan: StepPlan
 
     def run(self, records: StepLog) -> Replayed:
-        """Replay all records, or up to the first difference."""
+        """Replay all records, or those up to the first difference."""
         difference = None
         coming = iter(records)
         for record in coming:
@@ -166,8 +165,8 @@ class Replay:
         return Replayed(self._num_steps, self._num_requests, difference)
 
     def _repeat(self, record: steplog.Record) -> PlanDifference | None:
-        """Repeat a recorded call. Returns the difference if the call made a plan and the new plan
-        differs, otherwise ``None``."""
+        """Repeat one recorded call. If the call made a plan, compare it with the new plan: returns
+        the difference, or ``None`` if there is none."""
         scheduler = self.scheduler
         assert not isinstance(record, steplog.AddCall)
         self._clock.set(record.times)
@@ -218,8 +217,8 @@ class Replay:
     def _compare(
         self, planned: steplog.PlanRecord, then: PlanColumns, plan: StepPlan
     ) -> PlanDifference | None:
-        """The first difference of two plans, in the tokens of a request or else in another field;
-        ``None`` if they are equal. ``then``: the recorded plan; ``plan``: the new one."""
+        """Return the first difference between the recorded plan ``then`` and the new ``plan``, in a
+        request's tokens or else in another field; ``None`` if they are equal."""
         shares_then = _shares(then)
         shares_now = _shares(PlanColumns.of(plan))
         for row in shares_then | shares_now:
@@ -246,7 +245,7 @@ class Replay:
 
 
 def _shares(columns: PlanColumns) -> dict[int, str]:
-    """For each row of a plan, say which tokens of the row's request are computed."""
+    """Describe which tokens of a request are computed, for each row of a plan's batch."""
     return {
         row: f"{count} tokens from position {start}"
         for row, count, start in zip(*(column.tolist() for column in columns), strict=True)

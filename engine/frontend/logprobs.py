@@ -22,7 +22,7 @@ def position_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer | None) -> Posi
 def prompt_positions(
     entries: list[TokenLogprobs], num_prompt: int, tokenizer: Tokenizer | None
 ) -> list[Position | None]:
-    """One entry per prompt token; ``None`` for the first token, which has no prediction, and for
-    tokens before ``prompt_logprobs_start``."""
+    """The log-probabilities of each prompt token. ``None`` for the first token, which has no
+    prediction, and for tokens before ``prompt_logprobs_start``."""
     unknown: list[Position | None] = [None] * (num_prompt - len(entries))
     return unknown + [position_logprobs(entry, tokenizer) for entry in entries]

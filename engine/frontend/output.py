@@ -1,8 +1,8 @@
 """Turns the core's outputs into ``RequestOutput`` for users.
 
-OutputProcessor   all unfinished requests; ``text.detokenizer`` turns tokens into text
-RequestState      one request: what its n sequences share, and its outputs
-OutputSequence    one sequence: its tokens and text, its cut at a stop string, and why it ended
+OutputProcessor   all unfinished requests
+RequestState      one request: its n sequences, metrics and outputs
+OutputSequence    one sequence: its tokens, its text up to a stop string, and why it ended
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ from engine.text.tokenizer import Tokenizer
 
 
 class OutputProcessor:
-    """Owns text, stop strings and log-probabilities of all unfinished requests.
+    """Makes the outputs of all unfinished requests: text, stop strings and log-probabilities.
 
-    Core outputs that arrive after their request has ended in this process are ignored: core ids are
-    never used again. The subclass ``PooledOutputs`` turns tokens into text in other processes.
-    """
+    Core outputs of a request that has already ended here are ignored; core ids are never used
+    twice. The subclass ``PooledOutputs`` turns tokens into text in other processes."""
 
     is_only_text_missing = False
     """True if the core has finished all requests but other processes still make their texts."""
@@ -62,11 +61,12 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Number of requests without their last output."""
+        """Number of requests whose last output has not been made yet."""
         return len(self._requests)
 
     def measure(self) -> Latencies:
-        """Start measuring latencies. Returns the same object for each call."""
+        """Return the latency histograms, always the same object. The first call starts
+        measuring."""
         if self._latencies is None:
             latencies = self._latencies = Latencies()
             self._between_tokens = latencies.between_tokens.column
@@ -108,11 +108,10 @@ class OutputProcessor:
         return outputs_of(moved)
 
     def _process_rows(self, batch: CoreOutputs, moved: Moved) -> None:
-        """Process each row of the core's outputs.
+        """Process each sequence's part of the core's outputs.
 
-        Most rows only add tokens to a running sequence. They are handled inline, because calling
-        ``_take``, ``read`` and ``_moved`` for each would double the time.
-        """
+        Most sequences only get tokens. They are handled inline, because calling ``_take``, ``read``
+        and ``_moved`` for each would double the time."""
         rows, time, counts = self._rows, batch.time, self.counts
         ends = {end.index: end for end in batch.finished}
         has_more = {*ends, *batch.logprobs}  # rows with more than tokens
@@ -152,16 +151,16 @@ class OutputProcessor:
         self._moved(core_id, row, end, time, moved)
 
     def take_texts(self) -> list[RequestOutput]:
-        """Outputs for users from texts that other processes have finished."""
+        """Outputs for users whose texts other processes have finished meanwhile."""
         return []
 
     def wait_for_texts(self, seconds: float) -> bool:
-        """Block until texts of other processes arrive or ``wake`` is called. Returns True if there
-        are texts."""
+        """Block until other processes' texts arrive, ``wake`` is called or ``seconds`` pass. True
+        if there are texts."""
         return False
 
     def wake(self) -> None:
-        """End a ``wait_for_texts``. Thread-safe."""
+        """Let a blocked ``wait_for_texts`` return. Thread-safe."""
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
         """End these requests with finish reason "abort". Unknown ids are ignored. Returns their
@@ -184,7 +183,7 @@ class OutputProcessor:
             self._ended(reading.core_id, reading.row, time)
 
     def _endings(self, request_ids: Iterable[str], time: float) -> Iterator[SequenceUpdate]:
-        """An update with finish reason "abort" for each unfinished sequence of these requests."""
+        """Yield an update with finish reason "abort" for each unfinished sequence."""
         for request_id in dict.fromkeys(request_ids):
             request = self._requests.get(request_id)
             for core_id in request.core_ids if request else ():
@@ -193,7 +192,7 @@ class OutputProcessor:
                     yield SequenceUpdate(core_id, self._rows[core_id], [], None, end, time)
 
     def withdraw(self, submission: Submission) -> list[str]:
-        """Remove a request that the core refused. Returns the core ids of its sequences."""
+        """Remove a request that the core refused. Returns the core's ids of its sequences."""
         request = self._requests.pop(submission.request_id)
         if self.pace is not None:
             self.pace.leave(has_started=False)
@@ -202,17 +201,17 @@ class OutputProcessor:
         return request.core_ids
 
     def ended_here(self) -> list[str]:
-        """Core ids of sequences that ended in this process (for instance at a stop string) and that
-        the core must still stop."""
+        """Core ids of sequences that have ended in this process, for instance at a stop string, but
+        not yet in the core."""
         return list(self._ended_here)
 
     def forget_ended_here(self) -> None:
-        """Clear the list of ``ended_here``, after the core has stopped these sequences."""
+        """Clear the list that ``ended_here`` returns, once the core has stopped these sequences."""
         self._ended_here.clear()
 
     def _start(self, core_id: str, started: Started) -> int:
-        """Record that the core has started a sequence. Returns the prompt length if it is the first
-        of its request to start, otherwise 0."""
+        """Record that the core has started a sequence. Returns the request's prompt length if no
+        other sequence of the request started before, otherwise 0."""
         row = self._rows.get(core_id)
         if row is None:
             return 0
@@ -239,7 +238,8 @@ class OutputProcessor:
         end: Finished | None,
         time: float,
     ) -> None:
-        """Append tokens and log-probabilities of a step and update metrics; text is added later."""
+        """Append a step's tokens and log-probabilities to a sequence, without text; update
+        metrics."""
         request, sequence = row
         if token_ids:
             metrics, last = request.metrics, request.metrics.last_token_time
@@ -264,7 +264,7 @@ class OutputProcessor:
     def _moved(
         self, core_id: str, row: Row, end: Finished | None, time: float, moved: Moved
     ) -> None:
-        """Add the sequence to ``moved`` if it has an output to show, and finish it if it ended."""
+        """Add a sequence with new output for the user to ``moved``; finish it if it has ended."""
         request, sequence = row
         if sequence.end is None and not sequence.is_shown:
             return
@@ -296,7 +296,7 @@ class OutputProcessor:
 
 
 class SequenceUpdate(NamedTuple):
-    """What a step's outputs contain for one sequence."""
+    """What one step added to one sequence."""
 
     core_id: str
     row: Row
@@ -307,7 +307,7 @@ class SequenceUpdate(NamedTuple):
 
 
 class Row(NamedTuple):
-    """The request and sequence of a row in the core's outputs."""
+    """The request and sequence that an entry of the core's outputs belongs to."""
 
     request: RequestState
     sequence: OutputSequence
@@ -316,14 +316,14 @@ class Row(NamedTuple):
 def reading_of(
     batch: CoreOutputs, index: int, row: Row, token_ids: list[int], end: Finished | None
 ) -> SequenceUpdate:
-    """What a step's outputs contain for one row."""
+    """Extract from the outputs of a step what belongs to the entry at ``index``."""
     logprobs = batch.logprobs.get(index)
     return SequenceUpdate(batch.request_ids[index], row, token_ids, logprobs, end, batch.time)
 
 
 def outputs_of(moved: Moved) -> list[RequestOutput]:
-    """The outputs that are due for these requests. ``moved`` has, for each request, those of
-    its sequences that have changed."""
+    """The outputs that are due for these requests. ``moved`` maps each request to its sequences
+    that have changed."""
     outputs = [request.output(sequences) for request, sequences in moved.items()]
     return [output for output in outputs if output is not None]
 
@@ -339,10 +339,8 @@ def tokens_of(batch: CoreOutputs) -> list[list[int]]:
 class RequestState:
     """Combines the n sequences of a request into outputs of the requested kind.
 
-    cumulative: all n sequences so far. delta: new parts of sequences that changed. final: all n
-    once, when the last has finished. Sequences are ordered by index. ``reads_here``: this process
-    turns tokens into text.
-    """
+    cumulative: all sequences, whole. delta: the new parts of changed sequences. final: all
+    sequences, once the last has finished. ``reads_here``: text is made in this process."""
 
     __slots__ = (
         "_num_running", "_reports", "core_ids", "is_single", "kind", "kv_transfer_params",
@@ -381,11 +379,12 @@ class RequestState:
         return self._num_running == 0
 
     def finish_one(self) -> None:
-        """Count one more finished sequence."""
+        """Count one more finished sequence of the request."""
         self._num_running -= 1
 
     def note(self, index: int, report: Started | Finished) -> None:
-        """Store the latest metrics of a sequence and sum the metrics of all sequences."""
+        """Store the latest report on one sequence, and sum the request's metrics over its
+        sequences."""
         self._reports[index] = report
         metrics, every = self.metrics, self._reports.values()
         metrics.num_preemptions = sum(each.num_preemptions for each in every)
@@ -416,7 +415,8 @@ class RequestState:
         )
 
     def output(self, moved: Sequence[OutputSequence]) -> RequestOutput | None:
-        """The output for the user after these sequences changed; ``None`` if nothing is due yet."""
+        """The output for the user after the sequences in ``moved`` have changed; ``None`` if the
+        kind of output requires none yet."""
         finished = self._num_running == 0
         if self.kind == "delta":
             completions = (
@@ -443,12 +443,11 @@ class RequestState:
 
 
 class OutputSequence:
-    """One output sequence. It grows until ``end`` is set by the core or by a stop string, which
-    takes precedence.
+    """The tokens and text of one sequence. It grows until ``end`` is set by the core, or by a stop
+    string in the text.
 
-    Tokens are appended each step, then ``read`` turns them into text. If another process makes the
-    text, tokens are appended when the text arrives, and ``settle`` adds it.
-    """
+    Tokens are appended in each step, and ``read`` turns them into text. If other processes make the
+    text, tokens and text are appended when the text arrives."""
 
     __slots__ = (
         "_num_held_back", "_num_sent_tokens", "_tokenizer", "cumulative_logprob", "end", "index",
@@ -489,7 +488,7 @@ class OutputSequence:
             self.cumulative_logprob += sum(entry.logprobs[0] for entry in logprobs)
 
     def readable(self, token_ids: list[int], end: Finished | None) -> list[int]:
-        """The tokens to turn into text: ``token_ids``, without a stop token at the end unless the
+        """The tokens to turn into text: ``token_ids``, without a final stop token unless the
         request wants it in the text."""
         is_stopped = end is not None and end.reason == "stop"
         if is_stopped and not self.params.include_stop_str_in_output:
@@ -497,7 +496,8 @@ class OutputSequence:
         return token_ids
 
     def read(self, token_ids: list[int], end: Finished | None) -> None:
-        """Turn tokens that were appended into text. ``end`` is given with the last tokens."""
+        """Turn appended tokens into text. ``end``: the core's reason to end the sequence, if
+        any."""
         if self.reader is None:
             self.end = end
         elif end is not None or not self.is_lazy:
@@ -505,8 +505,8 @@ class OutputSequence:
             self.settle(self.reader.read(token_ids, end is not None), end)
 
     def settle(self, delta: TextDelta, end: Finished | None) -> None:
-        """Add text that was made of tokens, and end the sequence at a stop string in it. ``end``:
-        the end that the core has reported, if it has."""
+        """Append text that a detokenizer made, and end the sequence if the text has a stop string.
+        ``end``: why the core ended the sequence, ``None`` if it runs."""
         self.end = end
         if delta.stop is not None:
             self._stop_at(delta.stop, delta)
@@ -520,7 +520,7 @@ class OutputSequence:
         return self._completion(self.text[:-held] if held else self.text, 0)
 
     def delta(self) -> CompletionOutput:
-        """What is new since the last call. Text that was output is not kept."""
+        """The tokens and text since the last call. Text that was returned is not stored."""
         text, held = self.text, self._num_held_back if self.end is None else 0
         self.text = text[-held:] if held else ""
         completion = self._completion(text[:-held] if held else text, self._num_sent_tokens)

@@ -10,8 +10,8 @@ SHARE = 0.05  # weight of the latest gap in the moving average, which covers abo
 
 
 class TokenGap:
-    """Moving average of the seconds between two requests' first tokens while others wait; 0.0 if
-    unknown."""
+    """Moving average of the seconds between the first tokens of two successive requests, while
+    further requests wait; 0.0 if unknown."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -19,15 +19,15 @@ class TokenGap:
 
     def note(self, time: float, *, is_waited_for: bool) -> None:
         """Record that a request got its first token at ``time``. ``is_waited_for``: whether others
-        wait now. A gap counts only if requests waited throughout it; otherwise it reflects the
-        arrival rate."""
+        wait now. The time since the previous first token counts only if requests waited throughout;
+        otherwise it reflects the arrival rate."""
         if self._last is not None:
             share = SHARE if self.seconds else 1.0
             self.seconds += share * (max(0.0, time - self._last) - self.seconds)
         self._last = time if is_waited_for else None
 
     def forget(self) -> None:
-        """Measure no gap until the next first token, since no request waits any more."""
+        """Discard the time of the last first token, because no request waits any more."""
         self._last = None
 
 
@@ -51,7 +51,7 @@ class QueuePace:
         self.num_waiting += 1
 
     def start(self, time: float) -> None:
-        """Count a request that got its first token."""
+        """Record that a request got its first token at ``time``."""
         self.num_waiting -= 1
         self.num_running += 1
         is_waited_for = self.num_waiting > 0
@@ -70,12 +70,12 @@ class QueuePace:
             self._seats.forget()
 
     def num_queued(self, num_arriving: int = 0) -> int:
-        """Number of requests that will wait because all seats are taken, once ``num_arriving``
-        new ones have come."""
+        """Number of requests that would wait for a seat if ``num_arriving`` more arrived now."""
         return max(0, self.num_waiting + num_arriving - self._num_free)
 
     def estimated_wait(self, num_arriving: int = 0) -> float:
-        """Seconds that a request behind ``num_arriving`` other new ones waits for a first token."""
+        """Estimated seconds until the first token of a new request that follows ``num_arriving``
+        others."""
         num_queued = self.num_queued(num_arriving)
         if not num_queued and self.num_seats:  # a seat is free for each
             return 0.0
@@ -95,8 +95,8 @@ class QueueLimits(NamedTuple):
     max_seconds: float | None
 
     def check(self, num_arriving: int) -> None:
-        """Raise ``RefusedError`` if one more request, after ``num_arriving`` new ones, would exceed
-        a limit."""
+        """Raise ``RefusedError`` if a further request, arriving after ``num_arriving`` new ones,
+        would exceed a limit."""
         num_waiting = self.pace.num_queued(num_arriving)
         seconds = self.pace.estimated_wait(num_arriving)
         if num_waiting >= self.max_requests:

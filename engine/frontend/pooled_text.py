@@ -3,9 +3,9 @@
 PooledOutputs   output processor that waits for texts
 PooledText      sends tokens of sequences to the processes and collects their texts
 
-A sequence stays with one detokenizer process, which holds its state. Its tokens are stored here
-too, so that a replacement can continue if the process dies. The texts of a sequence arrive in
-order; a slow text only delays others of the same process.
+All tokens of a sequence go to the same detokenizer process. They are stored here too, so that a new
+process can continue if the old one dies. The texts of a sequence arrive in order; a slow sequence
+delays only others in the same process.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ Come = deque[tuple[SequenceUpdate, TextDelta | EngineDeadError]]
 
 
 class PooledOutputs(OutputProcessor):
-    """Output processor that outputs tokens when their text arrives. ``wake`` is called in another
-    thread when texts have arrived."""
+    """Output processor whose outputs wait for their texts. ``wake``: called when texts arrive."""
 
     _reads_here = False
 
@@ -72,7 +71,7 @@ class PooledOutputs(OutputProcessor):
             self._send(reading)
 
     def _send(self, reading: SequenceUpdate) -> None:
-        """Send tokens whose text is needed now; tokens are output when the text arrives."""
+        """Send new tokens to the detokenizer, unless the request needs no text before its end."""
         core_id, row, token_ids, logprobs, end, time = reading
         request, sequence = row
         if end is not None:
@@ -107,7 +106,7 @@ class PooledOutputs(OutputProcessor):
         self._texts.wake()
 
     def abort(self, request_ids: Iterable[str], time: float) -> list[RequestOutput]:
-        """End these requests. If a text is still being made, the last output comes with it."""
+        """Abort requests. A request whose text is still being made gets its last output later."""
         outputs = super().abort(request_ids, time)
         self._texts.send()
         return outputs + self.take_texts()
@@ -151,8 +150,8 @@ class PooledText:
         return core_id in self._streams
 
     def open(self, core_id: str, prompt_token_ids: list[int], wish: TextWish) -> None:
-        """Assign a new sequence to the detokenizer with the least work, preferring those whose
-        process runs. ``wish``: how its text is made."""
+        """Assign a new sequence to the detokenizer with the least work among those that run.
+        ``wish``: how to make the text (stop strings, special tokens)."""
         loads = [
             (queue.is_down, num + queue.num_waiting)
             for queue, num in zip(self._queues, self._num_streams, strict=True)
@@ -164,21 +163,22 @@ class PooledText:
     def add(
         self, core_id: str, token_ids: list[int], is_last: bool, reading: SequenceUpdate
     ) -> None:
-        """Queue the next tokens of a sequence for the next ``send``."""
+        """Queue a sequence's next tokens for ``send``. ``reading``: update that waits for the
+        text."""
         stream = self._streams[core_id]
         deliver = partial(_deliver, self._come, reading)
         self._waiting[stream.queue_index].append(ReadTask(stream, token_ids, is_last, deliver))
 
     def send(self) -> None:
-        """Send queued tokens. Raises ``EngineDeadError`` if the processes were given up."""
+        """Send queued tokens. Raises ``EngineDeadError`` if the processes have been given up."""
         for index, tasks in enumerate(self._waiting):
             if tasks:
                 self._waiting[index] = []
                 self._queues[index].put(tasks)
 
     def take(self) -> list[tuple[SequenceUpdate, TextDelta]]:
-        """Return texts that arrived, in order for each sequence. Raises ``EngineDeadError`` if the
-        processes were given up."""
+        """Return updates whose texts arrived. Raises ``EngineDeadError`` if the processes were
+        given up."""
         self._has_come.clear()
         texts: list[tuple[SequenceUpdate, TextDelta]] = []
         while self._come:
@@ -192,7 +192,8 @@ class PooledText:
         return texts
 
     def wait(self, seconds: float) -> bool:
-        """Block until texts arrive or ``wake`` is called. Returns True if there are texts."""
+        """Block until texts arrive, ``wake`` is called or ``seconds`` pass. True if there are
+        texts."""
         self._has_come.wait(seconds)
         return bool(self._come)
 
@@ -211,7 +212,7 @@ class PooledText:
 
 
 class TextStream:
-    """The tokens of a sequence that a detokenizer has read. Used by the detokenizer's thread."""
+    """The tokens of a sequence that its detokenizer has read. Used by the detokenizer's thread."""
 
     def __init__(
         self, number: int, queue_index: int, prompt_token_ids: list[int], wish: TextWish
@@ -226,8 +227,8 @@ class TextStream:
         self._counts = array("i")  # number of ids in each call
 
     def opening(self, process_number: int) -> KnownText | None:
-        """What this process must load before it reads the next tokens; ``None`` if it already holds
-        the state of the sequence. Processes are numbered in the order of their starts."""
+        """What a process must load before it can continue this sequence, ``None`` if it holds the
+        sequence's state already. Processes are numbered in the order of their starts."""
         if process_number == self._process_number:
             return None
         self._process_number = process_number

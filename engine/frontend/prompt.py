@@ -45,8 +45,8 @@ StartedIds = Future[list[int]] | None
 
 
 class TextPrompt(TypedDict, total=False):
-    """A prompt as text or as token ids, with options. If token ids are given, the text is only
-    shown in outputs."""
+    """A prompt with options, as text or token ids. If both are given, the token ids are used and
+    the text is only shown in outputs."""
 
     prompt: str
     prompt_token_ids: list[int]
@@ -81,7 +81,7 @@ class RequestOptions(TypedDict, total=False):
 
 
 class Submission(NamedTuple):
-    """A checked request: the fields for its outputs, and one ``AddRequest`` for each of the n
+    """A checked request: what its outputs show of it, and one ``AddRequest`` for each of its n
     sequences."""
 
     request_id: str
@@ -137,8 +137,7 @@ class InputProcessor:
     ) -> Submission:
         """Check a request and build its messages. Raises ``RequestError``.
 
-        ``started``: what ``PromptEncoder.start`` returned for the prompt, if it was called.
-        """
+        ``started``: the result of ``PromptEncoder.start`` for the prompt, if it was called."""
         if not isinstance(request_id, str):
             raise RequestTypeError(
                 f"request_id must be a str, got {type(request_id).__name__}: {request_id!r}",
@@ -188,14 +187,15 @@ class InputProcessor:
         self, conversations: Iterable[Messages], options: dict[str, Any]
     ) -> list[TextPrompt]:
         """Render conversations to prompts with the chat template. ``options``: as for
-        ``apply_chat_template``. Raises the ``RequestError`` of the first that cannot be
-        rendered."""
+        ``apply_chat_template``. Raises the ``RequestError`` of the first conversation that
+        fails."""
         assert self._tokenizer is not None
         rendered = render_chats(self._tokenizer, self._pool, conversations, options)
         return [{"prompt": text, "prompt_token_ids": token_ids} for text, token_ids in rendered]
 
     def _grammar(self, params: SamplingParams) -> str | None:
-        """The grammar for ``structured_outputs``, as a string for the core; ``None`` without."""
+        """The grammar for ``structured_outputs``, as a text for the core; ``None`` if not
+        requested."""
         if params.structured_outputs is None:
             return None
         if self._tokenizer is None:
@@ -274,7 +274,7 @@ class InputProcessor:
                 )
 
     def _arrival(self, options: RequestOptions) -> float:
-        """Check the options. Returns the arrival time, by default now."""
+        """Check the options of a request and return its arrival time, which is now by default."""
         self._check_options(options)
         now, requested = self._clock(), options.get("arrival_time")
         if requested is None:
@@ -312,11 +312,10 @@ class InputProcessor:
         return derive_seed(self._limits.seed, number) if params.seed is None else params.seed
 
     def _sequence(self, request: AddRequest, index: int) -> AddRequest:
-        """Sequence ``index`` of a request's ``params.n``, with its own seed and core id.
+        """The message for sequence ``index`` of a request's n, with its own seed and core id.
 
-        Core ids are never used again, so late outputs of an aborted sequence reach no other
-        request. They contain the user's id for logs and messages.
-        """
+        Each core id is used once, so that late outputs of an aborted sequence reach no other
+        request. It contains the user's request id for logs."""
         number = next(self._num_sequences)
         return msgspec.structs.replace(
             request,
@@ -325,7 +324,7 @@ class InputProcessor:
         )
 
     def _bad_words_ids(self, params: SamplingParams) -> list[list[int]]:
-        """Token ids of each bad word, at the start of a text and after a space."""
+        """Token ids of each bad word, once as the start of a text and once after a space."""
         if self._tokenizer is None:
             return []
         found = []
@@ -354,8 +353,8 @@ OPTION_KINDS: dict[str, tuple[type | types.UnionType, str]] = {
 
 
 def check_option_types(options: RequestOptions) -> None:
-    """Check types and ranges of the options before they are sent, so that no policy fails on them
-    in the core. Raises ``RequestError``."""
+    """Raise ``RequestError`` for an option of a wrong type or out of range, before it reaches a
+    policy in the core."""
     for name, value in options.items():
         kind, wanted = OPTION_KINDS[name]
         is_wrong = isinstance(value, int | float) and not is_finite(value)
@@ -377,7 +376,7 @@ def _seconds_after(arrival_time: float, seconds: float | None) -> float | None:
 
 
 def _own_params(params: SamplingParams | None) -> SamplingParams:
-    """A checked copy, since the caller may change the object before and after this call."""
+    """A checked copy of the parameters, since the caller may change the object later."""
     if params is None:
         return SamplingParams()
     if not isinstance(params, SamplingParams):
@@ -402,15 +401,14 @@ def _whole_numbers(ids: list[int]) -> list[int]:
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """A pseudo-random seed below 2**63, derived from a seed and the number of a request or
-    sequence."""
+    """A pseudo-random seed below 2**63, derived from a seed and a number."""
     digest = blake2b(f"{seed}/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
 class PromptEncoder:
-    """Tokenises prompts, in this thread, other threads or text processes. Refuses texts that are
-    certainly too long without tokenising them."""
+    """Tokenises prompts, in this thread, other threads or text processes. A text that is certainly
+    too long is refused without tokenising it."""
 
     def __init__(
         self, tokenizer: Tokenizer | None, pool: TextPool | None, max_model_len: int
@@ -421,17 +419,16 @@ class PromptEncoder:
         self._threads = ThreadPoolExecutor(NUM_THREADS, "tokenizer")
 
     def prepare(self) -> None:
-        """Scan the vocabulary in a thread, so that the first long text need not do it in the event
-        loop."""
+        """Start a scan of the vocabulary in a thread, as the first long prompt will need its
+        result."""
         if self._tokenizer is not None:
             self._threads.submit(getattr, self._tokenizer, "max_chars_per_token")
 
     def start(self, prompt: Prompt, params: SamplingParams | None) -> StartedIds:
-        """Start tokenising a prompt in a process or a thread, if it is a text that takes a while;
-        otherwise returns ``None``.
+        """Start tokenising a prompt's text in a text process or a thread. Returns ``None`` if
+        nothing was started: the prompt has token ids, or its text is short.
 
-        Raises ``EngineDeadError`` if the text processes were shut down.
-        """
+        Raises ``EngineDeadError`` if the text processes were shut down."""
         text = self._text_of(prompt, params)
         if text is None or self._tokenizer is None:
             return None
@@ -443,8 +440,8 @@ class PromptEncoder:
     def start_all(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[StartedIds]:
-        """Tokenise many prompts in batches, or start each of them in a text process. Returns one
-        entry per prompt, for ``encode``."""
+        """Start tokenising many prompts in text processes, or tokenise them here in batches.
+        Returns one entry per prompt, to be passed to ``encode`` as ``started``."""
         requested = list(zip(prompts, params, strict=True))
         if self._pool is not None:
             return [self.start(*each) for each in requested]
@@ -462,11 +459,11 @@ class PromptEncoder:
         return started
 
     def encode(self, text: str, is_cut: bool, started: StartedIds) -> list[int]:
-        """Token ids of a text. Raises ``RequestError`` if it cannot be tokenised, or if it is too
-        long, unless the request lets the engine shorten it (``is_cut``).
+        """Token ids of a text. Raises ``RequestError`` if it cannot be tokenised, or is too long
+        and the request does not allow truncation (``is_cut``).
 
-        ``started``: tokenising that was started early, whose result is returned.
-        """
+        ``started``: what ``start`` returned for this text; if not ``None``, its result is
+        returned."""
         if self._tokenizer is None:
             raise RequestError(
                 "the engine has no tokenizer (skip_tokenizer_init): pass token ids as "
@@ -494,7 +491,7 @@ class PromptEncoder:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _text_of(self, prompt: Prompt, params: SamplingParams | None) -> str | None:
-        """The text of a prompt; ``None`` if it has token ids or is certainly too long."""
+        """The text to tokenise; ``None`` if the prompt has token ids or is certainly too long."""
         text = prompt.get("prompt") if isinstance(prompt, dict) else prompt
         has_ids = isinstance(prompt, dict) and prompt.get("prompt_token_ids") is not None
         if has_ids or not isinstance(text, str):
@@ -503,8 +500,8 @@ class PromptEncoder:
         return text if is_cut or self._fewest_tokens(text) < self._max_model_len else None
 
     def _encode_together(self, texts: dict[int, str], started: list[StartedIds]) -> None:
-        """Tokenise all texts and put the results into ``started``, at their keys. If one text is
-        invalid, nothing is put there: ``encode`` will raise the error for that text."""
+        """Tokenise all texts and put the results into ``started``, at the texts' keys. If one text
+        is invalid, nothing is put there, and ``encode`` will raise the error of that text."""
         if self._tokenizer is None or not texts:
             return
         try:
@@ -527,7 +524,7 @@ class PromptEncoder:
             return None
 
     def _fewest_tokens(self, text: str) -> int:
-        """A lower bound of a text's number of tokens; 0 for a text of usual length."""
+        """The least number of tokens that a text can have; 0 for a text of usual length."""
         if self._tokenizer is None or len(text) < self._max_model_len * USUAL_CHARS:
             return 0
         most_chars = self._tokenizer.max_chars_per_token
@@ -535,8 +532,8 @@ class PromptEncoder:
 
 
 def too_long(length: str, limit: int, before: str = "") -> RequestError:
-    """The error for a prompt that leaves no room for output. ``length``: how long it is, in words
-    ("5000 tokens"); ``before``: text to show in front of the length."""
+    """The error for a prompt that leaves no room for output. ``length``: the prompt's length as a
+    text ("5000 tokens"); ``before``: words to show in front of it."""
     return PromptTooLongError(
         f"the prompt is too long: it has {before}{length}, but max_model_len is {limit}, prompt "
         "and at least one output token together; shorten the prompt, set "
@@ -548,5 +545,5 @@ def too_long(length: str, limit: int, before: str = "") -> RequestError:
 
 
 def _without_schema(params: SamplingParams) -> SamplingParams:
-    """The parameters without ``structured_outputs``, in whose place the core gets a grammar."""
+    """The parameters without ``structured_outputs``: the core gets a grammar instead."""
     return msgspec.structs.replace(params, structured_outputs=None)

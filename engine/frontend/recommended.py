@@ -62,8 +62,8 @@ def recommended_sampling(config: ModelConfig) -> Mapping[str, Any]:
 
 
 def _file(config: ModelConfig) -> Path | None:
-    """Path of the generation_config.json that the options select; ``None`` if they select none or
-    the model has none. Raises ``ConfigError`` if a given directory lacks it."""
+    """Path of the generation_config.json to use; ``None`` if the options select none or the model's
+    directory has none. Raises ``ConfigError`` if the directory that a user chose lacks the file."""
     if config.generation_config == NOTHING:
         return None
     if config.generation_config == AUTO:
@@ -93,7 +93,7 @@ def _from_file(file: Path) -> dict[str, Any]:
 
 
 def _fault(key: str, value: object) -> str | None:
-    """Why a value is invalid, with its key, value and range; ``None`` if it is valid."""
+    """Why a value for this key is invalid, for a message; ``None`` if it is valid."""
     try:
         SamplingParams(**{FIELDS[key]: _number(key, value)})
     except RequestError as error:
@@ -102,6 +102,6 @@ def _fault(key: str, value: object) -> str | None:
 
 
 def _number(key: str, value: Any) -> Any:
-    """The value; for integer fields, 20.0 is read as 20."""
+    """Convert a float such as 20.0 to an integer if the field needs an integer."""
     is_integer = key in INTEGERS and isinstance(value, float) and value.is_integer()
     return int(value) if is_integer else value

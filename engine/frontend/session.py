@@ -1,7 +1,7 @@
 """The front end of one core: takes checked requests and returns outputs for users.
 
-The synchronous engine drives it from the caller's thread, the asynchronous one from its own thread.
-``submit``, ``step`` and ``abort`` must be called from one thread; ``inputs`` may be used by others.
+``submit``, ``step`` and ``abort`` must be called from one thread: the caller's in the synchronous
+engine, the engine's own in the asynchronous one. Any thread may use ``inputs``.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TEXT_SECONDS = 0.1  # how long ``step`` waits for texts
 
 
 class Session:
-    """Tokenizer, request checks, outputs and statistics log of one core."""
+    """Front end of one core: tokenizer, request checks, outputs and statistics log."""
 
     def __init__(
         self,
@@ -53,7 +53,8 @@ class Session:
         pool: TextPool | None = None,
         recommended: Mapping[str, Any] | None = None,
     ) -> None:
-        """recommended: default values for fields of ``SamplingParams``."""
+        """Set up the front end of ``client``. recommended: default values for
+        ``SamplingParams``."""
         self.client = client
         self.tokenizer = tokenizer
         self.inputs = InputProcessor(
@@ -78,8 +79,8 @@ class Session:
 
     @classmethod
     def open(cls, config: EngineConfig) -> Session:
-        """Load the tokenizer, then start or connect to the core. A model given by name is
-        downloaded first; if the core runs elsewhere, only the files that are needed here. Raises
+        """Load the tokenizer, then start the core or connect to it. Downloads the model first if
+        needed; for a core elsewhere, only the files that the front end uses. Raises
         ``ConfigError``."""
         set_up_logging(config.log_level)
         is_here, has_text = not config.core.core_addresses, not config.model.skip_tokenizer_init
@@ -105,14 +106,14 @@ class Session:
         return self.outputs.num_unfinished > 0
 
     def submit(self, submission: Submission) -> None:
-        """Submit a checked request to the core. Raises if the core refuses any of its sequences;
-        then none is submitted."""
+        """Submit all sequences of a checked request to the core. If the core refuses one of them,
+        raises its error and submits none."""
         for error in self.submit_all([submission]).values():
             raise error
 
     def submit_all(self, submissions: Sequence[Submission]) -> dict[int, Exception]:
         """Submit checked requests to the core in one message. Returns the errors of refused
-        requests by index. A refused request leaves none of its sequences in the core."""
+        requests by index. No sequence of a refused request remains in the core."""
         errors: dict[int, Exception] = {}
         registered: dict[int, Submission] = {}
         for place, submission in enumerate(submissions):
@@ -125,8 +126,8 @@ class Session:
         return errors | self._add(registered)
 
     def _add(self, submissions: dict[int, Submission]) -> dict[int, Exception]:
-        """Send registered requests to the core. Returns the errors of refused ones by index, as
-        ``submit_all`` does."""
+        """Send registered requests to the core. Returns the errors of refused requests, with the
+        keys of ``submissions``."""
         owners = [place for place, each in submissions.items() for _ in each.requests]
         requests = [request for each in submissions.values() for request in each.requests]
         try:
@@ -148,11 +149,9 @@ class Session:
     def step(self) -> list[RequestOutput]:
         """Run one step of the core and return outputs for users.
 
-        If a core in another process has finished several steps, each call returns one of them, so
-        that the first need not wait for the texts of later ones. With text processes, a call also
-        returns earlier results whose texts have arrived; if only texts are missing, it waits up to
-        ``TEXT_SECONDS`` for them.
-        """
+        Steps that a core in another process has finished meanwhile are returned one per call. With
+        text processes, outputs may come some calls later, with their texts; if nothing but texts is
+        missing, a call waits up to ``TEXT_SECONDS`` for them."""
         outputs: list[RequestOutput] = []
         if self.outputs.is_only_text_missing:
             self.outputs.wait_for_texts(TEXT_SECONDS)
@@ -178,8 +177,8 @@ class Session:
         self.client.wake()
 
     def abort(self, request_ids: Iterable[str]) -> list[RequestOutput]:
-        """Abort these requests; unknown ids are ignored. Returns their last outputs; those that
-        wait for texts are returned by ``step``."""
+        """Abort requests; unknown ids are ignored. Returns their last outputs, except those whose
+        texts are still being made: ``step`` returns them later."""
         outputs = self.outputs.abort(request_ids, self.clock())
         self._stop_in_core()
         return outputs
@@ -201,8 +200,8 @@ class Session:
             stats_log.after_step(is_idle=not self.has_unfinished)
 
     def _step_core(self) -> list[CoreOutputs]:
-        """Run a step of the core. If the core has died, texts of earlier steps are returned first,
-        and a later call raises."""
+        """Run a step of the core. If the core has died, returns [] while there are texts of earlier
+        steps to wait for, then raises."""
         try:
             return self.client.step()
         except EngineDeadError:
@@ -211,7 +210,7 @@ class Session:
             return []
 
     def _stop_in_core(self) -> None:
-        """Abort in the core those sequences that ended in this process, for instance at a stop
+        """Abort in the core the sequences that ended in this process, for instance at a stop
         string. If an interrupt ends this call, the next call repeats it."""
         if ended := self.outputs.ended_here():
             self.client.abort(ended)

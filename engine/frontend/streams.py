@@ -23,12 +23,12 @@ class OutputReader(NamedTuple):
     close_stream: Callable[[Stream], None]
 
     async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """Everything new since the last call, in one output. ``sink`` may take outputs away, see
-        ``Stream.next``."""
+        """Wait for output, and return everything since the last call merged into one output.
+        ``sink``: see ``Stream.next``."""
         return await self.stream.next(sink)
 
     async def outputs(self) -> AsyncGenerator[RequestOutput, None]:
-        """All outputs up to the last. Leaving the loop early aborts the request."""
+        """Yield all outputs up to the last. Leaving the loop early aborts the request."""
         try:
             while True:
                 output = await self.next()
@@ -44,10 +44,9 @@ class OutputReader(NamedTuple):
 
 
 class Stream:
-    """A queue of one output: unread outputs are merged with the next one.
+    """Holds the unread outputs of one request, merged into a single output.
 
-    Belongs to one event loop; only ``post`` is thread-safe.
-    """
+    Belongs to one event loop; only ``post`` is thread-safe."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, request_id: str, kind: OutputKind) -> None:
         self.loop = loop
@@ -68,7 +67,7 @@ class Stream:
             self.loop.call_soon_threadsafe(callback)
 
     def put(self, output: RequestOutput) -> None:
-        """Add an output after the unread ones."""
+        """Merge an output into the unread ones."""
         if self._error is not None:  # the request was dropped
             return
         waiting = self._waiting
@@ -82,7 +81,7 @@ class Stream:
         self._arrived.set()
 
     def fail(self, error: Exception) -> None:
-        """Raise ``error`` in the reader after it has read what is there."""
+        """Raise ``error`` in the reader once it has read all outputs before the error."""
         if not self.is_finished:
             self.is_finished = True
             self._error = error
@@ -99,11 +98,10 @@ class Stream:
         return 0 if self._waiting is None else sum(map(size_of, self._waiting.outputs))
 
     async def next(self, sink: Sink | None = None) -> RequestOutput:
-        """Everything new since the last call, merged. Waits until there is something.
+        """Wait for output, and return everything since the last call merged into one output.
 
-        While it waits, each output is passed to ``sink`` and returned only if that returns False,
-        so that outputs which need little work do not wake the reader.
-        """
+        While it waits, each new output is passed to ``sink``. If ``sink`` returns True, it has
+        handled the output and the reader is not woken."""
         self._sink = sink
         try:
             await self._arrived.wait()

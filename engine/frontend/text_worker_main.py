@@ -1,7 +1,7 @@
 """Main program of a tokenizer or detokenizer process: answers jobs in order.
 
-Started by ``text_workers.TextProcess``. Imports neither torch nor transformers, unless the model's
-tokenizer exists only there.
+Started by ``text_workers.TextProcess``. Imports torch or transformers only for a model whose
+tokenizer needs it.
 """
 
 from __future__ import annotations
@@ -35,8 +35,7 @@ from engine.text.tokenizer import Tokenizer, load_tokenizer
 
 
 def main(descriptor: int) -> None:
-    """Answer jobs until the parent ends this process. ``descriptor``: the file with the start
-    message."""
+    """Answer jobs until the parent ends this process. ``descriptor``: the start message's file."""
     start = msgspec.msgpack.decode(start_message(descriptor), type=StartText)
     model = ModelConfig(
         model=start.model, tokenizer=start.tokenizer, trust_remote_code=start.trust_remote_code
@@ -53,7 +52,7 @@ def main(descriptor: int) -> None:
 def answer(
     server: TextServer, decoder: MessageDecoder[Job], encoder: MessageEncoder, frame: bytes
 ) -> bytes:
-    """The encoded answer to an encoded job; a failure if the answer is too long to send."""
+    """Execute an encoded job and return the encoded answer: ``Failed`` if the job fails."""
     try:
         return encoder.encode(server.do(decoder.decode([frame])))
     except WireError as error:

@@ -1,12 +1,11 @@
 """Pool of tokenizer and detokenizer processes.
 
     any thread ── encode, render ─> Future ── queue of all tokenizers ──> thread <─> its process
-    session    ── rows of text ──────────── queue of one detokenizer ──> thread <─> its process
+    session    ── token ids ────────────── queue of one detokenizer ──> thread <─> its process
 
-Each process has a thread that sends it batches of waiting tasks and receives the answers. When a
-process dies or hangs, the thread starts another one and sends the tasks again, one at a time, so
-that the next crash identifies the input that causes it; known suspects are sent last. Only an input
-that causes ``MAX_DEATHS`` crashes fails.
+Each process has a thread that sends it batches of tasks and receives the answers. When a process
+dies or hangs, its thread starts another and sends the tasks again, one at a time, to find the input
+that causes the crash. An input fails once it has caused ``MAX_DEATHS`` crashes.
 """
 
 from __future__ import annotations
@@ -65,8 +64,8 @@ SEE_STDERR = "see what it wrote to standard error"
 
 
 class Task(ABC):
-    """A job for a text process. ``cost`` is in bytes of text; tasks of one ``owner`` stay in
-    order."""
+    """A job for a text process. ``cost``: its size in bytes of text. Tasks with the same ``owner``
+    are executed in order."""
 
     def __init__(self, cost: int, owner: object) -> None:
         self.cost = cost
@@ -80,24 +79,25 @@ class Task(ABC):
 
     @abstractmethod
     def job(self, process_number: int) -> Job:
-        """The message for a process. Processes are numbered in the order of their starts."""
+        """The message to send. ``process_number``: which start of a process this is, from 1."""
 
     @abstractmethod
     def result_of(self, reply: Reply) -> Any:
-        """Convert the answer to the result. Raises ``WireError`` if it does not fit the job."""
+        """Convert the answer to the task's result. Raises ``WireError`` if it does not fit the
+        job."""
 
     @abstractmethod
     def finish(self, result: Any) -> None:
-        """Deliver the result or an ``Exception``."""
+        """Deliver the task's result, or an ``Exception``."""
 
     @abstractmethod
     def death(self, how: str) -> RequestError:
-        """The error for an input on which processes died ``MAX_DEATHS`` times. ``how``: how the
-        last one ended."""
+        """The error for an input that ended ``MAX_DEATHS`` processes. ``how``: how the last one
+        ended."""
 
 
 class PromptTask(Task):
-    """A prompt to tokenise or render. ``what``: the input, for error messages."""
+    """A prompt to tokenise or render. ``what``: description of the input for error messages."""
 
     def __init__(self, job: Encode | Render, what: object) -> None:
         text = job.text if isinstance(job, Encode) else job.template
@@ -139,11 +139,10 @@ class PromptTask(Task):
 class TextPool:
     """``size`` tokenizer and ``size`` detokenizer processes. Thread-safe.
 
-    A process is ended if a batch takes longer than ``hang_seconds`` plus its bytes divided by
+    A process is killed if a batch takes longer than ``hang_seconds`` plus its bytes divided by
     ``slowest`` (bytes per second). A failed start is tried again after ``retry_seconds``. Futures
     raise ``RequestError`` for an input that cannot be processed, ``RefusedError`` while no process
-    can be started, and ``EngineDeadError`` once the pool is closed.
-    """
+    can be started, and ``EngineDeadError`` once the pool is closed."""
 
     def __init__(
         self,
@@ -224,7 +223,7 @@ class TaskQueue:
 
     @property
     def is_down(self) -> bool:
-        """True if every worker lacks a process and must wait before it may start one."""
+        """True if no worker has a process, and all wait before they try to start one again."""
         return all(worker.is_down for worker in self.workers)
 
     def put(self, tasks: Sequence[Task]) -> None:
@@ -248,8 +247,8 @@ class TaskQueue:
         self.refuse_if_down()
 
     def put_back(self, tasks: Iterable[Task]) -> None:
-        """Queue these tasks again, before all others. If the first of them caused a crash, all
-        tasks of its owner go last."""
+        """Return tasks to the front of the queue. If the first one caused a crash, all tasks with
+        its owner go to the end."""
         with self.lock:
             tasks = [*tasks, *self._tasks]
             culprit = tasks[0].owner if tasks and tasks[0].num_deaths else None
@@ -257,8 +256,8 @@ class TaskQueue:
         self.refuse_if_down()
 
     def take(self, worker: TextWorker) -> list[Task]:
-        """The next batch of tasks for a worker. A worker that gets none is woken when there are
-        tasks."""
+        """Return the next batch of tasks for a worker; [] marks the worker as idle, to be woken by
+        new tasks."""
         tasks: list[Task] = []
         cost = 0
         with self.lock:
@@ -273,7 +272,7 @@ class TaskQueue:
         return tasks
 
     def refuse_if_down(self) -> None:
-        """Fail all tasks if no worker can do them, otherwise wake the workers."""
+        """Fail all waiting tasks if no worker can execute them; otherwise wake the workers."""
         with self.lock:
             error: Exception | None = self.death
             if error is None and self.is_down:
@@ -301,8 +300,8 @@ class TaskQueue:
 
 
 class TextWorker:
-    """A text process and its thread. Only this thread sets attributes, except ``is_idle``, which
-    the queue's lock guards."""
+    """A text process, and the thread that serves it. Only the thread sets attributes, except
+    ``is_idle``, which the queue's lock guards."""
 
     def __init__(
         self,
@@ -339,7 +338,7 @@ class TextWorker:
 
     @property
     def is_down(self) -> bool:
-        """True if there is no process and the worker must wait before it may start one."""
+        """True if the worker has no process and waits before it tries to start one again."""
         return self.refusal is not None and time.monotonic() < self._down_until
 
     def _run(self) -> None:
@@ -391,7 +390,7 @@ class TextWorker:
                 self.started.set_result(None)
 
     def _sleep(self) -> None:
-        """Sleep until there is work or the process has ended."""
+        """Sleep until there are tasks or the process has ended."""
         poller = select.poll()
         poller.register(self.waker.fd, select.POLLIN)
         if self.process is not None:
@@ -448,8 +447,8 @@ class TextWorker:
                 task.finish(result)
 
     def _died(self, tasks: list[Task]) -> None:
-        """Handle the end of the process while it had these tasks: count the crash against a task if
-        it was the only one."""
+        """Handle a crash of the process while it had these tasks: queue them again, each to be sent
+        alone. A task that was alone is to blame for the crash."""
         how = self._end_process()
         if self._queue.death is None:
             logger.warning("the %s %s; starting another one", self.name, how)
@@ -476,7 +475,7 @@ class TextWorker:
         return how
 
     def _give_up(self, why: str) -> None:
-        """Refuse tasks for ``retry_seconds``; the first task after that starts a process again."""
+        """Fail tasks for the next ``retry_seconds``; a task after that starts a process again."""
         message = f"the {self.name} {why}"
         logger.error("%s", message)
         if not self.started.done():
@@ -490,11 +489,10 @@ class TextWorker:
 
 
 class TextProcess:
-    """A spawned process and its socket. ``start``: a function that makes the start message, given
-    the file descriptor of the process's end of the socket.
+    """A spawned text process and the socket to it. ``start``: returns the start message, given the
+    file descriptor of the process's end of the socket.
 
-    Raises ``OSError`` or ``ConfigError`` if the system cannot start it.
-    """
+    Raises ``OSError`` or ``ConfigError`` if the system cannot start it."""
 
     def __init__(self, start: Callable[[int], StartText]) -> None:
         self.is_ready = False
@@ -510,7 +508,7 @@ class TextProcess:
             theirs.close()
 
     def wait_until_ready(self, seconds: float) -> None:
-        """Block until the process reports that it is ready. Raises as ``exchange`` does."""
+        """Block until the process reports that it is ready. Raises the errors of ``exchange``."""
         if self._read(1, time.monotonic() + seconds) != [Ready()]:
             raise WireError("the first message of the process must be 'ready'")
         self.is_ready = True
@@ -574,5 +572,5 @@ def _do_nothing() -> None: ...
 
 
 def _from_anywhere(directory: str) -> str:
-    """The absolute path, for processes started after a change of the working directory."""
+    """Make a path absolute, for processes that start after a change of the working directory."""
     return str(Path(directory).expanduser().absolute())

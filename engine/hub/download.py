@@ -1,9 +1,9 @@
 """Downloads a repository into the cache of the Hugging Face ecosystem, or finds it there.
 
-Files are fetched one by one in the calling thread, so that an interrupt acts immediately;
-huggingface_hub itself fetches the pieces of a large file in parallel, and its lock per file lets
-several processes share a download. The requested revision is linked to the files at the very end,
-so an interrupted download does not count as complete.
+Files are fetched one by one in the calling thread, so that an interrupt acts immediately.
+huggingface_hub fetches the parts of a large file in parallel; its lock per file lets several
+processes share a download. An interrupted download never counts as complete, because the requested
+revision is linked to the files at the very end.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ REQUEST_SECONDS = 10.0
 def download(repository: Repository) -> Path:
     """Return the local directory of a repository, fetching it if needed.
 
-    Raises ``ModelError`` naming repository, reason and way out.
-    """
+    Raises ``ModelError`` naming repository, reason and way out."""
     return Download(repository).run()
 
 
@@ -38,7 +37,7 @@ class Download:
     """The download of one repository."""
 
     def __init__(self, repository: Repository, endpoint: str | None = None) -> None:
-        """endpoint: address of the hub; ``HF_ENDPOINT`` by default."""
+        """Prepare a download. endpoint: address of the hub; ``HF_ENDPOINT`` by default."""
         self.repository = repository
         self.endpoint = (endpoint or constants.ENDPOINT).rstrip("/")
         self.cache = Path(repository.cache or constants.HF_HUB_CACHE)
@@ -92,8 +91,8 @@ class Download:
         return str(info.sha), {file.rfilename: file.size or 0 for file in info.siblings or ()}
 
     def _fetch(self, commit: str, sizes: dict[str, int]) -> Path:
-        """Fetch missing files and return their directory. If the revision has moved since
-        ``commit`` was read, the directory is that of the newer commit."""
+        """Fetch missing files and return their directory. It belongs to a newer commit than
+        ``commit`` if the revision has moved meanwhile."""
         repository = self.repository
         if repository.has_weights:
             reasons.check_weights(repository, self.endpoint, sizes)
@@ -115,7 +114,8 @@ class Download:
         return Path(self._get(anchor, repository.revision)).parent
 
     def _weights(self, commit: str, sizes: dict[str, int]) -> list[str]:
-        """Return the weight files, from the index if there is one."""
+        """Return the names of the weight files to fetch. A weight index, if there is one, lists
+        them."""
         if not self.repository.has_weights:
             return []
         if files.INDEX not in sizes:
@@ -162,8 +162,8 @@ class Download:
         return Path(found) if isinstance(found, str) else None
 
     def _cached(self, error: Exception | None) -> Path:
-        """Return the repository's directory in the cache; raise ``ModelError`` if files are
-        missing. error: why the hub could not be used; ``None`` if it was not asked."""
+        """Return the repository's directory in the cache, for use without the hub. Raises
+        ``ModelError`` if files are missing. error: why the hub failed; ``None`` when offline."""
         places = (self._lookup(name, self.repository.revision) for name in files.ANCHORS)
         place = next((place for place in places if place is not None), None)
         missing = None if place is None else self._missing(place.parent)
@@ -192,7 +192,7 @@ class Download:
         return reasons.explained(error, self.repository, self.endpoint, self.cache, self._token)
 
     def _revisions(self) -> list[str]:
-        """Return branches and tags, [] if they are unavailable."""
+        """Return the names of branches and tags, [] if they are unavailable."""
         try:
             refs = HfApi(endpoint=self.endpoint, token=self._token).list_repo_refs(
                 self.repository.name
@@ -203,7 +203,7 @@ class Download:
 
 
 def _free_bytes(directory: Path) -> int:
-    """Return the free bytes of the disk that has a directory, which need not exist yet."""
+    """Return the free bytes of the disk on which a directory is, or will be created."""
     while not directory.exists() and directory != directory.parent:
         directory = directory.parent
     return shutil.disk_usage(directory).free

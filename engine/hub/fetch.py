@@ -1,7 +1,7 @@
 """Replaces names of repositories by local directories, fetching them into the cache if needed.
 
-The process that starts an engine fetches before anything slow. The configuration it passes on, also
-to the engine's processes, has directories instead of names, and no token.
+The process that starts an engine does this first. The engine's other processes get directories
+instead of names, and no access token.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from engine.hub.files import Repository
 
 
 def fetched(config: ModelConfig, *, for_core: bool, for_text: bool) -> ModelConfig:
-    """Return the configuration with local directories, fetched where they are missing.
+    """Return the configuration with local directories instead of names, fetching what is missing.
 
-    for_core: configuration and weights are needed here; for_text: the tokenizer and the recommended
-    sampling values are. Raises ``ConfigError`` naming the value and the way out.
-    """
+    for_core: fetch configuration and weights; for_text: fetch the tokenizer and the recommended
+    sampling values. Raises ``ConfigError`` naming the value and what to do."""
     revision = config.tokenizer_revision
     source = config.tokenizer
     if source is None and revision not in (None, config.revision):

@@ -30,7 +30,7 @@ VOCABULARIES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
-    """A repository that an option names, and what to fetch besides its configuration."""
+    """A repository on a hub, which an option names, and what to fetch besides its configuration."""
 
     option: str
     name: str
@@ -51,8 +51,7 @@ def matching(names: Iterable[str], patterns: Iterable[str]) -> list[str]:
 def weights_at_top(names: Iterable[str]) -> list[str]:
     """Return the weight files at the top level that a loader uses without an index.
 
-    Some repositories also have Mistral's own format (``consolidated``), which is ignored.
-    """
+    Files in Mistral's own format (``consolidated*``) are left out."""
     names = set(names)
     if SINGLE in names:
         return [SINGLE]
@@ -64,7 +63,8 @@ def weights_at_top(names: Iterable[str]) -> list[str]:
 
 
 def weights_of_index(index: dict[str, Any] | None) -> list[str]:
-    """Return the files that an index names; [] if it is damaged, which the loader reports."""
+    """Return the weight files that an index lists; [] if it is damaged, which the loader
+    reports."""
     places = None if index is None else index.get("weight_map")
     if not isinstance(places, dict):
         return []
@@ -72,7 +72,7 @@ def weights_of_index(index: dict[str, Any] | None) -> list[str]:
 
 
 def missing_weights(root: Path) -> list[str]:
-    """Return the weight files that a directory should have and lacks."""
+    """Return the names of the weight files that a directory should have but lacks."""
     index = root / INDEX
     if index.is_file():
         return [name for name in weights_of_index(read_json(index)) if not (root / name).is_file()]

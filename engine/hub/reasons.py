@@ -1,4 +1,4 @@
-"""Errors about repositories on a hub, with the value and the way out. No message shows a token."""
+"""Errors about repositories on a hub, with the value and what to do. No message shows a token."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ MAX_LINE = 200
 
 
 def spelled(repository: Repository) -> str:
-    """Return how errors name a repository: the option with its value and revision."""
+    """Return a repository's name for errors: the option, its value and the revision."""
     of_revision = "" if repository.revision is None else f" at revision {repository.revision!r}"
     return f"{repository.option} {repository.name!r}{of_revision}"
 
 
 def is_final(error: Exception) -> bool:
-    """True for an error after which the cached repository must not be used instead."""
+    """True for an error to raise even if the repository is cached: wrong revision or name."""
     return isinstance(error, RevisionNotFoundError | HFValidationError)
 
 
@@ -51,7 +51,7 @@ def unknown_revision(repository: Repository, endpoint: str, known: Collection[st
 def explained(
     error: Exception, repository: Repository, endpoint: str, cache: Path, token: str | bool
 ) -> ModelError:
-    """Convert an error of the library or the system to a ``ModelError`` with the way out."""
+    """Convert an error of huggingface_hub or the system to a ``ModelError`` with advice."""
     where, page = spelled(repository), f"{endpoint}/{repository.name}"
     status = error.response.status_code if isinstance(error, HfHubHTTPError) else None
     message = first_line(error, token)
@@ -112,7 +112,7 @@ def _of_system(error: OSError, where: str, cache: Path, message: str) -> ModelEr
 
 
 def not_cached(where: str, cache: Path, missing: list[str] | None) -> ModelError:
-    """Make the error for files missing offline. missing: their names; ``None`` if all are."""
+    """Make the error for missing files when offline. missing: their names; ``None``: all files."""
     if missing is None:
         has = f"{cache} does not have it: unset HF_HUB_OFFLINE for one start, which fetches it"
     else:
@@ -128,7 +128,7 @@ def not_cached(where: str, cache: Path, missing: list[str] | None) -> ModelError
 
 
 def check_weights(repository: Repository, endpoint: str, names: Collection[str]) -> None:
-    """Raise ``ModelError``, before anything is fetched, for weights that are not safetensors."""
+    """Raise ``ModelError``, before anything is fetched, if the weights are not safetensors."""
     if files.INDEX in names or files.weights_at_top(names):
         return
     where = spelled(repository)
@@ -152,7 +152,7 @@ def check_weights(repository: Repository, endpoint: str, names: Collection[str])
 
 
 def check_room(where: str, cache: Path, num_bytes: int, num_free: int) -> None:
-    """Raise ``ModelError`` if these bytes do not fit on the disk of the cache."""
+    """Raise ``ModelError`` if ``num_bytes`` to fetch exceed the free bytes of the cache's disk."""
     if num_bytes > num_free:
         raise ModelError(
             f"{where} needs {readable(num_bytes)} more, and the disk of {cache} has "

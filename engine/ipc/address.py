@@ -4,10 +4,10 @@
         core            data socket
         core-control    control socket
         core-token      the token that clients send in Hello
-        lock            held by every process that uses the directory
+        lock            locked by every process that uses the directory
 
-A directory whose lock no process holds was left by killed processes, and the next core removes it.
-It also removes a directory that has had no lock file for a minute: its creator was killed early.
+A new core removes directories that killed processes left: those whose lock no process holds, and
+those that have had no lock file for a minute.
 """
 
 from __future__ import annotations
@@ -38,11 +38,9 @@ UNLOCKED_SECONDS = 60.0  # a directory older than this must have a lock
 
 @dataclass(frozen=True)
 class Address:
-    """The address of a core's data socket, and the secret or token that it requires.
+    """The address of a core's data socket, and the secret or token that clients need.
 
-    ``secret`` is shared by both sides of a TCP connection and encrypts it; socket files have
-    none.
-    """
+    ``secret``, shared by both sides, encrypts a TCP connection; it is ``None`` for socket files."""
 
     data: str
     token: bytes
@@ -50,7 +48,7 @@ class Address:
 
     @property
     def control(self) -> str:
-        """Address of the control socket: a file next to the data socket's, or the next port."""
+        """Address of the control socket: a file next to the data socket's, or the next TCP port."""
         if self.data.startswith(IPC):
             return self.data + "-control"
         host, _, port = self.data.rpartition(":")
@@ -94,7 +92,8 @@ def derive_key(secret: str, purpose: str) -> bytes:
 
 
 class Directory:
-    """A directory for one core's socket files, which its users lock until ``close``."""
+    """A directory for one core's socket files. Each process that uses it holds a shared lock on it
+    until ``close``."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -172,7 +171,7 @@ def _hold(path: Path) -> int:
 
 
 def _remove_if_left(path: Path) -> None:
-    """Delete a directory that belongs to this user and that no process has locked."""
+    """Delete a directory if this user owns it and no process has locked it."""
     with suppress(OSError):
         known = path.lstat()  # does not follow links
         if known.st_uid != os.getuid():

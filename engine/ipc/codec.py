@@ -26,7 +26,8 @@ class MessageDecoder(Generic[T]):
         )
 
     def decode(self, frames: list[bytes]) -> T:
-        """Decode a message. Raises ``WireError`` for anything else."""
+        """Decode a message. Raises ``WireError`` if the frames are not one of the union's
+        messages."""
         if len(frames) != 1:
             raise WireError(f"the message has {len(frames)} frames, must have one")
         try:
@@ -36,20 +37,18 @@ class MessageDecoder(Generic[T]):
 
 
 class MessageEncoder:
-    """Encodes messages of at most ``max_bytes``, a limit that a call can replace.
+    """Encodes messages of at most ``max_bytes`` by default.
 
-    Raises ``WireError`` for values that the format does not support.
-    """
+    Raises ``WireError`` for values that the format does not support."""
 
     def __init__(self, max_bytes: int = MAX_MESSAGE_BYTES) -> None:
         self._max_bytes = max_bytes
         self._encoder = msgspec.msgpack.Encoder(enc_hook=_refuse_object)
 
     def encode(self, message: msgspec.Struct, max_bytes: int | None = None) -> bytes:
-        """Encode a message as one frame, of at most ``max_bytes`` if given.
+        """Encode a message as one frame of at most ``max_bytes``; ``None``: the encoder's limit.
 
-        Raises ``WireError`` for a value that cannot be encoded, or a message that is too long.
-        """
+        Raises ``WireError`` for a value that cannot be encoded, or a message that is too long."""
         try:
             frame = self._encoder.encode(message)
         except UNFIT as error:
@@ -64,7 +63,7 @@ class MessageEncoder:
 
 
 def is_tagged(frame: bytes, tag: str) -> bool:
-    """True if a frame begins like a message of this type. Decodes only its first bytes."""
+    """True if a frame begins like a message with this tag; the rest of the frame is not checked."""
     name = tag.encode()
     begin = ARRAY_HEADS.get(frame[0], 1) if frame else 0
     return frame.startswith(

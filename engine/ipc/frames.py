@@ -1,4 +1,4 @@
-"""Messages over a stream socket: waiting messages are sent together, after their total length."""
+"""Messages over a stream socket: each batch of messages is preceded by its length in bytes."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ MAX_BYTES = 2 * MAX_MESSAGE_BYTES  # of messages that are sent together
 
 
 def pack_frames(frames: Sequence[bytes]) -> bytes:
-    """Pack messages that are sent together."""
+    """Encode a batch of messages, preceded by its length in bytes."""
     body = msgspec.msgpack.encode(frames)
     return LENGTH.pack(len(body)) + body
 
 
 def read_frames(receive: Callable[[int], bytes]) -> list[bytes]:
-    """Read the next messages. ``receive(n)`` returns at most n bytes, and none at the end.
+    """Read the next batch of messages. ``receive(n)`` returns at most n bytes of the stream, b"" at
+    its end.
 
-    Raises ``EOFError`` at the end, ``WireError`` for invalid data.
-    """
+    Raises ``EOFError`` at the end of the stream, ``WireError`` for invalid data."""
     (size,) = LENGTH.unpack(_read_exactly(receive, LENGTH.size))
     if size > MAX_BYTES:
         raise WireError(f"messages have {size} bytes, the limit is {MAX_BYTES}")
@@ -36,12 +36,12 @@ def read_frames(receive: Callable[[int], bytes]) -> list[bytes]:
 
 
 def pack_ids(token_ids: list[int]) -> bytes:
-    """Token ids as bytes: 32-bit integers of this machine."""
+    """Encode token ids as 32-bit integers in this machine's byte order."""
     return array("i", token_ids).tobytes()
 
 
 def unpack_ids(data: bytes) -> list[int]:
-    """Token ids from bytes. Raises ``WireError`` for an invalid length."""
+    """Decode token ids from bytes. Raises ``WireError`` for an invalid length."""
     if len(data) % array("i").itemsize:
         raise WireError(f"{len(data)} bytes are not token ids of 4 bytes each")
     return array("i", data).tolist()

@@ -1,7 +1,7 @@
 """Encodes plans and results, for a worker that is not in the scheduler's process.
 
-A message is one msgpack array, with fields in the order of ``engine.messages.step``; a column is
-encoded as little-endian bytes. New fields are appended; ``tests/golden`` has the expected bytes.
+A message is one msgpack array, with fields in the order of ``engine.messages.step``. A column (a
+numpy array) is encoded as little-endian bytes. New fields are appended at the end.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ T = TypeVar("T", StepPlan, StepResult, Masks)
 
 
 def encode(message: Message) -> bytes:
-    """Encode a message as one frame. Raises ``TypeError`` for a value that cannot be encoded, or a
-    column whose dtype is not its field's, since its bytes would be misread."""
+    """Encode a message as one frame. Raises ``TypeError`` for values that cannot be encoded, and
+    for columns of a wrong dtype."""
     _check_columns(message, "")
     return _ENCODER.encode(message)
 
 
 def decode(data: bytes, kind: type[T]) -> T:
-    """Decode a message of this kind, with writable columns. Raises ``WireError``."""
+    """Decode a message of type ``kind``, with writable columns. Raises ``WireError``."""
     try:
         message: T = _DECODERS[kind].decode(data)
         return message
@@ -48,7 +48,7 @@ def _check_columns(message: Any, prefix: str) -> None:
 
 
 def _columns_of(kind: Any) -> dict[str, np.dtype[Any] | None]:
-    """The dtype of each column of a message; ``None`` for a field that contains columns."""
+    """The dtype of each column of a message; ``None`` for a field with columns inside."""
     found: dict[str, np.dtype[Any] | None] = {}
     for name, hint in get_type_hints(kind).items():
         for option in get_args(hint) or (hint,):

@@ -29,8 +29,8 @@ class Workers(ProcessPoolExecutor):
 
 @contextmanager
 def workers(num_workers: int) -> Iterator[Workers]:
-    """A pool for the duration of a block. If the block raises, the processes are killed, since
-    their results are not needed any more."""
+    """A process pool for use in a ``with``. If the block raises, the processes are killed, because
+    nobody waits for their results."""
     resource_tracker.ensure_running()  # its start would unblock interrupts later
     others = set(multiprocessing.active_children())
     pool = Workers(num_workers)

@@ -1,9 +1,10 @@
-"""Child: a spawned process that reports when it is ready; each side notices the other's death.
+"""Child: a spawned process that reports when it is ready; parent and child notice each other's
+death.
 
-    line    a pair of sockets: the start report one way, the request to end the other way
-    pidfd   of the other process, on both sides: readable once it has ended
+    line    a pair of sockets: the child sends its start report, the parent a request to end
+    pidfd   of the other process, in each of the two: readable once that process has ended
 
-A line alone is not enough: a fork of either process keeps it open after that process has died.
+The line alone would not show a death: forks of a dead process keep its sockets open.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ logger = logging.getLogger("engine.core")
 
 
 class StartReport(msgspec.Struct, array_like=True, frozen=True):
-    """A child's report of its start. ``kind`` and ``message``: the error, if it failed."""
+    """A child's report that it is ready. If its start failed, ``kind`` and ``message`` have the
+    error."""
 
     is_ready: bool
     kind: str = ""
@@ -55,13 +57,13 @@ class StartReport(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Child:
-    """A spawned process that runs ``target(line, *args)``. Each side notices the other's end.
+    """A spawned process that runs ``target(line, *args)``. Parent and child notice each other's
+    death.
 
     ``line`` is the child's end of a pair of sockets; ``args`` are pickled. Raises ``ConfigError``
     if one of them cannot be pickled, ``EngineDeadError`` if the process cannot be started.
     ``at_end`` is called when the process has ended or could not be started. ``environment``:
-    variables that differ from this process's.
-    """
+    variables to set in the child."""
 
     def __init__(
         self,
@@ -105,9 +107,8 @@ class Child:
     def wait_until_ready(self, timeout: float) -> StartReport:
         """Wait for the child's start report.
 
-        Raises ``EngineDeadError`` if the child ends first, or sends nothing within ``timeout``
-        seconds, after which it is ended.
-        """
+        Raises ``EngineDeadError`` if the child ends before its report, or is not ready within
+        ``timeout`` seconds; the child is ended then."""
         sources: list[Connection | int] = [self.line, self.pidfd]
         ready = multiprocessing.connection.wait(sources, min(timeout, LATE_SECONDS))
         if not ready and timeout > LATE_SECONDS:
@@ -139,7 +140,7 @@ class Child:
         )
 
     def how_it_ended(self) -> str | None:
-        """E.g. ``"was killed by SIGKILL"``, ``"exited with status 1"``; ``None`` if it runs."""
+        """How the process ended, e.g. ``"was killed by SIGKILL"``; ``None`` if it runs."""
         with self._lock:
             if not self._end.alive:
                 return "was ended"
@@ -153,8 +154,8 @@ class Child:
         return f"exited with status {code}"
 
     def _why_killed(self, number: int) -> str:
-        """Return ", perhaps for lack of memory" if the signal is SIGKILL and the system has killed
-        processes for that reason since this child was started, otherwise ""."""
+        """Return ", perhaps for lack of memory" if the child may be a victim of the system's
+        out-of-memory killer, otherwise "". ``number``: the signal that ended the child."""
         if number != signal.SIGKILL or self._num_oom_kills is None:
             return ""
         num = oom_kills()
@@ -210,9 +211,7 @@ def _end(
 def _exit_code(process: SpawnProcess) -> int | None:
     """The exit code of a process that has ended; ``None`` if it is not known.
 
-    ``multiprocessing`` collects all ended children whenever it starts one, in any thread. Such a
-    thread stores the exit code a moment later.
-    """
+    Waits a moment: another thread may have collected the process but not yet stored its code."""
     until = time.monotonic() + NOTE_SECONDS
     while (code := process.exitcode) is None and time.monotonic() < until:
         time.sleep(NOTE_SECONDS / 100)
@@ -262,8 +261,8 @@ class EndRequest:
 
 @contextmanager
 def _named(name: str) -> Iterator[None]:
-    """Convert errors that the block raises while it starts a process to engine errors, which
-    name the process."""
+    """Convert errors that the block raises while it starts a process to engine errors with the name
+    of that process."""
     try:
         yield
     except OSError as error:
@@ -279,7 +278,7 @@ def _named(name: str) -> Iterator[None]:
 
 @contextmanager
 def without_interrupts() -> Iterator[None]:
-    """Processes started within this block ignore interrupts, which only their parent handles."""
+    """Processes that are started in the block ignore interrupts; only their parent handles them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -320,7 +319,7 @@ def report_to_parent(line: Line, report: StartReport) -> None:
 
 
 def _parent() -> int:
-    """The process id of this process's parent, also after it has died."""
+    """The process id of the process that started this one, even if that has died."""
     parent = multiprocessing.parent_process()
     assert parent is not None and parent.pid is not None
     return parent.pid

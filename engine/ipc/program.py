@@ -1,8 +1,8 @@
 """Program: a module run in a new process that imports and copies nothing of its parent.
 
+It starts in a fraction of a second, whatever the parent has imported. In contrast,
 ``ipc.process.Child`` accepts any object but imports the parent's main module again. A program gets
-one message of bytes and inherited file descriptors, so it starts in a fraction of a second,
-whatever the parent has imported. A pipe connects parent and child:
+a start message of bytes through a pipe, and inherits file descriptors:
 
     parent   writes the start message and keeps its end open; when that is closed, the child ends
     child    reads the message; the end of the pipe raises a signal, even within library code
@@ -24,7 +24,8 @@ LENGTH = struct.Struct("<I")
 
 
 class Program:
-    """A process that runs ``module.main(descriptor)``. It inherits ``fds`` with their numbers."""
+    """A process that runs ``module.main(descriptor)``: it reads the message ``start`` from
+    ``descriptor``. File descriptors ``fds`` are inherited under the same numbers."""
 
     def __init__(self, module: str, start: bytes, fds: Sequence[int] = ()) -> None:
         theirs, self._ours = os.pipe()
@@ -73,7 +74,8 @@ class Program:
         self._popen.wait()
 
     def how_it_ended(self) -> str:
-        """E.g. ``"was killed by SIGKILL"`` or ``"exited with status 1"``, once it has ended."""
+        """How the ended process ended, e.g. ``"was killed by SIGKILL"`` or ``"exited with status
+        1"``."""
         code = self._popen.wait()
         if code < 0:
             return f"was killed by {signal.Signals(-code).name}"
@@ -81,13 +83,10 @@ class Program:
 
 
 def start_message(descriptor: int) -> bytes:
-    """Read the start message, in the program. From here on the program ends with its parent.
-
-    The end of the pipe raises SIGIO, whose default action ends a process. A handler in Python would
-    not run before a library call returns, which can take minutes.
-    """
+    """Read the start message, in the program. From here on the program ends with its parent."""
     (length,) = LENGTH.unpack(_read(descriptor, LENGTH.size))
     message = _read(descriptor, length)
+    # SIGIO's default action: a Python handler would wait for library calls, which take minutes.
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
     flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)

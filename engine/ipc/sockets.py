@@ -1,10 +1,12 @@
 """ZeroMQ sockets: creation, limits, waking and closing.
 
 Every queue is bounded, no frame is larger than ``MAX_MESSAGE_BYTES``, and TCP connections are
-encrypted with keys derived from the shared secret. Queues count messages: a reader holds at most
-``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB of unread messages from one sender. ZeroMQ counts
-a message of several frames only when it is complete, so this limit holds for single frames. Only a
-process that can open the socket file, or has the secret, can send at all.
+encrypted with keys derived from the shared secret. Only a process that can open the socket file, or
+has the secret, can send messages.
+
+Queues count messages: a reader holds at most ``RECEIVE_QUEUE`` x ``MAX_MESSAGE_BYTES`` = 1 GiB of
+unread single-frame messages from one sender. Messages of several frames count only when
+complete.
 """
 
 from __future__ import annotations
@@ -82,8 +84,7 @@ def connect(
     """A connected DEALER socket, and a socket that becomes readable when the connection is lost.
 
     Keep the second socket open, and close it after the first. Raises ``ConfigError`` for an
-    invalid address.
-    """
+    invalid address."""
     made = dealer(context, secret)
     lost = made.get_monitor_socket(LOST)
     try:
@@ -95,7 +96,7 @@ def connect(
 
 
 def close(*sockets: Socket, linger_ms: int = 0) -> None:
-    """Close sockets, in this order. May be repeated."""
+    """Close sockets in the given order. May be repeated."""
     for each in sockets:
         if not each.closed:
             each.disable_monitor()  # first, since its events will not be read any more
@@ -105,16 +106,15 @@ def close(*sockets: Socket, linger_ms: int = 0) -> None:
 def close_with(
     owner: object, context: zmq.Context[Socket], *sockets: Socket, waker: Waker | None = None
 ) -> None:
-    """Close sockets and context when ``owner`` is garbage collected without having been closed.
+    """Close sockets and then their context if ``owner`` is garbage collected before it is closed.
 
-    pyzmq does this in arbitrary order: a context closed first waits for its sockets for ever.
-    """
+    pyzmq closes them in arbitrary order; a context that is closed first waits for ever."""
     at_end = weakref.finalize(owner, _close_all, os.getpid(), context, sockets, waker)
     at_end.atexit = False  # threads may still use them
 
 
 class Waker:
-    """Wakes a thread that polls it. Can be used by any thread and in signal handlers."""
+    """Wakes a thread that polls ``fd``. Any thread or signal handler may use it."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socket.socketpair()

@@ -1,1 +1,1 @@
-"""KV blocks and their owners. Torch-free; the only writer of block tables and reference counts."""
+"""KV blocks and block tables, which requests own. Nothing outside writes them. Imports no torch."""

@@ -1,4 +1,4 @@
-"""Physical KV blocks: the content of each, the free list, reference counts."""
+"""The pool of KV blocks: free list, reference counts, and the cached content of each block."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from engine.kv.prefix_watch import PrefixWatch
 
 
 class PrefixCache:
-    """Maps the hash of a block's content to the blocks with that content, and back.
+    """Maps content hashes to the blocks with that content, and blocks to their hashes.
 
-    Twins are blocks with equal content that were written by different requests. Each stays until
-    it is evicted itself; ``find`` returns the oldest.
-    ``hashes`` (read-only) has the hash of each block, ``None`` for blocks that are not cached.
-    ``on_loss`` is called for every hash that no block has any more.
-    """
+    Several blocks may have the same content, if different requests wrote them. Each is evicted on
+    its own; ``find`` returns the oldest. ``hashes`` (read-only) has the hash of each block,
+    ``None`` for blocks that are not cached. ``on_loss`` is called for a hash when its last block
+    leaves the cache."""
 
     def __init__(self, num_blocks: int) -> None:
         self.version = 0  # incremented whenever a hash appears or disappears
@@ -37,8 +36,8 @@ class PrefixCache:
         return [] if block is None else [block, *self._twins.get(block_hash, ())]
 
     def prefix(self, hashes: Iterable[bytes]) -> list[int]:
-        """The oldest cached block of each leading hash, up to the first hash that is not
-        cached."""
+        """Look up hashes in order until one is not cached; return the oldest block of each hash
+        found."""
         find, blocks = self._block.get, []
         for block_hash in hashes:
             block = find(block_hash)
@@ -69,7 +68,8 @@ class PrefixCache:
             self.watch.published(block_hashes)
 
     def unpublish(self, block: int) -> None:
-        """Remove the block from the cache if it is there; requests that hold it keep it."""
+        """Remove the block from the cache if it is there. Requests that use the block are not
+        affected."""
         block_hash = self.hashes[block]
         if block_hash is None:
             return
@@ -92,7 +92,7 @@ class PrefixCache:
             del self._twins[block_hash]
 
     def unpublish_each(self, blocks: Sequence[int]) -> None:
-        """``unpublish`` each of these blocks."""
+        """Remove each of these blocks from the cache, as ``unpublish`` does."""
         if self._twins or self.on_loss is not None or self.watch is not None:
             for block in blocks:
                 self.unpublish(block)
@@ -118,8 +118,8 @@ class PrefixCache:
 
 @dataclass(slots=True)
 class CacheCounts:
-    """Numbers of tokens looked up in the prefix cache and found there, counted at each admission of
-    a request."""
+    """Counts the tokens looked up in the prefix cache, and those found, each time a request is
+    admitted."""
 
     queries: int = 0
     hits: int = 0
@@ -128,8 +128,8 @@ class CacheCounts:
     num_resets: int = 0  # times the cache was emptied on request
 
     def add(self, num_tokens: int, num_hit: int, *, preempted: bool) -> None:
-        """Count the prefix lookup of one admission, which found ``num_hit`` of ``num_tokens``
-        tokens. ``preempted``: the request was preempted before."""
+        """Count the lookup of one admitted request: ``num_hit`` of its ``num_tokens`` tokens were
+        cached. ``preempted``: the request is readmitted after a preemption."""
         if preempted:
             self.preempted_queries += num_tokens
             self.preempted_hits += num_hit
@@ -139,15 +139,14 @@ class CacheCounts:
 
 
 class BlockPool:
-    """Blocks 1..num_blocks-1; block 0 is the null block, which no request holds.
+    """The pool of KV blocks 1..num_blocks-1. Block 0 is the null block, which no request holds.
 
-    The free list is a doubly linked list in two arrays, so that a prefix hit can take a block out
-    of its middle in O(1). Blocks are taken from its head: blocks without cached content are
-    returned there, cached ones to the tail, so the least recently used content is evicted first.
+    Blocks are allocated from the head of the free list. A freed block goes to the head if it has no
+    cached content, else to the tail, so the least recently used content is evicted first. The list
+    is doubly linked, so that a prefix hit can remove a block from its middle in O(1).
 
-    Adopting a free block without cached content, or releasing a block that is not held, raises
-    ``RuntimeError`` with its number; blocks that the call has not reached are unchanged.
-    """
+    ``adopt`` of a free block without cached content, and ``release`` of a free block, raise
+    ``RuntimeError`` with its number; blocks that the call has not reached are unchanged."""
 
     def __init__(self, num_blocks: int) -> None:
         self.num_blocks = num_blocks
@@ -190,10 +189,9 @@ class BlockPool:
             num_refs[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Decrement the reference counts of a table's blocks, given in order.
+        """Decrement the reference counts of blocks, given in the order of a block table.
 
-        Blocks are freed last to first, so that the tail of a sequence is evicted before its head.
-        """
+        They are freed last to first, so that the end of a sequence is evicted before its start."""
         num_refs, hashes = self.num_refs, self.cache.hashes
         after, before = self._next, self._prev
         last, num_free = before[0], 0
@@ -230,10 +228,10 @@ class BlockPool:
 
 
 def live_blocks(tables: Sequence[list[int]]) -> list[int]:
-    """All blocks in the tables of a request, in table order, without null blocks.
+    """All blocks in the block tables of a request, one table per group of layers, without null
+    blocks.
 
-    The blocks at one index of all tables are adjacent, so that all groups free their tails first.
-    """
+    Sorted by table index, then group: blocks for the same tokens are adjacent."""
     first, *others = tables
     if not others and first[:1] != [NULL_BLOCK]:
         return first

@@ -1,4 +1,4 @@
-"""KVSource: the scheduler's half of a KV connector, which supplies KV computed elsewhere."""
+"""KVSource: the scheduler-side interface of a KV connector, which loads KV computed elsewhere."""
 
 from __future__ import annotations
 
@@ -9,43 +9,42 @@ from engine.kv.tables import KVRequest
 
 
 class RemoteMatch(NamedTuple):
-    """Number of tokens after the local prefix hit whose KV the source can supply.
+    """How many tokens after the local prefix hit the KV source can supply.
 
-    ``asynchronous``: the request waits until this KV is loaded, while others run. Otherwise it is
-    loaded at the start of the step that computes the request's next tokens.
-    """
+    ``asynchronous``: the request waits in the queue until their KV is loaded. Otherwise the KV is
+    loaded within the step that computes the request's next tokens."""
 
     num_tokens: int = 0
     asynchronous: bool = False
 
 
 class Farewell(NamedTuple):
-    """What a source returns when a request ends.
+    """What a KV source returns when a request ends.
 
     ``keep``: a transfer still reads the request's blocks, which stay reserved until ``sent``.
-    ``params``: put into the request's output, for the engine that continues with its KV.
-    """
+    ``params``: returned with the request's output, for the engine that continues with its KV."""
 
     keep: bool = False
     params: dict[str, Any] | None = None
 
 
 class KVSource(Protocol):
-    """A source of KV: a store, another engine or host memory. This half decides what to load; the
-    worker's half moves the bytes."""
+    """A source of KV: a store, another engine or host memory. Runs in the scheduler and decides
+    what to load; a counterpart in the worker moves the bytes."""
 
     def match(self, req: KVRequest, num_local_tokens: int) -> RemoteMatch:
-        """How much KV the source has after the local prefix hit. Must change nothing."""
+        """Find how many tokens the source can supply after the local prefix hit. Changes
+        nothing."""
 
     def start_load(self, req: KVRequest, blocks: Sequence[int], num_tokens: int) -> None:
         """Start to load the KV of the ``num_tokens`` after the local hit into ``blocks``, in order.
 
-        If this raises, the blocks must not be written, the request computes the tokens itself, and
-        the source is not called again for it.
-        """
+        If this raises, the source must not write the blocks. The request then computes the tokens
+        itself, and the source gets no further call for it."""
 
     def metadata(self) -> bytes | None:
-        """The message for the worker's half, sent with the next plan; ``None`` for no message."""
+        """The message for the source's worker side, sent with the next plan; ``None``: no
+        message."""
 
     def finished(self, req: KVRequest, blocks: Sequence[int]) -> Farewell:
         """Called when a request ends, with the blocks it holds. A load may still be running."""

@@ -24,8 +24,8 @@ class Publisher(Protocol):
 
 
 class EventLog:
-    """Collects cache events and publishes one batch per step that has any. A subscriber can keep a
-    set of hashes: ``stored`` may repeat a hash, ``removed`` comes when no block has it any more."""
+    """Collects cache events and publishes them as one batch per step. Subscribers should keep a set
+    of hashes: a hash may be ``stored`` again, and is ``removed`` once no block has it."""
 
     def __init__(
         self, publisher: Publisher, *, block_size: int, clock: Callable[[], float]
@@ -44,14 +44,14 @@ class EventLog:
         adapter: str | None,
         group: int,
     ) -> None:
-        """Add an event: these consecutive blocks of a sequence are now cached. ``parent``: hash of
-        the block before them; ``None`` at the start."""
+        """Add an event: consecutive blocks with these hashes and tokens are now cached. ``parent``:
+        hash of the block before the first, ``None`` at the start of a sequence."""
         self._events.append(
             BlockStored(list(hashes), parent, tokens.tolist(), self._block_size, adapter, group)
         )
 
     def removed(self, key: bytes) -> None:
-        """Add an event: no block with this key is cached any more."""
+        """Add an event: no block with this cache key (hash and group) is cached any more."""
         self._events.append(BlockRemoved(*split_key(key)))
 
     def cleared(self) -> None:
@@ -74,6 +74,6 @@ class EventLog:
 
 
 def split_key(key: bytes) -> tuple[bytes, int]:
-    """Split a key of the cache into hash and group. Hashes have an even number of bytes; keys with
-    an odd number end with the group."""
+    """Split a cache key into block hash and group of layers. Hashes have an even number of bytes; a
+    key with an odd number ends with the group, another key is a hash in group 0."""
     return (key[:-1], key[-1]) if len(key) % 2 else (key, 0)

@@ -45,7 +45,8 @@ def _absorb(word: Any, v0: Any, v1: Any, v2: Any, v3: Any) -> Any:
 
 @njit  # type: ignore[untyped-decorator]
 def _hash_chain(tokens: Any, width: int, key: Any, parent: Any, digests: Any) -> None:
-    """Hash consecutive blocks of ``width`` 32-bit tokens; each digest is the next one's parent."""
+    """Hash consecutive blocks of ``width`` 32-bit tokens into ``digests``, each with the previous
+    digest as its parent."""
     first, second = parent[0], parent[1]
     last_word = U64((DIGEST_BYTES + 4 * width) & 255) << U64(56)
     for index in range(len(tokens) // width):
@@ -96,11 +97,10 @@ _hash_blocks = ctypes.CFUNCTYPE(
 
 
 class FastHasher:
-    """A block hasher with equal hashes in all processes that use the same seed. Where users do not
+    """A block hasher whose hashes are equal in all processes with the same seed. Where users do not
     trust each other, keep the seed secret or use SHA-256.
 
-    ``key``: 16 bytes, used instead of the key that is derived from the seed.
-    """
+    ``key``: 16 bytes to use instead of a key derived from the seed."""
 
     def __init__(self, seed: int, *, key: bytes | None = None) -> None:
         secret = hashlib.sha256(b"metronome prefix cache %d" % seed).digest()

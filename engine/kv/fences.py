@@ -1,9 +1,9 @@
-"""Fences: delay loads into blocks that steps in flight may still write.
+"""Fences: delay loads into freed KV blocks that a step in flight may still write.
 
 step 7 launched, writes KV into block 3 ───────┐
-its request ends, block 3 is free              │  a request that computes into block 3 does so
-a load wants block 3 ── waits ─────────────────┤  in step 8, after step 7; a load is not ordered
-step 7 settled ── the load starts              ┘
+its request ends, block 3 is free              │  a request that gets block 3 computes in step 8,
+a load into block 3 is requested, and waits ───┤  which runs after step 7; but a load could run
+step 7 finished ── the load starts             ┘  at the same time
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ Start = Callable[[], None]
 
 
 class Fences:
-    """Counts planned and settled steps. For each block, keeps which step was the newest one in
-    flight when the block was last freed. Steps are settled in the order in which they were
-    planned."""
+    """Tracks for each block the newest step that may still write it after it was freed. Steps
+    finish in the order in which they were planned."""
 
     def __init__(self, num_blocks: int) -> None:
         self._num_planned = 0
@@ -29,7 +28,8 @@ class Fences:
         self._num_planned += 1
 
     def settled(self) -> None:
-        """Record that the oldest step in flight has finished; start the loads waiting for it."""
+        """Record that the oldest step in flight has finished. Starts loads that waited for this
+        step."""
         self._num_settled += 1
         for number, (fence, start) in list(self._waiting.items()):
             if fence <= self._num_settled:
@@ -37,14 +37,14 @@ class Fences:
                 start()
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """Record that these blocks were freed; each step in flight may still write them."""
+        """Record that blocks were freed. Every step in flight may still write them."""
         if self._num_planned > self._num_settled:
             for block in blocks:
                 self._fences[block] = self._num_planned
 
     def when_written(self, number: int, blocks: Sequence[int], start: Start) -> None:
-        """Call ``start`` once no step in flight can write these blocks any more. ``number``:
-        identifies the request, for ``cancel``."""
+        """Call ``start`` as soon as no step in flight can write these blocks, perhaps immediately.
+        ``number``: the request's number, for ``cancel``."""
         fence = max([self._fences[block] for block in blocks])
         if fence <= self._num_settled:
             start()

@@ -30,10 +30,8 @@ class PagedKV:
 class KVLayout(NamedTuple):
     """How the layers of a model share one pool of blocks.
 
-    A block belongs to one group at a time and holds the keys and values of ``block_size`` tokens in
-    each layer of the group. ``parts[layer]`` is the layer's place in a block; layers of different
-    groups may have the same place.
-    """
+    A block belongs to one group of layers at a time. It consists of parts: one part holds the keys
+    and values of ``block_size`` tokens in one layer of the group."""
 
     groups: tuple[Group, ...]
     group_of: tuple[int, ...]
@@ -44,7 +42,7 @@ class KVLayout(NamedTuple):
 
     @property
     def num_parts(self) -> int:
-        """Parts of a block: one for each layer of the largest group."""
+        """Number of parts of a block, which is the number of layers in the largest group."""
         return max(self.parts) + 1
 
     @property
@@ -57,7 +55,8 @@ MOST_PADDED = 1.025  # most memory of a request of full length, relative to what
 
 
 def one_group(layers: Sequence[PagedKV], block_size: int) -> KVLayout:
-    """The layout in which all layers keep all tokens. Raises as ``make_layout``."""
+    """The layout with a single group, in which every layer keeps the KV of all tokens. Raises
+    ``ConfigError`` as ``make_layout`` does."""
     num = len(layers)
     block_bytes = num * _token_bytes(layers) * block_size
     return KVLayout((FULL,), (0,) * num, tuple(range(num)), block_bytes)
@@ -66,16 +65,15 @@ def one_group(layers: Sequence[PagedKV], block_size: int) -> KVLayout:
 def make_layout(
     layers: Sequence[PagedKV], *, block_size: int, max_num_batched_tokens: int, max_model_len: int
 ) -> KVLayout:
-    """Group layers with the same window, and give each layer a part of its group's blocks.
+    """Divide the layers into groups with the same window, and assign each layer a part of a block.
 
-    A group with fewer layers than a block has parts leaves the other parts unused. More parts make
-    fewer groups, which need fewer block tables, but leave more memory unused. So the number of
-    parts is chosen for the fewest groups, as long as a request of ``max_model_len`` tokens takes at
+    All blocks have the same number of parts; a group with fewer layers leaves some unused. More
+    parts make fewer groups, which need fewer block tables, but waste more memory. So the number of
+    parts is the one with the fewest groups for which a request of ``max_model_len`` tokens takes at
     most ``MOST_PADDED`` times the memory that its layers need. Groups of full attention come first.
 
-    Raises ``ConfigError`` if layers keep different numbers of bytes per token, since their blocks
-    could not come from one pool.
-    """
+    Raises ``ConfigError`` if layers need different numbers of bytes per token, since their blocks
+    could not come from one pool."""
     token_bytes = _token_bytes(layers)
     by_window: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
@@ -95,7 +93,8 @@ def make_layout(
 
 
 def _token_bytes(layers: Sequence[PagedKV]) -> int:
-    """Bytes of K and V of one token in each layer. Raises ``ConfigError`` if layers differ."""
+    """Bytes of the keys and values of one token in one layer. Raises ``ConfigError`` if layers
+    differ."""
     by_bytes: dict[int, list[int]] = {}
     for index, layer in enumerate(layers):
         by_bytes.setdefault(layer.token_bytes, []).append(index)
@@ -109,15 +108,15 @@ def _token_bytes(layers: Sequence[PagedKV]) -> int:
 
 
 def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:
-    """Choose the number of parts of a block. counts: sliding window (0: none) -> number of
-    layers."""
+    """Choose the number of parts of a block (see ``make_layout``). counts: the number of layers
+    with each sliding window (0: none)."""
     tokens = {window: min(window or max_model_len, max_model_len) for window in counts}
 
     def num_groups(num_parts: int) -> int:
         return sum(-(-count // num_parts) for count in counts.values())
 
     def kept(num_parts: int) -> int:
-        """The memory that a request of full length takes, in tokens times layers."""
+        """The memory of a request of ``max_model_len`` tokens, in tokens times layers."""
         return sum(-(-n // num_parts) * num_parts * tokens[w] for w, n in counts.items())
 
     few = range(1, max(counts.values()) + 1)
@@ -126,11 +125,12 @@ def _choose_parts(counts: Mapping[int, int], max_model_len: int) -> int:
 
 
 def cross_attention_blocks(num_encoder_tokens: int, block_size: int) -> int:
-    """Blocks for the encoder output that a decoder's cross-attention reads."""
+    """Number of blocks for the KV of ``num_encoder_tokens`` encoder outputs, for
+    cross-attention."""
     return -(-num_encoder_tokens // block_size)
 
 
 def agreed_num_blocks(num_blocks_by_worker: Sequence[int]) -> int:
-    """Return the number of blocks that every worker can hold: that of the worker with the least
-    memory, since a block id must mean the same on all workers."""
+    """Return the number of blocks in every worker's pool: the smallest number, because a block id
+    must be valid on all workers."""
     return min(num_blocks_by_worker)

@@ -1,9 +1,9 @@
-"""KVManager: which request holds which blocks, and which of them others may share.
+"""KVManager: which request holds which KV blocks, and which blocks requests may share.
 
 block_pool     the content of each block, the free list, reference counts
 tables         block tables of requests: grow, trim, report changes to the worker
 prefix_index   hashes sequences; finds, publishes and withdraws cached blocks
-transfers      loads from a KV source, and blocks lent to transfers of ended requests
+transfers      loads from a KV source, and blocks of ended requests that transfers still read
 """
 
 from __future__ import annotations
@@ -33,13 +33,12 @@ from engine.kv.transfers import Loan, Transfers
 
 
 class KVManager:
-    """The only writer of block tables and reference counts.
+    """Allocates KV blocks to requests; only it writes block tables and reference counts.
 
-    Positions are absolute: ``upto`` means the positions [0, upto). Queries (``lookup``, ``fits``,
-    ``missing``) change nothing; ``reserve`` gets all blocks or none. Blocks are counted over all
-    groups of layers; one table entry takes one block in each group.
-    ``num_held`` and ``num_published`` count table entries per row, for vectorised scheduling.
-    """
+    ``upto`` means the positions [0, upto) of a sequence. Queries (``lookup``, ``fits``,
+    ``missing``) change nothing. A table entry takes one block in each group of layers; numbers of
+    blocks are sums over all groups. ``num_held`` and ``num_published`` count table entries by batch
+    row, for vectorised scheduling."""
 
     def __init__(
         self,
@@ -82,27 +81,28 @@ class KVManager:
 
     @property
     def num_free(self) -> int:
-        """Number of blocks that can be taken now; some may hold cached content."""
+        """Number of free blocks; some may have cached content, which is lost when they are
+        taken."""
         return self.pool.num_free
 
     @property
     def num_usable(self) -> int:
-        """Number of blocks that a request can have if it runs alone."""
+        """Number of blocks that a request can have if no other request holds any."""
         return self.pool.num_blocks - 1
 
     @property
     def source(self) -> KVSource | None:
-        """The source of KV computed elsewhere, or None."""
+        """The KV source, which supplies KV computed elsewhere; ``None`` if there is none."""
         return None if self.transfers is None else self.transfers.source
 
     @property
     def lent(self) -> Mapping[str, Loan]:
-        """Blocks of ended requests that transfers still use, by request id."""
+        """Blocks of ended requests that transfers still read, by request id."""
         return {} if self.transfers is None else self.transfers.lent
 
     @property
     def usage(self) -> float:
-        """Share of the pool held by requests and transfers, 0 to 1."""
+        """Fraction (0 to 1) of the pool's blocks that requests and transfers hold."""
         return 1.0 - self.pool.num_free / self.num_usable
 
     def blocks_for(self, num_tokens: int) -> int:
@@ -118,19 +118,21 @@ class KVManager:
         return allocation.num_adopted if (allocation := self._found(req)) else 0
 
     def is_loading(self, req: KVRequest) -> bool:
-        """True while a transfer writes into the request's blocks, which it therefore must keep."""
+        """True while a transfer writes into the request's blocks, so that they must not be
+        released."""
         return (allocation := self._found(req)) is not None and allocation.loading
 
     def load_error(self, req: KVRequest) -> str:
-        """The error of the KV source when it could not start the request's load, else empty."""
+        """Why the KV source could not start the request's load; "" if it could."""
         return allocation.load_error if (allocation := self._found(req)) else ""
 
     def lookup(self, req: KVRequest) -> PrefixHit:
-        """The longest cached prefix. The last token is never part of it: it must be computed."""
+        """The longest cached prefix of the request. It never has the last token, which is always
+        computed."""
         return self._hit(req, self._allocation(req))
 
     def cached_prefix(self, req: KVRequest) -> int:
-        """Number of the request's tokens in the prefix cache, whether it holds blocks or not."""
+        """Number of the request's leading tokens that are in the prefix cache."""
         return self.lookup(req).num_tokens
 
     def cached_prefixes(
@@ -140,8 +142,9 @@ class KVManager:
         known: NDArray[np.int64],
         requests: Callable[[NDArray[np.intp]], Sequence[KVRequest]],
     ) -> NDArray[np.int64]:
-        """``cached_prefix`` of the requests in ``rows``, with their arrival numbers and numbers of
-        ``known`` tokens. ``requests`` returns those to look up: whose prefix may have changed."""
+        """``cached_prefix`` of several requests, given by row, arrival number and number of tokens
+        (``known``). ``requests`` is called with the rows to look up: those whose result may have
+        changed since the last call."""
         if self.groups != (FULL,) or self.transfers is not None or not self.caching:
             return np.array([self.cached_prefix(req) for req in requests(rows)], dtype=np.int64)
         watch = self.cache.watch
@@ -157,11 +160,10 @@ class KVManager:
         return watch.tokens[rows]
 
     def ready(self, req: KVRequest) -> int:
-        """Number of leading tokens whose KV is available when the request is scheduled next.
+        """Number of leading tokens that need not be computed when the request is scheduled next.
 
-        Without blocks: its prefix hit and the tokens that can be loaded within the step. With
-        blocks: the tokens adopted from the cache or loaded.
-        """
+        If it has no blocks yet: its prefix hit and the tokens that can be loaded within the step.
+        Otherwise: the tokens adopted from the cache or loaded."""
         allocation = self._allocation(req)
         if allocation.blocks:
             return allocation.num_ready
@@ -169,10 +171,10 @@ class KVManager:
         return hit.num_tokens + (0 if hit.asynchronous else hit.num_remote)
 
     def missing(self, req: KVRequest, upto: int) -> int:
-        """Number of free blocks that the request needs to reach position ``upto`` in several steps.
+        """Number of free blocks that the request needs to compute all positions below ``upto``.
 
-        One ``reserve`` may take more, since steps reuse blocks that leave a sliding window.
-        """
+        Assumes several steps: a single ``reserve`` may need more, since blocks that leave a sliding
+        window are reused by later steps."""
         wanted = self._wanted(req, upto)
         if not self.tables.windows:
             return wanted
@@ -184,7 +186,7 @@ class KVManager:
     def fits(
         self, req: KVRequest, upto: int, freeing: Sequence[KVRequest] = (), *, spared: int = 0
     ) -> bool:
-        """True if ``reserve`` would succeed after the requests in ``freeing`` were released, and
+        """True if ``reserve`` would succeed once the requests in ``freeing`` were released, and
         would leave ``spared`` blocks free."""
         free = self.pool.num_free - spared
         if freeing:
@@ -193,14 +195,15 @@ class KVManager:
         return self._wanted(req, upto) <= free
 
     def room(self, req: KVRequest) -> int:
-        """The largest ``upto`` that ``reserve`` can serve now for a request with blocks."""
+        """The largest ``upto`` for which ``reserve`` would succeed now. The request must have
+        blocks."""
         allocation, free = self._allocation(req), self.pool.num_free
         if self.tables.windows:
             free += self.tables.num_outside(allocation, _first_query(req))
         return (len(allocation.blocks) + free // self.num_groups) * self.block_size
 
     def peak(self, reqs: Sequence[KVRequest], remaining: Callable[[Any], int]) -> int:
-        """The most blocks that these requests hold at one time, if each generates
+        """The most blocks that these requests hold together at any time, if each generates
         ``remaining(req)`` more tokens and then ends."""
         lengths = [len(req.tokens) for req in reqs]
         entries = peak_blocks(lengths, [remaining(req) for req in reqs], self.block_size)
@@ -212,21 +215,18 @@ class KVManager:
     # -- changes
 
     def reserve(self, req: KVRequest, upto: int) -> bool:
-        """Give the request blocks for the positions [0, upto). One without blocks adopts its
-        prefix hit first. Returns False, with nothing changed, if too few blocks are free.
+        """Allocate blocks for positions [0, upto) of a request that is in the batch or enters it. A
+        request without blocks adopts its prefix hit first.
 
-        For requests that are in the batch, or enter it: the blocks go into the next plan.
-        """
+        Returns False, and changes nothing, if too few blocks are free."""
         if not self.hold(req, upto):
             return False
         self.tables.queue_new(req.row, self._allocations[req.row])
         return True
 
     def reserve_next(self, rows: Sequence[int]) -> None:
-        """Add one table entry to each of these decoding rows, whose last block is full.
-
-        The caller has checked that enough blocks are free.
-        """
+        """Add one table entry to each of these batch rows, whose requests decode and have filled
+        their last block. The caller has checked that enough blocks are free."""
         allocations = [self._allocations[row] for row in rows]
         if self.tables.windows:
             for row, allocation in zip(rows, allocations, strict=True):
@@ -235,12 +235,11 @@ class KVManager:
         self.num_held[rows] += 1
 
     def hold(self, req: KVRequest, upto: int) -> bool:
-        """``reserve`` for a request that will wait; its blocks are sent to the worker when it
-        enters the batch.
+        """Allocate blocks as ``reserve`` does, for a request that is not in the batch yet. Its
+        block table is sent to the worker when it enters.
 
-        Also returns False if a load within the step could not start; all blocks are released then.
-        The request must compute more tokens itself; ``ready`` gives the new start.
-        """
+        Also returns False if a load within the step could not start. The request then has no blocks
+        and must compute more tokens itself: ``ready`` has changed."""
         if self._wanted(req, upto) > self.pool.num_free:
             return False
         allocation = self._allocation(req)
@@ -262,26 +261,25 @@ class KVManager:
         return True
 
     def start_load(self, req: KVRequest) -> None:
-        """Load KV from the source into the blocks after the request's hit, once no step in flight
-        writes them. ``loaded`` is called at the end; ``take_failed_loads`` returns the request if
-        the load cannot start."""
+        """Load KV from the source into the request's blocks after its prefix hit, as soon as no
+        step in flight writes them. Calls no ``loaded`` if the load cannot start: then
+        ``take_failed_loads`` returns the request."""
         assert self.transfers is not None
         allocation = self._allocations[req.row]
         self.transfers.load(req, allocation, self._blocks_to_load(req, allocation))
 
     def loaded(self, req: KVRequest, upto: int) -> None:
-        """Record the end of a load that filled the positions before ``upto``; cache their blocks.
+        """Record the end of a load that filled positions [0, upto), and cache the full blocks.
 
-        A failed load passes the smaller ``upto`` that is valid; the rest will be computed.
-        """
+        After a partly failed load, ``upto`` is smaller and the request computes the rest."""
         allocation = self._allocations[req.row]
         allocation.loading = False
         allocation.num_ready = min(upto, len(req.tokens) - 1)
         self.commit(req, allocation.num_ready)
 
     def take_failed_loads(self) -> list[KVRequest]:
-        """Requests whose load the source failed to start since the last call. They keep their
-        blocks, and ``ready`` counts the local prefix hit only."""
+        """Return the requests whose load could not start, since the last call. They still hold
+        their blocks, but ``ready`` counts the local prefix hit only."""
         return [] if self.transfers is None else self.transfers.take_failed()
 
     def step_planned(self) -> None:
@@ -290,16 +288,18 @@ class KVManager:
             self.transfers.fences.planned()
 
     def step_settled(self) -> None:
-        """Record that the oldest launched step has finished and writes no more."""
+        """Record that the oldest launched step has finished and writes no more KV."""
         if self.transfers is not None:
             self.transfers.fences.settled()
 
     def sent(self, request_id: str) -> bool:
-        """Record the end of a transfer of an ended request's blocks. False if there was none."""
+        """Release the blocks that a transfer of an ended request has read. False if there was
+        none."""
         return self.transfers is not None and self.transfers.sent(request_id)
 
     def commit(self, req: KVRequest, upto: int) -> None:
-        """Put full blocks before ``upto``, whose KV is written, into the prefix cache."""
+        """Put the request's full blocks below position ``upto`` into the prefix cache. Their KV
+        must have been written."""
         full = upto // self.block_size
         row = req.row
         first = int(self.num_published[row])
@@ -318,12 +318,9 @@ class KVManager:
             self._prefix_index.publish_next(reqs, [self._allocations[row] for row in rows], nth)
 
     def revoke(self, req: KVRequest, start: int, others: Iterable[KVRequest]) -> list[int]:
-        """Remove the KV that ``req`` wrote from position ``start`` on from the prefix cache, and
-        all KV computed from it. Returns the rows of those ``others`` that adopted some of this KV,
-        or may have adopted some before they released their blocks.
-
-        Blocks are found by their hashes, since ``req`` may not hold them any more.
-        """
+        """Remove from the prefix cache the KV that ``req`` wrote from position ``start`` on, and
+        all KV computed from it. Returns the rows of those ``others`` that adopted such KV, or have
+        released their blocks since and may have adopted it."""
         first = start // self.block_size
         if self.held(req):
             first = min(first, self.num_adopted(req))
@@ -339,7 +336,8 @@ class KVManager:
         return adopted
 
     def release(self, req: KVRequest) -> None:
-        """Give back all blocks of the request. Its block hashes are kept until ``finish``."""
+        """Release all blocks of a request that may run again. Its block hashes are kept until
+        ``finish``."""
         allocation = self._found(req)
         if allocation is None:
             return
@@ -349,10 +347,9 @@ class KVManager:
         self.num_held[req.row] = self.num_published[req.row] = 0
 
     def finish(self, req: KVRequest) -> dict[str, Any] | None:
-        """Forget a request that has ended, except for blocks that a transfer still uses.
+        """Release the blocks of a request that has ended, except those that a transfer still reads.
 
-        Returns the KV transfer parameters for its output, or None.
-        """
+        Returns the KV transfer parameters for its output, or None."""
         allocation = self._allocations.pop(req.row, None) or self._empty(req)
         self.num_held[req.row] = self.num_published[req.row] = 0
         if self.transfers is not None:
@@ -367,7 +364,8 @@ class KVManager:
             self.counts.add(num_tokens, num_hit, preempted=preempted)
 
     def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Refused (returns False) while any block is held or lent."""
+        """Empty the prefix cache. Returns False, and does nothing, while requests or transfers hold
+        blocks."""
         if self.pool.num_free != self.num_usable:
             return False
         self._prefix_index.clear()
@@ -375,13 +373,13 @@ class KVManager:
         return True
 
     def drain(self) -> Deltas:
-        """Changes of block tables since the last call. Publishes the cache events since then."""
+        """Return the changes of block tables since the last call, and publish new cache events."""
         if self._prefix_index.events is not None:
             self._prefix_index.events.flush()
         return self.tables.drain()
 
     def ensure_rows(self, num_rows: int) -> None:
-        """Extend the per-row columns to at least ``num_rows`` entries."""
+        """Extend the arrays that have an entry per batch row to at least ``num_rows`` entries."""
         if missing := max(0, num_rows - len(self.num_held)):
             more = np.zeros(missing, dtype=np.int32)
             self.num_held = np.concatenate([self.num_held, more])
@@ -410,14 +408,14 @@ class KVManager:
         return Allocation([[] for _ in self.groups], req.arrival)
 
     def _found(self, req: KVRequest) -> Allocation | None:
-        """The allocation of the request; None if it has none, or if its row belongs to a later
-        request now."""
+        """The allocation of the request; None if there is none. An allocation of another request
+        that has the same batch row now does not count."""
         allocation = self._allocations.get(req.row)
         return allocation if allocation is not None and allocation.arrival == req.arrival else None
 
     def _allocation(self, req: KVRequest) -> Allocation:
-        """The allocation of the request, created if it has none. A finished request gets a
-        temporary one."""
+        """The allocation of the request, created if it has none. It is not stored if another
+        request has its batch row now."""
         allocation = self._found(req)
         if allocation is None:
             allocation = self._empty(req)
@@ -426,7 +424,8 @@ class KVManager:
         return allocation
 
     def _wanted(self, req: KVRequest, upto: int) -> int:
-        """Number of free blocks that ``reserve`` takes, minus those that it gives back first."""
+        """Number of free blocks that ``reserve`` would take, less those that it would release
+        first."""
         entries = self._entries(upto)
         allocation = self._allocation(req)
         if allocation.blocks:
@@ -443,7 +442,8 @@ class KVManager:
         return self._prefix_index.hashes(req, self._found(req))
 
     def _hit(self, req: KVRequest, allocation: Allocation) -> PrefixHit:
-        """The request's prefix hit, searched again only if the cache or its tokens have changed."""
+        """The request's prefix hit. Cached until the prefix cache or the request's tokens
+        change."""
         hit, known, version = allocation.hit, len(req.tokens), self.cache.version
         if hit is None or allocation.hit_version != version or allocation.hit_known != known:
             hit = allocation.hit = self._search(req, allocation)
@@ -453,7 +453,7 @@ class KVManager:
         return hit
 
     def _search(self, req: KVRequest, allocation: Allocation) -> PrefixHit:
-        """Search the prefix hit, ignoring the remembered one where it is outdated."""
+        """Search the request's prefix hit in the cache, and in the KV source if there is one."""
         if not req.reads_cache:
             return PrefixHit(0, self._empty(req).tables)
         num_blocks = (len(req.tokens) - 1) // self.block_size if self.caching else 0
@@ -469,8 +469,8 @@ class KVManager:
         return PrefixHit(num_tokens, tables, *self.transfers.match(req, allocation, num_tokens))
 
     def _adopt(self, req: KVRequest, allocation: Allocation, upto: int) -> bool:
-        """Start the request's tables with its prefix hit. Returns True if a load from the KV source
-        must start now."""
+        """Start the request's block tables with its prefix hit. Returns True if the KV source must
+        load further blocks within this step."""
         hit = self._hit(req, allocation)
         self.tables.adopt(allocation, hit.tables)
         allocation.num_adopted = self.num_published[req.row] = len(hit.blocks)
@@ -488,6 +488,5 @@ class KVManager:
 
 
 def _first_query(req: KVRequest) -> int:
-    """The lowest position that the request's next query can have: tokens in flight may be rolled
-    back."""
+    """The lowest position that the request may compute next: steps in flight may be rolled back."""
     return min(req.num_computed, len(req.tokens))

@@ -2,9 +2,9 @@
 
     hash of block i = H(hash of block i - 1, tokens of block i)
 
-so equal hashes mean equal content from the start of the sequence. The root depends on the hash
-algorithm, adapter and cache salt. A media item is hashed into the block in which it begins, so all
-blocks that hold a part of it depend on it.
+Thus equal hashes mean equal sequences up to the end of the block. The hash before the first block
+depends on algorithm, adapter and cache salt. The hash of a media item (an image, say) is mixed into
+the hash of the block in which the item begins, and so affects all later blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from engine.messages.requests import MediaItem
 
 
 class Content(Protocol):
-    """The fields of a request that determine its KV."""
+    """The fields of a request on which its KV depends."""
 
     @property
     def tokens(self) -> array[int]: ...
@@ -46,13 +46,14 @@ class BlockHasher(Protocol):
     root: bytes
 
     def extend(self, parent: bytes, data: bytes, width: int) -> list[bytes]:
-        """Hashes of consecutive blocks of ``width`` bytes each after ``parent``."""
+        """Hash the consecutive blocks in ``data``, of ``width`` bytes each. ``parent``: hash of the
+        block before them."""
 
     def extend_one(self, parent: bytes, data: bytes) -> bytes:
-        """Hash of the block after ``parent`` that holds ``data``."""
+        """Hash one block with the bytes ``data``. ``parent``: hash of the block before it."""
 
     def fold(self, parent: bytes, extra: bytes) -> bytes:
-        """Combine a parent hash with ``extra``."""
+        """Mix ``extra`` into a parent hash."""
 
 
 class Sha256Hasher:
@@ -78,7 +79,7 @@ class Sha256Hasher:
 
 
 class Chains:
-    """Computes chains: the lists of block hashes of sequences, for one block size."""
+    """Computes chains: a chain is the list of a sequence's block hashes."""
 
     def __init__(self, hasher: BlockHasher, block_size: int) -> None:
         self.hasher = hasher
@@ -104,7 +105,7 @@ class Chains:
                 chain.append(extend_one(chain[-1], data))
 
     def extend(self, chain: list[bytes], content: Content, upto: int) -> None:
-        """Append the hashes of full blocks of ``tokens[:upto]`` that are not in ``chain`` yet."""
+        """Append hashes to ``chain``, until it has one for each full block of ``tokens[:upto]``."""
         size = self.block_size
         done, full = len(chain), upto // size
         if full <= done:
@@ -127,12 +128,11 @@ class Chains:
 def media_runs(
     media: Sequence[MediaItem], block_size: int, first: int, before: int
 ) -> list[tuple[int, int, bytes]]:
-    """Split the blocks [first, before) into ranges. A new range starts at each block in which media
-    items begin. Returns (start, end, key) of each range; the key encodes hash, offset and length of
-    the items that begin in its first block, b"" without items.
+    """Split the blocks [first, before) into ranges, so that media items begin only in the first
+    block of a range. Returns (start, end, key) for each range.
 
-    Items must be sorted by offset.
-    """
+    The key encodes hash, offset and length of the items that begin in the range; b"" without items.
+    Items must be sorted by offset."""
     inside = [item for item in media if first <= item.offset // block_size < before]
     begins = {
         block: msgspec.msgpack.encode(list(items))
@@ -143,14 +143,15 @@ def media_runs(
 
 
 def group_keys(hashes: Sequence[bytes], group: int) -> Sequence[bytes]:
-    """The cache keys of these hashes in one group; a hash has one block in each group."""
+    """The cache keys of block hashes in one group of layers: a hash has one key per group."""
     return hashes if group == 0 else [block_hash + bytes([group]) for block_hash in hashes]
 
 
 def find_tables(
     groups: Sequence[Group], cache: PrefixCache, hashes: Sequence[bytes], block_size: int
 ) -> list[list[int]]:
-    """Tables of the longest prefix cached in all groups; entries outside a window are null."""
+    """Block tables of the longest prefix that is cached in all groups. Entries outside a group's
+    window are null blocks."""
     if len(groups) == 1 and not groups[0].window:
         return [cache.prefix(hashes)]
     cached = [[cache.find(key) for key in group_keys(hashes, g)] for g in range(len(groups))]
@@ -186,10 +187,8 @@ class PrefixIndex:
             cache.on_loss = events.removed
 
     def find(self, req: KVRequest, allocation: Allocation, num_blocks: int) -> list[list[int]]:
-        """The longest prefix hit of at most ``num_blocks`` entries, as one table per group.
-
-        If nothing was evicted since the last lookup, the search continues from its hit.
-        """
+        """The block tables of the longest prefix hit, one table per group, with at most
+        ``num_blocks`` entries each."""
         chain, old, cache = allocation.chain, allocation.hit, self._cache
         self._chains.extend(chain, req, num_blocks * self._block_size)
         if old is None or allocation.hit_losses != cache.num_losses or self._groups != (FULL,):
@@ -197,7 +196,7 @@ class PrefixIndex:
         return [old.blocks + cache.prefix(chain[len(old.blocks) : num_blocks])]
 
     def publish(self, req: KVRequest, allocation: Allocation, first: int, before: int) -> None:
-        """Put the request's blocks [first, before), full and written, into the cache."""
+        """Put the request's blocks [first, before), which are full and written, into the cache."""
         chain, publish = allocation.chain, self._cache.publish_each
         self._chains.extend(chain, req, before * self._block_size)
         publish(allocation.tables[0][first:before], chain[first:before])
@@ -209,7 +208,8 @@ class PrefixIndex:
     def publish_next(
         self, reqs: Sequence[KVRequest], allocations: Sequence[Allocation], nth: list[int]
     ) -> None:
-        """``publish`` one block of each request: entry ``nth[i]`` of the table of ``reqs[i]``."""
+        """Put one block of each request into the cache: entry ``nth[i]`` of the block table of
+        ``reqs[i]``."""
         if self.events is not None or len(self._groups) > 1 or 0 in nth:
             for req, allocation, index in zip(reqs, allocations, nth, strict=True):
                 self.publish(req, allocation, index, index + 1)
@@ -223,14 +223,13 @@ class PrefixIndex:
         self._cache.publish_each(blocks, hashes)
 
     def hashes(self, req: KVRequest, allocation: Allocation | None) -> list[bytes]:
-        """Hashes of all full blocks of the request. Those in its allocation are reused, if it has
-        one."""
+        """Hashes of all full blocks of the request, reusing the hashes in its allocation."""
         chain = [] if allocation is None else allocation.chain
         self._chains.extend(chain, req, len(req.tokens))
         return chain
 
     def withdraw(self, hashes: Sequence[bytes]) -> None:
-        """Remove every block with one of these hashes from the cache, whoever wrote it."""
+        """Remove all blocks with these hashes from the cache, whichever requests wrote them."""
         for g in range(len(self._groups)):
             for key in group_keys(hashes, g):
                 for block in self._cache.find_all(key):

@@ -1,8 +1,8 @@
-"""Remembers the cached prefix lengths of waiting requests, and which of them have changed.
+"""Remembers the cached prefix lengths of waiting requests until they may have changed.
 
-A policy that sorts a long queue by cached prefix needs all of them in each step, while a step
-caches and evicts few blocks. So a length is remembered until a block of the hit is evicted or the
-first block after it is cached.
+A policy that sorts a long queue by cached prefix needs the lengths of all requests in each step,
+while a step caches and evicts few blocks. A length stays valid until a block of the hit is evicted
+or the first block after it is cached.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ IntArray = NDArray[np.int64]
 
 
 class Hit:
-    """A cached block that is part of the prefix hits of some rows. ``rows``: those whose hit ends
-    with it; ``parent``, ``children``: hashes of the blocks before and after it."""
+    """A cached block that is part of prefix hits. ``rows``: batch rows whose hit ends with this
+    block; ``parent``, ``children``: hashes of the blocks before and after it in these hits."""
 
     __slots__ = ("children", "parent", "rows")
 
@@ -29,8 +29,8 @@ class Hit:
 
 
 class PrefixWatch:
-    """The cached prefix length (``tokens``) of each row. The cache reports added and removed blocks
-    to it, which invalidates the lengths that depend on them."""
+    """The cached prefix length (``tokens``) of each row. The prefix cache calls it when blocks are
+    added or removed; the lengths that depend on these blocks become invalid."""
 
     def __init__(self) -> None:
         self.tokens: IntArray = np.zeros(0, dtype=np.int64)
@@ -41,8 +41,8 @@ class PrefixWatch:
         self._where: dict[int, tuple[bytes | None, bytes | None]] = {}  # row -> end, awaited
 
     def stale(self, rows: Rows, arrivals: IntArray, known: IntArray) -> NDArray[np.bool_]:
-        """Mask of the rows to look up again. ``arrivals`` and ``known`` are the arrival numbers
-        and token counts of their requests."""
+        """Return a mask of the ``rows`` whose length must be looked up. ``arrivals`` and ``known``:
+        arrival numbers and token counts of the requests that have these rows now."""
         if rows.size and (missing := int(rows.max()) + 1 - len(self.tokens)) > 0:
             missing += len(self.tokens)
             self.tokens = np.concatenate([self.tokens, np.zeros(missing, dtype=np.int64)])
@@ -53,12 +53,12 @@ class PrefixWatch:
         return is_stale
 
     def remember(self, row: int, arrival: int, known: int, num_tokens: int) -> None:
-        """Remember that ``num_tokens`` of the ``known`` tokens of a row's request are cached."""
+        """Store that ``num_tokens`` of the ``known`` tokens of a row's request are cached."""
         self.tokens[row], self._arrival[row], self._known[row] = num_tokens, arrival, known
 
     def watch_prefix(self, row: int, hashes: Sequence[bytes], num_hit: int) -> None:
-        """Keep the remembered length of this row until one of the first ``num_hit`` blocks is
-        evicted or the block after them is cached."""
+        """Invalidate the row's length when one of the first ``num_hit`` blocks is evicted, or the
+        block after them is cached. ``hashes``: those of the request's full blocks."""
         self._forget(row)
         end = hashes[num_hit - 1] if num_hit else None
         awaited = hashes[num_hit] if num_hit < len(hashes) else None
@@ -81,7 +81,7 @@ class PrefixWatch:
         self._hits[end].rows.add(row)
 
     def published(self, hashes: Sequence[bytes]) -> None:
-        """Invalidate the rows whose hits these newly cached blocks extend."""
+        """Invalidate the rows whose prefix hits could now grow by these newly cached blocks."""
         awaited = self._awaited
         if not awaited.keys().isdisjoint(hashes):
             for block_hash in hashes:
